@@ -242,6 +242,11 @@ def test_active_collectives_json(group):
     assert [entry for entry in entries if not entry["retired"]] == []
 
 
+@pytest.mark.parametrize("name", torch_private.IMPORTED_IN_TRAINING)
+def test_modules_imported_in_training_are_there(name):
+    assert import_module(name)
+
+
 def test_flatten_mesh_and_forget_process_groups(mesh):
     flat = torch_private.flatten_mesh(mesh, "ab")
     assert flat.mesh_dim_names == ("ab",)

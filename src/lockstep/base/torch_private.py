@@ -49,6 +49,12 @@ disable_current_modes = _python_dispatch._disable_current_modes
 _FSDP = {"AllGather": "_fsdp_api", "ReduceScatter": "_fsdp_api", "DefaultAllGather": "_fsdp_collectives"}
 """Classes of FSDP2, which takes long to import -> their module."""
 
+IMPORTED_IN_TRAINING = (
+    *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor"),
+)
+"""Modules that torch or lockstep import while a run is opened and takes its first step."""
+
 SUBCLASSED: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": frozenset(
         {"_rendezvous", "_start_workers", "_stop_workers", "_restart_workers", "_monitor_workers", "_shutdown", "_exit_barrier"}

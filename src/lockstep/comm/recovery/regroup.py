@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
 
@@ -34,7 +35,9 @@ import torch.distributed as dist
 
 from lockstep.base.errors import LaunchError, LockstepError
 from lockstep.base.torch_private import (
+    PrefixStore,
     Store,
+    TCPStore,
     abort_accelerator_groups,
     forget_distributed_operations,
     number_process_groups_from,
@@ -202,6 +205,12 @@ def join_over(
         own.set_timeout(timeout)
         number_process_groups_from(max(map(int, own.multi_get([f"names/{each}" for each in range(size)]))))
         return join(rank=rank, size=size, local_rank=local_rank, local_size=local_size, backend=backend, timeout=timeout, store=own)
+
+
+def launcher_store(environ: Mapping[str, str]) -> Store:
+    """Connect to the store that the launcher has made for this start, at MASTER_ADDR:MASTER_PORT. For `join_over`."""
+    server = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
+    return PrefixStore("lockstep/start", server)
 
 
 def _abort_once() -> None:
