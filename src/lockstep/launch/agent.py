@@ -36,7 +36,7 @@ from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import JOIN_SECONDS, SILENCE_SECONDS, ElasticRendezvous, LoopbackRendezvous
 from lockstep.launch.seeding import HASH_SEED
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
-from lockstep.options import RunOptions
+from lockstep.options import RunOptions, variable
 
 GRACE_SECONDS = dict.fromkeys(signals("SIGINT", "SIGQUIT"), 5.0) | dict.fromkeys(signals("SIGTERM", "SIGUSR1", "SIGHUP"), 30.0)
 """Seconds from a signal, which the launcher passes on, to SIGKILL. A second signal ends the wait."""
@@ -139,7 +139,12 @@ class Agent(SimpleElasticAgent):
                 if machines is None:
                     raise
                 self._elsewhere = _rendezvous_error(error, machines)
-        return replace(self._workers.ending(), signal=self._signal, elsewhere=self._elsewhere)
+        return replace(self._workers.ending(), signal=self._signal, elsewhere=self._elsewhere, new_run_dir=self._new_run_dir())
+
+    def _new_run_dir(self) -> str:
+        """The run directory that the launcher chose, if the run wrote to it, else empty."""
+        path = self._given.get(variable("default_run_dir"), "")
+        return path if path and variable("run_dir") not in self._given and os.path.isdir(path) else ""
 
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:
@@ -364,7 +369,7 @@ def _rendezvous_error(error: Exception, machines: Machines) -> str:
         return f"fewer than {machines.least} machines came to {machines.endpoint} within {JOIN_SECONDS} s; start the same command on them"
     return (
         f"the rendezvous at {machines.endpoint} is gone: the machine that keeps it has ended, or cannot be reached; what was saved is in "
-        "the run directory; the same command, started again on every machine, resumes from there"
+        "the run directory; the same command (with --run-dir, if it had none), started again on every machine, resumes from there"
     )
 
 
