@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep.base.errors import PlanError
+from lockstep.base.errors import CheckpointError, PlanError
 from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import Storage
@@ -31,6 +31,7 @@ from lockstep.model.parallelize import check_devices
 from lockstep.options import check_run_dir, check_shared_options
 from lockstep.plan import Plan
 from lockstep.recipe.checks import Precision, check_compression, check_count, check_precision, check_seed
+from lockstep.recipe.recipe import Evaluation
 from lockstep.saving import Resume, Saving, check_allow_change, check_resume, interval
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
@@ -63,14 +64,24 @@ class RunRequest:
 
     @classmethod
     def checked(
-        cls, *, plan: str | Plan | None, saving: Saving | None, resume: Resume, allow_change: Collection[str], **given: Any
+        cls,
+        *,
+        plan: str | Plan | None,
+        saving: Saving | None,
+        resume: Resume,
+        allow_change: Collection[str],
+        evaluations: Mapping[str, Evaluation] | None,
+        **given: Any,
     ) -> RunRequest:
-        """The request with these arguments of `Session`. Raises the children of `UserError` for wrong values."""
+        """The request with these arguments of `Session`. `evaluations`: the recipe's; None: a loop of one's own. Raises
+        the children of `UserError` for wrong values."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
         check_compression(given["gradient_compression"])
         check_seed(given["seed"])
         check_run_dir(given["run_dir"], "run_dir")
+        if saving is not None and saving.best is not None:
+            _check_best(saving.best, evaluations)
         if not isinstance(plan, Plan | str | None):
             raise PlanError(f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as 'replicate=2,numerics=bitwise'")
         return cls(
@@ -173,6 +184,20 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
     opened = Opened(context, environment, hooks, asked, given, taken)
     _record_start(opened, request)
     return opened
+
+
+def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> None:
+    """Raise `CheckpointError` if no evaluation during training can measure the metric of `Saving.best`."""
+    if evaluations is None:
+        raise CheckpointError(
+            f"Saving(best={metric!r}) in a loop of your own, which has no evaluations; it names a metric of Recipe.evaluation; call "
+            "ls.train with a recipe, or keep the best model in the loop: session.full_state_dict()"
+        )
+    if all(each.every is None for each in evaluations.values()):
+        raise CheckpointError(
+            f"Saving(best={metric!r}) without Recipe.evaluation, or with every=None; it is a metric of evaluations; give "
+            "ls.Evaluation(every=...)"
+        )
 
 
 def _join(request: RunRequest, environment: Environment) -> World:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from lockstep.base.errors import CheckpointError, RecipeError
+from lockstep.base.errors import RecipeError
 from lockstep.base.events import Event
 from lockstep.checkpoint.configuration import CONFIGURATION, save_configuration
 from lockstep.logging.fingerprint import fingerprint
@@ -90,7 +90,7 @@ def train(
     if (weights := os.environ.get(variable("evaluate"))) is not None:
         return _evaluate(recipe, weights, plan=plan, run_dir=run_dir)
     resolved = [recipe]
-    session = _session(
+    session = _RecipeSession(
         resolved,
         run_dir=run_dir,
         plan=plan,
@@ -101,11 +101,6 @@ def train(
         allow_change=allow_change,
         loggers=loggers,
     )
-    if saving is not None and saving.best is not None and all(each.every is None for each in recipe.evaluations.values()):
-        raise CheckpointError(
-            f"Saving(best={saving.best!r}) without Recipe.evaluation, or with every=None; it is a metric of evaluations; give "
-            "ls.Evaluation(every=...)"
-        )
     with session:
         return _train(resolved[0], session)
 
@@ -134,7 +129,7 @@ def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, 
     measured = {name.removesuffix("/"): replace(each, weights="current") for name, each in recipe.evaluations.items()}
     recipe = replace(recipe, evaluation=measured.get("", measured), weights=recipe.weights if weights is None else weights)
     resolved = [recipe]
-    with _session(resolved, run_dir=run_dir, plan=plan, resume="never") as session:
+    with _RecipeSession(resolved, run_dir=run_dir, plan=plan, resume="never") as session:
         _prepare(resolved[0], session)
         assert session.house.evaluation is not None, "the recipe has one"
         began = time.perf_counter()
@@ -143,18 +138,19 @@ def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, 
         return _result(session, time.perf_counter() - began, is_trained=False)
 
 
-def _session(recipes: list[Recipe], **options: Any) -> Session:
+class _RecipeSession(Session):
     """The session of a recipe. Its `auto` settings are measured on entering, and then in `recipes[0]`."""
-    (recipe,) = recipes
-    return Session(
-        seed=recipe.seed,
-        precision="fp32" if recipe.precision == "auto" else recipe.precision,
-        gradient_compression=recipe.gradient_compression,
-        recipe=recipe.describe(),
-        evaluations=recipe.evaluations,
-        resolve=partial(_resolve, recipes),
-        **options,
-    )
+
+    def __init__(self, recipes: list[Recipe], **options: Any) -> None:
+        (recipe,) = recipes
+        self._evaluations, self._resolve = recipe.evaluations, partial(_resolve, recipes)
+        super().__init__(
+            seed=recipe.seed,
+            precision="fp32" if recipe.precision == "auto" else recipe.precision,
+            gradient_compression=recipe.gradient_compression,
+            recipe=recipe.describe(),
+            **options,
+        )
 
 
 def _train(recipe: Recipe, session: Session) -> Result:

@@ -39,6 +39,9 @@ class Session:
     `LaunchError` and `RunDirectoryError` on entering.
     """
 
+    _evaluations: Mapping[str, Evaluation] | None = None  # those of `train`; None in a script's own session
+    _resolve: Callable[[Opened], Context] | None = None  # replaces the settings that `train` measures
+
     def __init__(
         self,
         *,
@@ -54,13 +57,10 @@ class Session:
         resume: Resume = "auto",
         allow_change: Collection[str] = (),
         loggers: Sequence[Logger] = (),
-        evaluations: Mapping[str, Evaluation] | None = None,
-        resolve: Callable[[Opened], Context] | None = None,
     ) -> None:
         """- `run_dir`, `plan`, `hooks`, `log_every`, `saving`, `resume`, `loggers`: as for `train`.
         - `seed`, `precision`, `gradient_compression`: as in `Recipe`.
         - `recipe`: what run.json says of it. `allow_change`: fields of it that may differ from the saved ones.
-        - `evaluations`, `resolve`: for `train`. `resolve` replaces the settings that depend on a measurement.
         """
         check_hooks(hooks)
         self.hooks = hooks
@@ -76,8 +76,8 @@ class Session:
             resume=resume,
             allow_change=allow_change,
             loggers=loggers,
+            evaluations=self._evaluations,
         )
-        self._evaluations, self._resolve = evaluations or {}, resolve
         self._finished = False
         self._stack = ExitStack()
         self._termination = Termination()
@@ -85,7 +85,7 @@ class Session:
     def __enter__(self) -> Session:
         with ExitStack() as stack:
             opened = open_run(self._request, self._termination, stack)
-            self.house = HouseHooks(opened, self._termination, hooks=self.hooks, evaluations=self._evaluations)
+            self.house = HouseHooks(opened, self._termination, hooks=self.hooks, evaluations=self._evaluations or {})
             stack.callback(self.house.hang.close)
             self.run = Run(opened.context if self._resolve is None else self._resolve(opened), self.house.in_order)
             self.run.include_hooks(self.hooks)

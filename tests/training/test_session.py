@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch.nn.functional import softplus
 from training.subjects import FEATURES, adamw, network, recipe, rows, same, sgd, squared_error, state_of
 
 import lockstep as ls
-from lockstep.base.errors import LockstepError, LossError, RecipeError, RunDirectoryError
+from lockstep.base.errors import CheckpointError, LockstepError, LossError, RecipeError, RunDirectoryError
 from lockstep.base.events import EventLog
 from lockstep.testing.pool import WorkerPool
 
@@ -356,6 +357,18 @@ def test_a_session_that_contradicts_itself_is_refused_when_it_is_made(changes: d
     with pytest.raises(RecipeError) as caught:
         ls.Session(**changes)
     assert str(caught.value).startswith(message)
+
+
+def test_the_best_of_evaluations_that_a_session_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ls.Session(run_dir=str(tmp_path / "run"), saving=ls.Saving(best="loss"))
+    assert str(caught.value).startswith("Saving(best='loss') in a loop of your own, which has no evaluations; it names a metric of")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["evaluations", "resolve"])
+def test_what_a_session_would_ignore_is_no_argument_of_it(name: str) -> None:
+    assert name not in inspect.signature(ls.Session).parameters
 
 
 def test_an_empty_run_dir_is_refused() -> None:
