@@ -35,6 +35,7 @@ from lockstep.recipe.recipe import Evaluation
 from lockstep.saving import Resume, Saving, check_allow_change, check_resume, interval
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
+from lockstep.training.loop import NUMBERS, SETTINGS
 from lockstep.training.set_up import (
     check_compression_fits,
     check_same,
@@ -151,6 +152,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
     if environment.check and world.size > 1:
         given = replace(given, transport="torch")  # only torch's collectives can be compared
         stack.enter_context(CollectiveCheck(default_store(), world.rank))
+    _check_allow_change(asked)
     mesh = Mesh.of(world, given)
     stack.callback(mesh.close)
     stack.enter_context(termination)
@@ -198,6 +200,14 @@ def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> No
             f"Saving(best={metric!r}) without Recipe.evaluation, or with every=None; it is a metric of evaluations; give "
             "ls.Evaluation(every=...)"
         )
+
+
+def _check_allow_change(asked: RunRequest) -> None:
+    """Raise `CheckpointError` if `allow_change` names what is not compared when a run is resumed."""
+    fields = {*NUMBERS, *SETTINGS, "optimizer", "data", *(asked.recipe or {})}
+    if unknown := sorted(name for name in asked.allow_change if name.partition(".")[0] not in fields):
+        of = "fields of the recipe, which are" if asked.recipe else "what is compared when the run is resumed:"
+        raise CheckpointError(f"allow_change={unknown[0]!r}; it names {of} {', '.join(sorted(fields))}")
 
 
 def _join(request: RunRequest, environment: Environment) -> World:

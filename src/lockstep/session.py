@@ -213,7 +213,7 @@ class Session:
         self.house.out_of_memory.begin_loop(run, [module.model for module in run.modules], options.data, largest=batching.largest)
         if not run.loop.loops:
             run.start()
-            loop.report_layout(run, batching)
+            loop.report_layout(run, options, batching)
             if not self.context.overrides.bare:
                 self.house.checkpointing.resume(run)
         first = run.loop.begin_loop(run.step)

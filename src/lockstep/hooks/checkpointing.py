@@ -144,10 +144,6 @@ class Checkpointer:
         """
         recorder = self.run.context.recorder
         fields = recorder.summary["recipe"] or {}
-        if unknown := sorted(name for name in allow_change if name.partition(".")[0] not in {"optimizer", "data", *fields}):
-            raise CheckpointError(
-                f"allow_change={unknown[0]!r}; it names fields of the recipe, which are {', '.join(sorted(fields)) or 'none here'}"
-            )
         names = [
             CheckpointName(*each) for each in self._on_rank_0(lambda: [[name.step, name.attempt] for name in self.folder.names()], "read")
         ]
@@ -159,7 +155,8 @@ class Checkpointer:
         for name in reversed(names):
             try:
                 reader = raise_on_all_ranks(partial(CheckpointReader, self.folder, name), self.world)
-                found = differences(reader.manifest.metadata["recipe"] or {}, fields, allow_change=allow_change)
+                saved = reader.manifest.metadata["recipe"]
+                found = [] if saved is None else differences(saved, fields, allow_change=allow_change)
                 edited = [line for line in self._edited(reader.manifest.metadata) if line.partition(":")[0].split()[0] not in allow_change]
                 if found := [*found, *edited]:
                     raise CheckpointError(

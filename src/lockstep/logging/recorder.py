@@ -133,11 +133,20 @@ class Recorder:
             self._run_json |= {"recipe": recipe, "plan": {"text": str(plan), **asdict(plan)}, "auto": auto}
             self._directory.write_json("run.json", self._run_json | {"environment": describe_environment(device)})
 
+    def describe(self, recipe: Mapping[str, Any]) -> None:
+        """Write `run.json` again with what a script's own loop is known to learn once it begins."""
+        self.summary |= {"recipe": recipe}
+        if self._directory is not None:
+            self._run_json |= {"recipe": recipe}
+            self._directory.write_json("run.json", self._run_json)
+
     def resume(self, step: int, checkpoints: str) -> None:
         """Begin, or resume, after step `step`. `checkpoints`: where a checkpoint was looked for."""
         if self.is_resumed and not step:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)
             self.message(f"warning: {checkpoints} has no checkpoint to resume from; the run starts again from step 0")
+        if self._directory is not None:
+            self._directory.keep_result()
         if self._metrics is not None:
             self._metrics.resume(step)
 
