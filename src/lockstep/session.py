@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.base.errors import CheckpointError
 from lockstep.comm.gather import gather, mean
@@ -60,24 +60,14 @@ class Session:
     ) -> None:
         """- `run_dir`, `plan`, `hooks`, `log_every`, `saving`, `resume`, `loggers`: as for `train`.
         - `seed`, `precision`, `gradient_compression`: as in `Recipe`.
-        - `recipe`: what run.json says of it. `allow_change`: fields of it that may differ from the saved ones.
+        - `recipe`: more that run.json says of what is learned, and that a resumed run is compared by.
+        - `allow_change`: fields of it, and arguments of this and of `steps`, that may differ from the saved ones.
         """
         check_hooks(hooks)
         self.hooks = hooks
-        self._request = RunRequest.checked(
-            run_dir=run_dir,
-            seed=seed,
-            plan=plan,
-            precision=precision,
-            gradient_compression=gradient_compression,
-            log_every=log_every,
-            recipe=recipe,
-            saving=saving,
-            resume=resume,
-            allow_change=allow_change,
-            loggers=loggers,
-            evaluations=self._evaluations,
-        )
+        given: dict[str, Any] = {"seed": seed, "precision": precision, "gradient_compression": gradient_compression, "recipe": recipe}
+        given |= {"run_dir": run_dir, "log_every": log_every, "loggers": loggers, "evaluations": self._evaluations}
+        self._request = RunRequest.checked(plan=plan, saving=saving, resume=resume, allow_change=allow_change, **given)
         self._finished = False
         self._stack = ExitStack()
         self._termination = Termination()
@@ -240,6 +230,11 @@ class Session:
         """The rows (dim 0), any number of them, of all data ranks in rank order, on each of these. Their gradient is
         the sum over ranks. Every rank calls it."""
         return gather(rows, self.context.mesh.data)
+
+    def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        """A copy of a prepared model's state dict with full tensors on the CPU, on every rank and under every plan, for
+        `torch.save` on one. Every rank calls it. `model`: None is the first."""
+        return self.run.full_state_dict(model)
 
     def stop(self, reason: str) -> None:
         """Ask for the end of training. Any rank may; it takes effect on all at the next logging step or evaluation."""

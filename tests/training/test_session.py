@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import softplus
 from training.subjects import FEATURES, adamw, network, recipe, rows, same, sgd, squared_error, state_of
 
@@ -75,6 +76,30 @@ def test_two_models_whose_losses_reach_both_train_alike_at_any_world_size(pool: 
     lines = [json.loads(line) for line in (tmp_path / "3" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["of the generator"] == line["loss"] != line["of the critic"] for line in lines)
+
+
+def full_states(run_dir: str) -> list[dict[str, torch.Tensor]]:
+    """Of two models, before and after a step of the second."""
+    with ls.Session(run_dir=run_dir, plan="numerics=bitwise", seed=3) as session:
+        model, optimizer = session.prepare(network, sgd)
+        other, its_optimizer = session.prepare(critic, sgd)
+        found = [session.full_state_dict(), session.full_state_dict(other)]
+        for step in session.steps(rows(12), global_batch=8, microbatch=4, steps=1):
+            for batch in step.microbatches():
+                step.backward(other(batch[1]).square().mean(), its_optimizer)
+            step.commit(its_optimizer)
+            step.skip(optimizer)
+        return [*found, session.full_state_dict(), session.full_state_dict(other)]
+
+
+def test_a_full_state_dict_is_a_copy_alike_under_every_plan(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = full_states(str(tmp_path / "alone"))
+    assert same(alone[0], alone[2])
+    assert not same(alone[1]["0.weight"], alone[3]["0.weight"]), "a copy, which training does not change"
+    monkeypatch.setenv("LOCKSTEP_PLAN", "shard=2,numerics=bitwise")
+    for sharded in pool.run(2, full_states, str(tmp_path / "shard")):
+        assert all(same(one, other) for one, other in zip(sharded, alone, strict=True))
+        assert not any(isinstance(tensor, DTensor) for state in sharded for tensor in state.values())
 
 
 def draw_in_two_passes(run_dir: str) -> list[float]:
