@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,24 @@ def test_the_best_of_evaluations_that_a_session_does_not_have_is_refused(tmp_pat
 @pytest.mark.parametrize("name", ["evaluations", "resolve"])
 def test_what_a_session_would_ignore_is_no_argument_of_it(name: str) -> None:
     assert name not in inspect.signature(ls.Session).parameters
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "message"),
+    [
+        (network(), sgd, "session.prepare(build_model) is a Sequential, not a function that makes one; .*: session.prepare(lambda: Net(),"),
+        (
+            network,
+            sgd(network()),
+            "session.prepare(build_optimizer) is a SGD, not a function that makes one; .*: session.prepare(..., lambda",
+        ),
+    ],
+)
+def test_objects_instead_of_functions_that_make_them_are_refused(tmp_path: Path, model: Any, optimizer: Any, message: str) -> None:
+    with ls.Session(run_dir=str(tmp_path / "run")) as session:
+        with pytest.raises(RecipeError) as caught:
+            session.prepare(model, optimizer)
+        assert re.match(re.escape(message).replace(r"\.\*", ".*"), str(caught.value))
 
 
 def test_an_empty_run_dir_is_refused() -> None:

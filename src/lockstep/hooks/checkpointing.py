@@ -194,7 +194,11 @@ class Checkpointer:
         found = [line for theirs, module in pairs for line in settings.described(theirs, module.settings)]
         if saved["code"] is not None and saved["versions"]["python"] == self.run.context.recorder.summary["versions"]["python"]:
             now = self.run.code or {}
-            found += [f"{name}: its code has changed, or a value that it uses" for name, digest in saved["code"].items() if now.get(name, digest) != digest]
+            found += [
+                f"{name}: its code has changed, or a value that it uses"
+                for name, digest in saved["code"].items()
+                if now.get(name, digest) != digest
+            ]
         lines: list[str] = self.world.value_of(0, found)
         return lines
 

@@ -19,6 +19,7 @@ from lockstep.recipe.checks import (
     check_compression,
     check_count,
     check_drop_last,
+    check_factory,
     check_length,
     check_precision,
     check_seed,
@@ -242,8 +243,8 @@ class Recipe:
     no evaluation."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "optimizer"):
-            check_callable(f"Recipe.{name}", getattr(self, name), optional=False)
+        check_factory("Recipe.model", self.model, remedy="model=lambda: Net()")
+        check_factory("Recipe.optimizer", self.optimizer, remedy="optimizer=lambda model: torch.optim.AdamW(model.parameters())")
         self._check_loss()
         for name in ("inputs", "weight", "collate", "schedule"):
             check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
