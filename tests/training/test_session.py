@@ -82,7 +82,7 @@ def test_two_models_whose_losses_reach_both_train_alike_at_any_world_size(pool: 
 def full_states(run_dir: str) -> list[dict[str, torch.Tensor]]:
     """Of two models, before and after a step of the second."""
     with ls.Session(run_dir=run_dir, plan="numerics=bitwise", seed=3) as session:
-        model, optimizer = session.prepare(network, sgd)
+        _model, optimizer = session.prepare(network, sgd)
         other, its_optimizer = session.prepare(critic, sgd)
         found = [session.full_state_dict(), session.full_state_dict(other)]
         for step in session.steps(rows(12), global_batch=8, microbatch=4, steps=1):
