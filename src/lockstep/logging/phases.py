@@ -69,7 +69,7 @@ class Phases:
         self._by_phase = {self.name: self._current}
 
     def enter(self, name: str, *, interrupts: bool = False) -> str:
-        """Enter another phase. Returns the one before. `interrupts`: that one has not ended, and will be entered again."""
+        """Enter another phase. Returns the one before. `interrupts`: that one has not ended, and is entered again."""
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took
