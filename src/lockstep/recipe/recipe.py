@@ -230,7 +230,7 @@ class Recipe:
     """Names of the modules that a plan wraps one by one for FSDP2, activation checkpointing or compilation; `*` stands
     for any text: `["blocks.*"]`. None: the members of every list of modules of one class."""
     tensor: Mapping[str, str] | None = None
-    """Tensor-parallel plan: module name -> style, as in docs/plans/tensor.md; `*` in a name stands for any text.
+    """Tensor-parallel plan: module name -> style, such as `colwise` or `rowwise`; `*` in a name stands for any text.
     None: the model's own `tensor_plan`, or that of a Hugging Face model."""
     stages: Sequence[str] | None = None
     """Names of the modules that a pipeline may be cut between; `*` stands for any text: `["embedding", "blocks.*",
