@@ -26,7 +26,5 @@ def test_a_newer_torch_is_an_event_and_a_warning(version: str) -> None:
     remark = untested_torch(version)
     assert remark is not None
     assert (remark.event, remark.details) == ("untested-torch", {"torch": version, "newest_tested": NEWEST})
-    assert (
-        remark.line
-        == f"warning: torch {version} is newer than {NEWEST}, the newest that lockstep is tested with; lockstep verify shows whether it trains the same model"
-    )
+    expected = f"warning: torch {version} is newer than {NEWEST}, the newest that lockstep is tested with; lockstep verify shows whether it"
+    assert remark.line == f"{expected} trains the same model"
