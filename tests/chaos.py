@@ -1,9 +1,13 @@
-"""python tests/chaos.py [--runs 100] [--seed 0] [--folder DIR]: runs that are killed at a random moment, and go on.
+"""python tests/chaos.py [--runs 100] [--seed 0] [--folder DIR] [--recovery in-place]: runs that are killed at a random
+moment, and go on.
 
 Each run is 60 steps of a small GPT in bitwise numerics on 2 to 4 processes. SIGKILL hits a worker, all workers or the
 launcher, at a random moment, for some amid a save that was made slow; then the same command is given with another plan,
 until the run ends. Every run must end with the fingerprint of the undisturbed one, every sample learned from exactly as
 often as there, and nothing left behind.
+
+With --recovery in-place, one to three workers of a run are killed, also within 50 ms of one another, and the run goes
+on by itself: the other workers keep their processes.
 
 What is done is written to DIR/done.jsonl, a line a run: the same command goes on after it. Exit status: 0 where all
 runs are right.
@@ -62,10 +66,10 @@ class Chaos:
     def run_dir(self) -> Path:
         return self.folder / "run"
 
-    def start(self, plan: str, save_every: int) -> subprocess.Popen[bytes]:
+    def start(self, plan: str, save_every: int, *options: str) -> subprocess.Popen[bytes]:
         self.plans.append(plan)
         line = [sys.executable, "-m", "lockstep", "run", "--plan", f"{plan},numerics=bitwise", "--run-dir", str(self.run_dir)]
-        line += ["--save-every", str(save_every), str(SCRIPT), str(self.folder / "seen")]
+        line += ["--save-every", str(save_every), *options, str(SCRIPT), str(self.folder / "seen")]
         environment = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"}
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "cache")  # which torch keeps
         with (self.folder / "output.txt").open("ab") as output:
@@ -237,6 +241,45 @@ def one(seed: int, right: str, folder: Path) -> Chaos:
     return chaos
 
 
+def in_place(seed: int, right: str, folder: Path) -> Chaos:
+    """A run of which one to three workers are killed, and which recovers in place."""
+    drawn = random.Random(seed)
+    chaos = Chaos(seed, folder, victim="workers, in place")
+    for name in ("seen", "tmp"):
+        (folder / name).mkdir(parents=True)
+    before = leaks.take(["shared-memory"])
+    plan = drawn.choice(list(PLANS))
+    launcher = chaos.start(plan, 1000, "--recovery", "in-place", "--max-restarts", "9")
+    first, killed = list[int](), set[int]()
+    deadline = time.monotonic() + START_SECONDS
+    while len(first) < PLANS[plan] and launcher.poll() is None and time.monotonic() < deadline:  # until all train
+        time.sleep(0.005)
+        first = [int(path.stem.partition("-")[2]) for path in (folder / "seen").iterdir() if path.stat().st_size]
+    time.sleep(drawn.random() * 1.0)
+    for _ in range(drawn.randint(1, 3)):
+        workers = [process for process in children(launcher.pid) if is_worker(process)]
+        if not workers or launcher.poll() is not None:
+            break
+        victim = drawn.choice(workers)
+        killed.add(victim.pid)
+        send(victim, signal.SIGKILL)
+        time.sleep(drawn.choice([0.0, drawn.random() * 0.05, drawn.random() * 3.0]))
+    try:
+        status = launcher.wait(END_SECONDS)
+        if status:
+            chaos.wrong.append(f"it ended with status {status}")
+    except subprocess.TimeoutExpired:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        chaos.wrong.append(f"it did not end within {END_SECONDS:.0f} s")
+    if (chaos.run_dir / "result.json").exists():
+        chaos.check(right)
+        last = max((folder / "seen").iterdir(), key=lambda path: path.stat().st_mtime).name.partition("-")[0]
+        at_the_end = {int(path.stem.partition("-")[2]) for path in (folder / "seen").glob(f"{last}-*")}
+        chaos.wrong += [f"process {pid} was not killed, and is not there at the end" for pid in set(first) - killed - at_the_end]
+    chaos.wrong += [f"left behind: {found}" for found in leaks.remaining(before)]
+    return chaos
+
+
 def wait_for_the_end_of(folder: Path) -> None:
     """Workers of a launcher that was killed die with it, a moment later."""
     deadline = time.monotonic() + 10
@@ -259,6 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Runs that are killed at a random moment, and go on.")
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the others follow")
+    parser.add_argument("--recovery", choices=["restart", "in-place"], default="restart")
     parser.add_argument("--folder", type=Path, help="what was done before and is to go on; default: a temporary one")
     given = parser.parse_args(arguments)
     folder = given.folder if given.folder is not None else Path(tempfile.mkdtemp(prefix="lockstep-chaos-"))
@@ -272,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         shutil.rmtree(folder / str(seed), ignore_errors=True)
         began = time.monotonic()
-        chaos = one(seed, right, folder / str(seed))
+        chaos = (in_place if given.recovery == "in-place" else one)(seed, right, folder / str(seed))
         row = {"seed": seed, "victim": chaos.victim, "plans": chaos.plans, "hit_at": chaos.hit_at, "resumed": chaos.resumed}
         row |= {"seconds": round(time.monotonic() - began, 1), "wrong": chaos.wrong}
         print(json.dumps(row), flush=True)

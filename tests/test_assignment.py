@@ -1,6 +1,18 @@
+from itertools import pairwise, product
+
+import pytest
 from hypothesis import given, strategies as st
 
-from lockstep.assignment import MicrobatchAssignment, batch_span, contiguous_range, microbatch_spans, split_spans, total_steps
+from lockstep.assignment import (
+    WORTHWHILE,
+    MicrobatchAssignment,
+    batch_span,
+    contiguous_range,
+    microbatch_spans,
+    shares,
+    split_spans,
+    total_steps,
+)
 
 counts = st.integers(1, 500)
 
@@ -69,7 +81,13 @@ def split(draw):
     return MicrobatchAssignment(ranks, round_robin=True, slices=draw(st.integers(1, ranks)))
 
 
-assignments = st.builds(MicrobatchAssignment, st.integers(1, 20), st.booleans()) | split()
+@st.composite
+def unequal(draw):
+    speeds = draw(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
+    return MicrobatchAssignment(len(speeds), speeds=tuple(speeds))
+
+
+assignments = st.builds(MicrobatchAssignment, st.integers(1, 20), st.booleans()) | split() | unequal()
 
 
 @given(st.integers(0, 500), assignments)
@@ -111,3 +129,64 @@ def test_split_microbatches_are_computed_one_a_round_by_as_many_ranks_as_have_a_
         assert len(sizes) == min(stop - start, ranks)
         assert max(sizes) - min(sizes) <= 1
     assert all(0 <= place < len(spans) for mine in rounds for place, _ in mine)
+
+
+speeds_of_ranks = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12).map(tuple)
+
+
+@given(st.integers(0, 300), speeds_of_ranks)
+def test_shares_sum_to_the_count_and_no_rank_is_idle_if_there_are_enough(count, speeds):
+    sizes = shares(count, speeds)
+    assert len(sizes) == len(speeds)
+    assert sum(sizes) == count
+    assert min(sizes) >= (count >= len(speeds))
+
+
+@given(st.integers(0, 300), speeds_of_ranks, st.data())
+def test_a_faster_rank_has_at_least_as_many(count, speeds, data):
+    rank = data.draw(st.integers(0, len(speeds) - 1))
+    faster = (*speeds[:rank], speeds[rank] * data.draw(st.floats(1, 100)), *speeds[rank + 1 :])
+    assert shares(count, faster)[rank] >= shares(count, speeds)[rank]
+    sizes = shares(count, speeds)
+    order = sorted(range(len(speeds)), key=speeds.__getitem__)
+    assert all(sizes[slow] <= sizes[fast] + 1 for slow, fast in pairwise(order))
+
+
+@given(st.integers(0, 9), st.lists(st.floats(0.01, 100) | st.integers(1, 4).map(float), min_size=1, max_size=4).map(tuple))
+def test_no_other_shares_let_the_slowest_rank_be_done_earlier(count, speeds):
+    least = int(count >= len(speeds))
+
+    def longest(sizes):
+        return max(size / speed for size, speed in zip(sizes, speeds, strict=True))
+
+    possible = [sizes for sizes in product(range(least, count + 1), repeat=len(speeds)) if sum(sizes) == count]
+    assert longest(shares(count, speeds)) == min(map(longest, possible))
+
+
+@given(st.integers(0, 500), st.integers(1, 20), st.floats(1e-3, 1e3))
+def test_equal_speeds_give_the_ranges_of_an_equal_assignment(count, ranks, speed):
+    equal, measured = MicrobatchAssignment(ranks), MicrobatchAssignment(ranks, speeds=(speed,) * ranks)
+    assert measured.indices_by_rank(count) == equal.indices_by_rank(count)
+
+
+@given(st.integers(1, 100), st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.lists(st.floats(1e-3, 1e3), min_size=8, max_size=8))
+def test_an_assignment_changes_once_and_only_if_steps_become_shorter(count, seconds, before):
+    def longest(assigned):
+        return max(len(share) * each for share, each in zip(assigned.indices_by_rank(count), seconds, strict=True))
+
+    now = MicrobatchAssignment(len(seconds), speeds=tuple(before[: len(seconds)]))
+    found = now.at_speeds(seconds, count)
+    if found is None:
+        assert longest(now) <= WORTHWHILE * longest(MicrobatchAssignment(len(seconds), speeds=tuple(1 / each for each in seconds)))
+    else:
+        assert longest(now) > WORTHWHILE * longest(found)
+        assert found.at_speeds(seconds, count) is None
+
+
+def test_a_rank_twice_as_fast_has_twice_as_many():
+    assert MicrobatchAssignment(2).at_speeds([1.0, 2.0], 12).indices_by_rank(12) == (range(8), range(8, 12))
+
+
+@pytest.mark.parametrize("unknown", [float("nan"), float("inf"), 0.0])
+def test_nothing_changes_before_each_rank_has_been_measured(unknown):
+    assert MicrobatchAssignment(2).at_speeds([1.0, unknown], 12) is None

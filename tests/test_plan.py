@@ -25,6 +25,7 @@ from lockstep.plan import Plan
         ("data_parallel=2", Plan(replicate=1, data_parallel=2)),
         ("shard=2,offload=yes", Plan(shard=2, offload=True)),
         ("microbatch_splits=2", Plan(microbatch_splits=2)),
+        ("replicate=2,assignment=measured", Plan(replicate=2, assignment="measured")),
         ("workers=auto,threads=auto,prefetch=3", Plan(workers="auto", threads="auto", prefetch=3)),
         ("workers=2,shard=1,tensor=1,pipeline=1", Plan(replicate=1, workers=2)),
     ],
@@ -46,9 +47,12 @@ def test_the_mini_language_says_what_the_keywords_say(text: str, plan: Plan) -> 
     microbatch_splits=st.integers(0, 5),
     compile=st.booleans(),
     transport=st.sampled_from(["auto", "torch"]),
+    assignment=st.sampled_from(["equal", "measured"]),
 )
 def test_a_plan_reads_back_what_it_writes(**settings: Any) -> None:
-    plan = Plan(**{**settings, "offload": settings["offload"] and settings["shard"] > 1})
+    is_sharded = settings["shard"] > 1
+    fitting = {"offload": settings["offload"] and is_sharded, "assignment": "equal" if is_sharded else settings["assignment"]}
+    plan = Plan(**{**settings, **fitting})
     assert Plan.parse(str(plan)) == plan
 
 
@@ -104,7 +108,8 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         (
             "replica=2",
             "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, offload, "
-            "checkpointing, microbatch_splits, schedule, compile, split, data_parallel, transport, threads, workers, prefetch",
+            "checkpointing, microbatch_splits, schedule, compile, split, data_parallel, transport, assignment, threads, workers, "
+            "prefetch",
         ),
         ("replicate=2,replicate=2", "'replicate' is given twice in plan 'replicate=2,replicate=2'; give it once"),
         ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
@@ -131,6 +136,12 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
         ("compile=1", "compile=1; it is yes or no (in Python True or False)"),
         ("checkpointing=all", "checkpointing=all; known are none, selective, full"),
         ("transport=tcp", "transport=tcp; known are auto, torch"),
+        ("assignment=fair", "assignment=fair; known are equal, measured"),
+        ("assignment=measured,shard=2", "assignment=measured with shard=2; its ranks compute in rounds of one microbatch each"),
+        ("assignment=measured,tensor=2,replicate=2", "assignment=measured with tensor=2; its ranks wait for each other inside each layer"),
+        ("assignment=measured,pipeline=2", "assignment=measured with pipeline=2; each microbatch passes through all of its ranks"),
+        ("assignment=measured,split=3+5", "assignment=measured with split=3+5; one process computes all microbatches"),
+        ("assignment=measured,data_parallel=2", "assignment=measured with data_parallel=2; one process computes all microbatches"),
         ("numerics=exact", "numerics=exact; known are fast, bitwise"),
         ("numerics=auto", "numerics=auto; known are fast, bitwise"),
         ("split=0", "split=0; it is a number of devices, at least 1, or the layers on each device, such as 3+5"),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
+
+WORTHWHILE = 1.05
+"""Factor by which a step must become shorter for ranks to be given other numbers of microbatches: times are noisy."""
 
 
 def batch_span(step: int, *, length: int, global_batch: int, epochs: bool, drop_last: bool = False) -> tuple[int, int]:
@@ -61,6 +67,29 @@ def contiguous_range(count: int, rank: int, world_size: int) -> range:
     return range(start, start + each + (rank < larger))
 
 
+@lru_cache(maxsize=256)
+def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """Return how many of `count` microbatches each rank has, so that the slowest is done as early as possible.
+
+    `speeds`: microbatches a second of each rank, above 0. Each rank has at least one if there are enough. With equal
+    speeds the sizes are those of `contiguous_range`.
+    """
+    sizes = [int(count >= len(speeds))] * len(speeds)
+    next_end = [((size + 1) / speed, rank) for rank, (size, speed) in enumerate(zip(sizes, speeds, strict=True))]
+    heapq.heapify(next_end)
+    for _ in range(count - sum(sizes)):
+        _, rank = next_end[0]  # the rank that would be done first with one more
+        sizes[rank] += 1
+        heapq.heapreplace(next_end, ((sizes[rank] + 1) / speeds[rank], rank))
+    return tuple(sizes)
+
+
+@lru_cache(maxsize=256)
+def _shared_out(count: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
+    """Return the contiguous ranges of range(count), in rank order, whose sizes are `shares`."""
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(shares(count, speeds), initial=0)))
+
+
 @dataclass(frozen=True, slots=True)
 class MicrobatchAssignment:
     """The ranks that compute the microbatches of a step.
@@ -78,12 +107,26 @@ class MicrobatchAssignment:
 
     The first `slices` ranks then compute one slice each of microbatch i in round i, and the methods count slices.
     """
+    speeds: tuple[float, ...] = ()
+    """Microbatches a second of each rank; a contiguous range is then as long as its rank is fast. (): all are equal."""
 
     def indices(self, count: int, rank: int) -> range:
         """Return the microbatches of `count` that belong to the rank, perhaps none."""
         if self.round_robin:
             return range(rank, count, self.per_round) if rank < self.per_round else range(0)
-        return contiguous_range(count, rank, self.ranks)
+        return _shared_out(count, self.speeds)[rank] if self.speeds else contiguous_range(count, rank, self.ranks)
+
+    def at_speeds(self, seconds: Sequence[float], count: int) -> MicrobatchAssignment | None:
+        """Return the contiguous assignment for ranks that take `seconds` for a microbatch; None if a step of `count`
+        microbatches would not be `WORTHWHILE` times as fast, or a rank's time is not known yet (NaN)."""
+        if not all(0 < each < math.inf for each in seconds):
+            return None
+        found = MicrobatchAssignment(self.ranks, speeds=tuple(1 / each for each in seconds))
+        before, after = (
+            max(len(share) * each for share, each in zip(assigned.indices_by_rank(count), seconds, strict=True))
+            for assigned in (self, found)
+        )
+        return found if before > WORTHWHILE * after else None
 
     @property
     def per_round(self) -> int:

@@ -8,6 +8,7 @@ from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.hooks.evaluation import EvaluationHook
 from lockstep.hooks.hang.hang_hook import HangHook
 from lockstep.hooks.loss_check import LossCheck
+from lockstep.hooks.memory_images import MemoryImages
 from lockstep.hooks.metrics import Metrics
 from lockstep.hooks.out_of_memory import OutOfMemory
 from lockstep.hooks.preemption import Preemption
@@ -15,18 +16,28 @@ from lockstep.hooks.profiling.profiler import Profiler
 from lockstep.hooks.profiling.timeline import steps_of
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.hooks.stragglers import Stragglers
-from lockstep.launch.termination import Termination
+from lockstep.launch.failures import error_details
+from lockstep.launch.termination import Preempted, Termination
 from lockstep.opening import Opened
 from lockstep.options import WatchdogTimeouts
 from lockstep.recipe.recipe import Evaluation
 from lockstep.saving import check_out_of_memory
-from lockstep.training.hook import Hook
+from lockstep.training.hook import Hook, Run
+from lockstep.training.recovery.recovery import Recovery
 
 
 class HouseHooks:
     """The hooks of one run on one rank: lockstep's own, and the user's among them."""
 
-    def __init__(self, opened: Opened, termination: Termination, *, hooks: Sequence[Hook], evaluations: Mapping[str, Evaluation]) -> None:
+    def __init__(
+        self,
+        opened: Opened,
+        termination: Termination,
+        *,
+        hooks: Sequence[Hook],
+        evaluations: Mapping[str, Evaluation],
+        recovery: Recovery | None = None,
+    ) -> None:
         """`hooks`: the user's."""
         environment, request, bare = opened.environment, opened.request, opened.context.overrides.bare
         user_hooks = [*opened.hooks, *hooks]  # a probe sees what no hook of the user has changed
@@ -65,6 +76,17 @@ class HouseHooks:
             self.out_of_memory,
             # Saves what all hooks before it have left.
             self.checkpointing,
+            # Holds the same as a checkpoint.
+            MemoryImages(recovery),
             # Ends the run, once it is saved.
             Preemption(termination, stop_at=environment.stop_at),
         ]
+
+    def end_with(self, run: Run, error: BaseException) -> None:
+        """Record the error that ends the run, call the hooks, and add to the error what the user can do."""
+        if isinstance(error, Preempted):
+            run.event("preempted", reason=error.reason)
+            return
+        run.event("run-failed", **error_details(error))
+        run.hooks.call_every("on_error", run, error)
+        self.out_of_memory.advise(run, error, saved=self.checkpointing.rescued)

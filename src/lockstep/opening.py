@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import Storage
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.recovery.regroup import join_over, launcher_store
 from lockstep.comm.world import World, join
 from lockstep.hooks.hang.collective_check import CollectiveCheck
 from lockstep.hooks.out_of_memory import TakenFallbacks, read_fallbacks
@@ -36,6 +38,7 @@ from lockstep.saving import Resume, Saving, check_allow_change, check_resume, in
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
 from lockstep.training.loop import NUMBERS, SETTINGS
+from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.set_up import (
     check_compression_fits,
     check_same,
@@ -135,14 +138,15 @@ class Opened:
     """Those after earlier failures of the run."""
 
 
-def open_run(request: RunRequest, termination: Termination, stack: ExitStack) -> Opened:
-    """Every rank calls it. `stack` closes what it opens. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
+def open_run(request: RunRequest, termination: Termination, stack: ExitStack, recovery: Recovery | None = None) -> Opened:
+    """Every rank calls it. `stack` closes what it opens. `recovery`: that of the run, if it can recover in place.
+    Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
     check_torch(torch.__version__)
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
     note_options_read()
     overrides, hooks = read_probe(os.environ)
-    world = _join(request, environment)
+    world = _join(request, environment, recovers=recovery is not None)
     asked = request.over(environment)
     precision = overrides.precision or request.precision
     compression = overrides.gradient_compression or request.gradient_compression
@@ -164,6 +168,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
         loggers=() if overrides.bare else request.loggers,
         extend=not asked.allow_change.isdisjoint({"steps", "epochs"}),
         restarted=environment.restarted is not None or environment.restarts > 0,
+        again=recovery is not None and recovery.times > 0,
     )
     stack.callback(recorder.close)
     taken = read_fallbacks(world, recorder.path, resumes=recorder.is_resumed)
@@ -182,6 +187,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack) ->
         recorder=recorder,
         phases=Phases(),
         overrides=overrides,
+        recovered_from=environment.restarted if environment.in_place else None,
     )
     opened = Opened(context, environment, hooks, asked, given, taken)
     _record_start(opened, request)
@@ -210,9 +216,10 @@ def _check_allow_change(asked: RunRequest) -> None:
         raise CheckpointError(f"allow_change={unknown[0]!r}; it names {of} {', '.join(sorted(fields))}")
 
 
-def _join(request: RunRequest, environment: Environment) -> World:
+def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> World:
     """Join the process group. Raises if the ranks were launched, or called, with other settings."""
-    world = join(
+    joins = partial(join_over, launcher_store(os.environ)) if recovers and environment.world_size > 1 else join
+    world = joins(
         rank=environment.rank,
         size=environment.world_size,
         local_rank=environment.local_rank,
@@ -239,8 +246,9 @@ def _record_start(opened: Opened, request: RunRequest) -> None:
     recorder.event("run-started", 0, plan=str(context.plan), world_size=context.world.size)
     if environment.launcher in ("lockstep", "spawn"):
         recorder.event("generators-seeded", 0, seed=SEED)
-    if environment.restarted is not None:
-        recorder.event("restarted", 0, reason=environment.restarted, restarts=environment.restarts)
+    if environment.restarted is not None and not environment.in_place:
+        why_not = {} if environment.not_in_place is None else {"not_in_place": environment.not_in_place}
+        recorder.event("restarted", 0, reason=environment.restarted, restarts=environment.restarts, **why_not)
     launched_plan = str(opened.given_plan) if environment.plan is not None else None
     for name, by_script, launched in (
         ("plan", request.plan and resolved(request.plan, context.world.size), launched_plan),

@@ -19,6 +19,7 @@ from lockstep.saving import OutOfMemory, Resume, interval
 
 OnHang = Literal["end", "report"]
 """`end`: report the hang, save the last complete step, exit with status 76. `report`: report it and keep waiting."""
+Recovery = Literal["in-place", "restart"]
 
 TIMES_USUAL = 20.0
 """A phase may take this many times what it usually takes."""
@@ -204,6 +205,8 @@ class RunOptions:
     evaluate: str | None = _option(
         None, "The weights that ls.train evaluates instead of training: a file, or a Hugging Face folder.", on_command_line=False
     )
+    in_place: bool = _option(False, "Whether the latest start was a recovery in place.", kind=bool, on_command_line=False, shared=False)
+    not_in_place: str | None = _option(None, "Why the latest start was not a recovery in place.", on_command_line=False, shared=False)
     restarted: str | None = _option(
         None, "Why the launcher started the workers again. Not set at their first start.", on_command_line=False, shared=False
     )
@@ -259,6 +262,12 @@ class LaunchOptions(RunOptions):
     )
     max_restarts: int = _option(
         0, "Start the processes again after a failure, at most R times in the whole run. Default: 0.", kind=int, metavar="R"
+    )
+    recovery: str = _option(
+        "restart",
+        "What --max-restarts does. in-place: where it can be done, the processes that are left wait for a new one and go on with it. "
+        "restart (default): all are started again.",
+        choices=get_args(Recovery),
     )
     nnodes: str | None = _option(
         None,

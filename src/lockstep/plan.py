@@ -13,6 +13,7 @@ Sharding = Literal["full", "gradients"]
 Checkpointing = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Transport = Literal["auto", "torch"]
+Assignment = Literal["equal", "measured"]
 Size = int | Literal["auto"]
 Split = int | tuple[int, ...]
 
@@ -22,10 +23,12 @@ WORDS: dict[str, tuple[str, ...]] = {
     "checkpointing": get_args(Checkpointing),
     "schedule": get_args(Schedule),
     "transport": get_args(Transport),
+    "assignment": get_args(Assignment),
 }
 """Setting -> its allowed words."""
 SETTINGS = (
     *("sharding", "offload", "checkpointing", "microbatch_splits", "schedule", "compile", "split", "data_parallel", "transport"),
+    "assignment",
     *("threads", "workers", "prefetch"),
 )
 """Settings that the text of a plan contains only if they are not the default."""
@@ -83,6 +86,9 @@ class Plan:
     transport: Transport = "auto"
     """Backend of collectives between processes on CPUs. `auto`: shared memory if all are on one host, else Gloo;
     `torch`: always Gloo."""
+    assignment: Assignment = "equal"
+    """Number of microbatches of each replica. `equal`: the same for all, or one more; `measured`: in proportion to its
+    measured speed, so that a slow machine does not hold up the others."""
     threads: Size | None = None
     """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes (`bitwise` on CPUs: 1)."""
     workers: Size = 0
@@ -126,6 +132,8 @@ class Plan:
         if given.get("pipeline", 1) != 1:
             self._check_pipeline(given)
         self._check_one_process(given)
+        if self.assignment == "measured":
+            self._check_measured_assignment(given)
         for axis in AXES:
             if axis not in given:
                 alone = bool(given) or self.split != 1 or self.data_parallel != 1
@@ -151,6 +159,19 @@ class Plan:
                 f"schedule=zero-bubble with shard={self.shard}; it computes gradients of weights after the backward that FSDP2 "
                 "waits for, so they would be lost; choose schedule=1f1b or interleaved"
             )
+
+    def _check_measured_assignment(self, given: dict[str, Any]) -> None:
+        for name, value, why in (
+            ("shard", given.get("shard", 1), "its ranks compute in rounds of one microbatch each, since each forward gathers parameters"),
+            ("tensor", given.get("tensor", 1), "its ranks wait for each other inside each layer, so each takes as long as the slowest"),
+            ("pipeline", given.get("pipeline", 1), "each microbatch passes through all of its ranks, however fast they are"),
+            ("split", self.split, "one process computes all microbatches"),
+            ("data_parallel", self.data_parallel, "one process computes all microbatches"),
+        ):
+            if value != 1:
+                raise PlanError(
+                    f"assignment=measured with {name}={_text_of(value)}; {why}; leave assignment=measured out, or use replicate alone"
+                )
 
     def _check_one_process(self, given: dict[str, Any]) -> None:
         layers = self.split if isinstance(self.split, tuple) else ()

@@ -13,6 +13,9 @@ from typing import Any
 from lockstep.base.errors import RecipeError
 from lockstep.base.events import Event
 from lockstep.checkpoint.configuration import CONFIGURATION, save_configuration
+from lockstep.comm.active_calls import active_calls
+from lockstep.comm.recovery.regroup import abort_collectives
+from lockstep.launch.recovery.rejoin import connect
 from lockstep.logging.fingerprint import fingerprint
 from lockstep.logging.loggers import Logger
 from lockstep.logging.run_directory import check_tensors
@@ -26,6 +29,7 @@ from lockstep.session import Session
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook
 from lockstep.training.losses.loss_module import with_loss_in_model
+from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.set_up import check_microbatch_is_fixed
 
 
@@ -89,19 +93,38 @@ def train(
         raise RecipeError(f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=..., data=..., loss=..., ...)")
     if (weights := os.environ.get(variable("evaluate"))) is not None:
         return _evaluate(recipe, weights, plan=plan, run_dir=run_dir)
+    given: dict[str, Any] = {"run_dir": run_dir, "plan": plan, "log_every": log_every, "hooks": hooks, "saving": saving, "resume": resume}
+    given |= {"allow_change": allow_change, "loggers": loggers}
     resolved = [recipe]
-    session = _RecipeSession(
-        resolved,
-        run_dir=run_dir,
-        plan=plan,
-        log_every=log_every,
-        hooks=hooks,
-        saving=saving,
-        resume=resume,
-        allow_change=allow_change,
-        loggers=loggers,
-    )
+    session = _RecipeSession(resolved, **given)
+    rejoin = connect(abort_collectives, lambda: active_calls() or None)
+    if rejoin is not None:
+        return _train_with_recovery(recipe, Recovery(rejoin), given)
     with session:
+        return _train(resolved[0], session)
+
+
+def _train_with_recovery(recipe: Recipe, recovery: Recovery, given: dict[str, Any]) -> Result:
+    """Train; after the loss of another process, open the run again in this one, with the rank that the launcher gives
+    it."""
+    while True:
+        recovery.begin()
+        try:
+            result = _opened_and_trained(recipe, recovery, given)
+        except BaseException as error:
+            if not recovery.rejoined(error, None):
+                recovery.close()
+                raise
+            lost = error
+        else:
+            recovery.close()
+            return result
+        recovery.leave(lost)
+
+
+def _opened_and_trained(recipe: Recipe, recovery: Recovery, given: dict[str, Any]) -> Result:
+    resolved = [recipe]
+    with _RecipeSession(resolved, recovery=recovery, **given) as session:
         return _train(resolved[0], session)
 
 
@@ -141,9 +164,9 @@ def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, 
 class _RecipeSession(Session):
     """The session of a recipe. Its `auto` settings are measured on entering, and then in `recipes[0]`."""
 
-    def __init__(self, recipes: list[Recipe], **options: Any) -> None:
+    def __init__(self, recipes: list[Recipe], *, recovery: Recovery | None = None, **options: Any) -> None:
         (recipe,) = recipes
-        self._evaluations, self._resolve = recipe.evaluations, partial(_resolve, recipes)
+        self._evaluations, self._resolve, self._recovery = recipe.evaluations, partial(_resolve, recipes), recovery
         super().__init__(
             seed=recipe.seed,
             precision="fp32" if recipe.precision == "auto" else recipe.precision,

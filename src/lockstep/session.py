@@ -16,8 +16,7 @@ from lockstep.base.errors import CheckpointError
 from lockstep.comm.gather import gather, mean
 from lockstep.comm.world import World
 from lockstep.house_hooks import HouseHooks
-from lockstep.launch.failures import error_details
-from lockstep.launch.termination import Preempted, Termination
+from lockstep.launch.termination import Termination
 from lockstep.logging.loggers import Logger
 from lockstep.opening import Opened, RunRequest, open_run
 from lockstep.plan import Plan
@@ -28,6 +27,7 @@ from lockstep.training import loop, precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run, check_hooks
 from lockstep.training.prepare import ModelOptions, prepare
+from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 
@@ -41,6 +41,7 @@ class Session:
 
     _evaluations: Mapping[str, Evaluation] | None = None  # those of `train`; None in a script's own session
     _resolve: Callable[[Opened], Context] | None = None  # replaces the settings that `train` measures
+    _recovery: Recovery | None = None  # that of a run of `train` that can recover in place
 
     def __init__(
         self,
@@ -74,8 +75,10 @@ class Session:
 
     def __enter__(self) -> Session:
         with ExitStack() as stack:
-            opened = open_run(self._request, self._termination, stack)
-            self.house = HouseHooks(opened, self._termination, hooks=self.hooks, evaluations=self._evaluations or {})
+            opened = open_run(self._request, self._termination, stack, self._recovery)
+            self.house = HouseHooks(
+                opened, self._termination, hooks=self.hooks, evaluations=self._evaluations or {}, recovery=self._recovery
+            )
             stack.callback(self.house.hang.close)
             self.run = Run(opened.context if self._resolve is None else self._resolve(opened), self.house.in_order)
             self.run.include_hooks(self.hooks)
@@ -88,25 +91,23 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self.house.hang.ends_the_process:
             threading.Event().wait()
+        rejoins = error is not None and self._recovery is not None and self._recovery.rejoined(error, self.run, self.house.hang.close)
         self._termination.hold()
         self.context.phases.enter("ending")
         with self._stack:
-            self._end(error)
+            if not rejoins:
+                self._end(error)
         if error is None:
             self.world.leave()
 
     def _end(self, error: BaseException | None) -> None:
-        house, run = self.house, self.run
-        if isinstance(error, Preempted):
-            run.event("preempted", reason=error.reason)
-        elif error is not None:
-            run.event("run-failed", **error_details(error))
-            run.hooks.call_every("on_error", run, error)
-            house.out_of_memory.advise(run, error, saved=house.checkpointing.rescued)
+        run = self.run
+        if error is not None:
+            self.house.end_with(run, error)
         elif run.loop.loops:
             try:
                 self.finish()
-                house.checkpointing.wait()
+                self.house.checkpointing.wait()
                 run.end()
             except BaseException as failure:
                 self._end(failure)
@@ -205,7 +206,7 @@ class Session:
             run.start()
             loop.report_layout(run, options, batching)
             if not self.context.overrides.bare:
-                self.house.checkpointing.resume(run)
+                self.house.checkpointing.resume(run, self._recovery, options.data)
         first = run.loop.begin_loop(run.step)
         batches = loop.sources(run, options, batching, first, self._stack.callback)
         return loop.steps(run, batches, total=batching.steps, weight=weight)

@@ -16,11 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.base import torch_private
+from lockstep.testing.worker import loopback_store
 
 PACKAGE = Path(lockstep.__file__).parent
 PYTHONS = {
@@ -240,6 +242,11 @@ def test_active_collectives_json(group):
     assert [entry for entry in entries if not entry["retired"]] == []
 
 
+@pytest.mark.parametrize("name", torch_private.IMPORTED_IN_TRAINING)
+def test_modules_imported_in_training_are_there(name):
+    assert import_module(name)
+
+
 def test_flatten_mesh_and_forget_process_groups(mesh):
     flat = torch_private.flatten_mesh(mesh, "ab")
     assert flat.mesh_dim_names == ("ab",)
@@ -247,6 +254,47 @@ def test_flatten_mesh_and_forget_process_groups(mesh):
     assert mesh._get_root_mesh()._pg_registry
     torch_private.forget_process_groups(mesh)
     assert not mesh._get_root_mesh()._pg_registry
+
+
+def test_clone_store():
+    store = loopback_store()
+    clone = torch_private.clone_store(torch_private.PrefixStore("a", store))
+    clone.set("key", "value")
+    assert isinstance(clone, torch_private.Store)
+    assert store.get("a/key") == b"value"
+    assert isinstance(clone.underlying_store, torch_private.TCPStore)
+    assert clone.underlying_store is not store
+
+
+def test_process_group_count_and_number_process_groups_from(group):
+    assert torch_private.process_group_count() == 1
+    torch_private.number_process_groups_from(7)
+    assert dist.new_group([0]).group_name == "7"
+    assert torch_private.process_group_count() == 8
+
+
+def test_abort_accelerator_groups_leaves_gloo(group, monkeypatch):
+    aborted = []
+    monkeypatch.setattr(dist.ProcessGroup, "abort", lambda self: aborted.append(self))
+    torch_private.abort_accelerator_groups()
+    assert aborted == []
+    monkeypatch.setattr(dist.distributed_c10d, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    torch_private.abort_accelerator_groups()
+    assert aborted == [dist.group.WORLD]
+
+
+def test_forget_distributed_operations(mesh):
+    tensor = distribute_tensor(torch.arange(4.0), mesh["a"], [Shard(0)])
+    torch_private.forget_distributed_operations()
+    misses = []
+    for forgotten in (False, False, True):
+        if forgotten:
+            torch_private.forget_distributed_operations()
+        before = _get_fast_path_sharding_prop_cache_stats()[1]
+        tensor + tensor
+        misses.append(_get_fast_path_sharding_prop_cache_stats()[1] - before)
+    assert misses[1] == 0
+    assert misses[0] == misses[2] > 0
 
 
 def test_fsdp_parameter_group(mesh):

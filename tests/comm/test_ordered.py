@@ -9,17 +9,24 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, distributed
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.testing.pool import WorkerPool
-from lockstep.tree import Counter, cover, fold
+from lockstep.tree import Counter, Node, cover, fold
 
 LENGTHS = (0, 1, 2, 3, 7, 64, 1001)
 COUNTS = (1, 2, 3, 5, 7, 8, 13)
+SPEEDS = (1.0, 0.3, 5.0, 0.6)
+"""Of each rank, where shares are unequal."""
+
+
+def nodes_of(count: int, world_size: int, speeds: tuple[float, ...] = ()) -> TreeNodes:
+    return TreeNodes.of(MicrobatchAssignment(world_size, speeds=speeds).indices_by_rank(count))
 
 
 @given(count=st.integers(1, 300), world_size=st.integers(1, 40))
 def test_the_shares_of_all_ranks_are_the_whole_tree_in_order(count: int, world_size: int) -> None:
-    shares = TreeNodes.of(count, world_size)
+    shares = nodes_of(count, world_size)
     nodes = [node for held in shares.nodes for node in held]
     assert len(shares.nodes) == world_size
     assert [start for start, _ in nodes] + [count] == [0] + [stop for _, stop in nodes]
@@ -30,13 +37,13 @@ def test_the_shares_of_all_ranks_are_the_whole_tree_in_order(count: int, world_s
 
 @given(exponent=st.integers(0, 6), world_exponent=st.integers(0, 5))
 def test_at_powers_of_two_each_rank_holds_one_node_as_in_a_ring(exponent: int, world_exponent: int) -> None:
-    shares = TreeNodes.of(2 ** (exponent + world_exponent), 2**world_exponent)
+    shares = nodes_of(2 ** (exponent + world_exponent), 2**world_exponent)
     assert all(len(held) == 1 for held in shares.nodes)
 
 
 @given(count=st.integers(1, 300), world_size=st.integers(1, 40))
 def test_a_share_is_covered_by_few_nodes(count: int, world_size: int) -> None:
-    assert all(len(held) <= 2 * max(1, count.bit_length()) for held in TreeNodes.of(count, world_size).nodes)
+    assert all(len(held) <= 2 * max(1, count.bit_length()) for held in nodes_of(count, world_size).nodes)
 
 
 def leaves(count: int, length: int) -> list[Tensor]:
@@ -45,16 +52,16 @@ def leaves(count: int, length: int) -> list[Tensor]:
     return [torch.randn(length, generator=generator) * 10.0 ** (place % 7) for place in range(count)]
 
 
-def ordered_sums() -> list[list[Tensor]]:
+def ordered_sums(speeds: tuple[float, ...]) -> list[list[Tensor]]:
     """For each count of microbatches the sum of each length, all of a count under way at once."""
     warnings.simplefilter("error")  # every rank would show it
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     found = []
     for count in COUNTS:
-        shares = TreeNodes.of(count, world_size)
+        shares = nodes_of(count, world_size, speeds)
         sums = []
         for length in LENGTHS:
-            ordered = OrderedSum(held(count, length, rank, world_size), shares, rank)
+            ordered = OrderedSum(held(count, length, shares.nodes[rank]), shares, rank)
             ordered.start(length, torch.empty(0))
             sums.append(ordered)
         for ordered in sums:
@@ -63,8 +70,7 @@ def ordered_sums() -> list[list[Tensor]]:
     return found
 
 
-def held(count: int, length: int, rank: int, world_size: int) -> list[Tensor]:
-    nodes = TreeNodes.of(count, world_size).nodes[rank]
+def held(count: int, length: int, nodes: tuple[Node, ...]) -> list[Tensor]:
     if not nodes:
         return []
     counter = Counter(torch.Tensor.add_, start=nodes[0][0], count=count)
@@ -74,9 +80,12 @@ def held(count: int, length: int, rank: int, world_size: int) -> list[Tensor]:
     return counter.values
 
 
+@pytest.mark.parametrize("speeds", [(), SPEEDS], ids=["equal", "unequal"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_sum_has_the_bits_of_the_tree_on_one_process_on_every_rank(pool: WorkerPool, world_size: int) -> None:
-    everyone = pool.run(world_size, ordered_sums)
+def test_the_sum_has_the_bits_of_the_tree_on_one_process_on_every_rank(
+    pool: WorkerPool, world_size: int, speeds: tuple[float, ...]
+) -> None:
+    everyone = pool.run(world_size, ordered_sums, speeds[:world_size])
     for found in everyone:
         for count, sums in zip(COUNTS, found, strict=True):
             for length, total in zip(LENGTHS, sums, strict=True):

@@ -14,6 +14,7 @@ import pytest
 
 from lockstep.launch.agent import run_workers
 from lockstep.launch.failures import Ending
+from lockstep.launch.recovery.channel import inherited
 from lockstep.options import RunOptions
 
 Starter = Callable[..., Ending]
@@ -23,14 +24,16 @@ Starter = Callable[..., Ending]
 def run(tmp_path: Path) -> Starter:
     """Run `source` in `count` workers; it finds the rank as `rank`."""
 
-    def run(source: str, count: int = 2, max_restarts: int = 0, **given: Any) -> Ending:
+    def run(source: str, count: int = 2, max_restarts: int = 0, recovery: str = "restart", **given: Any) -> Ending:
         path = tmp_path / "script.py"
         path.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + dedent(source))
 
         def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
             line = [sys.executable, "-u", "-P", "-m", "lockstep.launch.worker", str(path)]
-            return subprocess.Popen(line, cwd=tmp_path, env={**os.environ, **environment}, start_new_session=True)
+            variables = {**os.environ, **environment}
+            return subprocess.Popen(line, cwd=tmp_path, env=variables, start_new_session=True, pass_fds=inherited(environment))
 
-        return run_workers(start, count=count, launcher="lockstep", options=RunOptions(**given), max_restarts=max_restarts)
+        options = RunOptions(**given)
+        return run_workers(start, count=count, launcher="lockstep", options=options, max_restarts=max_restarts, recovery=recovery)
 
     return run

@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from lockstep.launch import agent, worker_processes
 from lockstep.launch.failures import Ending
+from lockstep.launch.recovery import reasons
 from lockstep.launch.rendezvous import LoopbackRendezvous
 
 Starter = Callable[..., Ending]
@@ -194,4 +195,4 @@ TWO, THREE = ["a", "b"], ["a", "a", "b"]
     ids=["first start", "a cause elsewhere", "peers alone", "a machine lost", "a machine joined"],
 )
 def test_the_machines_agree_on_why_the_workers_start_again(everyone: list[Any], now: list[str], why: str | None) -> None:
-    assert agent.restart_reason(everyone, now) == why
+    assert reasons.restart_reason(everyone, now) == why

@@ -43,11 +43,20 @@ class Seen(ls.Hook):
 
     def on_start(self, run: Any) -> None:
         self.start = f"{run.context.recorder.attempt}"
+        if self.file is not None:
+            self.file.close()
         self.file = (self.folder / f"{self.start}-{os.getpid()}.jsonl").open("w", buffering=1)
+        self.step = run.step
         self.write("from", run.step)
 
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
     def on_event(self, run: Any, event: Any) -> None:
-        if event.name == "resumed":
+        if event.name in ("resumed", "recovered"):
             self.step = event.step
             self.write("from", self.step)
 
@@ -61,7 +70,8 @@ class Seen(ls.Hook):
 
 def main(seen: Seen) -> None:
     def loss(output: Tensor, batch: dict[str, Tensor]) -> ls.Sum:
-        seen.write(seen.step, batch["number"].tolist())
+        if torch.is_grad_enabled():  # else the loss is only tried
+            seen.write(seen.step, batch["number"].tolist())
         return of_words(output, batch)
 
     recipe = ls.Recipe(

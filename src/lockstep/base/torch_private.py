@@ -7,6 +7,7 @@ another torch, the function here is the place to mend.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
-from torch._C._distributed_c10d import GradBucket as GradBucket, TCPStore as TCPStore
+from torch._C._distributed_c10d import GradBucket as GradBucket, PrefixStore as PrefixStore, Store as Store, TCPStore as TCPStore
 from torch._prims_common import make_contiguous_strides_for as make_contiguous_strides_for
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
@@ -47,6 +48,12 @@ disable_current_modes = _python_dispatch._disable_current_modes
 
 _FSDP = {"AllGather": "_fsdp_api", "ReduceScatter": "_fsdp_api", "DefaultAllGather": "_fsdp_collectives"}
 """Classes of FSDP2, which takes long to import -> their module."""
+
+IMPORTED_IN_TRAINING = (
+    *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor"),
+)
+"""Modules that torch or lockstep import while a run is opened and takes its first step."""
 
 SUBCLASSED: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": frozenset(
@@ -276,6 +283,57 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def forget_process_groups(mesh: DeviceMesh) -> None:
     """Drop the process groups that the root of `mesh` holds, and with the last reference their sockets."""
     mesh._get_root_mesh()._pg_registry.clear()
+
+
+def clone_store(store: Store) -> Store:
+    """Return a store with the same keys, and if it is a `TCPStore` a connection of its own."""
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    return clone
+
+
+def process_group_count() -> int:
+    """Return the number that names the next process group. `destroy_process_group` sets it back to 0."""
+    import torch.distributed as dist
+
+    return int(dist.distributed_c10d._world.group_count)
+
+
+def number_process_groups_from(count: int) -> None:
+    """Name the next process group `count`, and those after it with the numbers that follow."""
+    import torch.distributed as dist
+
+    dist.distributed_c10d._world.group_count = count
+
+
+def abort_accelerator_groups() -> None:
+    """Abort all process groups of a backend other than Gloo, such as NCCL. Never run where there is one."""
+    import torch.distributed as dist
+
+    names = dict(dist.distributed_c10d._world.pg_names)
+    config = dist.distributed_c10d.get_backend_config
+    groups = [group for group in sorted(names, key=lambda group: names[group], reverse=True) if set(_backends(config(group))) != {"gloo"}]
+    device = next((device for group in groups for device in group._device_types if device.type != "cpu"), None)
+    backend: Any = None if device is None else groups[0]._get_backend(device)
+    together = hasattr(backend, "_group_start")  # NCCL: aborts one by one can wait for each other
+    if together:
+        backend._group_start()
+    for group in groups:
+        group.abort()
+    if together:
+        backend._group_end()
+
+
+def _backends(config: str) -> list[str]:
+    """Return the backends in a text such as "cpu:gloo,cuda:nccl"."""
+    return [part.rpartition(":")[2] for part in config.split(",")]
+
+
+def forget_distributed_operations() -> None:
+    """Drop what this thread has cached of operations on `DTensor`s: torch takes equal meshes for one another there."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def fsdp_parameter_group(module: Any) -> Any:

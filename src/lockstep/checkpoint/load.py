@@ -74,11 +74,7 @@ class _Span:
             for copy in self._wanted:
                 lengths = [side.stop - side.start for side in copy.source]
                 source = torch.as_strided(values, lengths, self._strides, self._ends(copy)[0] - self._first)
-                target = self._target[copy.target]
-                for dim, stride in enumerate(target.stride()):
-                    if stride == 0 and target.shape[dim] > 1:  # expanded: all indices share one element, which is written once
-                        target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-                target.copy_(source)
+                fill(self._target[copy.target], source)
         self._data = None
 
 
@@ -133,12 +129,8 @@ class CheckpointReader:
 
     def _blocks(self, state: Mapping[str, Tensor]) -> Iterator[_Block]:
         """The blocks that this rank's tensors need, in the order of the files."""
-        wanted: dict[TensorShard, list[ShardCopy]] = {}
-        for copy in plan_copies(state, list(self._locations)):
-            if math.prod(copy.shard.lengths):
-                wanted.setdefault(copy.shard, []).append(copy)
         spans: dict[str, list[_Span]] = {file: [] for file in self.manifest.files}
-        for shard, several in wanted.items():
+        for shard, several in copies_by_shard(state, list(self._locations)).items():
             file, at = self._locations[shard]
             spans[file].append(_Span(shard, at, several, state))
         for file, here in spans.items():
@@ -198,6 +190,23 @@ class CheckpointReader:
         for part, source in through:
             part.copy_(source)
         self._spare.append(spare)
+
+
+def copies_by_shard(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> dict[TensorShard, list[ShardCopy]]:
+    """The copies that fill this rank's tensors, by saved shard; none from an empty one. See `plan_copies`."""
+    found: dict[TensorShard, list[ShardCopy]] = {}
+    for copy in plan_copies(state, saved):
+        if math.prod(copy.shard.lengths):
+            found.setdefault(copy.shard, []).append(copy)
+    return found
+
+
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copy `source` to `target`, of the same shape, which may be expanded."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:  # expanded: all indices share one element, which is written once
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
 
 
 def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:

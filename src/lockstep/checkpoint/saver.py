@@ -65,8 +65,7 @@ class Saver:
         found = local_shards(state)
         rows = self._world.gather_rows(torch.tensor([[found != self._shards, secrets.randbits(32)]]), [1] * self._world.size)
         if rows[:, 0].any():
-            everyone = self._world.gather_values([shard.to_json() for shard in found.values()])
-            mine = assign_writes([[TensorShard.from_json(shard) for shard in shards] for shards in everyone])[self._world.rank]
+            mine = assign_to_this_rank(found, self._world)
             self.close()
             self._memory = _FileContent(FileLayout(mine))
             self._shards = found
@@ -135,6 +134,23 @@ class Saver:
         self._writer = None
 
 
+class MappedShards:
+    """The shards of a file in mapped memory, into which a state is copied."""
+
+    def __init__(self, layout: FileLayout, file: Tensor) -> None:
+        """`file`: the file's bytes."""
+        self._targets = {}
+        for shard in layout.starts:
+            start, stop = layout.span(shard)
+            self._targets[shard.name] = file[start:stop].view(torch_dtype(shard.dtype)).view(shard.lengths)
+
+    @torch.no_grad()
+    def copy(self, state: Mapping[str, Tensor]) -> None:
+        """Copy this rank's tensors from any device. Returns when all bytes are there."""
+        for name, target in self._targets.items():
+            target.copy_(to_local(state[name]))
+
+
 class _FileContent:
     """The content of this rank's file, in memory shared with the writer process."""
 
@@ -145,18 +161,14 @@ class _FileContent:
         everything = torch.frombuffer(self.file.mapped, dtype=torch.uint8)
         everything.zero_()  # page faults make the first write ten times slower than later ones
         self.file.mapped[: len(layout.header)] = layout.header
-        self._targets = {}
-        for shard in layout.starts:
-            start, stop = layout.span(shard)
-            self._targets[shard.name] = everything[start:stop].view(torch_dtype(shard.dtype)).view(shard.lengths)
+        self._shards: MappedShards | None = MappedShards(layout, everything)
 
-    @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor]) -> None:
-        for name, target in self._targets.items():
-            target.copy_(to_local(state[name]))
+        assert self._shards is not None
+        self._shards.copy(state)
 
     def close(self) -> None:
-        self._targets = {}
+        self._shards = None
         self.file.close()
 
 
@@ -207,6 +219,12 @@ class _Writer:
             self._process.wait()
         self._reader.join()
         self._process.stdout.close()
+
+
+def assign_to_this_rank(found: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
+    """The shards, of those `found` on each rank, that this rank writes. Every rank calls it."""
+    everyone = world.gather_values([shard.to_json() for shard in found.values()])
+    return assign_writes([[TensorShard.from_json(shard) for shard in shards] for shards in everyone])[world.rank]
 
 
 def _file(rank: int) -> str:

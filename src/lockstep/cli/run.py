@@ -21,6 +21,7 @@ from lockstep.cli.arguments import check_target, launch_options, options_from, s
 from lockstep.hooks.profiling.timeline import steps_of
 from lockstep.launch.count import count_processes
 from lockstep.launch.machines import Machines, rendezvous_options
+from lockstep.launch.recovery.channel import inherited
 from lockstep.launch.slurm.batch_script import SlurmStep
 from lockstep.launch.slurm.commands import machines_of
 from lockstep.logging.run_path import default_run_path
@@ -105,7 +106,8 @@ def run(
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         local_rank = [f"--local_rank={environment['LOCAL_RANK']}"] if options.local_rank_argument else []
         line = [sys.executable, "-P", "-m", "lockstep.launch.worker", *script, *local_rank, *arguments]
-        return subprocess.Popen(line, env={**os.environ, **environment}, start_new_session=True, stdout=stdout)
+        variables = {**os.environ, **environment}
+        return subprocess.Popen(line, env=variables, start_new_session=True, stdout=stdout, pass_fds=inherited(environment))
 
     default_run_dir = str(default_run_path(script[-1], datetime.now()).absolute())
     on_all_machines = [f"nnodes={machines.count}"] if machines is not None else []
@@ -116,6 +118,7 @@ def run(
         options=options.for_workers(default_run_dir=default_run_dir, now_seconds=began),
         max_restarts=options.max_restarts,
         machines=machines,
+        recovery="restart" if options.local_rank_argument else options.recovery,  # a spare is started without its rank
         command=shlex.join([*on_all_machines, *options.same_on_all_machines(), *script, *arguments]),
     )
     report = ending.report()

@@ -75,6 +75,10 @@ class Mesh:
         """Return the mesh with each microbatch split into `slices` among the ranks of `data`."""
         return replace(self, assignment=MicrobatchAssignment(self.data.size, round_robin=True, slices=slices))
 
+    def assigned(self, assignment: MicrobatchAssignment) -> Mesh:
+        """Return the mesh with another assignment of the microbatches to the ranks of `data`."""
+        return self if assignment == self.assignment else replace(self, assignment=assignment)
+
     def in_order(self, rows: Tensor, count: int) -> Tensor:
         """All-gather one row per microbatch, in their order: (count, ...). Every rank of `data` calls it."""
         everyone = self.data.gather_rows(rows, [len(share) for share in self.assignment.indices_by_rank(count)])

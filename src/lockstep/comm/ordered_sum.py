@@ -16,22 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import tree
-from lockstep.assignment import contiguous_range
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
 
 @dataclass(frozen=True, slots=True)
 class TreeNodes:
-    """The nodes of the tree over `count` microbatches that each rank holds, if their assignment is contiguous."""
+    """The nodes of the tree over `count` microbatches that each rank holds."""
 
     count: int
     nodes: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
-    def of(cls, count: int, world_size: int) -> TreeNodes:
-        """Return the nodes for `world_size` ranks."""
-        spans = [contiguous_range(count, rank, world_size) for rank in range(world_size)]
-        return cls(count, tuple(tuple(tree.cover(span.start, span.stop, count)) for span in spans))
+    def of(cls, shares: Sequence[range]) -> TreeNodes:
+        """Return the nodes for ranks with these microbatches: contiguous ranges that follow on each other."""
+        count = sum(map(len, shares))
+        return cls(count, tuple(tuple(tree.cover(share.start, share.stop, count)) for share in shares))
 
 
 class OrderedSum:

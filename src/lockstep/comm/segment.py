@@ -22,6 +22,7 @@ import secrets
 import select
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -108,7 +109,7 @@ class Segment:
         """Offset of the data in bytes. The words before it, from `calls(0, 0)` on, hold the ranks' calls."""
         self.peers = [peer for peer in range(self.size) if peer != rank]
         self.counters = [_line(peer) + _COUNTER for peer in range(self.size)]
-        self._ends = ends
+        self._close_ends = weakref.finalize(self, _close, ends)  # a segment may be dropped without `close`
         self._poll = select.poll()
         self._ranks = {end: peer for peer, end in enumerate(ends) if end >= 0}
         for end in self._ranks:
@@ -179,12 +180,12 @@ class Segment:
 
     def stop(self, cause: BaseException | None = None) -> None:
         """Make the other ranks raise an error of the type of `cause`, or `PeerStopped`. Any thread may call it."""
-        if self._closed or self.words[_line(self.rank) + _STATE] != _LIVE:
-            return
         kind = next((kind for kind, (error, _) in _ERRORS.items() if type(cause) is error), _STOPPED)
         culprit = cause.ranks[0] if isinstance(cause, ExchangeError) else self.rank
-        self.words[_line(self.rank) + _CULPRIT] = culprit
-        self.words[_line(self.rank) + _STATE] = kind
+        with contextlib.suppress(ValueError):  # the words are released: it is closed
+            if self.words[_line(self.rank) + _STATE] == _LIVE:
+                self.words[_line(self.rank) + _CULPRIT] = culprit
+                self.words[_line(self.rank) + _STATE] = kind
 
     def close(self) -> None:
         """Release the memory. The others can still read what this rank has sent. May be called again."""
@@ -194,7 +195,7 @@ class Segment:
             self.words[_line(self.rank) + _STATE] = _LEFT
         self._closed = True
         self.words.release()
-        _close(self._ends)
+        self._close_ends()
         del self.memory  # unmapped with the last tensor that looks into it
 
 

@@ -83,7 +83,7 @@ class SharedMemoryGroup(Closing):
     @classmethod
     def active_calls(cls) -> "list[tuple[str, str, int, str]]":
         """Return (collective, group, number, dtype and size) of each call in progress. Any thread may call it."""
-        calls = [(group.name, called(group._rounds.signature), group._calls_made) for group in list(_groups) if group._is_called]
+        calls = [(group.name, called(group._rounds.signature), group._calls_made) for group in _groups_now() if group._is_called]
         return [(name, group, number, what) for group, (name, what), number in calls]
 
     @classmethod
@@ -258,6 +258,18 @@ class SharedMemoryGroup(Closing):
         self.pending = None
         self._failure = functools.partial(PeerStopped, (self.rank,), f"rank {self.rank} has closed this group; make another")
 
+    @staticmethod
+    def abort_all() -> None:
+        """Abort every group of this process. Any thread may call it."""
+        for group in _groups_now():
+            group.abort()
+
+    @staticmethod
+    def close_all() -> None:
+        """Close every group of this process."""
+        for group in _groups_now():
+            group.close()
+
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._segment.stop(error)
@@ -306,3 +318,11 @@ class SharedMemoryGroup(Closing):
 
 
 _groups: "weakref.WeakSet[SharedMemoryGroup]" = weakref.WeakSet()
+
+
+def _groups_now() -> "list[SharedMemoryGroup]":
+    while True:
+        try:
+            return list(_groups)
+        except RuntimeError:  # another thread has made one meanwhile
+            continue

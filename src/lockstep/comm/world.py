@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, install_excepthook, say
 from lockstep.base.system import refuse_on_windows
+from lockstep.base.torch_private import Store
 from lockstep.comm.backend import chosen_backend, group_backends
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
@@ -162,21 +164,46 @@ class World:
 
 _made: weakref.ref[Any] | None = None
 """The process group that `join` made; None if it made none."""
+_excepthooks: tuple[Any, Any] = (None, None)
+"""`sys.excepthook` before `join` made the group, and after it."""
 
 
 def join(
-    *, rank: int, size: int, local_rank: int, local_size: int, backend: str | None = None, timeout: timedelta = timedelta(minutes=10)
+    *,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    backend: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    store: Store | None = None,
 ) -> World:
     """Join the rendezvous and make the process group, or use the existing one. Every rank calls it. The device is this
     rank's GPU (NCCL, with Gloo for CPU tensors), or without GPUs the CPU (Gloo). `backend`: another for its tensors.
+    `store`: the processes meet there, under keys that no group has used before; None: at MASTER_ADDR:MASTER_PORT.
     Raises `LaunchError` if there are fewer GPUs than processes, if the address of the rendezvous cannot be used, or if
     the backend cannot."""
-    world = _joined(rank, size, local_rank, local_size, backend, timeout)
+    global _excepthooks
+    before, was_initialized = sys.excepthook, dist.is_initialized()
+    world = _joined(rank, size, local_rank, local_size, backend, timeout, store)
     install_excepthook()
+    if world.owns_group and not was_initialized:
+        _excepthooks = before, sys.excepthook
     return world
 
 
-def _joined(rank: int, size: int, local_rank: int, local_size: int, backend: str | None, timeout: timedelta) -> World:
+def leave() -> None:
+    """Destroy the process group that `join` made, if any: `join` can be called again. The group's sockets and threads
+    go with the last reference to it."""
+    global _made, _excepthooks
+    _take_down()
+    atexit.unregister(_take_down)
+    if sys.excepthook is _excepthooks[1]:  # torch has put one more in front of it at each `init_process_group`
+        sys.excepthook = _excepthooks[0]
+    _made, _excepthooks = None, (None, None)
+
+
+def _joined(rank: int, size: int, local_rank: int, local_size: int, backend: str | None, timeout: timedelta, store: Store | None) -> World:
     global _made
     gpus = accelerator.count()
     use_gpu = gpus > 0 and not (local_size > 1 and accelerator.is_for_one_process())
@@ -190,17 +217,18 @@ def _joined(rank: int, size: int, local_rank: int, local_size: int, backend: str
     device = accelerator.device(local_rank) if use_gpu else torch.device("cpu")
     chosen = chosen_backend(backend, device, rank, size, os.environ)
     if dist.is_initialized():
-        if backend is not None and not _is_ours():
+        if backend is not None and not owns_group():
             raise LaunchError(
                 f"--backend {backend!r}, and the script has made a process group, which lockstep uses as it is; make it with that backend "
                 "and leave --backend out, or leave init_process_group to lockstep"
             )
-        return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=_is_ours())
+        return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=owns_group())
     if size > 1:
         refuse_on_windows(f"a run of {size} processes")
         try:
             bound_to = accelerator.process_group_device(device, chosen)
-            dist.init_process_group(group_backends(chosen, device), timeout=timeout, device_id=bound_to)
+            given: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+            dist.init_process_group(group_backends(chosen, device), timeout=timeout, device_id=bound_to, **given)
         except dist.DistNetworkError as error:
             raise LaunchError(_network_error(error)) from error
         _made = weakref.ref(dist.group.WORLD)
@@ -208,12 +236,13 @@ def _joined(rank: int, size: int, local_rank: int, local_size: int, backend: str
     return World(rank, size, local_rank, local_size, device, owns_group=size > 1)
 
 
-def _is_ours() -> bool:
+def owns_group() -> bool:
+    """True if `join` made the default process group."""
     return _made is not None and _made() is dist.group.WORLD
 
 
 def _take_down() -> None:
-    if dist.is_initialized() and _is_ours():
+    if dist.is_initialized() and owns_group():
         dist.destroy_process_group()
 
 

@@ -27,6 +27,7 @@ from lockstep.order import Order
 from lockstep.recipe.data import Stream
 
 CHUNK_POSITIONS = 4096
+"""Positions that are mapped to samples at once: microbatches are requested so far ahead, unless a loader says less."""
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ class Loader(_BatchLoader):
     """Fetches microbatches of a map-style dataset. Each rank has its own loader, for its own spans.
     `collate`: (samples) -> batch; None: torch's default. `shuffle=False`: a sample's index is its position.
     `order`: that of a user's sampler. `workers`: processes that prefetch `prefetch` microbatches each; 0: this process
-    fetches. The batches do not depend on it.
+    fetches. The batches do not depend on it. `ahead`: positions that are requested ahead, besides prefetching.
     This process's default generators keep their state. `device`: for CUDA, batches are in pinned memory."""
 
     def __init__(
@@ -119,14 +120,16 @@ class Loader(_BatchLoader):
         order: SampleOrder | None = None,
         workers: int = 0,
         prefetch: int = 2,
+        ahead: int = CHUNK_POSITIONS,
         device: torch.device,
     ) -> None:
+        self._ahead = ahead
         self.order = order or (Order(len(data), seed) if shuffle else None)
         self._fetcher = Fetcher(data, collate, seed)
         super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in their order. Spans are read a few thousand positions ahead.
+        """Yield the microbatches of `spans`, in their order. Spans are read `ahead` positions ahead.
         One call at a time. Raises `DataError` if the dataset changes its length, samples cannot be collated, or a batch
         has another structure than the first one; and whatever the dataset or `collate` raises."""
         requests = self._requests(spans)
@@ -143,7 +146,7 @@ class Loader(_BatchLoader):
 
     def _requests(self, spans: Iterable[Span]) -> Iterator[SampleRequest]:
         remaining = iter(spans)
-        while chunk := list(_some_spans(remaining)):
+        while chunk := list(_some_spans(remaining, self._ahead)):
             positions = np.concatenate([np.arange(span.start, span.stop) for span in chunk])
             epochs, samples = (np.zeros_like(positions), positions) if self.order is None else self.order.samples(positions)
             stop = 0
@@ -212,10 +215,10 @@ class StreamLoader(_BatchLoader):
             turn = (turn + 1) % self._count
 
 
-def _some_spans(spans: Iterator[Span]) -> Iterator[Span]:
+def _some_spans(spans: Iterator[Span], most: int) -> Iterator[Span]:
     positions = 0
     for span in spans:
         yield span
         positions += span.stop - span.start
-        if positions >= CHUNK_POSITIONS:
+        if positions >= most:
             return

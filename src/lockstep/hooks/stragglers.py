@@ -1,10 +1,15 @@
-"""The hook that finds stragglers by an all-gather of each rank's times at logging steps, and writes `ranks.jsonl`."""
+"""The hook that finds stragglers by an all-gather of each rank's times at logging steps, and writes `ranks.jsonl`.
+
+With `assignment=measured` the same all-gather brings every rank's seconds for a microbatch, and the last step that it
+has requested from its loader: all ranks compute the same new assignment from them, for the step after that.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import socket
+import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -22,12 +27,17 @@ from lockstep.comm.wait_times import count_torch_waits
 from lockstep.logging.metrics import drop_rows_after
 from lockstep.logging.phases import StreamTimes
 from lockstep.training.hook import ControlHook, Run
+from lockstep.training.microbatches import Microbatches
 
 PARTS = ("data", "compute", "hooks")
 """The parts of a step that a rank does by itself. Collectives take as long as the slowest rank makes them."""
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
-_COLUMNS = ("step", *PARTS, "communication", "microbatches", "memory")
+_COLUMNS = ("step", *PARTS, "communication", "microbatches", "memory", "one_microbatch", "requested")
+_OF_MICROBATCHES = ("data", "compute")
+MEDIAN_OF = 16
+"""Steps over whose median a rank's seconds for a microbatch are taken; on a GPU, times between two all-gathers."""
+MIN_MEDIAN_OF = 3
 SLOWDOWN = 1.15  # A rank is a straggler if its own work takes this many times that of the others
 MIN_SECONDS = 10.0
 MIN_WINDOWS = 3  # ranks are compared over at least so many seconds and windows
@@ -47,6 +57,7 @@ class Stragglers(ControlHook):
         self._finder: StragglerFinder | None = None
         self._stack = ExitStack()
         self._microbatches = self._steps = 0
+        self._pace = MicrobatchPace()
 
     def on_start(self, run: Run) -> None:
         self._stack.enter_context(count_torch_waits())
@@ -70,6 +81,8 @@ class Stragglers(ControlHook):
         assert run.source is not None, "a step has begun"
         self._microbatches += run.source.mine
         self._steps += 1
+        if run.context.plan.assignment == "measured" and self._phases.stream is None:
+            self._pace.add(self._own(*_OF_MICROBATCHES), run.source.mine)
         if run.is_logging_step:
             self._remaining -= 1
             if not self._remaining:
@@ -86,12 +99,17 @@ class Stragglers(ControlHook):
         totals, waited = self._times()
         self._spent, self._waited = dict(totals), dict(waited)
         self._microbatches = self._steps = 0
+        self._pace.restart()
 
     def _exchange(self, run: Run) -> None:
         """All-gather the ranks' times. Every rank calls it."""
-        world = run.context.world
+        world, source = run.context.world, run.source
+        assert source is not None, "a step has begun"
+        if self._phases.stream is not None:
+            self._pace.add(self._own(*_OF_MICROBATCHES), self._microbatches)
         seconds, steps = time.perf_counter() - self._since, max(self._steps, 1)
         mine = [seconds, *self._parts(), float(self._microbatches), float(peak_bytes(world.device))]
+        mine += [self._pace.seconds(), float(source.batching.requested)]
         everyone = world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * world.size)
         columns = dict(zip(_COLUMNS, everyone.numpy().T, strict=True))
         if world.rank == 0:
@@ -99,6 +117,8 @@ class Stragglers(ControlHook):
             ranks = {name: (columns[name] / steps).round(6).tolist() for name in _COLUMNS[:5]}
             self._file.write(json.dumps({"step": run.step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}) + "\n")
         self._report(run, columns, steps, seconds)
+        if run.context.plan.assignment == "measured":
+            reassign(run, source, columns["one_microbatch"].tolist(), requested=int(columns["requested"].max()))
         longest = float(columns["step"].max()) / self._interval
         self._interval = self._remaining = next_interval(longest, before=self._interval, ranks=len(self.hosts))
         self._restart()
@@ -107,15 +127,14 @@ class Stragglers(ControlHook):
     def _parts(self) -> list[float]:
         """Seconds since the last exchange in data, compute and hooks, all without waits; and in communication."""
         totals, waits = self._times()
+        own = [self._own(*names) for names in (("data",), _OF_COMPUTE, _OF_HOOKS)]
+        waited = sum(waits[name] - self._waited.get(name, 0.0) for name in ("data", *_OF_COMPUTE, *_OF_HOOKS))
+        return [*own, totals["exchange"] - self._spent.get("exchange", 0.0) + waited]
 
-        def spent(*names: str) -> float:
-            return sum(totals[name] - self._spent.get(name, 0.0) for name in names)
-
-        def waited(*names: str) -> float:
-            return sum(waits[name] - self._waited.get(name, 0.0) for name in names)
-
-        own = [spent(*names) - waited(*names) for names in (("data",), _OF_COMPUTE, _OF_HOOKS)]
-        return [*own, spent("exchange") + waited("data", *_OF_COMPUTE, *_OF_HOOKS)]
+    def _own(self, *names: str) -> float:
+        """Seconds since the last exchange in these phases, without waits."""
+        totals, waits = self._times()
+        return sum(totals[name] - self._spent.get(name, 0.0) - waits[name] + self._waited.get(name, 0.0) for name in names)
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
         """Total seconds of each phase, and of its waits for other ranks. On a GPU such waits are phases themselves."""
@@ -136,6 +155,45 @@ class Stragglers(ControlHook):
                 f"rank {each.rank} on {host} is slow: its own work takes {each.times:.2f} times that of the others, most of it in "
                 f"{each.part} ({each.seconds * 1e3:.1f} ms a step, and {each.usual_seconds * 1e3:.1f} ms on the others)"
             )
+
+
+class MicrobatchPace:
+    """The seconds that a microbatch takes on this rank, as the median over the last steps."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=MEDIAN_OF)
+        self.restart()
+
+    def restart(self) -> None:
+        """Let the totals begin at 0 again."""
+        self._before = 0.0
+
+    def add(self, seconds: float, microbatches: int) -> None:
+        """Note the work on so many microbatches. `seconds`: the total since the restart."""
+        if microbatches:
+            self._latest.append((seconds - self._before) / microbatches)
+        self._before = seconds
+
+    def seconds(self) -> float:
+        """Return the median; NaN before there are enough steps for one."""
+        return statistics.median(self._latest) if len(self._latest) >= MIN_MEDIAN_OF else math.nan
+
+
+def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, requested: int) -> None:
+    """Give each rank as many microbatches as it is fast, if steps become shorter. Every rank calls it with the same
+    `seconds`, of each rank for one microbatch. `requested`: the last step that any rank has requested."""
+    batching, first = source.batching, requested + 1
+    count = batching.max_microbatches
+    found = batching.mesh.assignment.at_speeds(seconds, count)
+    if found is None or first >= batching.steps:
+        return
+    batching.reassign(found, first=first, done=source.step)
+    run.event(
+        "assignment-changed",
+        first_step=run.loop.steps_before + first,
+        microbatches=[len(share) for share in found.indices_by_rank(count)],
+        milliseconds=[round(1e3 * each, 3) for each in seconds],
+    )
 
 
 def next_interval(seconds: float, *, before: int, ranks: int) -> int:

@@ -8,12 +8,10 @@ start has a new store and port, a new folder for the workers' files, and new `Wo
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +23,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.system import signals
@@ -33,7 +31,9 @@ from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failures import Ending
 from lockstep.launch.launcher_folder import launcher_folder
 from lockstep.launch.machines import Machines
-from lockstep.launch.rendezvous import JOIN_SECONDS, SILENCE_SECONDS, ElasticRendezvous, LoopbackRendezvous
+from lockstep.launch.recovery.in_place import InPlace
+from lockstep.launch.recovery.reasons import FAILED, JOINED, LOST_A_PEER, rendezvous_error, restart_reason
+from lockstep.launch.rendezvous import SILENCE_SECONDS, ElasticRendezvous, LoopbackRendezvous, quiet_torch
 from lockstep.launch.seeding import HASH_SEED
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
 from lockstep.options import RunOptions, variable
@@ -46,8 +46,6 @@ _REGROUPS = "lockstep/regroups"
 """Key in the store of a start: the workers save and end because they are to be restarted."""
 _DONE, _KNOWN = "lockstep/done", "lockstep/known"
 """Keys in the same store: the number of machines whose workers are done, and of machines that know that all are."""
-_FAILED, _LOST_A_PEER, _JOINED = range(3)
-"""Why a machine restarts its workers. If machines differ, the first of these is the cause."""
 
 
 def run_workers(
@@ -59,6 +57,7 @@ def run_workers(
     max_restarts: int = 0,
     machines: Machines | None = None,
     command: str = "",
+    recovery: str = "restart",
 ) -> Ending:
     """Start `count` workers, wait for all of them, and return how they ended. If one fails, the others are stopped.
 
@@ -68,7 +67,7 @@ def run_workers(
     the run is on several machines. Its workers also start again when a machine is lost or joins. Each machine calls
     this with the same `command`. Raises `LaunchError` if they cannot meet.
     """
-    with launcher_folder() as folder, _quiet_torch():
+    with launcher_folder() as folder, quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
         if isinstance(rendezvous, ElasticRendezvous):
             _check_command(rendezvous, command)
@@ -89,12 +88,13 @@ def run_workers(
         asked = _INTERFACES if machines is not None and machines.interface is not None else ()
         environment = {"LOCKSTEP_LAUNCHER": launcher, **options.to_environment()}
         environment |= {name: value for name, value in chosen.items() if name not in os.environ or name in asked}
-        agent = Agent(spec, start, environment, folder)
+        agent = Agent(spec, start, environment, folder, recovers=recovery == "in-place" and max_restarts > 0 and machines is None)
         ending = None
         try:
             ending = agent.run_to_the_end(machines)
             return ending
         finally:
+            agent.close()
             # As under torchrun, the other machines may go on without one that was asked to end.
             if machines is None or ending is None or ending.signal is None:
                 rendezvous.shutdown()
@@ -112,8 +112,11 @@ def _check_command(rendezvous: ElasticRendezvous, command: str) -> None:
 class Agent(SimpleElasticAgent):
     """torch's agent, with worker processes that we start, judge and end ourselves. See [Note: restarts]."""
 
-    def __init__(self, spec: WorkerSpec, start: Start, given: Mapping[str, str], folder: Path) -> None:
+    def __init__(self, spec: WorkerSpec, start: Start, given: Mapping[str, str], folder: Path, *, recovers: bool = False) -> None:
         super().__init__(spec)
+        self.in_place = InPlace(start)
+        self._recovers = recovers
+        self._not_in_place: str | None = None
         self._start = start
         self._given = dict(given)
         self._folder = folder
@@ -129,6 +132,11 @@ class Agent(SimpleElasticAgent):
         self._ending = False
         self._workers = WorkerProcesses(folder, self._is_impatient)
 
+    def close(self) -> None:
+        """Close the connections to the workers, and end the spare process."""
+        self._workers.connections.close()
+        self.in_place.close()
+
     def run_to_the_end(self, machines: Machines | None) -> Ending:
         with self._handling_signals():
             try:
@@ -138,7 +146,7 @@ class Agent(SimpleElasticAgent):
             except (RendezvousError, DistError) as error:
                 if machines is None:
                     raise
-                self._elsewhere = _rendezvous_error(error, machines)
+                self._elsewhere = rendezvous_error(error, machines)
         return replace(self._workers.ending(), signal=self._signal, elsewhere=self._elsewhere, new_run_dir=self._new_run_dir())
 
     def _new_run_dir(self) -> str:
@@ -185,6 +193,8 @@ class Agent(SimpleElasticAgent):
         if why := restart_reason(everyone, machines):
             # Whatever --resume was given: by now the run directory may hold an unfinished run.
             self._given |= RunOptions(restarted=why, resume="auto").to_environment()
+            in_place = "1" if self._workers.connections.waiting() else ""
+            self._given |= {variable("in_place"): in_place, variable("not_in_place"): self._not_in_place or ""}
         self._machines, self._why = machines, None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -192,7 +202,8 @@ class Agent(SimpleElasticAgent):
         self._counted = frozenset[str]()
         records = self._folder / f"start-{self._starts}"
         records.mkdir()
-        self._workers = WorkerProcesses(records, self._is_impatient)
+        self._workers.connections.close()
+        self._workers = WorkerProcesses(records, self._is_impatient, recovers=self._recovers)
         self._starting = True
         try:
             pids = {
@@ -243,14 +254,28 @@ class Agent(SimpleElasticAgent):
             if worker_group.spec.rdzv_handler.is_closed():
                 raise RendezvousClosedError
         if continues:
+            if self._recovers and self._remaining_restarts:
+                self.in_place.keep_spare(self._workers, self._given)
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._workers.ranks))
 
     def _failed(self) -> RunResult:
         self._ending = True
-        self._workers.end_after_loss()
+        self._not_in_place = self._why_not_in_place()
+        if not self._workers.connections.waiting():
+            self.in_place.lost_at = time.time()
+        if self._not_in_place is None:
+            self._not_in_place = self._workers.hold()
+        if self._not_in_place is not None:
+            self._workers.end_after_loss()
         self._count_failure()
         return RunResult(state=WorkerState.FAILED)
+
+    def _why_not_in_place(self) -> str | None:
+        """Why the workers that are left cannot go on in their processes; None if they can."""
+        if not self._remaining_restarts or self._workers.restart_request() or self._workers.has_user_error():
+            return "the run does not go on with the same plan"
+        return self._workers.connections.why_not(self._workers.healthy)
 
     @property
     def _group_size(self) -> int:
@@ -267,23 +292,25 @@ class Agent(SimpleElasticAgent):
     def _count_failure(self) -> None:
         """Announce a restart, or set the restarts left to 0 if these failures must not cause one."""
         ending = self._workers.ending()
-        first = ending.first
+        first, waiting = ending.first, self._workers.connections.waiting()
         by_mistake = first is not None and first.record is not None and first.record.user_error
-        if self._impatient or ending.unkillable or ending.preempted or by_mistake:
+        stopped = self._impatient or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
+        if stopped or by_mistake or (waiting and self.in_place.note_losses(self._workers.lost_in_training, max(waiting.values()))):
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():
             self._remaining_restarts += 1  # torch's loop subtracts it: this restart does not count
-            self._why = (_FAILED, reason)
+            self._why = (FAILED, reason)
             self._ending = False
             say(f"lockstep: {reason}; starts again")
             return
         silent = f"lost the machine {', '.join(self._lost)}: its workers failed, or it has been silent for {SILENCE_SECONDS} s"
         line = silent if first is None else first.line
-        self._why = (_LOST_A_PEER if first is None or first.lost_a_peer else _FAILED, line)
+        self._why = (LOST_A_PEER if first is None or first.lost_a_peer else FAILED, line)
         if self._remaining_restarts:
             self._ending = False
             limit = self._worker_group.spec.max_restarts
-            say(f"lockstep: {line}; restart {limit - self._remaining_restarts + 1} of {limit}")
+            how = "the others wait for a new process; recovery" if waiting else "restart"
+            say(f"lockstep: {line}; {how} {limit - self._remaining_restarts + 1} of {limit}")
         elif first is None:
             self._elsewhere = line
 
@@ -294,7 +321,31 @@ class Agent(SimpleElasticAgent):
         self._lost = rendezvous.lost_machines() if isinstance(rendezvous, ElasticRendezvous) else ()
         return bool(self._lost) and not self._regroups(group.store)
 
+    def _recover(self, worker_group: WorkerGroup) -> None:
+        """Replace the workers that are lost, and give all their new ranks. See [Note: recovery in place]."""
+        variables = {each.global_rank: self._given | self._torch_variables(worker_group, each) for each in worker_group.workers}
+        while True:
+            self._starting = True
+            try:
+                self.in_place.replace(self._workers, variables.__getitem__)
+            finally:
+                self._starting = False
+            if self._signal is not None:
+                raise SignalException(self._signal.name, self._signal)
+            if self.in_place.all_are_ready(self._workers):
+                break
+            self._failed()
+            if not self._remaining_restarts or not self._workers.connections.waiting():
+                return  # the next look at the workers finds the failure
+            self._remaining_restarts -= 1
+        self._rendezvous(worker_group)
+        variables = {each.global_rank: self._given | self._torch_variables(worker_group, each) for each in worker_group.workers}
+        self._workers.connections.rejoin(variables, lost_at=self.in_place.lost_at)
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._workers.connections.waiting():
+            self._recover(worker_group)
+            return
         if self._workers.running:
             self._regroup(worker_group)
         ending = self._workers.ending()
@@ -305,7 +356,7 @@ class Agent(SimpleElasticAgent):
     def _regroup(self, worker_group: WorkerGroup) -> None:
         """Have the workers of all machines save and end, to start again with the machine that waits."""
         say("lockstep: another machine waits to join: the workers save, and start again with it")
-        self._why = (_JOINED, "another machine joined")
+        self._why = (JOINED, "another machine joined")
         store: Any = worker_group.store
         store.set(_REGROUPS, "")
         self._workers.ask(signal.SIGTERM, GRACE_SECONDS[signal.SIGTERM])
@@ -343,46 +394,3 @@ class Agent(SimpleElasticAgent):
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # torch's own asks the name service for this host's name, each time, and nobody reads the event.
         return Event(f"torchelastic.worker.status.{state}", source)
-
-
-def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
-    """The reason for a restart; None at the first start.
-
-    `everyone`: from each machine its restarts, the addresses of the machines before, and the kind and the words of its
-    own reason. `machines`: the addresses of the machines now.
-    """
-    reasons = [why for _, _, why in everyone if why is not None]
-    if not reasons:
-        return None
-    kind, words = min(reasons)
-    before = max((addresses for _, addresses, _ in everyone), key=len)
-    if kind == _LOST_A_PEER and len(machines) < len(before):
-        lost = (Counter(before) - Counter(machines)).elements()
-        return f"a machine was lost: {', '.join(lost)}; {len(machines)} of {len(before)} are left"
-    return str(words)
-
-
-def _rendezvous_error(error: Exception, machines: Machines) -> str:
-    if isinstance(error, RendezvousClosedError):
-        return f"the run at {machines.endpoint} was ended by another machine, whose own output says why"
-    if isinstance(error, RendezvousTimeoutError):
-        return f"fewer than {machines.least} machines came to {machines.endpoint} within {JOIN_SECONDS} s; start the same command on them"
-    return (
-        f"the rendezvous at {machines.endpoint} is gone: the machine that keeps it has ended, or cannot be reached; what was saved is in "
-        "the run directory; the same command (with --run-dir, if it had none), started again on every machine, resumes from there"
-    )
-
-
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Keep torch's log out of the script's output, unless LOGLEVEL is set."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    handler, propagate = logging.NullHandler(), logger.propagate
-    if "LOGLEVEL" not in os.environ:
-        logger.addHandler(handler)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagate

@@ -23,6 +23,7 @@ from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
 # Errors of a process that was healthy until another one ended or reported a failure. They are never the cause if
 # another rank has an error of another kind.
 _PEER_ERRORS = {
+    "CollectivesAborted",
     "DistBackendError",
     "DistNetworkError",
     "DistStoreError",
@@ -237,25 +238,26 @@ def failure_record(error: BaseException, frames: TracebackType | None, status: i
         message=_text(error),
         traceback="".join(traceback.TracebackException(kind, error, frames).format()),
         user_error=isinstance(error, UserError),
-        peer_lost=_lost_a_peer(error),
+        peer_lost=lost_a_peer(error),
     )
 
 
 def error_details(error: BaseException) -> dict[str, Any]:
     """The fields of the event for the error that ended a run: `error`, and for a lost peer torch's text as `detail`."""
     text = f"{type(error).__name__}: {_text(error)}"
-    if _lost_a_peer(error) and not isinstance(error, LockstepError):
+    if lost_a_peer(error) and not isinstance(error, LockstepError):
         return {"error": "a peer was lost: another process of this run ended, or the connection to it broke", "detail": text}
     return {"error": text}
 
 
-def _lost_a_peer(error: BaseException) -> bool:
-    return any(_is_one_of(link, _PEER_ERRORS, _PEER_TEXT) for link in _chain(error))
+def lost_a_peer(error: BaseException) -> bool:
+    """True if the error, or one in its chain of causes, says that another process has ended."""
+    return any(_is_one_of(link, _PEER_ERRORS, _PEER_TEXT) for link in chain(error))
 
 
 def out_of_memory(error: BaseException) -> bool:
     """True if the error, or one in its chain of causes, says that a device or this machine has run out of memory."""
-    return any(_is_one_of(link, _MEMORY_ERRORS, _MEMORY_TEXT) for link in _chain(error))
+    return any(_is_one_of(link, _MEMORY_ERRORS, _MEMORY_TEXT) for link in chain(error))
 
 
 def exit_status(error: BaseException) -> int:
@@ -291,7 +293,8 @@ def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
         return None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, and those that it came from."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import socket
@@ -18,8 +19,8 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -293,3 +294,18 @@ def _family(address: str) -> socket.AddressFamily:
 def _loopback_interface() -> str:
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name.startswith("lo")), "lo")
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Keep the log of torch's agent and rendezvous out of the script's output, unless LOGLEVEL is set."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler, propagate = logging.NullHandler(), logger.propagate
+    if "LOGLEVEL" not in os.environ:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate

@@ -35,6 +35,9 @@ from typing import Any, NoReturn
 from lockstep.base.errors import LaunchError
 from lockstep.base.parent_death import die_with_parent
 from lockstep.launch.failures import exit_status, failure_record
+from lockstep.launch.recovery.channel import Channel, take_channel
+from lockstep.launch.recovery.rejoin import use_channel
+from lockstep.launch.recovery.spare import wait_to_start
 from lockstep.launch.seeding import seed_workers_generators
 from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
 from lockstep.launch.worker_files import take_files
@@ -49,7 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-    record = begin()
+    spare_channel = wait_to_start(os.environ)
+    record = begin(spare_channel)
     seed_workers_generators()
     if arguments[0] == "-m":
         run(lambda: _run_module(arguments[1], arguments[2:]), record)
@@ -57,14 +61,16 @@ def main(arguments: Sequence[str]) -> None:
         run(lambda: _run_script(arguments[0], arguments[1:]), record)
 
 
-def begin() -> Path | None:
+def begin(channel: Channel | None = None) -> Path | None:
     """Tie this process to its launcher. Returns the path for the record of a failure, or None without a launcher.
+    `channel`: the connection to the launcher that a spare has already.
 
     Removes the launcher's variables from the environment: children of the user's code must not write in our place.
     """
     files = take_files(os.environ)
     if (agent := os.environ.pop(AGENT, None)) is not None:
         die_with_parent(int(agent))
+    use_channel(channel or take_channel(os.environ))
     if files is not None and not faulthandler.is_enabled():
         # Kept open for as long as the process lives: faulthandler writes to the descriptor.
         faulthandler.enable(open(files.crash, "w", encoding="utf-8"), all_threads=False)  # noqa: SIM115

@@ -52,6 +52,11 @@ class WorkerFiles:
         """The reason why the worker asks for a restart, if it does."""
         return self._own("restart")
 
+    def remove_own(self) -> None:
+        """Remove this worker's own files, for another process in its place."""
+        for path in (self.failure, self.torch_error, self.crash, self.saving, self.restart_request):
+            path.unlink(missing_ok=True)
+
     @property
     def shutdown(self) -> Path:
         """A file that exists once the launcher ends all workers, because one has failed or a machine is lost."""

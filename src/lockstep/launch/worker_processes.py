@@ -18,6 +18,8 @@ from typing import Protocol
 
 from lockstep.launch import worker
 from lockstep.launch.failures import Ending, FailureRecord, WorkerFailure, read_crash, read_torch_record
+from lockstep.launch.recovery.connections import Connections
+from lockstep.launch.recovery.spare import Spare
 from lockstep.launch.termination import PREEMPTED_STATUS
 from lockstep.launch.worker_files import FILES, WorkerFiles
 
@@ -30,6 +32,9 @@ STOP_SECONDS = 3.0
 """Seconds from SIGTERM to SIGKILL for workers that are stopped because another failed."""
 SAVE_SECONDS = 600.0
 """The same for a worker that is saving."""
+HOLD_SECONDS = 60.0
+"""Seconds that a worker has, after another one is lost, to leave its step. It may be computing."""
+HOLD_POLL_SECONDS = 0.002
 KILL_SECONDS = 2.0
 """Seconds that the launcher waits for a killed process. One that the kernel holds is left behind."""
 
@@ -51,8 +56,10 @@ Start = Callable[[Mapping[str, str]], WorkerProcess]
 class WorkerProcesses:
     """The workers of one start."""
 
-    def __init__(self, folder: Path, is_impatient: Callable[[], bool]) -> None:
-        """`folder`: empty, for the workers' files. `is_impatient`: true once a second signal asks to end at once."""
+    def __init__(self, folder: Path, is_impatient: Callable[[], bool], *, recovers: bool = False) -> None:
+        """`folder`: empty, for the workers' files. `is_impatient`: true once a second signal asks to end at once.
+        `recovers`: workers may recover in place."""
+        self.connections = Connections(recovers)
         self._folder = folder
         self._is_impatient = is_impatient
         self._processes: dict[int, WorkerProcess] = {}
@@ -65,15 +72,39 @@ class WorkerProcesses:
 
     def add(self, rank: int, start: Start, environment: Mapping[str, str]) -> int:
         """Start the worker of this global rank. Returns its process id."""
-        files = self._files(rank)
-        own = {FILES: str(files.stem), "TORCHELASTIC_ERROR_FILE": str(files.torch_error), worker.AGENT: str(os.getpid())}
-        self._processes[rank] = start({**environment, **own})
+        with self.connections.opened(rank) as connected:
+            self._processes[rank] = start({**environment, **self._own_variables(rank), **connected})
         return self._processes[rank].pid
+
+    def replace(self, rank: int, start: Start, environment: Mapping[str, str], spare: Spare | None) -> None:
+        """Put a new process, the spare one if there is one, in the place of the worker of this rank, which has
+        ended."""
+        self._files(rank).remove_own()
+        for noted in (self._returncodes, self._failures):
+            noted.pop(rank, None)
+        for ranks in (self._asked, self._stopped, self._preempted):
+            ranks.discard(rank)
+        if spare is None:
+            self.add(rank, start, environment)
+        else:
+            self._processes[rank] = spare.process
+            self.connections.use(rank, spare.channel)
+            spare.become({**environment, **self._own_variables(rank)})
+        self.connections.note_replacement(rank)
+
+    def _own_variables(self, rank: int) -> dict[str, str]:
+        files = self._files(rank)
+        return {FILES: str(files.stem), "TORCHELASTIC_ERROR_FILE": str(files.torch_error), worker.AGENT: str(os.getpid())}
 
     @property
     def running(self) -> Sequence[int]:
         """The ranks that were running when last looked at."""
         return [rank for rank in self._processes if rank not in self._returncodes]
+
+    @property
+    def healthy(self) -> Sequence[int]:
+        """Those of them that have not failed."""
+        return [rank for rank in self.running if rank not in self._failures]
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -96,14 +127,50 @@ class WorkerProcesses:
         requests = (self._files(rank).restart_request for rank in sorted(self._processes))
         return next((path.read_text(encoding="utf-8") for path in requests if path.exists()), None)
 
+    def has_user_error(self) -> bool:
+        """True if a worker has failed by a mistake of the user."""
+        return any(failure.record is not None and failure.record.user_error for failure in self._failures.values())
+
     def have_failed(self) -> bool:
         """Note which workers have ended. True if one has failed."""
         self._look()
         return bool(self._failures)
 
+    def hold(self) -> str | None:
+        """Have the workers that run leave their collectives and wait for new ranks. Kills those that do not in time.
+        Returns why that is not possible, and None if they wait."""
+        began = time.monotonic()
+        self.connections.send(self.connections.must_leave(self.running), "lost")
+        while missing := self.connections.must_leave(self.running):
+            if self._is_impatient():
+                return "the run was asked to end"
+            waited = time.monotonic() - began
+            # One that has failed says so before its record is there.
+            if waited > FAILURES_SECONDS and (why_not := self.connections.why_not(self.healthy)):
+                return why_not
+            for rank in missing:
+                if waited > (FAILURES_SECONDS if rank in self._failures else HOLD_SECONDS):
+                    _signal_group(self._processes[rank].pid, signal.SIGKILL)
+            time.sleep(HOLD_POLL_SECONDS)
+            self._look()
+        if 0 in self._returncodes.values():
+            return "a process had finished"
+        return None if self.connections.waiting() else "no process is left"
+
+    @property
+    def lost_in_training(self) -> Sequence[int]:
+        """Those whose training had begun."""
+        return [rank for rank in self._returncodes if not self.connections.by_rank[rank].is_starting]
+
+    @property
+    def lost(self) -> Sequence[int]:
+        """The ranks whose processes have ended."""
+        return list(self._returncodes)
+
     def end_after_loss(self) -> None:
         """End the remaining workers once one has failed, or another machine is lost. They may save first."""
         self._shutdown = True
+        self.connections.release()
         self._files(0).shutdown.touch()
         self._wait_for_later_failures()
         self.stop(signal.SIGTERM, STOP_SECONDS)
@@ -123,6 +190,7 @@ class WorkerProcesses:
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
         """End every worker: signal `number` to those that run, did not fail, were not asked; SIGKILL to the rest."""
         self._look()
+        self.connections.release()
         self._files(0).signal_forwarded.touch()
         for rank in self.running:
             if rank not in self._failures:

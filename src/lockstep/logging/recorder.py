@@ -48,16 +48,17 @@ class Recorder:
         loggers: Sequence[Logger] = (),
         extend: bool = False,
         restarted: bool = False,
+        again: bool = False,
     ) -> None:
         """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another machine does not have
         it. `launched`: the launcher's, which goes first; this process's second run there is in `launched`-2, and so on.
         Neither: a new one in `runs`. `extend`: see `RunDirectory.create`. A run that has ended is resumed at its last
         checkpoint if the launcher has `restarted` this process or the next directory exists: the script, which trains
-        several times, is on its way to a later run."""
+        several times, is on its way to a later run. `again`: this process has opened the same run before."""
         global _runs_in_launched
         reopen = restarted
         if launched is not None:
-            _runs_in_launched += 1
+            _runs_in_launched += not again
             run_dir = str(numbered(Path(launched), _runs_in_launched))
             reopen |= numbered(Path(launched), _runs_in_launched + 1).exists()
         self._directory: RunDirectory | None = None

@@ -66,6 +66,7 @@ class Context:
     recorder: Recorder
     phases: Phases
     overrides: Overrides
+    recovered_from: str | None = None  # the loss that the latest recovery in place followed
 
     @property
     def device(self) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,7 @@ class Evaluator:
 
         Restores each module's `training` flag. Seeds the default generators before each microbatch.
         """
+        self.mesh = self.mesh.assigned(replace(self.mesh.assignment, speeds=self.module.mesh.assignment.speeds))
         with in_evaluation_mode(self.module.model), torch.no_grad():
             return self._measure(step)
 

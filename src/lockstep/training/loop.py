@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
@@ -18,7 +18,16 @@ from lockstep.recipe.checks import check_batch, check_drop_last, check_length
 from lockstep.recipe.data import Stream, check_data, check_dataset, check_samplers
 from lockstep.training.hook import Run
 from lockstep.training.microbatches import Batching, Microbatches, from_data, from_indices, from_stream, positions_in
-from lockstep.training.set_up import Remark, batchnorm, check_microbatch_is_fixed, check_no_auto, idle_ranks, refuse_single_samples
+from lockstep.training.set_up import (
+    Remark,
+    batchnorm,
+    check_assignment,
+    check_microbatch_is_fixed,
+    check_no_auto,
+    fixed_assignment,
+    idle_ranks,
+    refuse_single_samples,
+)
 from lockstep.training.step import Step
 from lockstep.training.step_result import no_weight
 
@@ -71,6 +80,9 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         check_microbatch_is_fixed(plan, options.global_batch, microbatch)
     largest = max(order.sizes) if isinstance(order, BatchOrder) else microbatch or options.global_batch or 0
     mesh = split_microbatches(models, run.context.mesh, plan, microbatch=largest)
+    microbatch_is_fixed = microbatch is not None or isinstance(order, BatchOrder)
+    check_assignment(plan, mesh, is_stream=isinstance(data, Stream), microbatch_is_fixed=microbatch_is_fixed)
+    mesh = mesh.assigned(replace(mesh.assignment, speeds=run.modules[0].mesh.assignment.speeds))  # those of the loop before
     run.exchange.world = mesh.data if mesh.assignment.slices else None
     if isinstance(data, Stream) and mesh.assignment.slices:
         raise RecipeError(
@@ -111,7 +123,7 @@ def report_layout(run: Run, options: LoopOptions, batching: Batching) -> None:
         _describe(run, options)
     models = [module.model for module in run.modules]
     refuse_single_samples(models, batching)
-    for remark in (batchnorm(models, batching), idle_ranks(batching)):
+    for remark in (batchnorm(models, batching), idle_ranks(batching), fixed_assignment(run.context.plan, batching)):
         if remark is not None:
             run.remark(remark)
     for number, module in enumerate(run.modules):
@@ -165,6 +177,8 @@ def sources(
         compare_data(run, "data", streamed.digests(), is_trained_on=True)
         positions = positions_in(run.loop.resumed, data.shards) if run.loop.resumed is not None and first else {}
         return from_stream(streamed, batching, seed=context.seed, first=first, positions=positions)
+    if context.plan.assignment == "measured":  # what is requested is settled: a change of the assignment comes after it
+        how["ahead"] = max(1, run.global_batch // context.mesh.data.size)
     loader = Loader(data, order=batching.order, **how)
     close(loader.close)
     compare_data(run, "data", loader.digests(), is_trained_on=True)
@@ -210,6 +224,8 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
         if len(run.modules) > 1:
             source.keep()
         run.is_logging_step = (source.step + 1) % context.log_every == 0 or source.step + 1 == total
+        for module in run.modules:
+            module.use_mesh(source.layout.mesh)
         run.begin_step(source)
         step = Step(source, run)
         context.phases.enter("compute")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lockstep import assignment
-from lockstep.assignment import stream_shard
+from lockstep.assignment import MicrobatchAssignment, stream_shard
 from lockstep.base.errors import CheckpointError, LossError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import exact_sum
@@ -29,7 +29,7 @@ Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch
 
 
 class Batching:
-    """The number of steps of a loop, and the assignment of each global batch's microbatches to ranks. Pure."""
+    """The number of steps of a loop, and the assignment of each global batch's microbatches to ranks."""
 
     def __init__(
         self,
@@ -49,7 +49,9 @@ class Batching:
         self.order = order
         self._batches = order if isinstance(order, BatchOrder) else None
         self.samples = samples
-        self.mesh = mesh
+        self._meshes = [(0, mesh)]
+        self.requested = -1
+        """The last step whose microbatches on this rank are settled: they are being fetched, or were."""
         self._parts = 2**microbatch_splits
         self._drop_last = drop_last
         if self._batches is None:
@@ -61,11 +63,29 @@ class Batching:
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
         self._spans: dict[Any, Spans] = {}
-        self._mine: dict[int, list[tuple[int, bool]]] = {}
+        self._mine_of: tuple[MicrobatchAssignment, int] | None = None
+        self._mine: list[tuple[int, bool]] = []
         if self._batches is None:
             self.max_microbatches = len(self._uniform(min(self._global_batch, samples) if self._in_epochs else self._global_batch))
         else:
             self.max_microbatches = self._batches.max_microbatches * self._most_parts()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, with the latest assignment of microbatches to ranks. A step that was requested may have another."""
+        return self._meshes[-1][1]
+
+    def mesh_in_step(self, step: int) -> Mesh:
+        """The mesh with the assignment of a step."""
+        return next(mesh for first, mesh in reversed(self._meshes) if first <= step)
+
+    def reassign(self, assignment: MicrobatchAssignment, *, first: int, done: int) -> None:
+        """Assign the microbatches of step `first` and later ones anew. Every rank calls it, with a step after all that
+        any rank has requested. `done`: the last step that has ended; the assignments of earlier ones are forgotten."""
+        assert first > self.requested, "what a rank has requested, it computes"
+        oldest = max(at for at, _ in self._meshes if at <= max(0, min(done, self.requested)))
+        self._meshes = [(at, mesh) for at, mesh in self._meshes if at >= oldest]
+        self._meshes.append((first, self.mesh.assigned(assignment)))
 
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step's global batch."""
@@ -110,11 +130,13 @@ class Batching:
         )
         return [stop - start for start, stop in self.spans(per_epoch - 1 if self._in_epochs else 0)]
 
-    def mine(self, count: int) -> list[tuple[int, bool]]:
-        """This rank's microbatches of a batch of `count` microbatches, as (microbatch, is_dummy)."""
-        if count not in self._mine:
-            self._mine[count] = self.mesh.assignment.with_dummies(count, self.mesh.data.rank)
-        return self._mine[count]
+    def mine(self, step: int) -> list[tuple[int, bool]]:
+        """This rank's microbatches in a step, as (microbatch, is_dummy)."""
+        mesh, count = self.mesh_in_step(step), len(self.spans(step))
+        key = mesh.assignment, count
+        if key != self._mine_of:
+            self._mine_of, self._mine = key, mesh.assignment.with_dummies(count, mesh.data.rank)
+        return self._mine
 
     def mine_in_step(self, step: int) -> list[Span]:
         """This rank's microbatches in a step, as positions in the order of samples."""
@@ -122,8 +144,14 @@ class Batching:
         spans = self.spans(step)
         return [
             Span(step=step, index=index, start=start + spans[index][0], stop=start + spans[index][1], is_dummy=is_dummy)
-            for index, is_dummy in self.mine(len(spans))
+            for index, is_dummy in self.mine(step)
         ]
+
+    def request(self, first: int) -> Iterator[Span]:
+        """This rank's microbatches from step `first` on, as `mine_in_step`. What is taken is noted in `requested`."""
+        for step in range(first, self.steps):
+            self.requested = step
+            yield from self.mine_in_step(step)
 
 
 @dataclass(slots=True)
@@ -192,9 +220,11 @@ class Microbatches:
         start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start
-        self.layout = StepLayout(step, start, batching.spans(step), batching.mesh, order, None if positions is None else {})
+        self._mesh = batching.mesh_in_step(step)
+        self.batching = batching
+        self.layout = StepLayout(step, start, batching.spans(step), self._mesh, order, None if positions is None else {})
         self.count = len(self.layout.spans)
-        self.mine = sum(not is_dummy for _, is_dummy in batching.mine(self.count))  # without dummies
+        self.mine = sum(not is_dummy for _, is_dummy in batching.mine(step))  # without dummies
         self.most = batching.max_microbatches
         self.weights: Weights | None = None
         """Each term's denominator over the global batch, if there is a weight function."""
@@ -202,7 +232,6 @@ class Microbatches:
         """The position of each stream shard of this rank after the step, once all microbatches are fetched."""
         self._items = map(self._record_origin, items)
         self._kept: list[Microbatch] | None = None
-        self._mesh = batching.mesh
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
@@ -254,16 +283,16 @@ class Microbatches:
 
 def from_data(loader: Loader, batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
     """The steps of a dataset from step `first` on, in the loader's order. Nothing is fetched for earlier steps."""
-    fetched = loader.fetch(span for step in range(first, batching.steps) for span in batching.mine_in_step(step))
+    fetched = loader.fetch(batching.request(first))
     for step in range(first, batching.steps):
-        mine = batching.mine(len(batching.spans(step)))
-        yield Microbatches(step, batching, islice(fetched, len(mine)), seed=seed, order=loader.order)
+        yield Microbatches(step, batching, islice(fetched, len(batching.mine(step))), seed=seed, order=loader.order)
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
     """Steps from step `first` on, without data: a microbatch is a range of the batch's indices, alike in all."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
+        batching.requested = step
         items = (
             Microbatch(step, span.index, span.is_dummy, span.stop - span.start, range(span.start - start, span.stop - start))
             for span in batching.mine_in_step(step)
@@ -277,10 +306,8 @@ def from_stream(
     """The steps of a stream from step `first` on. `positions`: of all shards before it; default: at the beginning."""
     begin = positions or {}
     count = batching.max_microbatches
-    mine = batching.mine(count)
-    fetched = loader.fetch(
-        (span for step in range(first, batching.steps) for span in batching.mine_in_step(step)), microbatches=count, positions=begin
-    )
+    mine = batching.mine(0)  # alike in all steps
+    fetched = loader.fetch(batching.request(first), microbatches=count, positions=begin)
     turns = range(loader.shards // count)
     own = [index for index, is_dummy in mine if not is_dummy]
     read = [stream_shard(turn, index, microbatches=count, shards=loader.shards) for turn in turns for index in own]

@@ -140,6 +140,32 @@ def idle_ranks(batching: Batching) -> Remark | None:
     return Remark("idle-ranks", {"ranks": idle, "microbatches": count}, line)
 
 
+def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
+    """Return a remark if measured speeds change nothing, because no rank ever has more than one microbatch."""
+    ranks, count = batching.mesh.assignment.ranks, batching.max_microbatches
+    if plan.assignment == "equal" or ranks == 1 or count > ranks:
+        return None
+    line = (
+        f"warning: assignment=measured, and a global batch has {count} microbatches for {ranks} ranks, so no rank can have more than "
+        "another; use smaller microbatches, or a larger global_batch"
+    )
+    return Remark("assignment-fixed", {"microbatches": count, "ranks": ranks}, line)
+
+
+def check_assignment(plan: Plan, mesh: Mesh, *, is_stream: bool, microbatch_is_fixed: bool) -> None:
+    """Raise `PlanError` if the plan measures speeds and microbatches cannot move from rank to rank. `mesh`: with
+    microbatches split, if SyncBatchNorm splits them."""
+    if plan.assignment == "equal":
+        return
+    for applies, what, why, instead in (
+        (is_stream, "an ls.Stream", "each of its shards is read by one rank from beginning to end", "use a map-style dataset"),
+        (bool(mesh.assignment.slices), "SyncBatchNorm", "all ranks compute slices of each microbatch together", "use plain BatchNorm"),
+        (not microbatch_is_fixed, "microbatch=None", "each rank has exactly one, of equal size", "give a microbatch"),
+    ):
+        if applies:
+            raise PlanError(f"assignment=measured with {what}; {why}; leave assignment=measured out, or {instead}")
+
+
 def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:
     """Raise `RecipeError` if the plan is bitwise and the microbatch is not fixed."""
     if plan.numerics == "bitwise" and microbatch is None:

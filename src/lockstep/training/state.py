@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from lockstep.base.errors import CheckpointError, first_few
 from lockstep.checkpoint.json_state import decode, encode, tensors_in
-from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.tensor_shards import torch_dtype
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World
 from lockstep.training.train_module import TrainModule
 
 _PLAN_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
@@ -33,6 +34,19 @@ class Stateful(Protocol):
         """Tensors, numbers, text, None, and lists, tuples and dicts of them; alike on all ranks, or DTensors."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class StateReader(Protocol):
+    """A saved state: a checkpoint (`CheckpointReader`), or the images in memory of all ranks (`ImageReader`)."""
+
+    manifest: Manifest
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Name -> dtype and shape of each saved tensor."""
+
+    def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
+        """Load the saved values into this rank's tensors, whose names are among the saved ones. Every rank calls it."""
 
 
 @dataclass(slots=True)
@@ -51,8 +65,8 @@ def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> 
     return state
 
 
-def restore(reader: CheckpointReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
-    """Load everything from a checkpoint. Every rank calls it. After an error the state is undefined.
+def restore(reader: StateReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
+    """Load everything from a saved state. Every rank calls it. After an error the state is undefined.
 
     Raises `CheckpointError` if the checkpoint is of another model or run, and `DamagedError`; both on every rank.
     """

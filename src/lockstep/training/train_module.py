@@ -140,9 +140,8 @@ class TrainModule:
         self.choice = choose_reducer(mesh, bitwise=self._bitwise, compressed=self._compression is not None)
         if self._reducer is None or mesh.assignment != self.mesh.assignment or max_microbatches > self._max_microbatches:
             self._close_reducer()
-            self.mesh, self._max_microbatches = mesh, max_microbatches
-            for statistics in self.statistics:
-                statistics.mesh = mesh
+            self.use_mesh(mesh)
+            self._max_microbatches = max_microbatches
             self._reducer = build_reducer(
                 self.choice,
                 self.model,
@@ -154,6 +153,12 @@ class TrainModule:
                 compression=self._compression,
                 complete=None if mesh.torch_mesh is None else reduce_partial_gradients,
             )
+
+    def use_mesh(self, mesh: Mesh) -> None:
+        """Compute the next steps with the assignment of `mesh`, between two steps. Every rank calls it."""
+        self.mesh = mesh
+        for statistics in self.statistics:
+            statistics.mesh = mesh
 
     @property
     def overflows(self) -> int:
@@ -177,7 +182,7 @@ class TrainModule:
         if self._compression is not None and self._keeps_rest:
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             self._compression.begin(scale / self.prescale.item())
-        self.reducer.begin_step(count)
+        self.reducer.begin_step(count, self.mesh.assignment)
 
     def grad_output(self, part: Contribution) -> Tensor:
         """The gradient that the backward of `part.total` starts with, times the loss scale."""

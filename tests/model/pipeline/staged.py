@@ -235,7 +235,7 @@ def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> l
     reducer = PipelineReducer(PostBackwardReducer(list(model.parameters()), mesh, max_microbatches=8), tied)
     found = []
     for step, sizes in enumerate(steps):
-        reducer.begin_step(len(sizes))
+        reducer.begin_step(len(sizes), mesh.assignment)
         given = items(name, sizes, torch.float32)
         rows = pipeline.run([given[place] for place in mesh.assignment.indices(len(sizes), mesh.data.rank)], columns=2)
         stats = reducer.reduce(list(rows[:, 0]), list(rows[:, 1]), flag=dist.get_rank() == 1 and step == 0)

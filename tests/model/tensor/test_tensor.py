@@ -102,7 +102,7 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     )
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
     separate_meshes(optimizer)
-    reducer.begin_step(MICROBATCHES)
+    reducer.begin_step(MICROBATCHES, mesh.assignment)
     share = list(mesh.assignment.indices(MICROBATCHES, mesh.data.rank))
     rounds = -(-MICROBATCHES // mesh.assignment.ranks) if sizes.get("shard", 1) > 1 else len(share)
     values = []

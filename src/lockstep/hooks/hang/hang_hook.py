@@ -63,9 +63,10 @@ class HangHook(Hook):
         return self._watchdog is not None and self._watchdog.ends_the_process
 
     def close(self) -> None:
-        """Stop watching."""
-        if self._watchdog is not None:
-            self._watchdog.close()
+        """Stop watching. May be called again."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.close()
 
     def _event(self, name: str, **details: Any) -> None:
         if self._run is not None:

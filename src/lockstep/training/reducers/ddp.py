@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import GradBucket
@@ -84,7 +85,6 @@ class DdpReducer:
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world
-        self._assignment = mesh.assignment
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
         self._vector = StepStatsVector(parameters, max_microbatches, parameters[0].device)
@@ -107,16 +107,17 @@ class DdpReducer:
             hook.remove()
         self._ddp = None
 
-    def begin_step(self, count: int) -> None:
+    def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
         for parameter in self._parameters:
             parameter.grad = None
         self._count = count
-        self._mine = self._assignment.indices(count, self._world.rank)
+        self._mine = assignment.indices(count, self._world.rank)
+        self._has_rounds = assignment.round_robin
         self._remaining = len(self._mine)
         self._synchronized = False
         if self._bitwise:
             self._counter: Counter[list[Tensor]] = Counter(_add_into_left, start=self._mine.start, count=count)
-            self._nodes = TreeNodes.of(count, self._world.size)
+            self._nodes = TreeNodes.of(assignment.indices_by_rank(count))
             self._sums: list[tuple[OrderedSum, Tensor, torch.futures.Future[Tensor]]] = []
         self._used[:] = [0.0] * len(self._used)
         self._complete_at = time.perf_counter()
@@ -130,7 +131,7 @@ class DdpReducer:
         if self._factor > 1:
             grad_output = grad_output * self._factor
         inputs = self._parameters if own_parameters_only else None
-        if self._ddp is not None and self._remaining == 0 and not self._assignment.round_robin:
+        if self._ddp is not None and self._remaining == 0 and not self._has_rounds:
             self._synchronize(total, grad_output, inputs)
             return
         torch.autograd.backward(total, grad_output, inputs=inputs)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import PlanError
 from lockstep.base.torch_private import AllGather, DefaultAllGather, ReduceScatter, fsdp_parameter_group, own_parameters, tree_leaves
 from lockstep.comm.mesh import Mesh, to_local
@@ -55,9 +56,10 @@ class FsdpReducer:
         for group in self._groups:
             group.set_custom_all_gather(DefaultAllGather())
 
-    def begin_step(self, count: int) -> None:
+    def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
         self._count = count
-        self._rounds = -(-count // self._mesh.assignment.per_round)
+        self._mine = assignment.indices(count, self._mesh.data.rank)
+        self._rounds = -(-count // assignment.per_round)
         self._round = 0
         self._clear()
         self._used.clear()
@@ -86,7 +88,7 @@ class FsdpReducer:
 
     def reduce_used(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
         """`reduce`, given what `used` returned."""
-        packed = self._vector.pack(used, self._mesh.assignment.indices(self._count, self._mesh.data.rank), values, weights, flag)
+        packed = self._vector.pack(used, self._mine, values, weights, flag)
         self._mesh.data.all_reduce(packed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
         for scatter in self._scatters:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.pipeline.stages import SharedParameter
@@ -70,8 +71,8 @@ class PipelineReducer:
         self._data_reducer = data_reducer
         self._tied = tied
 
-    def begin_step(self, count: int) -> None:
-        self._data_reducer.begin_step(count)
+    def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
+        self._data_reducer.begin_step(count, assignment)
 
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
         raise AssertionError("the pipeline's schedule computes the backwards")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
 
@@ -33,8 +34,9 @@ class PostBackwardReducer:
         self._complete = complete
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
-    def begin_step(self, count: int) -> None:
+    def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
         self._count = count
+        self._mine = assignment.indices(count, self._mesh.data.rank)
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -57,7 +59,7 @@ class PostBackwardReducer:
     def reduce_used(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
         """`reduce`, given what `used` returned."""
         data = self._mesh.data
-        packed = self._vector.pack(used, self._mesh.assignment.indices(self._count, data.rank), values, weights, flag)
+        packed = self._vector.pack(used, self._mine, values, weights, flag)
         if data.size > 1:
             for parameter in self._parameters:
                 if parameter.grad is None:

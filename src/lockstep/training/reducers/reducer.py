@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
 from lockstep.training.reducers import ddp
 from lockstep.training.reducers.compression import Compression
@@ -20,8 +21,8 @@ from lockstep.training.reducers.step_stats import Number, StepStats
 class GradientReducer(Protocol):
     """In every step, on every rank: `begin_step`, then `backward` for each microbatch of this rank, then `reduce`."""
 
-    def begin_step(self, count: int) -> None:
-        """Clear the gradients, for a step of `count` microbatches over all ranks."""
+    def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
+        """Clear the gradients, for a step of `count` microbatches over all ranks, which `assignment` gives to them."""
 
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
         """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; of a dummy, only take part

@@ -1,0 +1,295 @@
+"""The checkpointer of a run: it begins saves, follows them to their end, and loads what was saved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.base.errors import CheckpointError
+from lockstep.checkpoint.emergency_save import emergency_save
+from lockstep.checkpoint.load import CheckpointReader, raise_on_all_ranks
+from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
+from lockstep.comm.world import World
+from lockstep.hooks.scores import Scores
+from lockstep.saving import Resume, Saving, differences
+from lockstep.training.hook import Run
+from lockstep.training.optim import settings
+from lockstep.training.state import StateReader, restore, state_of
+
+WAIT_SECONDS = 0.5  # between two exchanges of a save's state by the ranks that wait for it
+LAST_SECONDS = 10.0  # after an error, the longest wait for the save under way
+
+
+@dataclass(slots=True)
+class Checkpointer:
+    """Begins saves, follows them to their end, and loads the newest checkpoint. Its state is the same on all ranks."""
+
+    run: Run
+    folder: Storage
+    saving: Saving
+    compare: Callable[[], None]  # Compares the replicas before a save. Raises `DivergenceError`.
+    _saver: Saver = field(init=False)
+    _interval: float | None = field(init=False)  # seconds from one save to the next; None if steps are counted
+    _since: float = field(init=False)  # when the last save began
+    scores: Scores = field(init=False)
+    _is_due: bool = False  # True if a save is due but waits for the one before it
+    _saved: int = -1  # steps done at the last save that began, or at the start
+    _is_open: bool = False  # true until the ranks have agreed on the result of the last save
+    _error: str | None = None  # why the last save failed, if this rank knows it
+    _failures: int = 0  # failed saves in a row
+    _stopped_seconds: float = 0.0  # time in which training waited for the last save to begin
+
+    def __post_init__(self) -> None:
+        self._saver = Saver(self.world, str(self.folder), self.attempt)
+        self.scores = Scores(self.saving)
+        self._interval = self.saving.seconds
+        self._since = time.monotonic()
+
+    @property
+    def world(self) -> World:
+        return self.run.context.world
+
+    @property
+    def attempt(self) -> str:
+        """Eight hexadecimal digits for this start of the run, in the names of its checkpoints."""
+        attempt: str = self.run.context.recorder.attempt
+        return attempt
+
+    def begin(self, saved: int) -> None:
+        """Called before the first step, with `saved` steps done in the newest checkpoint. Every rank calls it. Raises
+        `CheckpointError` if nothing can be saved."""
+        state = state_of(self.run.modules, self.run.stateful)
+        self._saved = saved
+        self._on_rank_0(self.folder.remove_uncommitted, "written to")
+        free = self._on_rank_0(self.folder.free_bytes, "written to")
+        needed = self._total_bytes(state.tensors)
+        if free is not None and self.world.any(free < needed):
+            needed = max(self.world.gather_values(needed))
+            raise CheckpointError(
+                f"a checkpoint has at least {needed:,} bytes, and {self.folder} has {free:,} free; make room, or give another folder"
+            )
+        if self.saving.steps is not None:
+            self._saver.prepare(state.tensors)
+        self._since = time.monotonic()
+
+    def is_time(self) -> bool:
+        """True if a save is due by the clock of rank 0."""
+        return self._interval is not None and self.world.rank == 0 and time.monotonic() - self._since >= self._interval
+
+    def after_step(self, step: int, *, is_time: bool) -> None:
+        """Begin a save if one is due and none is under way. Every rank calls it. Raises `CheckpointError` if too many
+        failed in a row."""
+        self._poll()
+        if (score := self.scores.now(self.run)) is not None and self.scores.improves(score):
+            self.run.event("best-evaluation", metric=self.saving.best, value=score)
+            self.wait()  # a later step would save another state
+            self._is_due = True
+        self._is_due |= is_time or (self.saving.steps is not None and step % self.saving.steps == 0)
+        if self._is_due and self._has_ended():
+            self._is_due = False
+            self._save(step)
+
+    def wait(self) -> None:
+        """Wait for the save under way. Every rank calls it."""
+        while not self._has_ended():
+            self._poll(WAIT_SECONDS)
+
+    def save_now(self, step: int) -> None:
+        """Save, and wait for the end of the save. Every rank calls it."""
+        self.wait()
+        if step > self._saved:
+            self._save(step)
+            self.wait()
+
+    def rescue(self, step: int) -> str | None:
+        """Save this rank's state without the other ranks. Returns the checkpoint's name; None if it is saved already.
+        Raises `OSError`."""
+        if step <= self._saved and not self._is_open:
+            return None
+        if step == self._saved:
+            self._poll(LAST_SECONDS)
+            if not self._saver.is_under_way and self._error is None:
+                return None
+        state = state_of(self.run.modules, self.run.stateful)
+        part, parts = 0, 1
+        for axis in map(self.run.context.mesh.axis, ("pipeline", "shard", "tensor")):
+            part, parts = part * axis.size + axis.rank, parts * axis.size
+        name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
+        values = {**state.values, **self.run.loop.values(), "step": step}
+        metadata = {**self._metadata(), "score": None}
+        done = emergency_save(self.folder, name, part=part, parts=parts, tensors=state.tensors, values=values, metadata=metadata)
+        return str(name) if done else None
+
+    def restore(self, resume: Resume, *, allow_change: frozenset[str]) -> CheckpointReader | None:
+        """Load the newest checkpoint that is not damaged, and return its reader. Every rank calls it.
+
+        Raises `CheckpointError` if it is of another run, or `resume` is "must" and there is none.
+        """
+        recorder = self.run.context.recorder
+        fields = recorder.summary["recipe"] or {}
+        names = self._names()
+        if resume == "never" and names:
+            raise CheckpointError(
+                f"resume=never, and {self.folder} holds checkpoints of an earlier run, the newest {names[-1]}; each run needs a folder "
+                "of its own; give another folder, or remove those"
+            )
+        for name in reversed(names):
+            try:
+                reader = raise_on_all_ranks(partial(CheckpointReader, self.folder, name), self.world)
+                saved = reader.manifest.metadata["recipe"]
+                found = [] if saved is None else differences(saved, fields, allow_change=allow_change)
+                edited = [line for line in self._edited(reader.manifest.metadata) if line.partition(":")[0].split()[0] not in allow_change]
+                if found := [*found, *edited]:
+                    raise CheckpointError(
+                        f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; resume with the one it was saved with, name the "
+                        "fields that may differ (--allow-change, allow_change=), or choose another run directory"
+                    )
+                if name == names[0]:
+                    reader.load_into({}, self.world)  # a check before the state is changed: there is no older checkpoint
+                restore(reader, self.run.modules, self.run.stateful, self.run.context.mesh)
+                for theirs, module in zip(reader.manifest.metadata["optimizers"], self.run.modules, strict=False):
+                    module.keep_changed_settings(theirs)
+            except DamagedError as error:
+                self.run.event("checkpoint-damaged", checkpoint=str(name), reason=str(error))
+                recorder.message(f"warning: checkpoint {name} is damaged: {error}")
+                continue
+            except (UnknownFormatError, UnreachableError) as error:
+                raise CheckpointError(f"{self.folder}, {name}: {error}") from error
+            self.run.event("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.metadata["plan"])
+            recorder.message(f"resumes after step {name.step}")
+            self.scores.read(self.folder, names, self.world)
+            return reader
+        if resume == "must":
+            why = f"all {len(names)} are damaged" if names else "there is none"
+            raise CheckpointError(f"resume=must, and {self.folder} has no checkpoint to resume from: {why}; resume=auto starts again")
+        return None
+
+    def restore_from_memory(self, reader: StateReader) -> int:
+        """Load the state that other processes hold. Every rank calls it. Returns the steps done in the newest
+        checkpoint, 0 if there is none."""
+        restore(reader, self.run.modules, self.run.stateful, self.run.context.mesh)
+        names = self._names()
+        self.scores.read(self.folder, names, self.world)
+        return names[-1].step if names else 0
+
+    def _names(self) -> list[CheckpointName]:
+        """The checkpoints, the newest last. Every rank calls it."""
+        found = self._on_rank_0(lambda: [[name.step, name.attempt] for name in self.folder.names()], "read")
+        return [CheckpointName(*each) for each in found]
+
+    def close(self) -> None:
+        """Abandon the save under way."""
+        self._saver.close()
+
+    def _edited(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return which settings of optimizers, and which functions of the recipe, have changed. Every rank calls it,
+        and gets those of rank 0."""
+        pairs = zip(saved["optimizers"], self.run.modules, strict=False)
+        found = [line for theirs, module in pairs for line in settings.described(theirs, module.settings)]
+        if saved["code"] is not None and saved["versions"]["python"] == self.run.context.recorder.summary["versions"]["python"]:
+            now = self.run.code or {}
+            found += [
+                f"{name}: its code has changed, or a value that it uses"
+                for name, digest in saved["code"].items()
+                if now.get(name, digest) != digest
+            ]
+        lines: list[str] = self.world.value_of(0, found)
+        return lines
+
+    def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
+        """The bytes of a checkpoint's tensors. Every rank calls it."""
+        mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        everyone = self.run.context.mesh.axis("pipeline").gather_values(mine)
+        return sum({name: size for theirs in everyone for name, size in theirs.items()}.values())
+
+    def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
+        """Run `call` on rank 0, and return its JSON value on all ranks. Every rank calls it. Raises `CheckpointError`:
+        the checkpoints cannot be `what` ("read", say)."""
+        found, failure = None, None
+        if self.world.rank == 0:
+            try:
+                found = call()
+            except OSError as error:
+                failure = f"the checkpoints in {self.folder} cannot be {what} ({error.strerror or error}); give another folder"
+        found, failure = self.world.value_of(0, [found, failure])
+        if failure is not None:
+            raise CheckpointError(failure)
+        return found
+
+    def _save(self, step: int) -> None:
+        self.compare()
+        state = state_of(self.run.modules, self.run.stateful)
+        began = time.monotonic()
+        score = self.scores.note(CheckpointName(step, self.attempt), self.run)
+        scores = {str(name): value for name, value in self.scores.by_name.items()}
+        keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": scores}
+        values = {**state.values, **self.run.loop.values(), "step": step}
+        self._saver.save(step, state.tensors, values=values, metadata={**self._metadata(), "score": score}, keep=keep)
+        self._saved, self._is_open, self._since = step, True, time.monotonic()
+        self._stopped_seconds = self._since - began
+
+    def _metadata(self) -> dict[str, Any]:
+        optimizers = [module.settings for module in self.run.modules]
+        return {
+            **self.run.context.recorder.summary,
+            "code": self.run.code,
+            "optimizers": optimizers,
+            "saved": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+
+    def _poll(self, timeout_seconds: float = 0.0) -> None:
+        """Record the result of the save under way if this rank has it."""
+        if (ended := self._saver.poll(timeout_seconds)) is None:
+            return
+        self._error = ended.error
+        if ended.error is not None:
+            self._report_failure(ended.error)
+            return
+        if ended.not_deleted is not None:
+            self.run.event("checkpoint-not-deleted", reason=ended.not_deleted)
+            self.run.context.recorder.message(f"warning: an old checkpoint could not be deleted: {ended.not_deleted}")
+        if self.world.rank == 0:  # rank 0 commits the checkpoint
+            name, seconds = str(CheckpointName(ended.step, self.attempt)), round(time.monotonic() - self._since, 3)
+            self.run.event("checkpoint-saved", checkpoint=name, seconds=seconds, stopped_seconds=round(self._stopped_seconds, 4))
+
+    def _report_failure(self, reason: str) -> None:
+        self.run.event("checkpoint-failed", checkpoint=str(CheckpointName(self._saved, self.attempt)), reason=reason)
+        self.run.context.recorder.message(f"warning: the checkpoint after step {self._saved} was not saved: {reason}")
+
+    def _has_ended(self) -> bool:
+        """True if no rank has a save under way. Every rank calls it. Raises `CheckpointError` for failures in a row."""
+        if not self._is_open:
+            return True
+        self._poll()
+        everyone = self.world.gather_values([self._saver.is_under_way, self._error])
+        error = next((error for _, error in everyone if error is not None), None)
+        if error is not None and self._saver.is_under_way and self.world.rank == 0:  # it would wait for the failed rank's part
+            self._saver.abandon()
+        if any(under_way and not (error is not None and rank == 0) for rank, (under_way, _) in enumerate(everyone)):
+            return False
+        if error is not None:
+            if self._error is None and self.world.rank == 0:
+                self._report_failure(error)
+            if isinstance(self.folder, FolderStorage):  # remove the files of the failed save: the disk may be full
+                if self.world.rank == 0:
+                    with suppress(OSError):
+                        self.folder.remove_uncommitted()
+                self.world.any(False)  # no rank may begin the next save before that
+            self.scores.by_name.pop(CheckpointName(self._saved, self.attempt), None)
+        self._failures = 0 if error is None else self._failures + 1
+        self._is_open, self._error = False, None
+        if self._failures >= self.saving.failures:
+            raise CheckpointError(
+                f"{self._failures} checkpoints in a row could not be saved, the last one: {error}; make {self.folder} writable, with room "
+                "for one checkpoint more than it keeps, and resume from the last one there"
+            )
+        return True

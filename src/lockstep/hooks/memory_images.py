@@ -1,0 +1,60 @@
+"""The hook that keeps images of the state in memory, from which the run recovers in place."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.checkpoint.memory_image import ImageWriter, image_interval
+from lockstep.training.consensus import Request
+from lockstep.training.hook import ControlHook, Run
+from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.state import state_of
+
+
+@dataclass(eq=False)
+class MemoryImages(ControlHook):
+    """Copies this rank's part of the state into memory that outlives the process, as often as it takes at most 1% of
+    the time."""
+
+    recovery: Recovery | None
+    """None: the run cannot recover in place, and there are no images."""
+    _writer: ImageWriter | None = None
+    _written: int = -1  # steps done at the last image
+    _next: int = 0  # steps done at the next one
+    _since: float = 0.0  # when the last one was complete
+
+    def before_steps(self, run: Run) -> None:
+        if self.recovery is None:
+            return
+        if self._writer is None:
+            self._writer = ImageWriter(run.context.world, run.context.recorder.attempt, {})
+            self._writer.prepare(state_of(run.modules, run.stateful).tensors)
+        if run.step > self._written:
+            self._write(run)
+
+    def on_agreement(self, run: Run, agreed: Request) -> None:
+        if self._writer is not None and run.step >= self._next:
+            self._write(run)
+
+    def on_end(self, run: Run) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _write(self, run: Run) -> None:
+        assert self._writer is not None
+        assert self.recovery is not None
+        run.context.phases.enter("saving")
+        began, is_first = time.perf_counter(), self._written < 0
+        step_seconds = (began - self._since) / max(1, run.step - self._written)
+        state = state_of(run.modules, run.stateful)
+        self._writer.write(run.step, state.tensors, {**state.values, **run.loop.values(), "step": run.step})
+        self._since = time.perf_counter()
+        mine = torch.tensor([[self._since - began, step_seconds]], dtype=torch.float64)
+        copy, step = run.context.world.gather_rows(mine, [1] * run.context.world.size).amax(0).tolist()
+        self._written, self._next = run.step, run.step + (1 if is_first else image_interval(copy, step))
+        if is_first:
+            self.recovery.offer_images(self._writer.descriptor)

@@ -1,0 +1,86 @@
+"""The connection between a worker and its launcher, over which they agree on a recovery in place.
+
+[Note: recovery in place] Messages are JSON objects with a `kind`.
+
+1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With `images` it gives the
+   launcher the memory that holds the images of its state, which so outlive it.
+2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave the collective that they wait
+   in, and say `ready`, with the step whose state they hold. The launcher starts a replacement for the lost worker. It
+   says `ready`, without a state, when its script comes to `ls.train`.
+3. When all are ready, the launcher makes a new store and sends `rejoin` to each, with the variables of its rank and the
+   images of all. If that is not possible, it sends `restart`: the workers save and end, and all start again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+CHANNEL = "LOCKSTEP_CHANNEL"
+"""The variable that holds the number of the worker's descriptor."""
+_MOST_BYTES = 1 << 16
+_MOST_DESCRIPTORS = 253  # in one message, on Linux
+
+
+class Channel:
+    """One end of the connection."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, kind: str, descriptors: Sequence[int] = (), **values: Any) -> None:
+        """Send a message. Does nothing if the other process has ended. `descriptors`: open files that it then has
+        too."""
+        with suppress(OSError):
+            socket.send_fds(self._end, [json.dumps({"kind": kind, **values}).encode()], descriptors)
+
+    def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
+        """Return the next message; None after `seconds` without one, or if the other process has ended. `seconds`:
+        None waits for as long as that process runs. The receiver closes the message's `descriptors`."""
+        self._end.settimeout(seconds)
+        try:
+            text, descriptors, _, _ = socket.recv_fds(self._end, _MOST_BYTES, _MOST_DESCRIPTORS)
+        except (OSError, ValueError):
+            return None
+        return {**json.loads(text), "descriptors": descriptors} if text else None
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def open_channel() -> tuple[Channel, socket.socket] | None:
+    """Return the launcher's end, and the worker's, which the worker inherits. None where there is no such socket."""
+    if sys.platform != "linux":
+        return None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(ours), theirs
+
+
+def variables(theirs: socket.socket) -> Mapping[str, str]:
+    """The variable by which a worker that inherits `theirs` finds it."""
+    return {CHANNEL: str(theirs.fileno())}
+
+
+def inherited(environment: Mapping[str, str]) -> list[int]:
+    """The descriptors that a process with these variables must inherit."""
+    return [int(environment[CHANNEL])] if CHANNEL in environment else []
+
+
+def take_channel(environ: MutableMapping[str, str]) -> Channel | None:
+    """The worker's end; None if no launcher gave it one. Called once, before the user's code runs.
+
+    Removes the variable: children of the user's code do not inherit the connection.
+    """
+    text = environ.pop(CHANNEL, None)
+    if text is None:
+        return None
+    os.set_inheritable(int(text), False)
+    return Channel(socket.socket(fileno=int(text)))

@@ -1,0 +1,133 @@
+"""The launcher's connections to the workers of one start, for recovery in place. See [Note: recovery in place]."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from lockstep.launch.recovery.channel import Channel, open_channel, variables
+
+UNKNOWN = "its training had not begun"
+
+
+@dataclass(slots=True)
+class Connection:
+    """One worker's connection, and what the worker has said."""
+
+    channel: Channel
+    why_not: str | None = UNKNOWN
+    """Why this worker cannot recover in place; None if it can."""
+    is_starting: bool = False
+    """True for a replacement whose script has not come to its training: it is in no collective."""
+    step: int | None = None
+    """The step whose state a worker that waits for its new rank holds, -1 for none. None: it does not wait."""
+
+
+@dataclass(slots=True)
+class Connections:
+    """The connections by rank. All are absent where workers cannot recover in place."""
+
+    is_used: bool
+    by_rank: dict[int, Connection] = field(default_factory=dict)
+    images: list[dict[int, int]] = field(default_factory=lambda: [{}])
+    """The descriptors of the images in memory by rank, one dict for each start of the run. The last is of this one."""
+
+    @contextmanager
+    def opened(self, rank: int) -> Iterator[Mapping[str, str]]:
+        """Connect to the worker of this rank. Yields the variables with which it is started within."""
+        ends = open_channel() if self.is_used else None
+        if ends is None:
+            yield {}
+            return
+        channel, theirs = ends
+        self.use(rank, channel)
+        with theirs:
+            yield variables(theirs)
+
+    def use(self, rank: int, channel: Channel) -> None:
+        """Connect the worker of this rank by a channel that there is."""
+        self.drop([rank])
+        self.by_rank[rank] = Connection(channel)
+
+    def note_replacement(self, rank: int) -> None:
+        """Note that the worker of this rank has taken the place of a lost one."""
+        self.by_rank[rank].is_starting, self.by_rank[rank].why_not = True, None
+
+    def drop(self, ranks: Collection[int]) -> None:
+        """Close the connections to workers that have ended."""
+        for rank in ranks:
+            if (found := self.by_rank.pop(rank, None)) is not None:
+                found.channel.close()
+
+    def look(self) -> None:
+        """Read what the workers have said."""
+        for rank, connection in self.by_rank.items():
+            while (message := connection.channel.receive(0.0)) is not None:
+                if message["kind"] == "able":
+                    connection.why_not = message["why_not"]
+                elif message["kind"] == "ready":
+                    connection.step, connection.why_not, connection.is_starting = message["step"], None, False
+                elif message["kind"] == "images":
+                    self._keep_images(rank, message["descriptors"])
+
+    def why_not(self, ranks: Collection[int]) -> str | None:
+        """Why the workers of these ranks cannot recover in place; None if they can."""
+        if not self.is_used:
+            return "--recovery restart"
+        self.look()
+        for rank in ranks:
+            connection = self.by_rank.get(rank)
+            if connection is None or connection.why_not is not None:
+                return f"rank {rank}: {UNKNOWN if connection is None else connection.why_not}"
+        return None if ranks else "no process is left"
+
+    def waiting(self) -> dict[int, int]:
+        """The steps of the workers that wait for a new rank, by their rank."""
+        self.look()
+        return {rank: each.step for rank, each in self.by_rank.items() if each.step is not None}
+
+    def must_leave(self, ranks: Collection[int]) -> list[int]:
+        """Those of these ranks that do not wait for a new rank yet, and have to leave their step first."""
+        self.look()
+        return [rank for rank in ranks if self.by_rank[rank].step is None and not self.by_rank[rank].is_starting]
+
+    def send(self, ranks: Collection[int], kind: str) -> None:
+        for rank in ranks:
+            if rank in self.by_rank:
+                self.by_rank[rank].channel.send(kind)
+
+    def _keep_images(self, rank: int, descriptors: Sequence[int]) -> None:
+        """Keep the images of a worker. Once all workers of this start have some, those of earlier starts are not
+        needed."""
+        self.images[-1].update(dict.fromkeys([rank], *descriptors))
+        if self.images[-1].keys() == self.by_rank.keys():
+            self._close_images(self.images[:-1])
+            del self.images[:-1]
+
+    def _close_images(self, several: Sequence[Mapping[int, int]]) -> None:
+        for descriptor in (descriptor for images in several for descriptor in images.values()):
+            os.close(descriptor)
+
+    def rejoin(self, environments: Mapping[int, Mapping[str, str]], *, lost_at: float) -> None:
+        """Send each waiting worker the variables of its rank, the images, and when the loss was seen, in seconds since
+        1970."""
+        descriptors = [descriptor for images in self.images for descriptor in images.values()]
+        for rank, environment in environments.items():
+            connection = self.by_rank[rank]
+            connection.step = None
+            connection.channel.send("rejoin", descriptors, environment=dict(environment), lost_at=lost_at)
+        self.images.append({})
+
+    def release(self) -> None:
+        """Have the workers that wait for a new rank save and end."""
+        for connection in self.by_rank.values():
+            if connection.step is not None:
+                connection.step = None
+                connection.channel.send("restart")
+
+    def close(self) -> None:
+        self.drop(list(self.by_rank))
+        self._close_images(self.images)
+        self.images = [{}]

@@ -1,0 +1,44 @@
+"""Why the workers of a run start again, and why they cannot, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+from lockstep.launch.machines import Machines
+from lockstep.launch.rendezvous import JOIN_SECONDS
+
+FAILED, LOST_A_PEER, JOINED = range(3)
+"""Why a machine restarts its workers. If machines differ, the first of these is the cause."""
+
+
+def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
+    """The reason for a restart; None at the first start.
+
+    `everyone`: from each machine its restarts, the addresses of the machines before, and the kind and the words of its
+    own reason. `machines`: the addresses of the machines now.
+    """
+    reasons = [why for _, _, why in everyone if why is not None]
+    if not reasons:
+        return None
+    kind, words = min(reasons)
+    before = max((addresses for _, addresses, _ in everyone), key=len)
+    if kind == LOST_A_PEER and len(machines) < len(before):
+        lost = (Counter(before) - Counter(machines)).elements()
+        return f"a machine was lost: {', '.join(lost)}; {len(machines)} of {len(before)} are left"
+    return str(words)
+
+
+def rendezvous_error(error: Exception, machines: Machines) -> str:
+    """Why a rendezvous failed, in words."""
+    if isinstance(error, RendezvousClosedError):
+        return f"the run at {machines.endpoint} was ended by another machine, whose own output says why"
+    if isinstance(error, RendezvousTimeoutError):
+        return f"fewer than {machines.least} machines came to {machines.endpoint} within {JOIN_SECONDS} s; start the same command on them"
+    return (
+        f"the rendezvous at {machines.endpoint} is gone: the machine that keeps it has ended, or cannot be reached; what was saved is in "
+        "the run directory; the same command (with --run-dir, if it had none), started again on every machine, resumes from there"
+    )

@@ -1,0 +1,168 @@
+"""Recovery in place, in a worker: it leaves its collectives when the launcher says that another worker is lost, waits
+for its new rank, and then trains on. See [Note: recovery in place] in `channel`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from lockstep.base.errors import UserError
+from lockstep.launch.failures import chain, failure_record, lost_a_peer
+from lockstep.launch.recovery.channel import Channel
+from lockstep.launch.worker_files import write_failure
+
+REPLACEMENT = "LOCKSTEP_REPLACEMENT"
+"""The variable that is set for a process that takes the place of a lost one."""
+STUCK_SECONDS = 2.0
+"""Seconds after an abort in which a wait that does not end makes this process end: it counts as lost then."""
+NOTICE_SECONDS = 5.0
+"""The longest time from an error that the loss of a peer caused to the launcher's notice of that loss."""
+
+
+class Rejoin:
+    """This process's part in recoveries. Made once, in the training thread."""
+
+    def __init__(self, channel: Channel, abort: Callable[[], None], waits: Callable[[], object]) -> None:
+        """`abort`: makes all collectives of this process raise, from any thread, until it leaves its groups. `waits`:
+        what this process waits for in a collective, None if it does not; equal as long as it is one wait."""
+        is_replacement = os.environ.pop(REPLACEMENT, None) is not None
+        self.is_rejoining = is_replacement
+        """True from the loss until the state of the run is restored."""
+        self.trainings = 0
+        """Trainings that have begun in this process."""
+        self.lost_at = self.rejoined_at = 0.0
+        """When the launcher saw the latest loss, and when this process got its new rank, in seconds since 1970."""
+        self.images: list[int] = []
+        """Descriptors of the images in memory of all processes before the loss."""
+        self._channel = channel
+        self._abort = abort
+        self._waits_for = waits
+        self._has_left = threading.Event()
+        self._waits = is_replacement
+        self._verdicts: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._is_lost = threading.Event()
+        self._handled: BaseException | None = None
+        self._refused: BaseException | None = None
+        self._listener = threading.Thread(target=self._listen, name="lockstep-recovery", daemon=True)
+        self._listener.start()
+
+    def announce(self, why_not: str | None) -> None:
+        """Tell the launcher that this worker can recover in place, or why it cannot."""
+        self._channel.send("able", why_not=why_not)
+
+    def offer_images(self, descriptor: int) -> None:
+        """Give the launcher the memory that holds the images of this process's state."""
+        self._channel.send("images", [descriptor])
+
+    def drop_images(self) -> None:
+        """Close `images`."""
+        for descriptor in self.images:
+            os.close(descriptor)
+        self.images = []
+
+    def join_at_first(self) -> None:
+        """Wait, in a replacement, until the run can take it up. Does nothing in any other process."""
+        if self._waits:
+            self._waits = False
+            if not self._wait_for_verdict(-1):
+                raise SystemExit(1)
+
+    def rejoined(self, error: BaseException, hold: Callable[[], int | str]) -> bool:
+        """Return True if `error` came from the loss of another worker, and this process has a new rank in the
+        environment. Called in the training thread; a second call for the same error returns what the first did.
+
+        `hold`: keeps the state of this process, and returns its step; -1 if there is none; or why this process cannot
+        recover.
+        """
+        if any(link is self._handled for link in chain(error)):
+            return True
+        if any(link is self._refused for link in chain(error)):
+            return False
+        if not isinstance(error, Exception) or isinstance(error, UserError):
+            return False
+        is_lost = lost_a_peer(error)
+        if not self._is_lost.wait(NOTICE_SECONDS if is_lost else 0.0) or not (is_lost or isinstance(error, RuntimeError | OSError)):
+            return False
+        self.is_rejoining = True
+        held = hold()
+        if isinstance(held, str):
+            self.announce(held)
+        if isinstance(held, str) or not self._wait_for_verdict(held):
+            self._refused = error
+            return False
+        self._handled = error
+        return True
+
+    def leave(self, leave_groups: Callable[[], object]) -> None:
+        """Leave the old groups. If one more worker was lost meanwhile, its notice was for the new ones."""
+        leave_groups()
+        if self._is_lost.is_set():
+            self._abort()
+
+    def close(self) -> None:
+        """Called when the training has ended: from then on the loss of a worker ends this one too."""
+        self._has_left.set()
+        self.announce("the training has ended on this process")
+
+    def end_recovery(self) -> None:
+        """Called when the state is restored on all ranks."""
+        self.is_rejoining = False
+        self._handled = None
+        self.drop_images()
+
+    def _wait_for_verdict(self, step: int) -> bool:
+        self._has_left.set()
+        self._channel.send("ready", step=step)
+        verdict = self._verdicts.get()
+        if verdict is None or verdict["kind"] != "rejoin":
+            return False
+        os.environ.update(verdict["environment"])
+        self.lost_at, self.rejoined_at = verdict["lost_at"], time.time()
+        self.drop_images()
+        self.images = verdict["descriptors"]
+        return True
+
+    def _listen(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            if message["kind"] != "lost":
+                self._is_lost.clear()
+                self._verdicts.put(message)
+                continue
+            self._has_left.clear()
+            self._is_lost.set()
+            self._abort()
+            threading.Thread(target=self._end_if_stuck, name="lockstep-recovery-limit", daemon=True).start()
+        self._verdicts.put(None)
+
+    def _end_if_stuck(self) -> None:
+        """End this process if its wait does not end: Gloo loses a wake-up now and then."""
+        waited_for = self._waits_for()
+        while not self._has_left.wait(STUCK_SECONDS):
+            before, waited_for = waited_for, self._waits_for()
+            if waited_for is not None and waited_for == before:
+                error = ConnectionAbortedError(f"the wait for other processes did not end after the loss of one: {waited_for}")
+                write_failure(failure_record(error, None, 1))
+                os._exit(1)
+
+
+_channel: Channel | None = None
+_rejoin: Rejoin | None = None
+
+
+def use_channel(channel: Channel | None) -> None:
+    """Use this connection to the launcher, if any, from now on. Called once, before the user's code runs."""
+    global _channel
+    _channel = channel
+
+
+def connect(abort: Callable[[], None], waits: Callable[[], object]) -> Rejoin | None:
+    """Return this process's part in recoveries; None without a launcher that recovers in place. The arguments are those
+    of `Rejoin`."""
+    global _rejoin
+    if _rejoin is None and _channel is not None:
+        _rejoin = Rejoin(_channel, abort, waits)
+    return _rejoin

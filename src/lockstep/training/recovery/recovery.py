@@ -1,0 +1,149 @@
+"""Recovery in place of a run on this process: the state that it holds while it waits for its new rank, and what of it
+all ranks then train on from."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sized
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.base.torch_private import version
+from lockstep.checkpoint.memory_image import open_images
+from lockstep.checkpoint.storage import CheckpointName
+from lockstep.comm.recovery.regroup import leave_groups
+from lockstep.comm.world import World
+from lockstep.launch.recovery.rejoin import Rejoin
+from lockstep.launch.recovery.spare import prepare_process
+from lockstep.recipe.data import Stream
+from lockstep.training.hook import Run
+from lockstep.training.recovery.held_state import HeldState, ReplicaReader
+from lockstep.training.state import Stateful, StateReader
+
+
+class Recovery:
+    """The recoveries of one run on this process. A run that recovers is opened again, in the same process."""
+
+    def __init__(self, rejoin: Rejoin) -> None:
+        self._rejoin = rejoin
+        rejoin.trainings += 1
+        self._too_late = None if rejoin.trainings == 1 else "the script has trained before, and a new process would have to do that again"
+        self._held: HeldState | None = None
+        self._is_restored = False
+        self._is_replica = False  # True if this process has all of the state
+        self._hooks_before: dict[str, dict[str, Any]] = {}
+        self.times = 0
+        """Recoveries that this process has survived."""
+
+    def begin(self) -> None:
+        """Called before the run is opened, the first time or again."""
+        self._is_restored = False
+        prepare_process()
+        self._rejoin.announce(self._too_late)
+        self._rejoin.join_at_first()
+
+    @property
+    def is_under_way(self) -> bool:
+        """True from the loss of a process until the state is restored; alike on all ranks of an open run."""
+        return self._rejoin.is_rejoining
+
+    def announce(self, run: Run, data: Any) -> None:
+        """Tell the launcher whether this process could recover in place from now on. `data`: that of the loop."""
+        plan = run.context.plan
+        self._is_replica = plan.shard == plan.tensor == plan.pipeline == 1 and not isinstance(data, Stream)
+        self._hooks_before = hook_marks(run)
+        self._rejoin.announce(self._too_late or why_not(run))
+
+    def offer_images(self, descriptor: int) -> None:
+        """Let the memory that holds the images of this process's state outlive it."""
+        self._rejoin.offer_images(descriptor)
+
+    def reader(self, world: World) -> tuple[str, StateReader] | None:
+        """A reader of the newest state that the survivors hold, or that is in the images of all, and which of the two
+        it reads: "replica" or "image". None if there is none. Every rank calls it."""
+        held = ReplicaReader(self._held, world)
+        images = open_images([f"/proc/self/fd/{descriptor}" for descriptor in self._rejoin.images])
+        found = images.newest
+        newest = world.value_of(0, None if found is None else [found.step, found.attempt])
+        if newest is not None and newest[0] > held.manifest.step:
+            return "image", images.reader(CheckpointName(*newest))
+        return ("replica", held) if held.manifest.step >= 0 else None
+
+    def restored(self) -> dict[str, float]:
+        """Note that the state of this process is restored, or that of a first start. Returns the seconds from the loss
+        until all processes were ready, and from then until now."""
+        lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
+        seconds = {"wait_seconds": round(rejoined_at - lost_at, 3), "open_seconds": round(time.time() - rejoined_at, 3)}
+        self._held, self._is_restored = None, True
+        self._rejoin.end_recovery()
+        gc.collect()  # modules refer to themselves: their memory is freed here, not some time later
+        return seconds
+
+    def rejoined(self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None) -> bool:
+        """True if `error` came from the loss of another process and this one has a new rank in its environment. Waits
+        for it. `run`, `stop_watching`: of the run that is open, if there is one; this wait is no hang."""
+
+        def hold() -> int | str:
+            if stop_watching is not None:
+                stop_watching()
+            return self._hold(run)
+
+        return self._rejoin.rejoined(error, hold)
+
+    def leave(self, error: BaseException) -> None:
+        """Leave the process groups that `error` has ended, before the run is opened again."""
+        self.times += 1
+        link: BaseException | None = error
+        while link is not None:
+            traceback.clear_frames(link.__traceback__)
+            link.__traceback__, link = None, link.__context__
+        self._rejoin.leave(partial(leave_groups, collect=False))
+
+    def close(self) -> None:
+        """Called when the training has ended on this process."""
+        self._rejoin.close()
+
+    def _hold(self, run: Run | None) -> int | str:
+        """Keep the state of this process if it is that of a complete step, and return that step; -1 if there is none,
+        and the images count; in words, why those do not do."""
+        if run is not None and self._is_restored and run.is_consistent and self._is_replica:
+            self._held = HeldState.of(run)
+        if self._held is None and run is not None and (changed := changed_hooks(self._hooks_before, hook_marks(run))):
+            return f"hook {changed[0]} has changed since the start, and has no state_dict: it cannot be set back; add one"
+        return -1 if self._held is None else self._held.step
+
+
+def why_not(run: Run) -> str | None:
+    """Why a run could not recover in place from the loss of a process; None if it could."""
+    context = run.context
+    if context.world.size == 1:
+        return "there is one process"
+    if not context.world.owns_group:
+        return "the script has made the process group itself"
+    if context.device.type != "cpu":
+        return f"on the device {context.device.type} it has never been tried"
+    return None
+
+
+def hook_marks(run: Run) -> dict[str, dict[str, Any]]:
+    """The attributes of the user's hooks without a state_dict, by the hooks' names. Equal as long as none is seen to
+    change."""
+    hooks = [hook for hook in run.hooks.all if not type(hook).__module__.startswith("lockstep.") and not isinstance(hook, Stateful)]
+    return {
+        f"{place} {type(hook).__name__}": {name: _mark(value) for name, value in vars(hook).items()} for place, hook in enumerate(hooks)
+    }
+
+
+def changed_hooks(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of the hooks with other attributes now."""
+    return [name.partition(" ")[2] for name, marks in before.items() if now.get(name) != marks]
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, int | float | str | bytes | None):
+        return value
+    return id(value), version(value) if isinstance(value, Tensor) else len(value) if isinstance(value, Sized) else 0

@@ -1,0 +1,108 @@
+"""Runs that lose workers and recover in place: whole commands. They end with the bits of the run that nothing happened
+to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.testing import leaks
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPT = str(Path(__file__).parent.parent / "scripts" / "in_place.py")
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+pytestmark = [pytest.mark.command, pytest.mark.timeout(180)]
+
+
+@dataclass
+class Ended:
+    run: Path
+    output: str
+    errors: str
+
+    @property
+    def fingerprint(self) -> str:
+        found: str = json.loads((self.run / "result.json").read_text())["fingerprint"]
+        return found
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.run / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    def processes(self, rank: int) -> list[int]:
+        """The processes that have done a step as this rank, in their order."""
+        found = re.findall(rf"process (\d+) rank {rank} did", self.output)
+        return list(dict.fromkeys(map(int, found)))
+
+
+def train(folder: Path, plan: str, nproc: int, *arguments: str) -> Ended:
+    folder.mkdir()
+    line = [LOCKSTEP, "run", "--nproc", str(nproc), "--plan", f"{plan},numerics=bitwise", "--run-dir", str(folder / "run")]
+    line += ["--recovery", "in-place", "--max-restarts", "2", SCRIPT, *arguments]
+    before = leaks.take(["shared-memory"])
+    ended = subprocess.run(line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert leaks.remaining(before) == []
+    return Ended(folder / "run", ended.stdout, ended.stderr)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return train(tmp_path_factory.mktemp("undisturbed") / "folder", "replicate=2", 2, "once").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("plan", "nproc", "rank", "state"),
+    [
+        ("replicate=auto", 3, 1, "replica"),
+        pytest.param("replicate=auto", 2, 0, "replica", marks=pytest.mark.slow),
+        ("shard=auto", 2, 0, "image"),
+        pytest.param("replicate=2,shard=2", 4, 3, "image", marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_keep_their_processes_and_the_bits_are_the_same(
+    tmp_path: Path, undisturbed: str, plan: str, nproc: int, rank: int, state: str
+) -> None:
+    ended = train(tmp_path / "folder", plan, nproc, "once", str(rank), "13")
+    assert ended.fingerprint == undisturbed
+    assert [len(ended.processes(each)) for each in range(nproc)] == [1 + (each == rank) for each in range(nproc)]
+    (recovered,) = ended.events("recovered")
+    assert recovered["state"] == state
+    assert recovered["step"] == 13 if state == "replica" else recovered["step"] <= 13
+    assert recovered["reason"].startswith(f"rank {rank} was killed by SIGKILL")
+    assert not ended.events("restarted")
+
+
+def test_a_loss_in_an_evaluation_goes_back_to_an_image(tmp_path: Path, undisturbed: str) -> None:
+    ended = train(tmp_path / "folder", "replicate=auto", 2, "evaluates", "1", "14")
+    assert ended.fingerprint == undisturbed
+    (recovered,) = ended.events("recovered")
+    assert (recovered["state"], len(ended.processes(0))) == ("image", 1)
+    rows = [json.loads(line) for line in (ended.run / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(row["step"] for row in rows if "evaluation/loss" in row) == [7, 14, 21, 28, 30]
+
+
+def test_a_hook_that_cannot_be_set_back_makes_all_start_again_and_the_event_says_so(tmp_path: Path, undisturbed: str) -> None:
+    ended = train(tmp_path / "folder", "shard=auto", 2, "counts", "1", "13")
+    assert ended.fingerprint == undisturbed
+    (restarted,) = ended.events("restarted")
+    assert restarted["not_in_place"] == (
+        "rank 0: hook Watched has changed since the start, and has no state_dict: it cannot be set back; add one"
+    )
+
+
+def test_a_loss_in_a_second_training_makes_all_start_again(tmp_path: Path) -> None:
+    ended = train(tmp_path / "folder", "replicate=auto", 2, "twice", "1", "13")
+    second = Ended(ended.run.with_name("run-2"), ended.output, ended.errors)
+    (restarted,) = second.events("restarted")
+    assert restarted["not_in_place"] == "rank 0: the script has trained before, and a new process would have to do that again"
+    assert second.fingerprint == ended.fingerprint

@@ -1,0 +1,285 @@
+"""Recovery in place: the workers that are left keep their processes, and get new ranks with one that takes the lost
+one's place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent, indent
+
+import pytest
+
+from lockstep.launch import worker_processes
+from lockstep.launch.failures import Ending
+from lockstep.launch.recovery.in_place import InPlace
+
+Starter = Callable[..., Ending]
+
+TRAINS = """
+import json
+from pathlib import Path
+from lockstep.launch.recovery.rejoin import connect
+
+aborted, waits_for = [], []
+rejoin = connect(lambda: aborted.append(1), lambda: waits_for[0] if waits_for else None)
+starts = []
+
+def note():
+    starts.append([os.getpid(), os.environ["MASTER_PORT"], os.environ.get("LOCKSTEP_IN_PLACE"), os.environ.get("LOCKSTEP_RESTARTED")])
+    Path(f"starts-{os.getenv('RANK')}-{os.getpid()}").write_text(json.dumps(starts))
+
+def times(rank):
+    return len(list(Path(".").glob(f"starts-{rank}-*")))
+
+def wait_until(condition):
+    while not condition(): time.sleep(0.001)
+
+def train(step, why_not=None):
+    # As ls.train does: `attempt` is one start of the run in this process.
+    while True:
+        rejoin.join_at_first()
+        note()
+        rejoin.announce(why_not)
+        rejoin.end_recovery()
+        try:
+            return attempt()
+        except Exception as error:
+            if not rejoin.rejoined(error, lambda: step):
+                raise
+
+def lose_a_peer():
+    wait_until(lambda: aborted)
+    del aborted[:]
+    raise ConnectionResetError("Connection reset by peer")
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spare process imports torch."""
+    monkeypatch.setattr(InPlace, "keep_spare", lambda *_: None)
+
+
+def script(attempt: str, train: str = "train(7)") -> str:
+    return TRAINS + "\ndef attempt():\n" + indent(dedent(attempt), "    ") + "\n" + train
+
+
+def starts(folder: Path, rank: int) -> list[list[list[str]]]:
+    """The starts in each process of a rank, in order."""
+    found = [json.loads(path.read_text()) for path in folder.glob(f"starts-{rank}-*")]
+    return sorted(found, key=lambda each: each[0][2] == "1")
+
+
+def test_the_others_keep_their_processes_and_get_a_new_store(run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            if rank == 1:
+                wait_until(lambda: times(0))
+                die()
+            lose_a_peer()
+            """
+        ),
+        max_restarts=2,
+        recovery="in-place",
+    )
+    assert (ending.status, ending.finished, ending.report()) == (0, [0, 1], "")
+    why = "rank 1 was killed by SIGKILL (often the kernel or the container, because memory ran out)"
+    assert capfd.readouterr().err == f"lockstep: {why}; the others wait for a new process; recovery 1 of 2\n"
+    ((first, second),) = starts(tmp_path, 0)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert second[2:] == ["1", why]
+    lost, replacement = starts(tmp_path, 1)
+    assert lost[0][0] != replacement[0][0]
+    assert replacement == [[replacement[0][0], second[1], "1", why]]
+
+
+def test_one_that_cannot_go_on_in_place_makes_all_start_again_with_the_reason(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_RESTARTED"):
+                return Path(f"why-{rank}").write_text(os.environ["LOCKSTEP_NOT_IN_PLACE"])
+            if rank == 1:
+                wait_until(lambda: times(0))
+                die()
+            raise ConnectionResetError("Connection reset by peer")
+            """,
+            "train(7, 'shard=2' if rank == 0 else None)",
+        ),
+        max_restarts=2,
+        recovery="in-place",
+    )
+    assert ending.status == 0
+    assert [len(starts(tmp_path, rank)) for rank in (0, 1)] == [2, 2]
+    assert [(tmp_path / f"why-{rank}").read_text() for rank in (0, 1)] == ["rank 0: shard=2"] * 2
+
+
+def test_a_second_loss_while_the_others_wait_is_one_recovery_more(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            wait_until(lambda: times(0) and times(1) and times(2))
+            if rank == 1: die()
+            if rank == 2: threading.Thread(target=lambda: (wait_until(lambda: times("late")), die())).start()
+            lose_a_peer()
+            """,
+            "import threading\nif rank == 1 and times(1): Path('starts-late-0').touch(); time.sleep(0.3)\ntrain(7)",
+        ),
+        count=3,
+        max_restarts=3,
+        recovery="in-place",
+    )
+    assert ending.status == 0
+    assert [len(starts(tmp_path, rank)) for rank in range(3)] == [1, 2, 2]
+    assert len(starts(tmp_path, 0)[0]) == 2
+
+
+def test_one_that_is_lost_again_and_again_at_one_step_ends_the_run_with_its_error(
+    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ending = run(
+        script(
+            """
+            wait_until(lambda: times(0) and times(1))
+            if rank == 1:
+                rejoin.close()
+                raise ValueError("the culprit's")
+            lose_a_peer()
+            """
+        ),
+        max_restarts=9,
+        recovery="in-place",
+    )
+    assert ending.status == 1
+    assert ending.report().startswith("rank 1 failed (exit status 1), first of 2")
+    assert "ValueError: the culprit's" in ending.report()
+    assert len(starts(tmp_path, 1)) == 3
+    assert [line.rpartition("; ")[2] for line in capfd.readouterr().err.splitlines()] == ["recovery 1 of 9", "recovery 2 of 9"]
+
+
+def test_a_user_error_ends_the_run(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            wait_until(lambda: times(0) and times(1))
+            from lockstep.base.errors import DataError
+            if rank == 1: raise DataError("value; rule; remedy")
+            raise ConnectionResetError("Connection reset by peer")
+            """
+        ),
+        max_restarts=3,
+        recovery="in-place",
+    )
+    assert (ending.status, ending.report()) == (2, "DataError: value; rule; remedy")
+    assert [len(starts(tmp_path, rank)) for rank in (0, 1)] == [1, 1]
+
+
+def test_one_that_does_not_leave_its_step_in_time_is_replaced_too(run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_processes, "HOLD_SECONDS", 0.5)
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            wait_until(lambda: times(0) and times(1) and times(2))
+            if rank == 1: die()
+            if rank == 2: wait_until(lambda: False)
+            lose_a_peer()
+            """
+        ),
+        count=3,
+        max_restarts=1,
+        recovery="in-place",
+    )
+    assert ending.status == 0
+    assert [len(starts(tmp_path, rank)) for rank in range(3)] == [1, 2, 2]
+
+
+def test_one_whose_wait_in_a_collective_does_not_end_is_replaced_too(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            wait_until(lambda: times(0) and times(1) and times(2))
+            if rank == 1: die()
+            if rank == 2:
+                waits_for.append("all_reduce of 4 float32")
+                wait_until(lambda: False)
+            lose_a_peer()
+            """
+        ),
+        count=3,
+        max_restarts=1,
+        recovery="in-place",
+    )
+    assert ending.status == 0
+    assert [len(starts(tmp_path, rank)) for rank in range(3)] == [1, 2, 2]
+
+
+def test_a_script_that_ends_on_one_rank_makes_the_others_end_as_without_recovery(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_RESTARTED"): return
+            wait_until(lambda: times(0) and times(1) and times(2))
+            if rank == 2: os._exit(0)
+            if rank == 1:
+                time.sleep(0.3)
+                die()
+            raise ConnectionResetError("Connection reset by peer")
+            """
+        ),
+        count=3,
+        max_restarts=1,
+        recovery="in-place",
+    )
+    assert ending.status == 0
+    assert [len(starts(tmp_path, rank)) for rank in range(3)] == [2, 2, 2]
+
+
+def test_the_others_save_and_end_where_the_replacement_cannot_start(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            wait_until(lambda: times(0) and times(1))
+            if rank == 1: die()
+            try:
+                lose_a_peer()
+            finally:
+                Path("left").touch()
+            """,
+            "if times(rank): raise ImportError('no module')\ntrain(7)",
+        ),
+        max_restarts=2,
+        recovery="in-place",
+    )
+    assert ending.status == 1
+    assert "ImportError: no module" in ending.report()
+    assert (tmp_path / "left").exists()
+
+
+def test_a_request_to_end_reaches_those_that_wait(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            wait_until(lambda: times(0) and times(1))
+            if rank == 1: die()
+            lose_a_peer()
+            """,
+            "if times(rank): os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)\n"
+            "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+            "try: train(7)\n"
+            "except ConnectionResetError: Path('saved').touch()",
+        ),
+        max_restarts=2,
+        recovery="in-place",
+    )
+    assert ending.signal == 15
+    assert (tmp_path / "saved").exists()

@@ -1,0 +1,63 @@
+"""Trains 30 steps with numerics=bitwise, twice if asked to: `in_place.py CASE [RANK STEP]`. On the first start RANK is
+killed after STEP. Each step is a line: its process, rank and number.
+
+Cases: "once"; "counts": a hook counts steps, and has no state_dict; "twice": the second training loses the worker;
+"evaluates": the worker is lost in an evaluation.
+"""
+
+import os
+import signal
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.training.hook import Run
+
+case, *killed = sys.argv[1:]
+trainings = 0
+
+
+def die_at(run: Run) -> None:
+    is_due = trainings == (2 if case == "twice" else 1) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if is_due and [str(run.rank), str(run.step)] == killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Watched(ls.Hook):
+    count = 0
+
+    def after_step(self, run: Run) -> None:
+        print(f"process {os.getpid()} rank {run.rank} did {run.step}", flush=True)
+        if case == "counts":
+            self.count += 1
+        if case != "evaluates":
+            die_at(run)
+
+    def before_evaluation(self, run: Run) -> None:
+        if case == "evaluates":
+            die_at(run)
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(output, batch[1])
+
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(97, 8), torch.randn(97, 1))
+recipe = ls.Recipe(
+    model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1)),
+    data=data,
+    inputs=lambda batch: batch[0],
+    loss=loss,
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    global_batch=12,
+    microbatch=2,
+    steps=30,
+    evaluation=ls.Evaluation(data=data, every=7),
+)
+for _ in range(2 if case == "twice" else 1):
+    trainings += 1
+    ls.train(recipe, plan="numerics=bitwise", hooks=[Watched()])
