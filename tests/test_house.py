@@ -88,6 +88,17 @@ def test_docstrings_begin_with_what_the_thing_is_or_does() -> None:
     assert not bad
 
 
+def test_no_text_names_a_file_that_an_installation_does_not_have() -> None:
+    """Neither a message nor a docstring, which `help` shows: the pages of docs have titles, and a website."""
+    texts = [
+        (path, node.value)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert not [(path, text[:80]) for path, text in texts if re.search(r"(?<!/)\bdocs/", text)]
+
+
 def names_in(tree: ast.Module) -> set[str]:
     """The functions, classes and methods of a module, as `function`, `Class` and `Class.method`."""
     names = set()

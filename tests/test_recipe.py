@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
@@ -100,6 +102,12 @@ class Shapeless:
         (recipe, {"seed": -1}, "seed=-1; a seed is a whole number from 0 to 2**63 - 1"),
         (recipe, {"seed": 2**63}, "seed=9223372036854775808; a seed is a whole number"),
         (recipe, {"seed": 1.5}, "seed=1.5; a seed is a whole number"),
+        (
+            recipe,
+            {"model": nn.Linear(2, 2)},
+            "Recipe.model is a Linear, not a function that makes one; every process builds its own, after",
+        ),
+        (recipe, {"optimizer": torch.optim.SGD([torch.ones(1)])}, "Recipe.optimizer is a SGD, not a function that makes one; every"),
         (recipe, {"model": 3}, "Recipe.model is 3 (a int); it must be a function"),
         (recipe, {"loss": None}, "Recipe.loss is None (a NoneType); it must be a function"),
         (recipe, {"optimizer": "adam"}, "Recipe.optimizer is 'adam' (a str); it must be a function"),

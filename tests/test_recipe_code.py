@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.recipe import code
 from lockstep.recipe.code import digest
 from lockstep.schedule import warmup_cosine
 
@@ -73,6 +74,24 @@ def test_closures_and_partials_count_with_their_values() -> None:
     assert digest(scaled(1.0)) != digest(scaled(2.0))
     assert digest(partial(scaled, 1.0)) != digest(partial(scaled, 2.0))
     assert digest(partial(scaled, factor=1.0)) != digest(partial(scaled, other=1.0))
+
+
+@pytest.mark.parametrize("other", [{"warmup": 6}, {"total": 100_000}, {"floor": 0.1}])
+def test_so_does_a_schedule_of_ours(other: dict[str, Any]) -> None:
+    same = {"warmup": 5, "total": 1000}
+    assert digest(warmup_cosine(**same)) == digest(warmup_cosine(**same))  # type: ignore[arg-type]
+    assert digest(warmup_cosine(**same)) != digest(warmup_cosine(**{**same, **other}))  # type: ignore[arg-type]
+
+
+def test_so_does_a_function_of_a_library_with_its_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "_is_users", lambda module: False)
+
+    def made(number: float, found: object) -> Callable[[], object]:
+        return lambda: (number, found)
+
+    assert digest(made(1.0, object())) == digest(made(1.0, object()))
+    assert digest(made(1.0, (1, "a"))) != digest(made(1.0, (2, "a")))
+    assert digest(made(1.0, object())) != digest(made(2.0, object()))
 
 
 def recursive(count: int) -> int:

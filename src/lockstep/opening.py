@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.base.errors import PlanError
+from lockstep.base.errors import CheckpointError, PlanError
 from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import Storage
@@ -33,9 +33,11 @@ from lockstep.model.parallelize import check_devices
 from lockstep.options import check_run_dir, check_shared_options
 from lockstep.plan import Plan
 from lockstep.recipe.checks import Precision, check_compression, check_count, check_precision, check_seed
+from lockstep.recipe.recipe import Evaluation
 from lockstep.saving import Resume, Saving, check_allow_change, check_resume, interval
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
+from lockstep.training.loop import NUMBERS, SETTINGS
 from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.set_up import (
     check_compression_fits,
@@ -66,14 +68,24 @@ class RunRequest:
 
     @classmethod
     def checked(
-        cls, *, plan: str | Plan | None, saving: Saving | None, resume: Resume, allow_change: Collection[str], **given: Any
+        cls,
+        *,
+        plan: str | Plan | None,
+        saving: Saving | None,
+        resume: Resume,
+        allow_change: Collection[str],
+        evaluations: Mapping[str, Evaluation] | None,
+        **given: Any,
     ) -> RunRequest:
-        """The request with these arguments of `Session`. Raises the children of `UserError` for wrong values."""
+        """The request with these arguments of `Session`. `evaluations`: the recipe's; None: a loop of one's own. Raises
+        the children of `UserError` for wrong values."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
         check_compression(given["gradient_compression"])
         check_seed(given["seed"])
         check_run_dir(given["run_dir"], "run_dir")
+        if saving is not None and saving.best is not None:
+            _check_best(saving.best, evaluations)
         if not isinstance(plan, Plan | str | None):
             raise PlanError(f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as 'replicate=2,numerics=bitwise'")
         return cls(
@@ -144,6 +156,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
     if environment.check and world.size > 1:
         given = replace(given, transport="torch")  # only torch's collectives can be compared
         stack.enter_context(CollectiveCheck(default_store(), world.rank))
+    _check_allow_change(asked)
     mesh = Mesh.of(world, given)
     stack.callback(mesh.close)
     stack.enter_context(termination)
@@ -179,6 +192,28 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
     opened = Opened(context, environment, hooks, asked, given, taken)
     _record_start(opened, request)
     return opened
+
+
+def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> None:
+    """Raise `CheckpointError` if no evaluation during training can measure the metric of `Saving.best`."""
+    if evaluations is None:
+        raise CheckpointError(
+            f"Saving(best={metric!r}) in a loop of your own, which has no evaluations; it names a metric of Recipe.evaluation; call "
+            "ls.train with a recipe, or keep the best model in the loop: session.full_state_dict()"
+        )
+    if all(each.every is None for each in evaluations.values()):
+        raise CheckpointError(
+            f"Saving(best={metric!r}) without Recipe.evaluation, or with every=None; it is a metric of evaluations; give "
+            "ls.Evaluation(every=...)"
+        )
+
+
+def _check_allow_change(asked: RunRequest) -> None:
+    """Raise `CheckpointError` if `allow_change` names what is not compared when a run is resumed."""
+    fields = {*NUMBERS, *SETTINGS, "optimizer", "data", *(asked.recipe or {})}
+    if unknown := sorted(name for name in asked.allow_change if name.partition(".")[0] not in fields):
+        of = "fields of the recipe, which are" if asked.recipe else "what is compared when the run is resumed:"
+        raise CheckpointError(f"allow_change={unknown[0]!r}; it names {of} {', '.join(sorted(fields))}")
 
 
 def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> World:

@@ -257,7 +257,9 @@ class LaunchOptions(RunOptions):
         "Processes to start on this machine. auto (default): as many as the plan has, or one per GPU, or 1. gpu: one per GPU.",
         metavar="N|auto|gpu",
     )
-    stop_after: str | None = _option(None, "Save and end after this time, such as 55m, with exit status 75.", metavar="TIME")
+    stop_after: str | None = _option(
+        None, "Save and end this long after the start of the command, such as 55m, with exit status 75.", metavar="TIME"
+    )
     max_restarts: int = _option(
         0, "Start the processes again after a failure, at most R times in the whole run. Default: 0.", kind=int, metavar="R"
     )

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from lockstep.base.errors import CheckpointError, RecipeError
+from lockstep.base.errors import RecipeError
 from lockstep.base.events import Event
 from lockstep.checkpoint.configuration import CONFIGURATION, save_configuration
 from lockstep.comm.active_calls import active_calls
@@ -96,15 +96,10 @@ def train(
     given: dict[str, Any] = {"run_dir": run_dir, "plan": plan, "log_every": log_every, "hooks": hooks, "saving": saving, "resume": resume}
     given |= {"allow_change": allow_change, "loggers": loggers}
     resolved = [recipe]
-    session = _session(resolved, **given)
-    if saving is not None and saving.best is not None and all(each.every is None for each in recipe.evaluations.values()):
-        raise CheckpointError(
-            f"Saving(best={saving.best!r}) without Recipe.evaluation, or with every=None; it is a metric of evaluations; give "
-            "ls.Evaluation(every=...)"
-        )
     rejoin = connect(abort_collectives, lambda: active_calls() or None)
     if rejoin is not None:
         return _train_with_recovery(recipe, Recovery(rejoin), given)
+    session = _RecipeSession(resolved, **given)
     with session:
         return _train(resolved[0], session)
 
@@ -129,7 +124,7 @@ def _train_with_recovery(recipe: Recipe, recovery: Recovery, given: dict[str, An
 
 def _opened_and_trained(recipe: Recipe, recovery: Recovery, given: dict[str, Any]) -> Result:
     resolved = [recipe]
-    with _session(resolved, recovery=recovery, **given) as session:
+    with _RecipeSession(resolved, recovery, **given) as session:
         return _train(resolved[0], session)
 
 
@@ -157,7 +152,7 @@ def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, 
     measured = {name.removesuffix("/"): replace(each, weights="current") for name, each in recipe.evaluations.items()}
     recipe = replace(recipe, evaluation=measured.get("", measured), weights=recipe.weights if weights is None else weights)
     resolved = [recipe]
-    with _session(resolved, run_dir=run_dir, plan=plan, resume="never") as session:
+    with _RecipeSession(resolved, run_dir=run_dir, plan=plan, resume="never") as session:
         _prepare(resolved[0], session)
         assert session.house.evaluation is not None, "the recipe has one"
         began = time.perf_counter()
@@ -166,18 +161,19 @@ def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, 
         return _result(session, time.perf_counter() - began, is_trained=False)
 
 
-def _session(recipes: list[Recipe], **options: Any) -> Session:
+class _RecipeSession(Session):
     """The session of a recipe. Its `auto` settings are measured on entering, and then in `recipes[0]`."""
-    (recipe,) = recipes
-    return Session(
-        seed=recipe.seed,
-        precision="fp32" if recipe.precision == "auto" else recipe.precision,
-        gradient_compression=recipe.gradient_compression,
-        recipe=recipe.describe(),
-        evaluations=recipe.evaluations,
-        resolve=partial(_resolve, recipes),
-        **options,
-    )
+
+    def __init__(self, recipes: list[Recipe], recovery: Recovery | None = None, **options: Any) -> None:
+        (recipe,) = recipes
+        self._evaluations, self._resolve, self._recovery = recipe.evaluations, partial(_resolve, recipes), recovery
+        super().__init__(
+            seed=recipe.seed,
+            precision="fp32" if recipe.precision == "auto" else recipe.precision,
+            gradient_compression=recipe.gradient_compression,
+            recipe=recipe.describe(),
+            **options,
+        )
 
 
 def _train(recipe: Recipe, session: Session) -> Result:

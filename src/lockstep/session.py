@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.base.errors import CheckpointError
 from lockstep.comm.gather import gather, mean
@@ -39,6 +39,10 @@ class Session:
     `LaunchError` and `RunDirectoryError` on entering.
     """
 
+    _evaluations: Mapping[str, Evaluation] | None = None  # those of `train`; None in a script's own session
+    _resolve: Callable[[Opened], Context] | None = None  # replaces the settings that `train` measures
+    _recovery: Recovery | None = None  # that of `train`, if the run can recover in place
+
     def __init__(
         self,
         *,
@@ -54,32 +58,17 @@ class Session:
         resume: Resume = "auto",
         allow_change: Collection[str] = (),
         loggers: Sequence[Logger] = (),
-        evaluations: Mapping[str, Evaluation] | None = None,
-        resolve: Callable[[Opened], Context] | None = None,
-        recovery: Recovery | None = None,
     ) -> None:
         """- `run_dir`, `plan`, `hooks`, `log_every`, `saving`, `resume`, `loggers`: as for `train`.
         - `seed`, `precision`, `gradient_compression`: as in `Recipe`.
-        - `recipe`: what run.json says of it. `allow_change`: fields of it that may differ from the saved ones.
-        - `evaluations`, `resolve`, `recovery`: for `train`. `resolve` replaces the settings that depend on a
-          measurement. `recovery`: that of the run, if it can recover in place.
+        - `recipe`: more that run.json says of what is learned, and that a resumed run is compared by.
+        - `allow_change`: fields of it, and arguments of this and of `steps`, that may differ from the saved ones.
         """
         check_hooks(hooks)
         self.hooks = hooks
-        self._request = RunRequest.checked(
-            run_dir=run_dir,
-            seed=seed,
-            plan=plan,
-            precision=precision,
-            gradient_compression=gradient_compression,
-            log_every=log_every,
-            recipe=recipe,
-            saving=saving,
-            resume=resume,
-            allow_change=allow_change,
-            loggers=loggers,
-        )
-        self._evaluations, self._resolve, self._recovery = evaluations or {}, resolve, recovery
+        given: dict[str, Any] = {"seed": seed, "precision": precision, "gradient_compression": gradient_compression, "recipe": recipe}
+        given |= {"run_dir": run_dir, "log_every": log_every, "loggers": loggers, "evaluations": self._evaluations}
+        self._request = RunRequest.checked(plan=plan, saving=saving, resume=resume, allow_change=allow_change, **given)
         self._finished = False
         self._stack = ExitStack()
         self._termination = Termination()
@@ -87,7 +76,9 @@ class Session:
     def __enter__(self) -> Session:
         with ExitStack() as stack:
             opened = open_run(self._request, self._termination, stack, self._recovery)
-            self.house = HouseHooks(opened, self._termination, hooks=self.hooks, evaluations=self._evaluations, recovery=self._recovery)
+            self.house = HouseHooks(
+                opened, self._termination, hooks=self.hooks, evaluations=self._evaluations or {}, recovery=self._recovery
+            )
             stack.callback(self.house.hang.close)
             self.run = Run(opened.context if self._resolve is None else self._resolve(opened), self.house.in_order)
             self.run.include_hooks(self.hooks)
@@ -213,7 +204,7 @@ class Session:
         self.house.out_of_memory.begin_loop(run, [module.model for module in run.modules], options.data, largest=batching.largest)
         if not run.loop.loops:
             run.start()
-            loop.report_layout(run, batching)
+            loop.report_layout(run, options, batching)
             if not self.context.overrides.bare:
                 self.house.checkpointing.resume(run, self._recovery, options.data)
         first = run.loop.begin_loop(run.step)
@@ -240,6 +231,11 @@ class Session:
         """The rows (dim 0), any number of them, of all data ranks in rank order, on each of these. Their gradient is
         the sum over ranks. Every rank calls it."""
         return gather(rows, self.context.mesh.data)
+
+    def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        """A copy of a prepared model's state dict with full tensors on the CPU, on every rank and under every plan, for
+        `torch.save` on one. Every rank calls it. `model`: None is the first."""
+        return self.run.full_state_dict(model)
 
     def stop(self, reason: str) -> None:
         """Ask for the end of training. Any rank may; it takes effect on all at the next logging step or evaluation."""

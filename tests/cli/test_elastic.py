@@ -217,7 +217,7 @@ def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_sa
     _, told = other.communicate(timeout=60)
     assert other.returncode == 1
     *_, last = told.splitlines()
-    assert re.match(r"lockstep: the rendezvous at 127\.0\.0\.1:\d+ is gone: .*the same command, started again", last)
+    assert re.match(r"lockstep: the rendezvous at 127\.0\.0\.1:\d+ is gone: .*the same command .*, started again", last)
     newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
     again = [agent(nnodes="2"), agent(nnodes="2")]
     for each in again:

@@ -99,7 +99,9 @@ def test_right_plans_pass_and_are_shown(tmp_path: Path) -> None:
     """With numerics=bitwise, which needs only two runs; docs/verify.md tests the other kind."""
     options = ["--steps", "3", "--whole-microbatch-loss", "--html", "page.html", "--keep", "kept"]
     ended = verify(SCRIPT, "--steps", "9", "--plans", "replicate=2,numerics=bitwise", *options, folder=tmp_path)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0, ended.stderr
+    runs = ["run 1: one process, numerics=bitwise", "run 2 of 2: replicate=2,numerics=bitwise"]
+    assert ended.stderr.splitlines() == [f"lockstep verify: {run}" for run in runs]
     assert f"{SCRIPT}: 3 steps against one process"[-60:] in ended.stdout.replace("\n", "")
     assert ended.stdout.count("passes") == 1
     assert "same bits" in ended.stdout

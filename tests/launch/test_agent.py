@@ -73,6 +73,16 @@ def test_workers_get_what_torchrun_sets_and_our_own(run: Starter, tmp_path: Path
         }
 
 
+@pytest.mark.parametrize("is_used", [True, False], ids=["used", "the script names another"])
+def test_the_report_names_the_launchers_own_directory_if_the_run_wrote_to_it(run: Starter, tmp_path: Path, is_used: bool) -> None:
+    default = tmp_path / "runs" / "train-1"
+    make = f"os.makedirs({str(default)!r}, exist_ok=True)" if is_used else "pass"
+    end = "from lockstep.launch.termination import Preempted; raise Preempted('SIGTERM')"
+    ending = run(f"{make}\n{end}", count=1, default_run_dir=str(default))
+    assert ending.was_preempted
+    assert ending.new_run_dir == (str(default) if is_used else "")
+
+
 def test_what_the_user_has_set_is_kept(run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth8"}.items():
         monkeypatch.setenv(name, value)

@@ -222,6 +222,17 @@ def test_a_process_that_the_kernel_holds_is_named() -> None:
     assert ending.report() == f"rank 0 was killed by SIGUSR1\nThe others: rank 1 was stopped; {held}."
 
 
+def test_a_run_in_the_launchers_own_directory_is_told_how_to_resume_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = Ending(preempted=[0, 1], signal=signal.SIGTERM)
+    assert named.report() == "saved and ended (SIGTERM); the same command resumes from there"
+    new = Ending(preempted=[0, 1], signal=signal.SIGTERM, new_run_dir=str(tmp_path / "runs" / "my run"))
+    assert new.report() == "saved and ended (SIGTERM); the same command with --run-dir 'runs/my run' before the script resumes from there"
+    assert new.status == 75
+    elsewhere = Ending(preempted=[0], new_run_dir="/runs/a")
+    assert elsewhere.report().endswith("; the same command with --run-dir /runs/a before the script resumes from there")
+
+
 def test_nothing_is_said_where_nothing_failed() -> None:
     ending = Ending(finished=[0, 1])
     assert (ending.report(), ending.status, ending.first) == ("", 0, None)

@@ -39,6 +39,21 @@ def test_the_longest_of_late_is_remembered_and_fades() -> None:
     assert phases.usual("compute") is None
 
 
+def test_a_phase_that_waits_for_its_items_has_not_ended() -> None:
+    """The first step waits for a batch before its first forward, which may compile the model for minutes."""
+    phases = Phases(clock := Clock())
+    phases.enter("compute")
+    for took in (100.0, 1.0):
+        for _ in phases.during("data", ["batch"]):
+            assert (phases.name, phases.usual("data")) == ("compute", 0.0)
+            assert phases.usual("compute") is None or took == 1.0
+            clock.now += took
+        phases.enter("exchange")
+        assert phases.usual("compute") is not None
+        assert phases.usual("compute") > 50.0, "the forward of the first step counts"  # type: ignore[operator]
+        phases.enter("compute")
+
+
 def test_waiting_for_items_is_a_phase_and_what_is_done_with_them_is_not() -> None:
     phases = Phases(clock := Clock())
 

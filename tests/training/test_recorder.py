@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from lockstep.base.errors import RunDirectoryError
 from lockstep.comm.world import World
 from lockstep.logging import recorder
+from lockstep.logging.progress import Progress
 from lockstep.logging.recorder import Recorder
 
 
@@ -33,6 +36,20 @@ def test_a_run_directory_that_another_machine_does_not_see_is_refused_and_given_
     with pytest.raises(RunDirectoryError, match=rf"run directory {tmp_path}, made by rank 0, is not there for rank 1, .*\(--run-dir\)"):
         Recorder(str(tmp_path), world, resume="auto", launched=None)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_time_left_of_a_resumed_run_counts_the_steps_of_this_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "progress_stream", lambda: stream)
+    now, stream = [100.0], io.StringIO()
+    monkeypatch.setattr(recorder, "Progress", partial(Progress, clock=lambda: now[0]))
+    each = Recorder(str(tmp_path), World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), resume="auto", launched=None)
+    each.resume(300, "checkpoints")
+    each.show(1380)
+    now[0] += 10.0
+    each.step(310, {"loss": 1.0, "lr": 0.1, "samples_per_second": 1.0}, {})
+    line, *_ = stream.getvalue().splitlines()
+    each.close()
+    assert line.endswith("~17:50 left"), "1 s a step, and 1070 steps"
 
 
 def paths_of(runs: list[tuple[str | None, str | None]], **options: Any) -> list[str]:

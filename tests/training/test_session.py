@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import softplus
 from training.subjects import FEATURES, adamw, network, recipe, rows, same, sgd, squared_error, state_of
 
 import lockstep as ls
-from lockstep.base.errors import LockstepError, LossError, RecipeError, RunDirectoryError
+from lockstep.base.errors import CheckpointError, LockstepError, LossError, RecipeError, RunDirectoryError
 from lockstep.base.events import EventLog
 from lockstep.testing.pool import WorkerPool
 
@@ -74,6 +77,30 @@ def test_two_models_whose_losses_reach_both_train_alike_at_any_world_size(pool: 
     lines = [json.loads(line) for line in (tmp_path / "3" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["of the generator"] == line["loss"] != line["of the critic"] for line in lines)
+
+
+def full_states(run_dir: str) -> list[dict[str, torch.Tensor]]:
+    """Of two models, before and after a step of the second."""
+    with ls.Session(run_dir=run_dir, plan="numerics=bitwise", seed=3) as session:
+        _model, optimizer = session.prepare(network, sgd)
+        other, its_optimizer = session.prepare(critic, sgd)
+        found = [session.full_state_dict(), session.full_state_dict(other)]
+        for step in session.steps(rows(12), global_batch=8, microbatch=4, steps=1):
+            for batch in step.microbatches():
+                step.backward(other(batch[1]).square().mean(), its_optimizer)
+            step.commit(its_optimizer)
+            step.skip(optimizer)
+        return [*found, session.full_state_dict(), session.full_state_dict(other)]
+
+
+def test_a_full_state_dict_is_a_copy_alike_under_every_plan(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = full_states(str(tmp_path / "alone"))
+    assert same(alone[0], alone[2])
+    assert not same(alone[1]["0.weight"], alone[3]["0.weight"]), "a copy, which training does not change"
+    monkeypatch.setenv("LOCKSTEP_PLAN", "shard=2,numerics=bitwise")
+    for sharded in pool.run(2, full_states, str(tmp_path / "shard")):
+        assert all(same(one, other) for one, other in zip(sharded, alone, strict=True))
+        assert not any(isinstance(tensor, DTensor) for state in sharded for tensor in state.values())
 
 
 def draw_in_two_passes(run_dir: str) -> list[float]:
@@ -356,6 +383,36 @@ def test_a_session_that_contradicts_itself_is_refused_when_it_is_made(changes: d
     with pytest.raises(RecipeError) as caught:
         ls.Session(**changes)
     assert str(caught.value).startswith(message)
+
+
+def test_the_best_of_evaluations_that_a_session_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ls.Session(run_dir=str(tmp_path / "run"), saving=ls.Saving(best="loss"))
+    assert str(caught.value).startswith("Saving(best='loss') in a loop of your own, which has no evaluations; it names a metric of")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["evaluations", "resolve"])
+def test_what_a_session_would_ignore_is_no_argument_of_it(name: str) -> None:
+    assert name not in inspect.signature(ls.Session).parameters
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "message"),
+    [
+        (network(), sgd, "session.prepare(build_model) is a Sequential, not a function that makes one; .*: session.prepare(lambda: Net(),"),
+        (
+            network,
+            sgd(network()),
+            "session.prepare(build_optimizer) is a SGD, not a function that makes one; .*: session.prepare(..., lambda",
+        ),
+    ],
+)
+def test_objects_instead_of_functions_that_make_them_are_refused(tmp_path: Path, model: Any, optimizer: Any, message: str) -> None:
+    with ls.Session(run_dir=str(tmp_path / "run")) as session:
+        with pytest.raises(RecipeError) as caught:
+            session.prepare(model, optimizer)
+        assert re.match(re.escape(message).replace(r"\.\*", ".*"), str(caught.value))
 
 
 def test_an_empty_run_dir_is_refused() -> None:

@@ -44,6 +44,24 @@ def test_a_job_is_a_lockstep_run_of_the_script(tmp_path: Path) -> None:
     assert command[10:] == ["-m", "package.train", "--lr", "1"]
 
 
+def test_each_run_is_named_when_it_begins_and_counted_once_all_are_known(tmp_path: Path) -> None:
+    begun: list[str] = []
+    with Runner(["train.py"], tmp_path / "runs", timeout_seconds=30.0, slots=1, begins=begun.append) as made:
+        made._command = lambda job, run_dir: [sys.executable, "-c", ""]  # type: ignore[method-assign]
+        made.run([job("reference-fast")])
+        with made.queueing_the_rest():
+            rest = [job("plan-2", 2, uncompressed=True), job("plan-2-float64", 2, float64=True), job("perturbed-0", noise_seed=0)]
+            futures = [made.start(each) for each in rest]
+        for future in futures:
+            future.result()
+    assert begun == [
+        "run 1: one process",
+        "run 2 of 4: replicate=2",
+        "run 3 of 4: replicate=2, in float64",
+        "run 4 of 4: one process, with noise",
+    ]
+
+
 def test_a_run_is_requested_to_trace_and_to_use_one_thread(
     runner: Callable[..., Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

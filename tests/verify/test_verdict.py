@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,9 @@ class InProcess:
         future: Future[JobResult] = Future()
         future.set_result(self.result(job))
         return future
+
+    def queueing_the_rest(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def run(self, jobs: Sequence[Job]) -> list[JobResult]:
         return [self.start(job).result() for job in jobs]

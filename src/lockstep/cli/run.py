@@ -68,8 +68,8 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
 
     Exit status: 0, or that of the process that failed first (2 for a mistake in what lockstep was given, 128 + the
     signal's number if a signal killed it). 75 if the run was asked to end (SIGTERM, SIGUSR1, --stop-after) and has
-    saved: the same command continues it. 76 if it hung for longer than --hang-after allows. 130 or 143 if lockstep
-    itself got SIGINT or SIGTERM and the script does not save.
+    saved: the same command with the same --run-dir continues it. 76 if it hung for longer than --hang-after allows. 130
+    or 143 if lockstep itself got SIGINT or SIGTERM and the script does not save.
     """
     began = time.time()
     options = options_from(given)

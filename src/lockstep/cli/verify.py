@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,7 +98,7 @@ def command(
     with (
         _ended_by_sigterm(),
         _folder(keep) as folder,
-        Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), progress=_report_progress) as runner,
+        Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), **_reports(quiet=as_json)) as runner,
     ):
         report = Verification(script, options, runner).run()
         if html is not None:
@@ -212,10 +212,15 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _report_progress(line: str) -> None:
-    """Print progress if a person watches."""
+def _reports(*, quiet: bool) -> dict[str, Callable[[str], None]]:
+    """Return what `Runner` calls: each run is reported that begins, unless `quiet`; to a person, each that ends too."""
+
+    def report(line: str) -> None:
+        print(f"lockstep verify: {line}", file=sys.stderr, flush=True)
+
     if sys.stderr.isatty():
-        print(f"lockstep verify: {line}", file=sys.stderr)
+        return {"begins": report, "progress": report}
+    return {} if quiet else {"begins": report}
 
 
 def _slots() -> int:

@@ -136,10 +136,6 @@ class Checkpointer:
         """
         recorder = self.run.context.recorder
         fields = recorder.summary["recipe"] or {}
-        if unknown := sorted(name for name in allow_change if name.partition(".")[0] not in {"optimizer", "data", *fields}):
-            raise CheckpointError(
-                f"allow_change={unknown[0]!r}; it names fields of the recipe, which are {', '.join(sorted(fields)) or 'none here'}"
-            )
         names = self._names()
         if resume == "never" and names:
             raise CheckpointError(
@@ -149,7 +145,8 @@ class Checkpointer:
         for name in reversed(names):
             try:
                 reader = raise_on_all_ranks(partial(CheckpointReader, self.folder, name), self.world)
-                found = differences(reader.manifest.metadata["recipe"] or {}, fields, allow_change=allow_change)
+                saved = reader.manifest.metadata["recipe"]
+                found = [] if saved is None else differences(saved, fields, allow_change=allow_change)
                 edited = [line for line in self._edited(reader.manifest.metadata) if line.partition(":")[0].split()[0] not in allow_change]
                 if found := [*found, *edited]:
                     raise CheckpointError(
@@ -200,7 +197,11 @@ class Checkpointer:
         found = [line for theirs, module in pairs for line in settings.described(theirs, module.settings)]
         if saved["code"] is not None and saved["versions"]["python"] == self.run.context.recorder.summary["versions"]["python"]:
             now = self.run.code or {}
-            found += [f"{name}: its code has changed" for name, digest in saved["code"].items() if now.get(name, digest) != digest]
+            found += [
+                f"{name}: its code has changed, or a value that it uses"
+                for name, digest in saved["code"].items()
+                if now.get(name, digest) != digest
+            ]
         lines: list[str] = self.world.value_of(0, found)
         return lines
 

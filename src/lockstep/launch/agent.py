@@ -147,7 +147,12 @@ class Agent(SimpleElasticAgent):
                 if machines is None:
                     raise
                 self._elsewhere = rendezvous_error(error, machines)
-        return replace(self._workers.ending(), signal=self._signal, elsewhere=self._elsewhere)
+        return replace(self._workers.ending(), signal=self._signal, elsewhere=self._elsewhere, new_run_dir=self._new_run_dir())
+
+    def _new_run_dir(self) -> str:
+        """The run directory that the launcher chose, if the run wrote to it, else empty."""
+        path = self._given.get(variable("default_run_dir"), "")
+        return path if path and variable("run_dir") not in self._given and os.path.isdir(path) else ""
 
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import time
 import traceback
@@ -155,6 +156,8 @@ class Ending:
     """The cause that ended the run on other machines, or between this one and them. Empty if there was none."""
     options_read: bool = False
     """True if a worker has read the options of the run: the script uses lockstep."""
+    new_run_dir: str = ""
+    """The run directory, if the launcher chose it: the same command would choose another. Empty if one was named."""
 
     @property
     def first(self) -> WorkerFailure | None:
@@ -186,7 +189,7 @@ class Ending:
     def _report(self) -> str:
         if self.was_preempted:
             why = _signal_name(self.signal) if self.signal is not None else "it was asked to end"
-            return f"saved and ended ({why}); the same command resumes from there"
+            return f"saved and ended ({why}); the same command{_with_run_dir(self.new_run_dir)} resumes from there"
         if self.signal is not None:
             return f"stopped by {_signal_name(self.signal)}; {self._remaining() or 'no worker is left'}"
         first = self.first
@@ -312,6 +315,14 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:  # a user's __str__ may fail
         return f"<{type(error).__name__} whose text cannot be had>"
+
+
+def _with_run_dir(new_run_dir: str) -> str:
+    """Return the option that a command needs to find this directory again, as text to append to "the same command"."""
+    if not new_run_dir:
+        return ""
+    shown = os.path.relpath(new_run_dir)
+    return f" with --run-dir {shlex.quote(new_run_dir if shown.startswith(os.pardir) else shown)} before the script"
 
 
 def _memory_limit(signal_name: str) -> str:

@@ -144,6 +144,8 @@ class WorkerProcesses:
         while missing := self.connections.must_leave(self.running):
             if self._is_impatient():
                 return "the run was asked to end"
+            if refusal := self.connections.refusal():
+                return refusal
             waited = time.monotonic() - began
             # One that has failed says so before its record is there.
             if waited > FAILURES_SECONDS and (why_not := self.connections.why_not(self.healthy)):

@@ -24,7 +24,8 @@ class _PhaseSeconds:
 
     total: float = 0.0
     waited: float = 0.0
-    usual: float = -1.0
+    usual: float = 0.0
+    has_ended: bool = False
 
 
 class StreamTimes:
@@ -67,8 +68,8 @@ class Phases:
         self._current = _PhaseSeconds()
         self._by_phase = {self.name: self._current}
 
-    def enter(self, name: str) -> str:
-        """Enter another phase. Returns the one before."""
+    def enter(self, name: str, *, interrupts: bool = False) -> str:
+        """Enter another phase. Returns the one before. `interrupts`: that one has not ended, and is entered again."""
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took
@@ -78,6 +79,7 @@ class Phases:
             self.log.append((before, self.since, now))
         faded = FADES * current.usual
         current.usual = took if took > faded else faded
+        current.has_ended |= not interrupts
         if name not in self._by_phase:
             self._by_phase[name] = _PhaseSeconds()
         self._current = self._by_phase[name]
@@ -87,10 +89,10 @@ class Phases:
         return before
 
     def during(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items. The wait for each is a phase `name`."""
+        """Yield the items. The wait for each is a phase `name`, which interrupts the present one."""
         iterator = iter(items)
         while True:
-            before = self.enter(name)
+            before = self.enter(name, interrupts=True)
             try:
                 item = next(iterator)
             except StopIteration:
@@ -112,7 +114,7 @@ class Phases:
     def usual(self, name: str) -> float | None:
         """Return the longest recent duration in seconds. None if the phase has not ended yet."""
         taken = self._by_phase.get(name)
-        return None if taken is None or taken.usual < 0 else taken.usual
+        return taken.usual if taken is not None and taken.has_ended else None
 
     @property
     def seconds(self) -> float:

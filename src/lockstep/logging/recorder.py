@@ -94,6 +94,7 @@ class Recorder:
         self.summary: dict[str, Any] = {}
         """Recipe, seed, plan, world size and versions of the run, as JSON; empty before `start`."""
         self._run_json: dict[str, Any] = {}
+        self._first_step = 0
 
     def _check_shared(self, world: World) -> None:
         is_there = self.path.is_dir()
@@ -134,11 +135,21 @@ class Recorder:
             self._run_json |= {"recipe": recipe, "plan": {"text": str(plan), **asdict(plan)}, "auto": auto}
             self._directory.write_json("run.json", self._run_json | {"environment": describe_environment(device)})
 
+    def describe(self, recipe: Mapping[str, Any]) -> None:
+        """Write `run.json` again with what a script's own loop is known to learn once it begins."""
+        self.summary |= {"recipe": recipe}
+        if self._directory is not None:
+            self._run_json |= {"recipe": recipe}
+            self._directory.write_json("run.json", self._run_json)
+
     def resume(self, step: int, checkpoints: str) -> None:
         """Begin, or resume, after step `step`. `checkpoints`: where a checkpoint was looked for."""
+        self._first_step = step
         if self.is_resumed and not step:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)
             self.message(f"warning: {checkpoints} has no checkpoint to resume from; the run starts again from step 0")
+        if self._directory is not None:
+            self._directory.keep_result()
         if self._metrics is not None:
             self._metrics.resume(step)
 
@@ -146,7 +157,7 @@ class Recorder:
         """Start the progress display if there is a stream for it."""
         stream = progress_stream()
         if self._directory is not None and self._progress is None and stream is not None:
-            self._progress = self._open.enter_context(Progress(total_steps, stream=stream))
+            self._progress = self._open.enter_context(Progress(total_steps, stream=stream, start=self._first_step))
 
     def step(self, step: int, values: Mapping[str, float], extra: Mapping[str, float]) -> None:
         """Record a logging step. `values` has loss, lr and samples_per_second."""

@@ -48,18 +48,19 @@ class RunDirectory(Closing):
     """A run directory that this process alone writes to. Created on one rank, by `create`; close it. A kernel lock on
     the file `lock`, which names the holder, ends with the holder's process."""
 
-    def __init__(self, path: Path, lock: _FileLock, *, is_resumed: bool) -> None:
+    def __init__(self, path: Path, lock: _FileLock, *, is_resumed: bool, extends: bool) -> None:
         self.path = path
         self._lock = lock
+        self._extends = extends
         self.is_resumed = is_resumed
         """True if the directory holds the run already."""
 
     @classmethod
     def create(cls, path: Path, *, resume: bool = False, extend: bool = False, reopen: bool = False) -> RunDirectory:
         """Create the folder and claim it. `resume`: allow a run in it that has not ended. `extend`: and one that has
-        ended, whose result gets another name. `reopen`: and one that has ended and will have the same result, or, in
-        any case, an evaluation. Raises `RunDirectoryError` if another run holds it, if it has files of an earlier run,
-        or if it cannot be written to."""
+        ended, whose result `keep_result` gives another name. `reopen`: and one that has ended and will have the same
+        result, or, in any case, an evaluation. Raises `RunDirectoryError` if another run holds it, if it has files of
+        an earlier run, or if it cannot be written to."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -80,12 +81,8 @@ class RunDirectory(Closing):
             ) from error
         resume |= reopen and not any((path / name).exists() for name in ("checkpoints", "model.safetensors"))
         is_resumed = resume and (path / _RUN_FILE).exists()
-        if is_resumed and extend and (path / _RESULT_FILE).exists():
-            number = next(number for number in count(1) if not (path / f"result-{number}.json").exists())
-            for name in (_RESULT_FILE, "model.safetensors"):
-                if (path / name).exists():
-                    (path / name).rename((path / name).with_stem(f"{Path(name).stem}-{number}"))
-        refused = () if is_resumed and reopen else (_RESULT_FILE,) if is_resumed else _RUN_FILES
+        extends = is_resumed and extend and (path / _RESULT_FILE).exists()
+        refused = () if is_resumed and (reopen or extends) else (_RESULT_FILE,) if is_resumed else _RUN_FILES
         for name in refused:
             if (path / name).exists() and (path / name).stat().st_size:  # an empty file: its run was killed at its start
                 lock.release()
@@ -95,7 +92,17 @@ class RunDirectory(Closing):
                     f"run directory {path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; {remedy}, or "
                     "remove this one"
                 )
-        return cls(path, lock, is_resumed=is_resumed)
+        return cls(path, lock, is_resumed=is_resumed, extends=extends)
+
+    def keep_result(self) -> None:
+        """Give the result of a run that is extended another name. Called once it is known that the run can go on."""
+        if not self._extends:
+            return
+        self._extends = False
+        number = next(number for number in count(1) if not (self.path / f"result-{number}.json").exists())
+        for name in (_RESULT_FILE, "model.safetensors"):
+            if (self.path / name).exists():
+                (self.path / name).rename((self.path / name).with_stem(f"{Path(name).stem}-{number}"))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write JSON atomically. NaN and infinity become null, and are listed by path under `not_finite`."""

@@ -110,6 +110,16 @@ def check_seed(value: Any) -> None:
         raise RecipeError(f"seed={value!r}; a seed is a whole number from 0 to 2**63 - 1")
 
 
+def check_factory(name: str, value: Any, *, remedy: str) -> None:
+    """Raises `RecipeError` unless `value` is a function; a module or an optimizer is what a function should make."""
+    if hasattr(value, "state_dict") and not isinstance(value, type):
+        raise RecipeError(
+            f"{name} is a {type(value).__name__}, not a function that makes one; every process builds its own, after seeding and as the "
+            f"plan lays it out; give a function: {remedy}"
+        )
+    check_callable(name, value, optional=False)
+
+
 def check_callable(name: str, value: Any, *, optional: bool) -> None:
     if not callable(value) and not (optional and value is None):
         raise RecipeError(f"{name} is {in_words(value)}; it must be a function{' or None' if optional else ''}")

@@ -8,6 +8,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -26,7 +27,8 @@ def code_of(recipe: Recipe) -> dict[str, str]:
 
 def digest(function: Any) -> str:
     """Return the digest of a function's bytecode, its defaults, the plain values that it closes over or reads from its
-    module, and likewise of the user's functions and classes that it uses. Line numbers and docstrings do not count."""
+    module, and likewise of the user's functions and classes that it uses. Line numbers and docstrings do not count. A
+    library's function counts by its name and the plain values that it closes over."""
     found = hashlib.blake2b(digest_size=8)
     for part in _parts(function, set()):
         found.update(part.encode(errors="surrogatepass") + b"\0")
@@ -75,21 +77,32 @@ def _unhooked(function: FunctionType) -> FunctionType:
 def _function(function: FunctionType, seen: set[int]) -> Iterator[str]:
     if not _is_users(function.__module__):
         yield f"{function.__module__}.{function.__qualname__}"
+        for name, content in _closed_over(function):
+            if _is_plain(content):  # the arguments of what made it: `warmup_cosine(warmup=5, total=1000)`
+                yield name
+                yield from _parts(content, seen)
         return
     yield from _code(function.__code__)
     yield from _parts([list(function.__defaults__ or ()), function.__kwdefaults__ or {}], seen)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+    for name, content in _closed_over(function):
         yield name
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not yet set
-            continue
         yield from _parts(content, seen)
     for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
         found = function.__globals__[name]
         if isinstance(found, (*_PLAIN, FunctionType, type)):
             yield name
             yield from _parts(found, seen)
+
+
+def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each variable of an enclosing function that is set."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not yet set
+            yield name, cell.cell_contents
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
 
 
 def _code(code: CodeType) -> Iterator[str]:

@@ -19,6 +19,7 @@ from lockstep.recipe.checks import (
     check_compression,
     check_count,
     check_drop_last,
+    check_factory,
     check_length,
     check_precision,
     check_seed,
@@ -229,7 +230,7 @@ class Recipe:
     """Names of the modules that a plan wraps one by one for FSDP2, activation checkpointing or compilation; `*` stands
     for any text: `["blocks.*"]`. None: the members of every list of modules of one class."""
     tensor: Mapping[str, str] | None = None
-    """Tensor-parallel plan: module name -> style, as in docs/plans/tensor.md; `*` in a name stands for any text.
+    """Tensor-parallel plan: module name -> style, such as `colwise` or `rowwise`; `*` in a name stands for any text.
     None: the model's own `tensor_plan`, or that of a Hugging Face model."""
     stages: Sequence[str] | None = None
     """Names of the modules that a pipeline may be cut between; `*` stands for any text: `["embedding", "blocks.*",
@@ -242,8 +243,8 @@ class Recipe:
     no evaluation."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "optimizer"):
-            check_callable(f"Recipe.{name}", getattr(self, name), optional=False)
+        check_factory("Recipe.model", self.model, remedy="model=lambda: Net()")
+        check_factory("Recipe.optimizer", self.optimizer, remedy="optimizer=lambda model: torch.optim.AdamW(model.parameters())")
         self._check_loss()
         for name in ("inputs", "weight", "collate", "schedule"):
             check_callable(f"Recipe.{name}", getattr(self, name), optional=True)

@@ -22,9 +22,12 @@ _SEVERITIES: dict[str, Severity] = {
     **dict.fromkeys(
         ("run-failed", "rescue-failed", "out-of-memory", "hang", "divergence", "checkpoint-failed", "checkpoint-damaged"), "error"
     ),
-    **dict.fromkeys(("preempted", "restarted", "plan-changed", "step-skipped", "straggler", "launcher-overrides-script"), "warning"),
+    **dict.fromkeys(("preempted", "restarted", "recovered", "plan-changed"), "warning"),
+    **dict.fromkeys(("step-skipped", "straggler", "launcher-overrides-script"), "warning"),
 }
-_ON_CURVES = frozenset({"resumed", "plan-changed", "preempted"}) | {kind for kind, severity in _SEVERITIES.items() if severity == "error"}
+_ON_CURVES = frozenset({"resumed", "recovered", "plan-changed", "preempted"}) | {
+    kind for kind, severity in _SEVERITIES.items() if severity == "error"
+}
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 _KEYS = (("span", "running"), ("event error", "error"), ("event warning", "warning"), ("event info", "other"))
 _MAIN_DETAILS = ("reason", "error", "change", "text", "checkpoint", "plan")

@@ -59,7 +59,7 @@ def key_figures(run: RunHistory) -> list[tuple[str, str]]:
     """Return the most important numbers of a run, as name and HTML."""
     series = run.curves.series
     total = planned_steps(run)
-    found = [("steps", format_count(run.steps) + (f"<small> of {format_count(total)}</small>" if total and total != run.steps else ""))]
+    found = [("steps", format_count(run.steps) + (f"<small> of {format_count(total)}</small>" if total and total > run.steps else ""))]
     if "loss" in series:
         found.append(("loss", format_number(series["loss"].values[-1])))
     for name in series:

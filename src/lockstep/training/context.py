@@ -62,7 +62,7 @@ class Context:
     requested_compression: str  # the script's `gradient_compression`, without overrides
     seed: int
     log_every: int  # steps between two lines of metrics.jsonl
-    recipe: dict[str, Any] | None  # as JSON; None without `ls.train`
+    recipe: dict[str, Any] | None  # as JSON, as it was given; None without `ls.train`
     recorder: Recorder
     phases: Phases
     overrides: Overrides

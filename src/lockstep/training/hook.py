@@ -290,11 +290,11 @@ class Run:
                 raise DataError(f"log({{{name!r}: ...}}); every line has {name!r} already; choose another name")
             self.logged[name] = as_number(name, value)
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of `model` with full tensors on the CPU, on every rank and under every plan: for
-        `save_pretrained`. Every rank calls it."""
-        state = self.context.mesh.union(self.model.state_dict())
-        return {name: full_tensor(value.detach()).cpu() for name, value in state.items()}
+    def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        """Return a copy of the state dict of `model` with full tensors on the CPU, on every rank and under every plan:
+        for `save_pretrained`. Every rank calls it. None: the first."""
+        state = self.context.mesh.union((model or self.model).state_dict())
+        return {name: full_tensor(value.detach()).to("cpu", copy=True) for name, value in state.items()}
 
     def gradient_norms(self, model: nn.Module | None = None) -> dict[str, float]:
         """Return the norm of the gradient of each parameter that has one, by name. Every rank calls it, in

@@ -31,6 +31,11 @@ from lockstep.training.set_up import (
 from lockstep.training.step import Step
 from lockstep.training.step_result import no_weight
 
+NUMBERS = ("global_batch", "microbatch", "steps", "epochs", "drop_last")
+"""The arguments of `Session.steps` that must be the same when the run is resumed."""
+SETTINGS = ("seed", "precision", "gradient_compression")
+"""The arguments of `Session` of which that is true."""
+
 
 @dataclass(slots=True)
 class LoopOptions:
@@ -105,8 +110,17 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
     return batching
 
 
-def report_layout(run: Run, batching: Batching) -> None:
+def _describe(run: Run, options: LoopOptions) -> None:
+    """Record what a script's own loop learns, as far as it is numbers; it is compared when the run is resumed."""
+    context = run.context
+    settings = {"seed": context.seed, "precision": context.precision, "gradient_compression": context.requested_compression}
+    context.recorder.describe({**settings, **{name: getattr(options, name) for name in NUMBERS}, **(context.recipe or {})})
+
+
+def report_layout(run: Run, options: LoopOptions, batching: Batching) -> None:
     """Record each model's reducer, what BatchNorm's statistics cover, and idle ranks, in the first loop of steps."""
+    if run.recipe is None:
+        _describe(run, options)
     models = [module.model for module in run.modules]
     refuse_single_samples(models, batching)
     for remark in (batchnorm(models, batching), idle_ranks(batching), fixed_assignment(run.context.plan, batching)):

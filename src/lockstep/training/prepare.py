@@ -15,6 +15,7 @@ from lockstep.keys import RandomStream, key
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.parallelize import Parallelized, parallelize
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange, use_exchange
+from lockstep.recipe.checks import check_factory
 from lockstep.recipe.recipe import Weights
 from lockstep.training.context import Context
 from lockstep.training.hook import Run
@@ -92,6 +93,9 @@ def prepare(
     weights: Weights | None,
 ) -> TrainModule:
     """Build a model, parallelize it, load weights, build optimizers. Every rank calls it. Raises `UserError`s."""
+    check_factory("session.prepare(build_model)", factory, remedy="session.prepare(lambda: Net(), build_optimizer)")
+    remedy = "session.prepare(..., lambda model: torch.optim.AdamW(model.parameters()))"
+    check_factory("session.prepare(build_optimizer)", build_optimizer, remedy=remedy)
     context = run.context
     if run.modules and context.mesh.axis("pipeline").size > 1:
         raise RecipeError(

@@ -62,7 +62,7 @@ def check_torch(version: str) -> None:
     """Raise `LaunchError` if this version of torch is older than lockstep works on."""
     if _major_and_minor(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        raise LaunchError(f"torch {version}; lockstep needs torch {oldest} or newer (docs/compatibility.md); pip install 'torch>={oldest}'")
+        raise LaunchError(f"torch {version}; lockstep needs torch {oldest} or newer; pip install 'torch>={oldest}'")
 
 
 def lost_with_container(run_dir: Path) -> Remark | None:
@@ -77,7 +77,10 @@ def untested_torch(version: str) -> Remark | None:
     newest = ".".join(map(str, NEWEST_TESTED_TORCH))
     if _major_and_minor(version) <= NEWEST_TESTED_TORCH:
         return None
-    line = f"warning: torch {version} is newer than {newest}, the newest that lockstep is tested with (docs/compatibility.md)"
+    line = (
+        f"warning: torch {version} is newer than {newest}, the newest that lockstep is tested with; lockstep verify shows whether it "
+        "trains the same model"
+    )
     return Remark("untested-torch", {"torch": version, "newest_tested": newest}, line)
 
 
@@ -93,8 +96,8 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
     samples = batching.largest
     line = (
         f"BatchNorm: {len(plain)} of the layers ({plain[0]!r}{', ...' if len(plain) > 1 else ''}) take their statistics over one "
-        f"microbatch at a time, {samples} samples, at any number of processes; docs/plans.md, SyncBatchNorm, says how to split "
-        "microbatches over processes instead"
+        f"microbatch at a time, {samples} samples, at any number of processes; for more, give a larger microbatch, split over the "
+        "processes: model=lambda: torch.nn.SyncBatchNorm.convert_sync_batchnorm(Net())"
     )
     return Remark("batchnorm-per-microbatch", {"layers": plain, "samples": samples}, line)
 

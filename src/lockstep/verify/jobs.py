@@ -88,6 +88,18 @@ class Job(TraceRequest):
     processes: int
     steps: int
 
+    @property
+    def text(self) -> str:
+        """The run in words."""
+        plan = str(self.plan).removesuffix(",numerics=fast").replace("replicate=1", "one process", 1 if self.processes == 1 else 0)
+        parts = (
+            (self.noise_seed is not None, "with noise"),
+            (self.float64, "in float64"),
+            (self.eval_mode and self.microbatch is not None, f"microbatch={self.microbatch}"),
+            (self.name.endswith("-compressed"), "with gradient_compression"),
+        )
+        return ", ".join([plan.replace("one process,", "one process, "), *(words for holds, words in parts if holds)])
+
 
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
     """Return the plans to verify and their world sizes. `bitwise` adds numerics=bitwise. Raises `PlanError`."""

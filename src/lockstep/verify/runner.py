@@ -8,9 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -44,9 +44,17 @@ class Runner:
     """Runs jobs, several at once if slots are free. Use it in a `with`: leaving the block ends every run."""
 
     def __init__(
-        self, script: Sequence[str], folder: Path, *, timeout_seconds: float, slots: int, progress: Callable[[str], None] = lambda _: None
+        self,
+        script: Sequence[str],
+        folder: Path,
+        *,
+        timeout_seconds: float,
+        slots: int,
+        begins: Callable[[str], None] = lambda _: None,
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`script`: `[-m] SCRIPT ARGS...`. `folder`: of all files. `slots`: processes at once, or one job."""
+        """`script`: `[-m] SCRIPT ARGS...`. `folder`: of all files. `slots`: processes at once, or one job. `begins` is
+        called with the words for each run that begins, `progress` with those for each that has ended."""
         self._script = list(script)
         self._folder = folder
         self._timeout_seconds = timeout_seconds
@@ -56,7 +64,9 @@ class Runner:
         self._pool = ThreadPoolExecutor(max_workers=self._slots)
         self._running: set[subprocess.Popen[bytes]] = set()
         self._ending = False
-        self._progress = progress
+        self._begins, self._progress = begins, progress
+        self._begun = self._queued = 0
+        self._is_count_known = False
 
     def __enter__(self) -> Runner:
         return self
@@ -72,7 +82,15 @@ class Runner:
 
     def start(self, job: Job) -> Future[JobResult]:
         """Run `job` when enough slots are free. A run that fails is a result, not an exception of the future."""
+        self._queued += 1
         return self._pool.submit(self._run, job)
+
+    @contextmanager
+    def queueing_the_rest(self) -> Iterator[None]:
+        """A context in which all jobs are started that are left: no run begins before all are counted."""
+        with self._changed:
+            yield
+            self._is_count_known = True
 
     def run(self, jobs: Sequence[Job]) -> list[JobResult]:
         """Run all jobs and return their results in the order of `jobs`."""
@@ -83,6 +101,9 @@ class Runner:
         with self._changed:
             self._changed.wait_for(lambda: self._free >= needed or self._ending)
             self._free -= needed
+            if not self._ending:
+                self._begun += 1
+                self._begins(f"run {self._begun}{f' of {self._queued}' if self._is_count_known else ''}: {job.text}")
         try:
             result = self._result(job)
         finally:

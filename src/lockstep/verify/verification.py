@@ -68,7 +68,8 @@ class Verification:
         """Raises `LaunchError` if the script fails on one process, or never trains there; `DataError` or `RecipeError`
         if runs on one process differ by more than rounding."""
         references = self._references()
-        started = self._start(next(iter(references.values()))[0].metadata)
+        with self._runner.queueing_the_rest():
+            started = self._start(next(iter(references.values()))[0].metadata)
         rounding = {plan: [MeasuredRounding(trace, []) for trace in traces] for plan, traces in references.items()}
         if self._fast:
             perturbed = [_traces(future.result(), "a perturbed run", self._script) for future in started.perturbed]

@@ -5,8 +5,8 @@
 1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With `images` it gives the
    launcher the memory that holds the images of its state, which so outlive it.
 2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave the collective that they wait
-   in, and say `ready`, with the step whose state they hold. The launcher starts a replacement for the lost worker. It
-   says `ready`, without a state, when its script comes to `ls.train`.
+   in, and say `ready`, with the step whose state they hold, or `refuses`, with the reason. The launcher starts a
+   replacement for the lost worker. It says `ready`, without a state, when its script comes to `ls.train`.
 3. When all are ready, the launcher makes a new store and sends `rejoin` to each, with the variables of its rank and the
    images of all. If that is not possible, it sends `restart`: the workers save and end, and all start again.
 """

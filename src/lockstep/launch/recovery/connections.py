@@ -19,6 +19,8 @@ class Connection:
     channel: Channel
     why_not: str | None = UNKNOWN
     """Why this worker cannot recover in place; None if it can."""
+    refusal: str | None = None
+    """Why this worker, asked to recover in place, will end instead."""
     is_starting: bool = False
     """True for a replacement whose script has not come to its training: it is in no collective."""
     step: int | None = None
@@ -67,6 +69,8 @@ class Connections:
             while (message := connection.channel.receive(0.0)) is not None:
                 if message["kind"] == "able":
                     connection.why_not = message["why_not"]
+                elif message["kind"] == "refuses":
+                    connection.refusal = message["why_not"]
                 elif message["kind"] == "ready":
                     connection.step, connection.why_not, connection.is_starting = message["step"], None, False
                 elif message["kind"] == "images":
@@ -82,6 +86,11 @@ class Connections:
             if connection is None or connection.why_not is not None:
                 return f"rank {rank}: {UNKNOWN if connection is None else connection.why_not}"
         return None if ranks else "no process is left"
+
+    def refusal(self) -> str | None:
+        """Why a worker that was asked to recover in place will end instead; None if all try."""
+        self.look()
+        return next((f"rank {rank}: {each.refusal}" for rank, each in self.by_rank.items() if each.refusal is not None), None)
 
     def waiting(self) -> dict[int, int]:
         """The steps of the workers that wait for a new rank, by their rank."""

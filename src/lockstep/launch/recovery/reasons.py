@@ -40,5 +40,5 @@ def rendezvous_error(error: Exception, machines: Machines) -> str:
         return f"fewer than {machines.least} machines came to {machines.endpoint} within {JOIN_SECONDS} s; start the same command on them"
     return (
         f"the rendezvous at {machines.endpoint} is gone: the machine that keeps it has ended, or cannot be reached; what was saved is in "
-        "the run directory; the same command, started again on every machine, resumes from there"
+        "the run directory; the same command (with --run-dir, if it had none), started again on every machine, resumes from there"
     )

@@ -90,7 +90,7 @@ class Rejoin:
         self.is_rejoining = True
         held = hold()
         if isinstance(held, str):
-            self.announce(held)
+            self._channel.send("refuses", why_not=held)
         if isinstance(held, str) or not self._wait_for_verdict(held):
             self._refused = error
             return False
