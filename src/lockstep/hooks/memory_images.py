@@ -25,6 +25,7 @@ class MemoryImages(ControlHook):
     _written: int = -1  # steps done at the last image
     _next: int = 0  # steps done at the next one
     _since: float = 0.0  # when the last one was complete
+    _cost: float = 0.0  # seconds that the last one took, with the exchange of times
 
     def before_steps(self, run: Run) -> None:
         if self.recovery is None:
@@ -52,9 +53,10 @@ class MemoryImages(ControlHook):
         step_seconds = (began - self._since) / max(1, run.step - self._written)
         state = state_of(run.modules, run.stateful)
         self._writer.write(run.step, state.tensors, {**state.values, **run.loop.values(), "step": run.step})
-        self._since = time.perf_counter()
-        mine = torch.tensor([[self._since - began, step_seconds]], dtype=torch.float64)
+        mine = torch.tensor([[max(self._cost, time.perf_counter() - began), step_seconds]], dtype=torch.float64)
         copy, step = run.context.world.gather_rows(mine, [1] * run.context.world.size).amax(0).tolist()
+        self._since = time.perf_counter()
+        self._cost = self._since - began
         self._written, self._next = run.step, run.step + (1 if is_first else image_interval(copy, step))
         if is_first:
             self.recovery.offer_images(self._writer.descriptor)
