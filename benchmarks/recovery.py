@@ -130,11 +130,11 @@ def workers(folder: Path, since: float) -> list[int]:
     return [int(path.name.partition("-")[0]) for path in folder.glob("[0-9]*-*") if (steps := steps_in(path)) and steps[-1][0] > since]
 
 
-def wait_until(condition: Callable[[], Any]) -> Any:
+def wait_until(condition: Callable[[], Any], output: Path) -> Any:
     until = time.monotonic() + LIMIT_SECONDS
     while not (found := condition()):
         if time.monotonic() > until:
-            raise SystemExit("the run does not go on")
+            raise SystemExit(f"the run does not go on; its last output:\n{output.read_text()[-2000:]}")
         time.sleep(0.005)
     return found
 
@@ -149,14 +149,14 @@ def losses(line: Sequence[str], count: int, processes: int, drawn: random.Random
         try:
             for _ in range(count):
                 began = time.time()
-                wait_until(lambda since=began: len(workers(folder, since)) == processes)
+                wait_until(lambda since=began: len(workers(folder, since)) == processes, folder / "output")
                 time.sleep(SPARE_SECONDS + drawn.random())
                 before = furthest(folder)
                 usual = usual_step(folder)
                 victim = drawn.choice(workers(folder, time.time() - 10 * usual - 1.0))
                 killed = time.time()
                 os.kill(victim, signal.SIGKILL)
-                wait_until(lambda least=before + 2: furthest(folder) > least)
+                wait_until(lambda least=before + 2: furthest(folder) > least, folder / "output")
                 found.append(measured(folder, killed, usual))
         finally:
             os.killpg(run.pid, signal.SIGKILL)
@@ -203,7 +203,10 @@ def main() -> None:
     def measure(name: str, line: Sequence[str], count: int, processes: int) -> None:
         if not count:
             return
+        print(f"{name}: {count} losses", file=sys.stderr)
         rows = figures[name] = losses([*line, str(Path(__file__).resolve())], count, processes, drawn)
+        if options.json is not None:
+            options.json.write_text(json.dumps({"load_before": load, **figures}, indent=2) + "\n", encoding="utf-8")
         seconds = [row["seconds"] for row in rows]
         parts = [f"{statistics.median(row[part] for row in rows):.3f}" if all(part in row for row in rows) else "" for part in PARTS]
         table.add_row(name, str(len(rows)), f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", *parts)
@@ -217,8 +220,6 @@ def main() -> None:
             by_hand = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(CASES[case])]
             measure(f"{case}, torchrun by hand", [*by_hand, "--max-restarts", "1000"], options.beside, CASES[case])
     Console(width=None if sys.stdout.isatty() else 110).print(table)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"load_before": load, **figures}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
