@@ -35,6 +35,8 @@ def times(rank):
 def wait_until(condition):
     while not condition(): time.sleep(0.001)
 
+advances = 0
+
 def train(step, why_not=None):
     # As ls.train does: `attempt` is one start of the run in this process.
     while True:
@@ -45,7 +47,7 @@ def train(step, why_not=None):
         try:
             return attempt()
         except Exception as error:
-            if not rejoin.rejoined(error, lambda: step):
+            if not rejoin.rejoined(error, lambda: -1, at=step + advances * len(starts)):
                 raise
 
 def lose_a_peer():
@@ -163,6 +165,26 @@ def test_one_that_is_lost_again_and_again_at_one_step_ends_the_run_with_its_erro
     assert "ValueError: the culprit's" in ending.report()
     assert len(starts(tmp_path, 1)) == 3
     assert [line.rpartition("; ")[2] for line in capfd.readouterr().err.splitlines()] == ["recovery 1 of 9", "recovery 2 of 9"]
+
+
+def test_losses_at_different_steps_do_not_end_the_run(run: Starter, tmp_path: Path) -> None:
+    """Though no process holds a state, as under `shard`: the images count."""
+    ending = run(
+        script(
+            """
+            wait_until(lambda: times(0) and times(1))
+            if times(1) == 5: return
+            if rank == 1: die()
+            if len(starts) == 5: return
+            lose_a_peer()
+            """,
+            "advances = 1\ntrain(7)",
+        ),
+        max_restarts=9,
+        recovery="in-place",
+    )
+    assert ending.status == 0
+    assert len(starts(tmp_path, 1)) == 5
 
 
 def test_a_user_error_ends_the_run(run: Starter, tmp_path: Path) -> None:

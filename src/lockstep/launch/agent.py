@@ -295,7 +295,11 @@ class Agent(SimpleElasticAgent):
         first, waiting = ending.first, self._workers.connections.waiting()
         by_mistake = first is not None and first.record is not None and first.record.user_error
         stopped = self._impatient or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
-        if stopped or by_mistake or (waiting and self.in_place.note_losses(self._workers.lost_in_training, max(waiting.values()))):
+        if (
+            stopped
+            or by_mistake
+            or (waiting and self.in_place.note_losses(self._workers.lost_in_training, self._workers.connections.steps_done()))
+        ):
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():
             self._remaining_restarts += 1  # torch's loop subtracts it: this restart does not count

@@ -19,6 +19,8 @@ class Connection:
     channel: Channel
     why_not: str | None = UNKNOWN
     """Why this worker cannot recover in place; None if it can."""
+    at: int = -1
+    """The steps that it had done when it left its collectives; -1 if that is not known."""
     refusal: str | None = None
     """Why this worker, asked to recover in place, will end instead."""
     is_starting: bool = False
@@ -72,7 +74,8 @@ class Connections:
                 elif message["kind"] == "refuses":
                     connection.refusal = message["why_not"]
                 elif message["kind"] == "ready":
-                    connection.step, connection.why_not, connection.is_starting = message["step"], None, False
+                    connection.step, connection.at = message["step"], message["at"]
+                    connection.why_not, connection.is_starting = None, False
                 elif message["kind"] == "images":
                     self._keep_images(rank, message["descriptors"])
 
@@ -91,6 +94,10 @@ class Connections:
         """Why a worker that was asked to recover in place will end instead; None if all try."""
         self.look()
         return next((f"rank {rank}: {each.refusal}" for rank, each in self.by_rank.items() if each.refusal is not None), None)
+
+    def steps_done(self) -> int:
+        """The most steps that a worker that waits has done; -1 if that is not known."""
+        return max((each.at for each in self.by_rank.values() if each.step is not None), default=-1)
 
     def waiting(self) -> dict[int, int]:
         """The steps of the workers that wait for a new rank, by their rank."""

@@ -33,7 +33,10 @@ class InPlace:
             self._spare = Spare(self._start, environment)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
-        """Note that workers that trained were lost after this step. Returns True if one was lost there too often."""
+        """Note that workers that trained were lost after this step, -1 if it is not known. Returns True if one was lost
+        there too often."""
+        if step < 0:
+            return False
         losses = [(rank, step) for rank in ranks]
         self._losses.update(losses)
         return any(self._losses[loss] >= SAME_STEP for loss in losses)

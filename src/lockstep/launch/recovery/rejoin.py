@@ -71,12 +71,12 @@ class Rejoin:
             if not self._wait_for_verdict(-1):
                 raise SystemExit(1)
 
-    def rejoined(self, error: BaseException, hold: Callable[[], int | str]) -> bool:
+    def rejoined(self, error: BaseException, hold: Callable[[], int | str], *, at: int = -1) -> bool:
         """Return True if `error` came from the loss of another worker, and this process has a new rank in the
         environment. Called in the training thread; a second call for the same error returns what the first did.
 
         `hold`: keeps the state of this process, and returns its step; -1 if there is none; or why this process cannot
-        recover.
+        recover. `at`: the steps that this process has done, -1 if that is not known.
         """
         if any(link is self._handled for link in chain(error)):
             return True
@@ -91,7 +91,7 @@ class Rejoin:
         held = hold()
         if isinstance(held, str):
             self._channel.send("refuses", why_not=held)
-        if isinstance(held, str) or not self._wait_for_verdict(held):
+        if isinstance(held, str) or not self._wait_for_verdict(held, at):
             self._refused = error
             return False
         self._handled = error
@@ -114,9 +114,9 @@ class Rejoin:
         self._handled = None
         self.drop_images()
 
-    def _wait_for_verdict(self, step: int) -> bool:
+    def _wait_for_verdict(self, step: int, at: int = -1) -> bool:
         self._has_left.set()
-        self._channel.send("ready", step=step)
+        self._channel.send("ready", step=step, at=at)
         verdict = self._verdicts.get()
         if verdict is None or verdict["kind"] != "rejoin":
             return False

@@ -92,7 +92,7 @@ class Recovery:
                 stop_watching()
             return self._hold(run)
 
-        return self._rejoin.rejoined(error, hold)
+        return self._rejoin.rejoined(error, hold, at=-1 if run is None else run.step)
 
     def leave(self, error: BaseException) -> None:
         """Leave the process groups that `error` has ended, before the run is opened again."""
