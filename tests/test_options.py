@@ -116,3 +116,10 @@ def test_machines_compare_what_they_must_be_given_alike() -> None:
 
 def test_options_do_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", "import lockstep.options, sys; assert 'torch' not in sys.modules"], check=True)
+
+
+@pytest.mark.parametrize("given", [{}, {"max_restarts": 1, "local_rank_argument": True}])
+def test_a_recovery_in_place_that_could_never_be_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(LaunchError, match="--recovery in-place with"):
+        LaunchOptions(recovery="in-place", **given).validate()
+    LaunchOptions(recovery="in-place", max_restarts=1).validate()

@@ -293,6 +293,12 @@ class LaunchOptions(RunOptions):
         if self.stop_after is not None:
             seconds(self.stop_after, flag("stop_after"), LaunchError)
         WatchdogTimeouts.parse(self.hang_after, self.on_hang)
+        if self.recovery == "in-place" and self.max_restarts == 0:
+            raise LaunchError("--recovery in-place with --max-restarts 0; each recovery counts as a restart; give --max-restarts 3, say")
+        if self.recovery == "in-place" and self.local_rank_argument:
+            raise LaunchError(
+                "--recovery in-place with --local-rank-argument; a spare process is started before its rank is known; leave out one of them"
+            )
         return plan
 
     def for_workers(self, *, default_run_dir: str, now_seconds: float) -> RunOptions:

@@ -118,7 +118,7 @@ def run(
         options=options.for_workers(default_run_dir=default_run_dir, now_seconds=began),
         max_restarts=options.max_restarts,
         machines=machines,
-        recovery="restart" if options.local_rank_argument else options.recovery,  # a spare is started without its rank
+        recovery=options.recovery,
         command=shlex.join([*on_all_machines, *options.same_on_all_machines(), *script, *arguments]),
     )
     report = ending.report()

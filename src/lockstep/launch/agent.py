@@ -88,7 +88,8 @@ def run_workers(
         asked = _INTERFACES if machines is not None and machines.interface is not None else ()
         environment = {"LOCKSTEP_LAUNCHER": launcher, **options.to_environment()}
         environment |= {name: value for name, value in chosen.items() if name not in os.environ or name in asked}
-        agent = Agent(spec, start, environment, folder, recovers=recovery == "in-place" and max_restarts > 0 and machines is None)
+        why_not = "" if recovery == "restart" else None if machines is None else "the run is on several machines"
+        agent = Agent(spec, start, environment, folder, never_in_place=why_not)
         ending = None
         try:
             ending = agent.run_to_the_end(machines)
@@ -112,10 +113,10 @@ def _check_command(rendezvous: ElasticRendezvous, command: str) -> None:
 class Agent(SimpleElasticAgent):
     """torch's agent, with worker processes that we start, judge and end ourselves. See [Note: restarts]."""
 
-    def __init__(self, spec: WorkerSpec, start: Start, given: Mapping[str, str], folder: Path, *, recovers: bool = False) -> None:
+    def __init__(self, spec: WorkerSpec, start: Start, given: Mapping[str, str], folder: Path, *, never_in_place: str | None) -> None:
         super().__init__(spec)
         self.in_place = InPlace(start)
-        self._recovers = recovers
+        self._never_in_place = never_in_place
         self._not_in_place: str | None = None
         self._start = start
         self._given = dict(given)
@@ -203,7 +204,7 @@ class Agent(SimpleElasticAgent):
         records = self._folder / f"start-{self._starts}"
         records.mkdir()
         self._workers.connections.close()
-        self._workers = WorkerProcesses(records, self._is_impatient, recovers=self._recovers)
+        self._workers = WorkerProcesses(records, self._is_impatient, not_in_place=self._never_in_place)
         self._starting = True
         try:
             pids = {
@@ -254,7 +255,7 @@ class Agent(SimpleElasticAgent):
             if worker_group.spec.rdzv_handler.is_closed():
                 raise RendezvousClosedError
         if continues:
-            if self._recovers and self._remaining_restarts:
+            if self._never_in_place is None and self._remaining_restarts:
                 self.in_place.keep_spare(self._workers, self._given)
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._workers.ranks))
@@ -295,11 +296,8 @@ class Agent(SimpleElasticAgent):
         first, waiting = ending.first, self._workers.connections.waiting()
         by_mistake = first is not None and first.record is not None and first.record.user_error
         stopped = self._impatient or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
-        if (
-            stopped
-            or by_mistake
-            or (waiting and self.in_place.note_losses(self._workers.lost_in_training, self._workers.connections.steps_done()))
-        ):
+        again = bool(waiting) and self.in_place.note_losses(self._workers.lost_in_training, self._workers.connections.steps_done())
+        if stopped or by_mistake or again:
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():
             self._remaining_restarts += 1  # torch's loop subtracts it: this restart does not count

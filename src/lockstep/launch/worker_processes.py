@@ -56,10 +56,10 @@ Start = Callable[[Mapping[str, str]], WorkerProcess]
 class WorkerProcesses:
     """The workers of one start."""
 
-    def __init__(self, folder: Path, is_impatient: Callable[[], bool], *, recovers: bool = False) -> None:
+    def __init__(self, folder: Path, is_impatient: Callable[[], bool], *, not_in_place: str | None = "") -> None:
         """`folder`: empty, for the workers' files. `is_impatient`: true once a second signal asks to end at once.
-        `recovers`: workers may recover in place."""
-        self.connections = Connections(recovers)
+        `not_in_place`: why workers cannot recover in place, empty if nobody has asked for it; None: they may."""
+        self.connections = Connections(not_in_place)
         self._folder = folder
         self._is_impatient = is_impatient
         self._processes: dict[int, WorkerProcess] = {}

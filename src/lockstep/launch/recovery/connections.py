@@ -33,7 +33,8 @@ class Connection:
 class Connections:
     """The connections by rank. All are absent where workers cannot recover in place."""
 
-    is_used: bool
+    unused: str | None
+    """Why workers cannot recover in place, empty if nobody has asked for it; None: they may."""
     by_rank: dict[int, Connection] = field(default_factory=dict)
     images: list[dict[int, int]] = field(default_factory=lambda: [{}])
     """The descriptors of the images in memory by rank, one dict for each start of the run. The last is of this one."""
@@ -41,7 +42,7 @@ class Connections:
     @contextmanager
     def opened(self, rank: int) -> Iterator[Mapping[str, str]]:
         """Connect to the worker of this rank. Yields the variables with which it is started within."""
-        ends = open_channel() if self.is_used else None
+        ends = open_channel() if self.unused is None else None
         if ends is None:
             yield {}
             return
@@ -81,8 +82,8 @@ class Connections:
 
     def why_not(self, ranks: Collection[int]) -> str | None:
         """Why the workers of these ranks cannot recover in place; None if they can."""
-        if not self.is_used:
-            return "--recovery restart"
+        if self.unused is not None:
+            return self.unused
         self.look()
         for rank in ranks:
             connection = self.by_rank.get(rank)
@@ -117,7 +118,7 @@ class Connections:
     def _keep_images(self, rank: int, descriptors: Sequence[int]) -> None:
         """Keep the images of a worker. Once all workers of this start have some, those of earlier starts are not
         needed."""
-        self.images[-1].update(dict.fromkeys([rank], *descriptors))
+        (self.images[-1][rank],) = descriptors
         if self.images[-1].keys() == self.by_rank.keys():
             self._close_images(self.images[:-1])
             del self.images[:-1]

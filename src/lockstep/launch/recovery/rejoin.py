@@ -42,7 +42,7 @@ class Rejoin:
         self._abort = abort
         self._waits_for = waits
         self._has_left = threading.Event()
-        self._waits = is_replacement
+        self._is_new = is_replacement
         self._verdicts: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._is_lost = threading.Event()
         self._handled: BaseException | None = None
@@ -66,8 +66,8 @@ class Rejoin:
 
     def join_at_first(self) -> None:
         """Wait, in a replacement, until the run can take it up. Does nothing in any other process."""
-        if self._waits:
-            self._waits = False
+        if self._is_new:
+            self._is_new = False
             if not self._wait_for_verdict(-1):
                 raise SystemExit(1)
 
