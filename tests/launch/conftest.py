@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.agent import run_workers
+from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.failures import Ending
 from lockstep.launch.recovery.channel import inherited
 from lockstep.options import RunOptions

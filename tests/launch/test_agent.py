@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.launch import agent, worker_processes
-from lockstep.launch.agent import GRACE_SECONDS, run_workers
+from lockstep.launch import worker_processes
+from lockstep.launch.agent.run_workers import run_workers
+from lockstep.launch.agent.signal_forwarding import GRACE_SECONDS
 from lockstep.launch.environment import threads_per_process
 from lockstep.launch.failures import Ending
 from lockstep.launch.rendezvous import LoopbackRendezvous
@@ -352,7 +353,7 @@ def test_a_worker_that_cannot_be_started_stops_the_others(tmp_path: Path) -> Non
 
 
 def test_the_signals_that_are_passed_on_are_those_that_are_blocked_while_a_worker_starts() -> None:
-    assert set(agent.GRACE_SECONDS) == set(PASSED_ON)
+    assert set(GRACE_SECONDS) == set(PASSED_ON)
 
 
 @pytest.mark.command

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from lockstep.base.errors import LaunchError
-from lockstep.launch.agent import run_workers
+from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import ElasticRendezvous, check_machines
 from lockstep.options import RunOptions

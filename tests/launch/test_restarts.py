@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from lockstep.launch import agent, worker_processes
+from lockstep.launch import worker_processes
+from lockstep.launch.agent import run_workers as run_workers_module
 from lockstep.launch.failures import Ending
 from lockstep.launch.recovery import reasons
 from lockstep.launch.rendezvous import LoopbackRendezvous
@@ -167,7 +168,7 @@ def test_workers_that_saved_because_another_machine_asked_start_again(run: Start
             self.waiting += 1
             return int(self.starts == 1 and self.waiting > 40)
 
-    monkeypatch.setattr(agent, "LoopbackRendezvous", Regrouping)
+    monkeypatch.setattr(run_workers_module, "LoopbackRendezvous", Regrouping)
     ending = run(
         """
         from lockstep.launch.termination import Preempted

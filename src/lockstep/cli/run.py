@@ -101,7 +101,7 @@ def run(
     `stdout`: that of the workers; None: this process's."""
     refuse_on_windows("lockstep run")
     with collector_paused(), _without_warnings_of_stores() if machines is not None else nullcontext():
-        from lockstep.launch.agent import run_workers  # imports torch: after all checks that do not need it
+        from lockstep.launch.agent.run_workers import run_workers  # imports torch: after all checks that do not need it
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         local_rank = [f"--local_rank={environment['LOCAL_RANK']}"] if options.local_rank_argument else []

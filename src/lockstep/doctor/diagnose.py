@@ -18,7 +18,7 @@ from lockstep.doctor.check_result import CheckResult, Verdict, worst
 from lockstep.doctor.machine_checks import machine_checks
 from lockstep.doctor.machine_info import read_machine_info
 from lockstep.doctor.summary import summarize
-from lockstep.launch.agent import run_workers
+from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines
 from lockstep.options import RunOptions

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, cast
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, UserError, WorkerError
 from lockstep.base.system import refuse_on_windows
-from lockstep.launch.agent import run_workers
+from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.count import count_processes
 from lockstep.launch.failures import Ending, FailureRecord
 from lockstep.launch.seeding import SeedingName

@@ -10,13 +10,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError
@@ -25,89 +22,20 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
-from lockstep.base.errors import LaunchError, say
-from lockstep.base.system import signals
-from lockstep.launch.environment import Launcher, threads_per_process
+from lockstep.base.errors import say
+from lockstep.launch.agent.signal_forwarding import GRACE_SECONDS, SignalForwarding
 from lockstep.launch.failures import Ending
-from lockstep.launch.launcher_folder import launcher_folder
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.in_place import InPlace
 from lockstep.launch.recovery.reasons import FAILED, JOINED, LOST_A_PEER, rendezvous_error, restart_reason
-from lockstep.launch.rendezvous import SILENCE_SECONDS, ElasticRendezvous, LoopbackRendezvous, quiet_torch
-from lockstep.launch.seeding import HASH_SEED
+from lockstep.launch.rendezvous import SILENCE_SECONDS, ElasticRendezvous
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
 from lockstep.options import RunOptions, variable
 
-GRACE_SECONDS = dict.fromkeys(signals("SIGINT", "SIGQUIT"), 5.0) | dict.fromkeys(signals("SIGTERM", "SIGUSR1", "SIGHUP"), 30.0)
-"""Seconds from a signal, which the launcher passes on, to SIGKILL. A second signal ends the wait."""
-
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _REGROUPS = "lockstep/regroups"
 """Key in the store of a start: the workers save and end because they are to be restarted."""
 _DONE, _KNOWN = "lockstep/done", "lockstep/known"
 """Keys in the same store: the number of machines whose workers are done, and of machines that know that all are."""
-
-
-def run_workers(
-    start: Start,
-    *,
-    count: int,
-    launcher: Launcher,
-    options: RunOptions,
-    max_restarts: int = 0,
-    machines: Machines | None = None,
-    command: str = "",
-    recovery: str = "restart",
-) -> Ending:
-    """Start `count` workers, wait for all of them, and return how they ended. If one fails, the others are stopped.
-
-    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`. Workers get the
-    `options` in their environment. In the main thread, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to
-    the workers, except those that this process ignores; the handlers from before are put back at the end. `machines`:
-    the run is on several machines. Its workers also start again when a machine is lost or joins. Each machine calls
-    this with the same `command`. Raises `LaunchError` if they cannot meet.
-    """
-    with launcher_folder() as folder, quiet_torch():
-        rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
-        if isinstance(rendezvous, ElasticRendezvous):
-            _check_command(rendezvous, command)
-            if options.default_run_dir is not None:
-                options = replace(options, default_run_dir=rendezvous.agree("default_run_dir", options.default_run_dir))
-        # The entry point is a name for torch's logs: `start` is what starts a worker.
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=count,
-            rdzv_handler=rendezvous,
-            entrypoint="worker",
-            max_restarts=max_restarts,
-            monitor_interval=POLL_SECONDS,
-        )
-        chosen = {"OMP_NUM_THREADS": str(threads_per_process(count)), **HASH_SEED}
-        if rendezvous.interface is not None:
-            chosen |= dict.fromkeys(_INTERFACES, rendezvous.interface)
-        asked = _INTERFACES if machines is not None and machines.interface is not None else ()
-        environment = {"LOCKSTEP_LAUNCHER": launcher, **options.to_environment()}
-        environment |= {name: value for name, value in chosen.items() if name not in os.environ or name in asked}
-        why_not = "" if recovery == "restart" else None if machines is None else "the run is on several machines"
-        agent = Agent(spec, start, environment, folder, never_in_place=why_not)
-        ending = None
-        try:
-            ending = agent.run_to_the_end(machines)
-            return ending
-        finally:
-            agent.close()
-            # As under torchrun, the other machines may go on without one that was asked to end.
-            if machines is None or ending is None or ending.signal is None:
-                rendezvous.shutdown()
-
-
-def _check_command(rendezvous: ElasticRendezvous, command: str) -> None:
-    first = rendezvous.agree("command", command)
-    if first != command:
-        raise LaunchError(
-            f"this machine was to run {command!r}, and the first that came to {rendezvous.machines.endpoint} runs {first!r}; every machine "
-            "of a run is given the same command; give that one, or another port for another run"
-        )
 
 
 class Agent(SimpleElasticAgent):
@@ -127,10 +55,7 @@ class Agent(SimpleElasticAgent):
         self._machines: Sequence[str] = ()
         self._lost: Sequence[str] = ()
         self._elsewhere = ""
-        self._signal: signal.Signals | None = None
-        self._impatient = False
-        self._starting = False
-        self._ending = False
+        self._signals = SignalForwarding()
         self._workers = WorkerProcesses(folder, self._is_impatient)
 
     def close(self) -> None:
@@ -139,7 +64,7 @@ class Agent(SimpleElasticAgent):
         self.in_place.close()
 
     def run_to_the_end(self, machines: Machines | None) -> Ending:
-        with self._handling_signals():
+        with self._signals.handling():
             try:
                 self.run()
             except SignalException:
@@ -148,39 +73,15 @@ class Agent(SimpleElasticAgent):
                 if machines is None:
                     raise
                 self._elsewhere = rendezvous_error(error, machines)
-        return replace(self._workers.ending(), signal=self._signal, elsewhere=self._elsewhere, new_run_dir=self._new_run_dir())
+        return replace(self._workers.ending(), signal=self._signals.received, elsewhere=self._elsewhere, new_run_dir=self._new_run_dir())
 
     def _new_run_dir(self) -> str:
         """The run directory that the launcher chose, if the run wrote to it, else empty."""
         path = self._given.get(variable("default_run_dir"), "")
         return path if path and variable("run_dir") not in self._given and os.path.isdir(path) else ""
 
-    @contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        """Pass signals on to the workers. Signals that this process ignores (nohup, a background job) stay ignored."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {number: signal.getsignal(number) for number in GRACE_SECONDS}
-        for number, handler in previous.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._ending or self._signal is not None:
-            self._impatient = True
-            return
-        self._signal = signal.Signals(number)
-        if not self._starting:
-            raise SignalException(self._signal.name, self._signal)
-
     def _is_impatient(self) -> bool:
-        return self._impatient
+        return self._signals.is_impatient
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other machines, and agree with them on the number of restarts and the reason of this one."""
@@ -205,19 +106,9 @@ class Agent(SimpleElasticAgent):
         records.mkdir()
         self._workers.connections.close()
         self._workers = WorkerProcesses(records, self._is_impatient, not_in_place=self._never_in_place)
-        self._starting = True
-        try:
-            pids = {
-                member.local_rank: self._workers.add(
-                    member.global_rank, self._start, self._given | self._torch_variables(worker_group, member)
-                )
-                for member in worker_group.workers
-            }
-        finally:
-            self._starting = False
-        if self._signal is not None:
-            raise SignalException(self._signal.name, self._signal)
-        return pids
+        with self._signals.deferred():
+            pids = [self._workers.add(rank, self._start, variables) for rank, variables in self._variables(worker_group).items()]
+        return dict(enumerate(pids))
 
     def _torch_variables(self, group: WorkerGroup, member: Any) -> dict[str, str]:
         """The variables that torchrun sets."""
@@ -261,7 +152,7 @@ class Agent(SimpleElasticAgent):
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._workers.ranks))
 
     def _failed(self) -> RunResult:
-        self._ending = True
+        self._signals.is_ending = True
         self._not_in_place = self._why_not_in_place()
         if not self._workers.connections.waiting():
             self.in_place.lost_at = time.time()
@@ -295,21 +186,21 @@ class Agent(SimpleElasticAgent):
         ending = self._workers.ending()
         first, waiting = ending.first, self._workers.connections.waiting()
         by_mistake = first is not None and first.record is not None and first.record.user_error
-        stopped = self._impatient or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
+        stopped = self._signals.is_impatient or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
         again = bool(waiting) and self.in_place.note_losses(self._workers.lost_in_training, self._workers.connections.steps_done())
         if stopped or by_mistake or again:
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():
             self._remaining_restarts += 1  # torch's loop subtracts it: this restart does not count
             self._why = (FAILED, reason)
-            self._ending = False
+            self._signals.is_ending = False
             say(f"lockstep: {reason}; starts again")
             return
         silent = f"lost the machine {', '.join(self._lost)}: its workers failed, or it has been silent for {SILENCE_SECONDS} s"
         line = silent if first is None else first.line
         self._why = (LOST_A_PEER if first is None or first.lost_a_peer else FAILED, line)
         if self._remaining_restarts:
-            self._ending = False
+            self._signals.is_ending = False
             limit = self._worker_group.spec.max_restarts
             how = "the others wait for a new process; recovery" if waiting else "restart"
             say(f"lockstep: {line}; {how} {limit - self._remaining_restarts + 1} of {limit}")
@@ -325,15 +216,9 @@ class Agent(SimpleElasticAgent):
 
     def _recover(self, worker_group: WorkerGroup) -> None:
         """Replace the workers that are lost, and give all their new ranks. See [Note: recovery in place]."""
-        variables = {each.global_rank: self._given | self._torch_variables(worker_group, each) for each in worker_group.workers}
         while True:
-            self._starting = True
-            try:
-                self.in_place.replace(self._workers, variables.__getitem__)
-            finally:
-                self._starting = False
-            if self._signal is not None:
-                raise SignalException(self._signal.name, self._signal)
+            with self._signals.deferred():
+                self.in_place.replace(self._workers, self._variables(worker_group).__getitem__)
             if self.in_place.all_are_ready(self._workers):
                 break
             self._failed()
@@ -341,8 +226,11 @@ class Agent(SimpleElasticAgent):
                 return  # the next look at the workers finds the failure
             self._remaining_restarts -= 1
         self._rendezvous(worker_group)
-        variables = {each.global_rank: self._given | self._torch_variables(worker_group, each) for each in worker_group.workers}
-        self._workers.connections.rejoin(variables, lost_at=self.in_place.lost_at)
+        self._workers.connections.rejoin(self._variables(worker_group), lost_at=self.in_place.lost_at)
+
+    def _variables(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
+        """The variables of this machine's workers, by rank."""
+        return {each.global_rank: self._given | self._torch_variables(group, each) for each in group.workers}
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._workers.connections.waiting():
@@ -374,11 +262,11 @@ class Agent(SimpleElasticAgent):
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if self._signal is not None:
-            self._ending = True
-            self._workers.stop(death_sig, GRACE_SECONDS[self._signal])
+        if self._signals.received is not None:
+            self._signals.is_ending = True
+            self._workers.stop(death_sig, GRACE_SECONDS[self._signals.received])
         elif self._workers.running:
-            self._ending = True
+            self._signals.is_ending = True
             self._workers.end_after_loss()
 
     def _exit_barrier(self) -> None:

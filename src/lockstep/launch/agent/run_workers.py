@@ -1,0 +1,83 @@
+"""Run the workers of this machine to their end."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from lockstep.base.errors import LaunchError
+from lockstep.launch.agent.agent import Agent
+from lockstep.launch.environment import Launcher, threads_per_process
+from lockstep.launch.failures import Ending
+from lockstep.launch.launcher_folder import launcher_folder
+from lockstep.launch.machines import Machines
+from lockstep.launch.rendezvous import ElasticRendezvous, LoopbackRendezvous, quiet_torch
+from lockstep.launch.seeding import HASH_SEED
+from lockstep.launch.worker_processes import POLL_SECONDS, Start
+from lockstep.options import RunOptions
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def run_workers(
+    start: Start,
+    *,
+    count: int,
+    launcher: Launcher,
+    options: RunOptions,
+    max_restarts: int = 0,
+    machines: Machines | None = None,
+    command: str = "",
+    recovery: str = "restart",
+) -> Ending:
+    """Start `count` workers, wait for all of them, and return how they ended. If one fails, the others are stopped.
+
+    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`. Workers get the
+    `options` in their environment. In the main thread, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to
+    the workers, except those that this process ignores; the handlers from before are put back at the end. `machines`:
+    the run is on several machines. Its workers also start again when a machine is lost or joins. Each machine calls
+    this with the same `command`. Raises `LaunchError` if they cannot meet.
+    """
+    with launcher_folder() as folder, quiet_torch():
+        rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
+        if isinstance(rendezvous, ElasticRendezvous):
+            _check_command(rendezvous, command)
+            if options.default_run_dir is not None:
+                options = replace(options, default_run_dir=rendezvous.agree("default_run_dir", options.default_run_dir))
+        # The entry point is a name for torch's logs: `start` is what starts a worker.
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=count,
+            rdzv_handler=rendezvous,
+            entrypoint="worker",
+            max_restarts=max_restarts,
+            monitor_interval=POLL_SECONDS,
+        )
+        chosen = {"OMP_NUM_THREADS": str(threads_per_process(count)), **HASH_SEED}
+        if rendezvous.interface is not None:
+            chosen |= dict.fromkeys(_INTERFACES, rendezvous.interface)
+        asked = _INTERFACES if machines is not None and machines.interface is not None else ()
+        environment = {"LOCKSTEP_LAUNCHER": launcher, **options.to_environment()}
+        environment |= {name: value for name, value in chosen.items() if name not in os.environ or name in asked}
+        why_not = "" if recovery == "restart" else None if machines is None else "the run is on several machines"
+        agent = Agent(spec, start, environment, folder, never_in_place=why_not)
+        ending = None
+        try:
+            ending = agent.run_to_the_end(machines)
+            return ending
+        finally:
+            agent.close()
+            # As under torchrun, the other machines may go on without one that was asked to end.
+            if machines is None or ending is None or ending.signal is None:
+                rendezvous.shutdown()
+
+
+def _check_command(rendezvous: ElasticRendezvous, command: str) -> None:
+    first = rendezvous.agree("command", command)
+    if first != command:
+        raise LaunchError(
+            f"this machine was to run {command!r}, and the first that came to {rendezvous.machines.endpoint} runs {first!r}; every machine "
+            "of a run is given the same command; give that one, or another port for another run"
+        )
