@@ -22,6 +22,7 @@ from lockstep.comm.world import World, join
 from lockstep.hooks.hang.collective_check import CollectiveCheck
 from lockstep.hooks.out_of_memory import TakenFallbacks, read_fallbacks
 from lockstep.launch.environment import Environment
+from lockstep.launch.recovery.rejoin import refuse_recovery
 from lockstep.launch.seeding import SEED
 from lockstep.launch.slurm.commands import set_task_variables
 from lockstep.launch.termination import Termination
@@ -146,8 +147,12 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
     environment = Environment.read(os.environ)
     note_options_read()
     overrides, hooks = read_probe(os.environ)
+    if recovery is None:
+        refuse_recovery("the script has its own loop, and only that of ls.train can be entered again")
     world = _join(request, environment, recovers=recovery is not None)
     asked = request.over(environment)
+    if recovery is not None:
+        recovery.sizes = (asked.plan or Plan()).sizes(world.size)
     precision = overrides.precision or request.precision
     compression = overrides.gradient_compression or request.gradient_compression
     given = (asked.plan or Plan()).resolve(world.size)
@@ -187,7 +192,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
         recorder=recorder,
         phases=Phases(),
         overrides=overrides,
-        recovered_from=environment.restarted if environment.in_place else None,
+        recovered_from=environment.restarted,
     )
     opened = Opened(context, environment, hooks, asked, given, taken)
     _record_start(opened, request)

@@ -19,7 +19,7 @@ from lockstep.saving import OutOfMemory, Resume, interval
 
 OnHang = Literal["end", "report"]
 """`end`: report the hang, save the last complete step, exit with status 76. `report`: report it and keep waiting."""
-Recovery = Literal["in-place", "restart"]
+Recovery = Literal["in-place", "shrink", "restart"]
 
 TIMES_USUAL = 20.0
 """A phase may take this many times what it usually takes."""
@@ -266,7 +266,7 @@ class LaunchOptions(RunOptions):
     recovery: str = _option(
         "restart",
         "What --max-restarts does. in-place: where it can be done, the processes that are left wait for a new one and go on with it. "
-        "restart (default): all are started again.",
+        "shrink: they go on without the lost one. restart (default): all are started again.",
         choices=get_args(Recovery),
     )
     nnodes: str | None = _option(
@@ -284,6 +284,25 @@ class LaunchOptions(RunOptions):
     strict: bool = _option(False, "Fail, with status 2, if the script takes none of the options that are for it.", kind=bool)
     local_rank_argument: bool = _option(False, "Give SCRIPT --local_rank=N, as torch.distributed.launch does.", kind=bool)
 
+    def _check_recovery(self, plan: Plan | None) -> None:
+        given = f"--recovery {self.recovery}"
+        if self.recovery == "restart":
+            return
+        if self.max_restarts == 0:
+            raise LaunchError(f"{given} with --max-restarts 0; each recovery counts as a restart; give --max-restarts 3, say")
+        if self.local_rank_argument:
+            raise LaunchError(f"{given} with --local-rank-argument; a process gets its rank after its start, or another one; leave out one")
+        if self.recovery == "shrink" and self.nnodes not in (None, "1"):
+            raise LaunchError(
+                f"{given} with --nnodes {self.nnodes}; over several machines --recovery in-place goes on without a machine that is lost, "
+                "and replaces a single process; give that one"
+            )
+        if self.recovery == "shrink" and plan is not None and not plan.fits_several_sizes:
+            raise LaunchError(
+                f"{given} with --plan {self.plan}, which fits one number of processes; a run that loses a process goes on with fewer; give "
+                "replicate=auto or shard=auto, or --recovery in-place"
+            )
+
     def validate(self) -> Plan | None:
         """Return the plan, if one was given. Raises a `UserError` for a value that cannot be read."""
         plan = Plan.parse(self.plan) if self.plan is not None else None
@@ -293,12 +312,7 @@ class LaunchOptions(RunOptions):
         if self.stop_after is not None:
             seconds(self.stop_after, flag("stop_after"), LaunchError)
         WatchdogTimeouts.parse(self.hang_after, self.on_hang)
-        if self.recovery == "in-place" and self.max_restarts == 0:
-            raise LaunchError("--recovery in-place with --max-restarts 0; each recovery counts as a restart; give --max-restarts 3, say")
-        if self.recovery == "in-place" and self.local_rank_argument:
-            raise LaunchError(
-                "--recovery in-place with --local-rank-argument; a spare process is started before its rank is known; leave out one of them"
-            )
+        self._check_recovery(plan)
         return plan
 
     def for_workers(self, *, default_run_dir: str, now_seconds: float) -> RunOptions:

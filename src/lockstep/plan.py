@@ -232,6 +232,16 @@ class Plan:
             )
         return replace(self, **sizes)
 
+    @property
+    def fits_several_sizes(self) -> bool:
+        """True if an axis is `auto`."""
+        return "auto" in (getattr(self, axis) for axis in AXES)
+
+    def sizes(self, most: int) -> list[int]:
+        """The numbers of processes, up to `most`, that the plan fits, in order."""
+        fixed = math.prod(size for axis in AXES if (size := getattr(self, axis)) != "auto")
+        return list(range(fixed, most + 1, fixed)) if self.fits_several_sizes else [fixed] * (fixed <= most)
+
     def __str__(self) -> str:
         text = self._text({axis: getattr(self, axis) for axis in AXES if axis == "replicate" or getattr(self, axis) != 1})
         settings = {name: getattr(self, name) for name in SETTINGS}

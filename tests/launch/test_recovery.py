@@ -92,7 +92,7 @@ def test_the_others_keep_their_processes_and_get_a_new_store(run: Starter, tmp_p
     )
     assert (ending.status, ending.finished, ending.report()) == (0, [0, 1], "")
     why = "rank 1 was killed by SIGKILL (often the kernel or the container, because memory ran out)"
-    assert capfd.readouterr().err == f"lockstep: {why}; the others wait for a new process; recovery 1 of 2\n"
+    assert capfd.readouterr().err == f"lockstep: {why}; the others wait; recovery 1 of 2\n"
     ((first, second),) = starts(tmp_path, 0)
     assert first[0] == second[0]
     assert first[1] != second[1]

@@ -8,7 +8,9 @@ another torch, the function here is the place to mend.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -326,6 +328,24 @@ def abort_accelerator_groups() -> None:
 def _backends(config: str) -> list[str]:
     """Return the backends in a text such as "cpu:gloo,cuda:nccl"."""
     return [part.rpartition(":")[2] for part in config.split(",")]
+
+
+@contextmanager
+def rendezvous_polls_every(seconds: float) -> Iterator[None]:
+    """Have torch's elastic rendezvous look for other machines that often. By itself it does once a second."""
+    module: Any = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    before = module._delay
+    module._delay = lambda *_, **__: time.sleep(seconds)
+    try:
+        yield
+    finally:
+        module._delay = before
+
+
+def refresh_rendezvous_state_after(holder: Any, seconds: float) -> None:
+    """Have what an elastic rendezvous knows of its machines be read again after so long. By itself that is a second."""
+    assert holder._cache_duration > 0
+    holder._cache_duration = seconds
 
 
 def forget_distributed_operations() -> None:

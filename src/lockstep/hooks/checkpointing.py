@@ -75,6 +75,10 @@ class Checkpointing(ControlHook):
         context.recorder.resume(step, str(checkpointer.folder))
         checkpointer.begin(step)
         if recovery is not None:
+            if recovery.is_under_way:
+                run.event(
+                    "restarted", step, reason=context.recovered_from, not_in_place="no process holds the state, and there is no image"
+                )
             recovery.restored()
         if found is None:
             return

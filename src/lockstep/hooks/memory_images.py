@@ -37,6 +37,8 @@ class MemoryImages(ControlHook):
             self._write(run)
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
+        if self.recovery is not None:
+            self.recovery.raise_if_lost()
         if self._writer is not None and run.step >= self._next:
             self._write(run)
 

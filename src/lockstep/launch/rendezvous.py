@@ -19,18 +19,25 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from lockstep.base.errors import LaunchError, say
+from lockstep.base.torch_private import refresh_rendezvous_state_after, rendezvous_polls_every
 from lockstep.launch.machines import Machines, address_on, address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
@@ -39,12 +46,20 @@ JOIN_SECONDS = 600
 """Seconds that a machine waits for the others."""
 NOTICE_SECONDS = 5
 """Seconds without an answer after which it prints that it is still trying."""
-LAST_CALL_SECONDS = 5
+LAST_CALL_SECONDS = 5.0
 """Seconds that the smallest number of machines waits for more, up to the largest."""
-HEARTBEAT_SECONDS, HEARTBEATS = 2, 5
+RECOVERY_CALL_SECONDS = 0.5
+"""The same in a recovery in place: all machines come at once, and one that comes later joins then."""
+HEARTBEAT_SECONDS, HEARTBEATS = 0.5, 4
 """Seconds between a machine's heartbeats, and how many must be missing until it is lost. Clocks are compared."""
 SILENCE_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
-"""Seconds of silence after which a machine is lost for the others, and the store's machine for it."""
+"""Seconds of silence after which a machine is lost for the others."""
+STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
+"""Seconds after which the list of machines is read again, and the same during a rendezvous."""
+STORE_SILENCE_SECONDS = 10
+"""Seconds without an answer of the rendezvous' machine after which it is lost for this one."""
+REACH_SECONDS = 5.0
+"""Seconds in which one machine must reach another's port."""
 STORE_SECONDS = 60
 """Timeout of a request to the store."""
 _RUN_ID = "lockstep"
@@ -97,6 +112,12 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
+class _Timeout(RendezvousTimeout):
+    """The times that a rendezvous takes at most. `last_call` may be changed between two."""
+
+    last_call = timedelta(seconds=LAST_CALL_SECONDS)
+
+
 class ElasticRendezvous(DynamicRendezvousHandler):
     """Torch's rendezvous, in a store that the agent on `--rdzv`'s host hosts. Made by `at`."""
 
@@ -106,17 +127,23 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     """Addresses of the machines that met last."""
     hosts_store: bool
     """True if this process hosts the store."""
+    _timeout: _Timeout
 
     def __init__(self, node: Any, *rest: Any) -> None:
         """Called by `from_backend`. Torch tells machines apart by address and process id. Containers may have both in
         common: the address of their host, and the process id 1."""
         super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
+        refresh_rendezvous_state_after(self._state_holder, STATE_SECONDS)
+        self.addresses = []
+        self._met: Sequence[Any] = ()
+        self._round = -1
 
     @classmethod
     def at(cls, machines: Machines) -> ElasticRendezvous:
         """Host the store if the address is this machine's, or else connect to it. Raises `LaunchError`."""
         address = machines.resolve()
         own = address_on(machines.interface) if machines.interface is not None else address_towards(address, machines.port)
+        timeout = _Timeout(join=timedelta(seconds=JOIN_SECONDS))
         try:
             hosted = _host_store(machines, address)
             store = hosted or _connect_store(machines, address, own)
@@ -128,15 +155,15 @@ class ElasticRendezvous(DynamicRendezvousHandler):
                 machines.least,
                 machines.most,
                 local_addr=own,
-                timeout=RendezvousTimeout(join=timedelta(seconds=JOIN_SECONDS), last_call=timedelta(seconds=LAST_CALL_SECONDS)),
-                keep_alive_interval=HEARTBEAT_SECONDS,
+                timeout=timeout,
+                keep_alive_interval=HEARTBEAT_SECONDS,  # type: ignore[arg-type]  # torch makes a timedelta of it
                 keep_alive_max_attempt=HEARTBEATS,
             )
         except (DistError, RendezvousError) as error:
             raise LaunchError(
                 f"{machines.option} answers, and not as a rendezvous does ({error}); another program listens there; give another port"
             ) from error
-        meeting.machines = machines
+        meeting.machines, meeting._timeout = machines, timeout
         meeting.hosts_store = hosted is not None
         meeting.interface = machines.interface or interface_of(own)
         return meeting
@@ -147,9 +174,14 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines. The workers get a new store each time: in torch's, a lost machine would remain."""
-        say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
+        if self._timeout.last_call.total_seconds() == LAST_CALL_SECONDS:
+            say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
         self._bootstrap_store_info = self._shared_tcp_store_server = None
-        found = super().next_rendezvous()
+        with rendezvous_polls_every(RENDEZVOUS_POLL_SECONDS):
+            found = super().next_rendezvous()
+        state = self._state_holder.state
+        self._met, self._round = sorted(state.participants, key=state.participants.__getitem__), state.round
+        self._timeout.last_call = timedelta(seconds=LAST_CALL_SECONDS)
         place = found.bootstrap_store_info
         assert place is not None
         own = self._this_node.addr
@@ -171,27 +203,75 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         of the workers' store, and one of the next machine: an address that only its own host reaches, as containers
         have, is found on its way from another host.
 
-        The others wait meanwhile, so this takes less time than that after which a silent machine is lost.
+        The others wait meanwhile.
         """
         began = time.monotonic()
         while True:
             try:
-                socket.create_connection((address, port), timeout=HEARTBEAT_SECONDS).close()
+                socket.create_connection((address, port), timeout=REACH_SECONDS / 2).close()
                 return None
             except OSError as error:
                 if isinstance(error, ConnectionRefusedError) and not refusal_is_one:
                     return None  # the network is open, and the machine is about to be lost
-                if time.monotonic() - began > SILENCE_SECONDS / 2:
+                if time.monotonic() - began > REACH_SECONDS:
                     return f"from {self._this_node.addr} on {self.interface} to {address} port {port}: {error}"
             time.sleep(0.5)
 
     def lost_machines(self) -> list[str]:
         """Addresses of machines that left since the last meeting, or whose heartbeat stopped. Raises
         `RendezvousError`."""
+        here = Counter(node.addr for node in self._participants())
+        return list((Counter(self.addresses) - here).elements())
+
+    def machines_able(self) -> int:
+        """The number of machines of a run that is under way, and whose workers can go on in their processes if this
+        machine joins. 0: there is no such run."""
+        count = len(self._participants())
+        return count if self._state_holder.state.complete and self._are_able(self._state_holder.state.round, count) else 0
+
+    def note_able(self) -> None:
+        """Tell the other machines that all workers of this one could recover in place."""
+        self._store.set(self._key(f"able-{self._met.index(self._this_node)}"), "")
+
+    def all_are_able(self) -> bool:
+        """True if all machines that met last have called `note_able`."""
+        return self._are_able(self._round, len(self._met))
+
+    def _are_able(self, number: int, count: int) -> bool:
+        return bool(self._store.check([f"{_RUN_ID}.able-{each}-{number}" for each in range(count)]))
+
+    def announce(self, why: str) -> str:
+        """Have the workers of all machines that met last leave their collectives for a recovery in place. Returns the
+        first machine's reason."""
+        return bytes(self._store.compare_set(self._key("leaves"), "", why)).decode()
+
+    def announced(self) -> str | None:
+        """The reason why a machine that was met last had the workers leave; None if none did."""
+        return bytes(self._store.get(self._key("leaves"))).decode() if self._store.check([self._key("leaves")]) else None
+
+    def wait_for_all(self) -> None:
+        """Wait until all machines that met last have called this, or are lost. Then they come to the next rendezvous
+        at the same time, and it takes RECOVERY_CALL_SECONDS instead of LAST_CALL_SECONDS. Raises `RendezvousError`."""
+        if self._this_node in self._met:
+            self._store.set(self._key(f"waits-{self._met.index(self._this_node)}"), "")
+        while True:
+            here = self._participants()
+            missing = [number for number, node in enumerate(self._met) if node in here]
+            if all(self._store.check([self._key(f"waits-{number}")]) for number in missing):
+                break
+            if self.is_closed():
+                raise RendezvousClosedError
+            time.sleep(RENDEZVOUS_POLL_SECONDS / 2)
+        self._timeout.last_call = timedelta(seconds=RECOVERY_CALL_SECONDS)
+
+    def _key(self, what: str) -> str:
+        return f"{_RUN_ID}.{what}-{self._round}"
+
+    def _participants(self) -> Mapping[Any, int]:
         with self._heartbeat_lock:
             self._state_holder.sync()
-            here = Counter(node.addr for node in self._state_holder.state.participants)
-        return list((Counter(self.addresses) - here).elements())
+            found: Mapping[Any, int] = self._state_holder.state.participants
+            return found
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return _store_on(socket.create_server((master_addr, master_port), family=_family(master_addr)))
@@ -265,7 +345,7 @@ def _connect_store(machines: Machines, address: str, own: str) -> TCPStore:
 
 
 def _set_tcp_timeouts(address: str, port: int) -> None:
-    """Have the kernel close this process's connections to a silent host after SILENCE_SECONDS.
+    """Have the kernel close this process's connections to a silent host after STORE_SILENCE_SECONDS.
 
     Torch would wait for an answer for as long as the kernel tries, a quarter of an hour, and not react to signals.
     """
@@ -273,9 +353,9 @@ def _set_tcp_timeouts(address: str, port: int) -> None:
         return
     options = {
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): HEARTBEAT_SECONDS,
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): HEARTBEAT_SECONDS,
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): SILENCE_SECONDS * 1000,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 2,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 2,
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): STORE_SILENCE_SECONDS * 1000,
     }
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # not a connection, or closed by now

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -63,6 +64,7 @@ class WorkerProcesses:
         self._folder = folder
         self._is_impatient = is_impatient
         self._processes: dict[int, WorkerProcess] = {}
+        self._stems: dict[int, Path] = {}
         self._returncodes: dict[int, int] = {}
         self._failures: dict[int, WorkerFailure] = {}
         self._asked: set[int] = set()
@@ -79,6 +81,8 @@ class WorkerProcesses:
     def replace(self, rank: int, start: Start, environment: Mapping[str, str], spare: Spare | None) -> None:
         """Put a new process, the spare one if there is one, in the place of the worker of this rank, which has
         ended."""
+        self._shutdown = False
+        self._files(rank).shutdown.unlink(missing_ok=True)
         self._files(rank).remove_own()
         for noted in (self._returncodes, self._failures):
             noted.pop(rank, None)
@@ -91,6 +95,29 @@ class WorkerProcesses:
             self.connections.use(rank, spare.channel)
             spare.become({**environment, **self._own_variables(rank)})
         self.connections.note_replacement(rank)
+
+    def drop(self, ranks: Collection[int]) -> None:
+        """Kill these workers if they run, and count none of them any more."""
+        for rank in ranks:
+            if rank not in self._returncodes:
+                _signal_group(self._processes[rank].pid, signal.SIGKILL)
+        self._wait(KILL_SECONDS, until=lambda: not set(ranks) - self._returncodes.keys())
+        for noted in (self._processes, self._returncodes, self._failures, self._stems):
+            for rank in ranks:
+                noted.pop(rank, None)
+        self.connections.drop(ranks)
+
+    def renumber(self, ranks: Sequence[int]) -> None:
+        """Give the workers these ranks, in order."""
+        new = dict(zip(sorted(self._processes), ranks, strict=True))
+        self._processes = {new[rank]: process for rank, process in self._processes.items()}
+        self._stems = {new[rank]: self._files(rank).stem for rank in new}
+        self._returncodes = {new[rank]: code for rank, code in self._returncodes.items()}
+        self._failures = {new[rank]: replace(failure, rank=new[rank]) for rank, failure in self._failures.items()}
+        self._asked = {new[rank] for rank in self._asked}
+        self._stopped = {new[rank] for rank in self._stopped}
+        self._preempted = {new[rank] for rank in self._preempted}
+        self.connections.renumber(new)
 
     def _own_variables(self, rank: int) -> dict[str, str]:
         files = self._files(rank)
@@ -155,9 +182,7 @@ class WorkerProcesses:
                     _signal_group(self._processes[rank].pid, signal.SIGKILL)
             time.sleep(HOLD_POLL_SECONDS)
             self._look()
-        if 0 in self._returncodes.values():
-            return "a process had finished"
-        return None if self.connections.waiting() else "no process is left"
+        return "a process had finished" if 0 in self._returncodes.values() else None
 
     @property
     def lost_in_training(self) -> Sequence[int]:
@@ -258,7 +283,7 @@ class WorkerProcesses:
             self._look()
 
     def _files(self, rank: int) -> WorkerFiles:
-        return WorkerFiles(self._folder / f"rank-{rank}")
+        return WorkerFiles(self._stems.get(rank, self._folder / f"rank-{rank}"))
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
@@ -32,6 +32,8 @@ from lockstep.launch.rendezvous import SILENCE_SECONDS, ElasticRendezvous
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
 from lockstep.options import RunOptions, variable
 
+LOST, JOINS = "lost", "joins"
+"""Why the workers of all machines leave their collectives for a recovery in place."""
 _REGROUPS = "lockstep/regroups"
 """Key in the store of a start: the workers save and end because they are to be restarted."""
 _DONE, _KNOWN = "lockstep/done", "lockstep/known"
@@ -41,11 +43,23 @@ _DONE, _KNOWN = "lockstep/done", "lockstep/known"
 class Agent(SimpleElasticAgent):
     """torch's agent, with worker processes that we start, judge and end ourselves. See [Note: restarts]."""
 
-    def __init__(self, spec: WorkerSpec, start: Start, given: Mapping[str, str], folder: Path, *, never_in_place: str | None) -> None:
+    def __init__(
+        self, spec: WorkerSpec, start: Start, given: Mapping[str, str], folder: Path, *, never_in_place: str | None, shrinks: bool
+    ) -> None:
+        """`never_in_place`: why the workers cannot recover in place; empty if nobody has asked for it; None: they may.
+        `shrinks`: they go on without those that are lost."""
         super().__init__(spec)
         self.in_place = InPlace(start)
         self._never_in_place = never_in_place
         self._not_in_place: str | None = None
+        self._shrinks = shrinks
+        self.is_joining = False
+        """True until the machine has met those of the run that it joins."""
+        self._is_able = False  # to recover in place: all workers train
+        self._count_asked = spec.local_world_size
+        self._goes_on = False  # with the processes that there are
+        rendezvous = spec.rdzv_handler
+        self._elastic = rendezvous if isinstance(rendezvous, ElasticRendezvous) else None
         self._start = start
         self._given = dict(given)
         self._folder = folder
@@ -84,31 +98,55 @@ class Agent(SimpleElasticAgent):
         return self._signals.is_impatient
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other machines, and agree with them on the number of restarts and the reason of this one."""
+        """Meet the other machines, and agree with them on the number of restarts, the reason of this one, and whether
+        it is a recovery in place: it is, if it is on all machines."""
         super()._rendezvous(worker_group)
+        self._counted = frozenset[str]()
         group: Any = worker_group  # torch says of its fields that they are None
         store, machines = group.store, group.spec.rdzv_handler.addresses
-        mine = [worker_group.spec.max_restarts - self._remaining_restarts, self._machines, self._why]
+        restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        mine = [restarts, self._machines, self._why, self._goes_on, self._not_in_place, self.in_place.lost_at]
         store.set(f"lockstep/agent-{group.group_rank}", json.dumps(mine))
         everyone = [json.loads(store.get(f"lockstep/agent-{each}")) for each in range(len(machines))]
-        self._remaining_restarts = max(0, worker_group.spec.max_restarts - max(restarts for restarts, _, _ in everyone))
-        if why := restart_reason(everyone, machines):
+        self._remaining_restarts = max(0, worker_group.spec.max_restarts - max(restarts for restarts, *_ in everyone))
+        self._goes_on = all(goes_on for *_, goes_on, _, _ in everyone)
+        self.in_place.lost_at = max(lost_at for *_, lost_at in everyone)
+        if why := restart_reason([each[:3] for each in everyone], machines):
             # Whatever --resume was given: by now the run directory may hold an unfinished run.
             self._given |= RunOptions(restarted=why, resume="auto").to_environment()
-            in_place = "1" if self._workers.connections.waiting() else ""
-            self._given |= {variable("in_place"): in_place, variable("not_in_place"): self._not_in_place or ""}
-        self._machines, self._why = machines, None
+            why_not = next((reason for *_, reason, _ in everyone if reason), "")
+            self._given |= {variable("in_place"): "1" if self._goes_on else "", variable("not_in_place"): why_not}
+        self._machines, self._why, self.is_joining = machines, None, False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._new_workers()
+        with self._signals.deferred():
+            pids = [self._workers.add(rank, self._start, variables) for rank, variables in self._variables(worker_group).items()]
+        return dict(enumerate(pids))
+
+    def _new_workers(self) -> None:
         self._starts += 1
-        self._counted = frozenset[str]()
         records = self._folder / f"start-{self._starts}"
         records.mkdir()
         self._workers.connections.close()
         self._workers = WorkerProcesses(records, self._is_impatient, not_in_place=self._never_in_place)
+        self._is_able = False
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        size = self._elastic.machines_able() * self._count_asked if self._elastic is not None and self._never_in_place is None else 0
+        if not size or self._starts:
+            worker_group.spec.local_world_size = self._count_asked
+            super()._initialize_workers(worker_group)
+            return
+        say("lockstep: the run is under way; the workers of this machine are started, and join it then")
+        self._new_workers()
+        ranks = range(size, size + self._count_asked)  # as if they came last
+        worker_group.workers = [Worker(rank - size, rank, rank, ranks.stop, ranks.stop) for rank in ranks]
         with self._signals.deferred():
-            pids = [self._workers.add(rank, self._start, variables) for rank, variables in self._variables(worker_group).items()]
-        return dict(enumerate(pids))
+            self.in_place.start_to_join(self._workers, self._variables(worker_group))
+        self._goes_on = self.is_joining = True
+        self._recover(worker_group)
+        worker_group.state = WorkerState.HEALTHY
 
     def _torch_variables(self, group: WorkerGroup, member: Any) -> dict[str, str]:
         """The variables that torchrun sets."""
@@ -136,6 +174,11 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._workers.have_failed() or (self._workers.running and self._lost_a_machine()):
             return self._failed()
+        if self._workers.running and (why := self._announced()) is not None:
+            if why == LOST:
+                return self._failed()
+            self._remaining_restarts += 1  # torch's loop subtracts it
+            return RunResult(state=WorkerState.FAILED)
         if self._workers.running:
             continues = True
         elif self._workers.ending().was_preempted:
@@ -146,28 +189,48 @@ class Agent(SimpleElasticAgent):
             if worker_group.spec.rdzv_handler.is_closed():
                 raise RendezvousClosedError
         if continues:
-            if self._never_in_place is None and self._remaining_restarts:
-                self.in_place.keep_spare(self._workers, self._given)
+            self._prepare_to_recover()
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._workers.ranks))
 
+    def _prepare_to_recover(self) -> None:
+        """Keep a spare process, and tell the other machines, once all workers train."""
+        if self._never_in_place is not None or not self._remaining_restarts:
+            return
+        if self._workers.connections.why_not(self._workers.ranks) is None:
+            if not self._is_able and self._elastic is not None:
+                self._elastic.note_able()
+            self._is_able = True
+            if not self._shrinks:
+                self.in_place.keep_spare(self._given)
+
     def _failed(self) -> RunResult:
         self._signals.is_ending = True
-        self._not_in_place = self._why_not_in_place()
-        if not self._workers.connections.waiting():
-            self.in_place.lost_at = time.time()
-        if self._not_in_place is None:
-            self._not_in_place = self._workers.hold()
-        if self._not_in_place is not None:
+        why_not = self._leave(LOST)
+        if why_not is not None:
             self._workers.end_after_loss()
         self._count_failure()
         return RunResult(state=WorkerState.FAILED)
+
+    def _leave(self, why: str) -> str | None:
+        """Have the workers that are left wait for new ranks. Returns why they cannot, and None if they do."""
+        if not self._goes_on:
+            self.in_place.lost_at = time.time()
+        self._not_in_place = self._why_not_in_place()
+        if self._not_in_place is None:
+            if self._elastic is not None:
+                self._elastic.announce(why)
+            self._not_in_place = self._workers.hold()
+        self._goes_on = self._not_in_place is None
+        return self._not_in_place
 
     def _why_not_in_place(self) -> str | None:
         """Why the workers that are left cannot go on in their processes; None if they can."""
         if not self._remaining_restarts or self._workers.restart_request() or self._workers.has_user_error():
             return "the run does not go on with the same plan"
-        return self._workers.connections.why_not(self._workers.healthy)
+        if self._elastic is not None and not self._elastic.all_are_able():
+            return "the training had not begun on all machines, or cannot recover in place there"
+        return self._workers.connections.why_not(self._workers.ranks)
 
     @property
     def _group_size(self) -> int:
@@ -184,10 +247,10 @@ class Agent(SimpleElasticAgent):
     def _count_failure(self) -> None:
         """Announce a restart, or set the restarts left to 0 if these failures must not cause one."""
         ending = self._workers.ending()
-        first, waiting = ending.first, self._workers.connections.waiting()
+        first, waiting = ending.first, self._goes_on
         by_mistake = first is not None and first.record is not None and first.record.user_error
         stopped = self._signals.is_impatient or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
-        again = bool(waiting) and self.in_place.note_losses(self._workers.lost_in_training, self._workers.connections.steps_done())
+        again = waiting and self.in_place.note_losses(self._workers.lost_in_training, self._workers.connections.steps_done())
         if stopped or by_mistake or again:
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():
@@ -197,15 +260,19 @@ class Agent(SimpleElasticAgent):
             say(f"lockstep: {reason}; starts again")
             return
         silent = f"lost the machine {', '.join(self._lost)}: its workers failed, or it has been silent for {SILENCE_SECONDS} s"
-        line = silent if first is None else first.line
+        line = first.line if first is not None else silent if self._lost else "another machine has lost a worker"
         self._why = (LOST_A_PEER if first is None or first.lost_a_peer else FAILED, line)
         if self._remaining_restarts:
             self._signals.is_ending = False
             limit = self._worker_group.spec.max_restarts
-            how = "the others wait for a new process; recovery" if waiting else "restart"
+            how = "the others wait; recovery" if waiting else "restart"
             say(f"lockstep: {line}; {how} {limit - self._remaining_restarts + 1} of {limit}")
         elif first is None:
             self._elsewhere = line
+
+    def _announced(self) -> str | None:
+        """Why another machine has its workers leave their collectives, LOST or JOINS; None if none has."""
+        return self._elastic.announced() if self._elastic is not None and self._never_in_place is None else None
 
     def _lost_a_machine(self) -> bool:
         """True if another machine has left, and the workers here, not asked to save, may wait for it for minutes."""
@@ -218,22 +285,33 @@ class Agent(SimpleElasticAgent):
         """Replace the workers that are lost, and give all their new ranks. See [Note: recovery in place]."""
         while True:
             with self._signals.deferred():
-                self.in_place.replace(self._workers, self._variables(worker_group).__getitem__)
+                if not (self._shrinks and self.in_place.go_on_with_fewer(self._workers)):
+                    self.in_place.replace(self._workers, self._variables(worker_group).__getitem__)
             if self.in_place.all_are_ready(self._workers):
                 break
             self._failed()
-            if not self._remaining_restarts or not self._workers.connections.waiting():
+            if not self._remaining_restarts or not self._goes_on:
                 return  # the next look at the workers finds the failure
             self._remaining_restarts -= 1
+        if self._elastic is not None:
+            self._elastic.wait_for_all()
+        worker_group.spec.local_world_size = len(self._workers.ranks)
         self._rendezvous(worker_group)
-        self._workers.connections.rejoin(self._variables(worker_group), lost_at=self.in_place.lost_at)
+        if self._goes_on:
+            self._workers.renumber([each.global_rank for each in worker_group.workers])
+            self._workers.connections.rejoin(self._variables(worker_group), lost_at=self.in_place.lost_at)
+            self._is_able = False
+        else:  # on another machine, the workers cannot go on in their processes
+            self._workers.end_after_loss()
+            self._start_workers(worker_group)
+        self._goes_on = False
 
     def _variables(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
         """The variables of this machine's workers, by rank."""
         return {each.global_rank: self._given | self._torch_variables(group, each) for each in group.workers}
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self._workers.connections.waiting():
+        if self._goes_on or (self._workers.running and self._waits_for_a_machine()):
             self._recover(worker_group)
             return
         if self._workers.running:
@@ -242,6 +320,14 @@ class Agent(SimpleElasticAgent):
         if not self._lost and not ending.preempted and len(ending.finished) == len(self._workers.ranks):
             return  # they are done
         super()._restart_workers(worker_group)
+
+    def _waits_for_a_machine(self) -> bool:
+        """Have the workers wait in their processes for a machine that joins. Returns False if they cannot."""
+        if self._elastic is None or self._never_in_place is not None or self._leave(JOINS) is not None:
+            return False
+        say("lockstep: another machine joins: the workers wait for it")
+        self._why = (JOINED, "another machine joined")
+        return True
 
     def _regroup(self, worker_group: WorkerGroup) -> None:
         """Have the workers of all machines save and end, to start again with the machine that waits."""

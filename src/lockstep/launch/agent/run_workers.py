@@ -61,8 +61,8 @@ def run_workers(
         asked = _INTERFACES if machines is not None and machines.interface is not None else ()
         environment = {"LOCKSTEP_LAUNCHER": launcher, **options.to_environment()}
         environment |= {name: value for name, value in chosen.items() if name not in os.environ or name in asked}
-        why_not = "" if recovery == "restart" else None if machines is None else "the run is on several machines"
-        agent = Agent(spec, start, environment, folder, never_in_place=why_not)
+        why_not = "" if recovery == "restart" else None
+        agent = Agent(spec, start, environment, folder, never_in_place=why_not, shrinks=recovery == "shrink")
         ending = None
         try:
             ending = agent.run_to_the_end(machines)
@@ -70,7 +70,7 @@ def run_workers(
         finally:
             agent.close()
             # As under torchrun, the other machines may go on without one that was asked to end.
-            if machines is None or ending is None or ending.signal is None:
+            if not agent.is_joining and (machines is None or ending is None or ending.signal is None):
                 rendezvous.shutdown()
 
 

@@ -19,6 +19,8 @@ class Connection:
     channel: Channel
     why_not: str | None = UNKNOWN
     """Why this worker cannot recover in place; None if it can."""
+    sizes: Sequence[int] = ()
+    """The numbers of processes that the run's plan fits."""
     at: int = -1
     """The steps that it had done when it left its collectives; -1 if that is not known."""
     refusal: str | None = None
@@ -66,12 +68,16 @@ class Connections:
             if (found := self.by_rank.pop(rank, None)) is not None:
                 found.channel.close()
 
+    def renumber(self, ranks: Mapping[int, int]) -> None:
+        """Give the workers other ranks. `ranks`: those by the old ones."""
+        self.by_rank = {ranks[rank]: connection for rank, connection in self.by_rank.items()}
+
     def look(self) -> None:
         """Read what the workers have said."""
         for rank, connection in self.by_rank.items():
             while (message := connection.channel.receive(0.0)) is not None:
                 if message["kind"] == "able":
-                    connection.why_not = message["why_not"]
+                    connection.why_not, connection.sizes = message["why_not"], message["sizes"]
                 elif message["kind"] == "refuses":
                     connection.refusal = message["why_not"]
                 elif message["kind"] == "ready":
@@ -89,12 +95,17 @@ class Connections:
             connection = self.by_rank.get(rank)
             if connection is None or connection.why_not is not None:
                 return f"rank {rank}: {UNKNOWN if connection is None else connection.why_not}"
-        return None if ranks else "no process is left"
+        return None
 
     def refusal(self) -> str | None:
         """Why a worker that was asked to recover in place will end instead; None if all try."""
         self.look()
         return next((f"rank {rank}: {each.refusal}" for rank, each in self.by_rank.items() if each.refusal is not None), None)
+
+    def largest_size(self, ranks: Sequence[int]) -> int:
+        """The most of these workers that the run's plan has a place for; 0 if it has none for so few."""
+        sizes = next((self.by_rank[rank].sizes for rank in ranks if self.by_rank[rank].sizes), ())
+        return max((size for size in sizes if size <= len(ranks)), default=0)
 
     def steps_done(self) -> int:
         """The most steps that a worker that waits has done; -1 if that is not known."""

@@ -24,12 +24,12 @@ class InPlace:
         self.lost_at = 0.0
         """When the latest recovery began, in seconds since 1970."""
 
-    def keep_spare(self, workers: WorkerProcesses, environment: Mapping[str, str]) -> None:
-        """Start a spare process, once all workers train, if there is none. `environment`: that of all workers."""
+    def keep_spare(self, environment: Mapping[str, str]) -> None:
+        """Start a spare process if there is none. `environment`: that of all workers."""
         if self._spare is not None and not self._spare.is_alive():
             self._spare.end()
             self._spare = None
-        if self._spare is None and workers.connections.why_not(workers.ranks) is None:
+        if self._spare is None:
             self._spare = Spare(self._start, environment)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
@@ -49,6 +49,22 @@ class InPlace:
                 spare.end()
                 spare = None
             workers.replace(rank, self._start, {**variables(rank), REPLACEMENT: "1"}, spare)
+
+    def go_on_with_fewer(self, workers: WorkerProcesses) -> bool:
+        """Drop the workers that have ended, and as many more as the plan has no place for. Returns False if it has none
+        for so few."""
+        lost = set(workers.lost)
+        kept = workers.connections.largest_size([rank for rank in workers.ranks if rank not in lost])
+        if kept:
+            workers.drop([*lost, *[rank for rank in workers.ranks if rank not in lost][kept:]])
+        return bool(kept)
+
+    def start_to_join(self, workers: WorkerProcesses, variables: Mapping[int, Mapping[str, str]]) -> None:
+        """Start workers that are to join a run that is under way. `variables`: those of each, by a rank of its own
+        for the time until then."""
+        for rank, each in variables.items():
+            workers.add(rank, self._start, {**each, REPLACEMENT: "1"})
+            workers.connections.note_replacement(rank)
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
         """Wait until all workers wait for their new ranks. Returns False if one ends or cannot go on."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -50,9 +50,10 @@ class Rejoin:
         self._listener = threading.Thread(target=self._listen, name="lockstep-recovery", daemon=True)
         self._listener.start()
 
-    def announce(self, why_not: str | None) -> None:
-        """Tell the launcher that this worker can recover in place, or why it cannot."""
-        self._channel.send("able", why_not=why_not)
+    def announce(self, why_not: str | None, sizes: Sequence[int] = ()) -> None:
+        """Tell the launcher that this worker can recover in place, or why it cannot. `sizes`: the numbers of processes
+        that the run's plan fits."""
+        self._channel.send("able", why_not=why_not, sizes=list(sizes))
 
     def offer_images(self, descriptor: int) -> None:
         """Give the launcher the memory that holds the images of this process's state."""
@@ -96,6 +97,11 @@ class Rejoin:
             return False
         self._handled = error
         return True
+
+    def raise_if_lost(self) -> None:
+        """Raise `ConnectionAbortedError` if the launcher has this process leave its collectives."""
+        if self._is_lost.is_set():
+            raise ConnectionAbortedError("another process was lost, or joins")
 
     def leave(self, leave_groups: Callable[[], object]) -> None:
         """Leave the old groups. If one more worker was lost meanwhile, its notice was for the new ones."""
@@ -157,6 +163,12 @@ def use_channel(channel: Channel | None) -> None:
     """Use this connection to the launcher, if any, from now on. Called once, before the user's code runs."""
     global _channel
     _channel = channel
+
+
+def refuse_recovery(why_not: str) -> None:
+    """Tell the launcher, if it recovers in place, why this process cannot. `connect` takes it back."""
+    if _channel is not None and _rejoin is None:
+        _channel.send("able", why_not=why_not, sizes=[])
 
 
 def connect(abort: Callable[[], None], waits: Callable[[], object]) -> Rejoin | None:

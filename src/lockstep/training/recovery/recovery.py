@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ class Recovery:
         self._rejoin = rejoin
         rejoin.trainings += 1
         self._too_late = None if rejoin.trainings == 1 else "the script has trained before, and a new process would have to do that again"
+        self.sizes: Sequence[int] = ()
+        """The numbers of processes, up to that of the run, that its plan fits."""
         self._held: HeldState | None = None
         self._is_restored = False
         self._is_replica = False  # True if this process has all of the state
@@ -51,12 +53,17 @@ class Recovery:
         """True from the loss of a process until the state is restored; alike on all ranks of an open run."""
         return self._rejoin.is_rejoining
 
+    def raise_if_lost(self) -> None:
+        """Raise `ConnectionAbortedError` if the launcher has every process leave its collectives. Called between two
+        steps: a process that waits for no other would not notice."""
+        self._rejoin.raise_if_lost()
+
     def announce(self, run: Run, data: Any) -> None:
         """Tell the launcher whether this process could recover in place from now on. `data`: that of the loop."""
         plan = run.context.plan
         self._is_replica = plan.shard == plan.tensor == plan.pipeline == 1 and not isinstance(data, Stream)
         self._hooks_before = hook_marks(run)
-        self._rejoin.announce(self._too_late or why_not(run))
+        self._rejoin.announce(self._too_late or why_not(run), self.sizes)
 
     def offer_images(self, descriptor: int) -> None:
         """Let the memory that holds the images of this process's state outlive it."""
@@ -120,9 +127,7 @@ class Recovery:
 def why_not(run: Run) -> str | None:
     """Why a run could not recover in place from the loss of a process; None if it could."""
     context = run.context
-    if context.world.size == 1:
-        return "there is one process"
-    if not context.world.owns_group:
+    if context.world.size > 1 and not context.world.owns_group:
         return "the script has made the process group itself"
     if context.device.type != "cpu":
         return f"on the device {context.device.type} it has never been tried"
