@@ -120,6 +120,20 @@ def test_options_do_not_import_torch() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"max_restarts": 1, "local_rank_argument": True}])
 def test_a_recovery_in_place_that_could_never_be_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(LaunchError, match="--recovery in-place with"):
-        LaunchOptions(recovery="in-place", **given).validate()
-    LaunchOptions(recovery="in-place", max_restarts=1).validate()
+    for recovery in ("in-place", "shrink"):
+        with pytest.raises(LaunchError, match=f"--recovery {recovery} with"):
+            LaunchOptions(recovery=recovery, **given).validate()
+        LaunchOptions(recovery=recovery, max_restarts=1).validate()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"plan": "replicate=4"}, "--recovery shrink with --plan replicate=4, which fits one number of processes; .*replicate=auto"),
+        ({"nnodes": "1:2", "rdzv": "host:29400"}, "--recovery shrink with --nnodes 1:2; .*--recovery in-place goes on without a machine"),
+    ],
+)
+def test_a_run_that_could_not_shrink_is_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(LaunchError, match=text):
+        LaunchOptions(recovery="shrink", max_restarts=1, **given).validate()
+    LaunchOptions(recovery="shrink", max_restarts=1, plan="shard=auto").validate()

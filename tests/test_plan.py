@@ -71,6 +71,20 @@ def test_auto_fills_what_is_left(world_size: int, numerics: Any) -> None:
     assert plan.resolve(world_size) == plan
 
 
+@given(world_size=st.integers(1, 60), shard=st.integers(1, 8), replicate=st.integers(1, 8) | st.just("auto"))
+def test_the_sizes_that_a_plan_fits_are_those_that_it_resolves_for(world_size: int, shard: int, replicate: Any) -> None:
+    def fits(size: int) -> bool:
+        try:
+            plan.resolve(size)
+        except PlanError:
+            return False
+        return True
+
+    plan = Plan(replicate=replicate, shard=shard)
+    assert plan.sizes(world_size) == [size for size in range(1, world_size + 1) if fits(size)]
+    assert plan.fits_several_sizes == (replicate == "auto")
+
+
 def test_an_axis_that_is_not_given_is_1_where_another_is() -> None:
     plan = Plan(shard=1)
     assert (plan.replicate, plan.shard, plan.tensor, plan.pipeline) == (1, 1, 1, 1)

@@ -5,6 +5,7 @@ import ast
 import gc
 import inspect
 import json
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -230,6 +231,31 @@ def test_default_store(group):
     store = torch_private.default_store()
     store.set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_rendezvous_polls_and_state():
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    began = time.monotonic()
+    with torch_private.rendezvous_polls_every(0.01):
+        dynamic_rendezvous._delay(seconds=1)
+    assert time.monotonic() - began < 1
+    holder = dynamic_rendezvous._BackendRendezvousStateHolder(Backend(), settings=None)
+    holder._sanitize = lambda: None
+    torch_private.refresh_rendezvous_state_after(holder, 0.01)
+    for count in (1, 2):
+        holder.sync()
+        assert Backend.asked == count
+        holder.sync()
+        assert Backend.asked == count
+        time.sleep(0.02)
+
+
+class Backend:
+    asked = 0
+
+    def get_state(self):
+        Backend.asked += 1
 
 
 def test_resolve_process_group(group):

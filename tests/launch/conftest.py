@@ -14,6 +14,7 @@ import pytest
 
 from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.failures import Ending
+from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.channel import inherited
 from lockstep.options import RunOptions
 
@@ -24,7 +25,14 @@ Starter = Callable[..., Ending]
 def run(tmp_path: Path) -> Starter:
     """Run `source` in `count` workers; it finds the rank as `rank`."""
 
-    def run(source: str, count: int = 2, max_restarts: int = 0, recovery: str = "restart", **given: Any) -> Ending:
+    def run(
+        source: str,
+        count: int = 2,
+        max_restarts: int = 0,
+        recovery: str = "restart",
+        machines: Machines | None = None,
+        **given: Any,
+    ) -> Ending:
         path = tmp_path / "script.py"
         path.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + dedent(source))
 
@@ -34,6 +42,14 @@ def run(tmp_path: Path) -> Starter:
             return subprocess.Popen(line, cwd=tmp_path, env=variables, start_new_session=True, pass_fds=inherited(environment))
 
         options = RunOptions(**given)
-        return run_workers(start, count=count, launcher="lockstep", options=options, max_restarts=max_restarts, recovery=recovery)
+        return run_workers(
+            start,
+            count=count,
+            launcher="lockstep",
+            options=options,
+            max_restarts=max_restarts,
+            machines=machines,
+            recovery=recovery,
+        )
 
     return run

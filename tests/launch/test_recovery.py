@@ -37,12 +37,12 @@ def wait_until(condition):
 
 advances = 0
 
-def train(step, why_not=None):
+def train(step, why_not=None, sizes=()):
     # As ls.train does: `attempt` is one start of the run in this process.
     while True:
         rejoin.join_at_first()
         note()
-        rejoin.announce(why_not)
+        rejoin.announce(why_not, sizes)
         rejoin.end_recovery()
         try:
             return attempt()
@@ -204,35 +204,19 @@ def test_a_user_error_ends_the_run(run: Starter, tmp_path: Path) -> None:
     assert [len(starts(tmp_path, rank)) for rank in (0, 1)] == [1, 1]
 
 
-def test_one_that_does_not_leave_its_step_in_time_is_replaced_too(run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_processes, "HOLD_SECONDS", 0.5)
+@pytest.mark.parametrize("waits_for", ["", "waits_for.append('all_reduce of 4 float32')"], ids=["computes", "waits in a collective"])
+def test_one_that_does_not_leave_its_step_in_time_is_replaced_too(
+    run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    monkeypatch.setattr(worker_processes, "HOLD_SECONDS", 60 if waits_for else 0.5)
     ending = run(
         script(
-            """
-            if os.environ.get("LOCKSTEP_IN_PLACE"): return
-            wait_until(lambda: times(0) and times(1) and times(2))
-            if rank == 1: die()
-            if rank == 2: wait_until(lambda: False)
-            lose_a_peer()
-            """
-        ),
-        count=3,
-        max_restarts=1,
-        recovery="in-place",
-    )
-    assert ending.status == 0
-    assert [len(starts(tmp_path, rank)) for rank in range(3)] == [1, 2, 2]
-
-
-def test_one_whose_wait_in_a_collective_does_not_end_is_replaced_too(run: Starter, tmp_path: Path) -> None:
-    ending = run(
-        script(
-            """
+            f"""
             if os.environ.get("LOCKSTEP_IN_PLACE"): return
             wait_until(lambda: times(0) and times(1) and times(2))
             if rank == 1: die()
             if rank == 2:
-                waits_for.append("all_reduce of 4 float32")
+                {waits_for}
                 wait_until(lambda: False)
             lose_a_peer()
             """
@@ -243,6 +227,68 @@ def test_one_whose_wait_in_a_collective_does_not_end_is_replaced_too(run: Starte
     )
     assert ending.status == 0
     assert [len(starts(tmp_path, rank)) for rank in range(3)] == [1, 2, 2]
+
+
+def test_all_that_are_lost_are_replaced(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            wait_until(lambda: times(0) and times(1))
+            die()
+            """
+        ),
+        max_restarts=1,
+        recovery="in-place",
+    )
+    assert ending.status == 0
+    assert [[each[0][2] for each in starts(tmp_path, rank)] for rank in range(2)] == [[None, "1"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left"),
+    [
+        pytest.param([1, 2, 3, 4], [0, 2, 3], id="replicate=auto"),
+        pytest.param([2, 4], [0, 2], id="one more than fits"),
+    ],
+)
+def test_those_that_are_left_go_on_with_fewer(run: Starter, tmp_path: Path, sizes: list[int], left: list[int]) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"):
+                return Path(f"was-{rank}").write_text(f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
+            wait_until(lambda: all(map(times, range(4))))
+            if rank == 1: die()
+            lose_a_peer()
+            """,
+            f"train(7, sizes={sizes})",
+        ),
+        count=4,
+        max_restarts=1,
+        recovery="shrink",
+    )
+    assert (ending.status, ending.finished) == (0, list(range(len(left))))
+    found = {path.name: path.read_text() for path in tmp_path.glob("was-*")}
+    assert found == {f"was-{old}": f"{new} of {len(left)}" for new, old in enumerate(left)}
+
+
+def test_where_fewer_do_not_fit_the_lost_one_is_replaced(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            wait_until(lambda: times(0) and times(1))
+            if rank == 1: die()
+            lose_a_peer()
+            """,
+            "train(7, sizes=[2])",
+        ),
+        max_restarts=1,
+        recovery="shrink",
+    )
+    assert ending.status == 0
+    assert [len(starts(tmp_path, rank)) for rank in range(2)] == [1, 2]
 
 
 def test_a_script_that_ends_on_one_rank_makes_the_others_end_as_without_recovery(run: Starter, tmp_path: Path) -> None:

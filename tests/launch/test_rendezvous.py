@@ -6,11 +6,16 @@ import re
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from lockstep.base.errors import LaunchError
+from lockstep.launch import rendezvous
 from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import ElasticRendezvous, check_machines
@@ -82,13 +87,79 @@ def test_where_nobody_keeps_it_the_wait_ends_with_what_was_tried_and_the_remedy(
 
 def test_a_refusal_is_an_obstacle_only_at_the_port_of_a_machine_that_is_there(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a container has this machine's own address: the connection comes back here, and is refused."""
-    monkeypatch.setattr("lockstep.launch.rendezvous.SILENCE_SECONDS", 0)
+    monkeypatch.setattr("lockstep.launch.rendezvous.REACH_SECONDS", 0)
     keeper = ElasticRendezvous.at(machines)
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = free.getsockname()[1]
         assert keeper._obstacle("127.0.0.2", port, refusal_is_one=True) is None
     assert keeper._obstacle("127.0.0.2", port, refusal_is_one=False) is None
     assert "Connection refused" in str(keeper._obstacle("127.0.0.2", port, refusal_is_one=True))
+
+
+@pytest.fixture
+def two(machines: Machines) -> Iterator[list[ElasticRendezvous]]:
+    """Two machines that have met."""
+    both = [ElasticRendezvous.at(machines) for _ in range(2)]
+    meet(both)
+    yield both
+    for each in both:
+        each._stop_heartbeats()
+
+
+def meet(several: list[ElasticRendezvous]) -> None:
+    with ThreadPoolExecutor() as pool:
+        for found in [pool.submit(each.next_rendezvous) for each in several]:
+            found.result()
+
+
+def test_machines_recover_in_place_once_all_have_said_that_they_can(two: list[ElasticRendezvous], machines: Machines) -> None:
+    one, other = two
+    visitor = ElasticRendezvous.at(machines)
+    one.note_able()
+    assert [each.all_are_able() for each in two] == [False, False]
+    assert visitor.machines_able() == 0
+    other.note_able()
+    assert [each.all_are_able() for each in two] == [True, True]
+    assert visitor.machines_able() == 2
+    meet(two)
+    assert not one.all_are_able()  # with other workers, perhaps
+
+
+def test_the_first_machine_says_why_all_leave(two: list[ElasticRendezvous]) -> None:
+    one, other = two
+    assert (one.announced(), other.announced()) == (None, None)
+    assert one.announce("lost") == "lost"
+    assert other.announce("joins") == "lost"
+    assert other.announced() == "lost"
+    meet(two)
+    assert (one.announced(), other.announced()) == (None, None)
+
+
+def test_machines_wait_for_all_that_are_there(two: list[ElasticRendezvous], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = two
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(one.wait_for_all)
+        time.sleep(0.3)
+        assert not waiting.done()
+        other.wait_for_all()
+        waiting.result(timeout=5)
+        meet(two)
+        waiting = pool.submit(one.wait_for_all)
+        other._stop_heartbeats()  # lost
+        began = time.monotonic()
+        waiting.result(timeout=10)
+    assert time.monotonic() - began > rendezvous.SILENCE_SECONDS / 2
+    found = one.next_rendezvous()
+    assert found.world_size == 1
+
+
+def test_machines_that_wait_hear_of_the_end_of_the_run(two: list[ElasticRendezvous]) -> None:
+    one, other = two
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(one.wait_for_all)
+        other.set_closed()
+        with pytest.raises(RendezvousClosedError):
+            waiting.result(timeout=10)
 
 
 def test_number_0_is_where_the_others_look_for_it() -> None:

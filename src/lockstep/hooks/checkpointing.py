@@ -76,9 +76,8 @@ class Checkpointing(ControlHook):
         checkpointer.begin(step)
         if recovery is not None:
             if recovery.is_under_way:
-                run.event(
-                    "restarted", step, reason=context.recovered_from, not_in_place="no process holds the state, and there is no image"
-                )
+                why_not = "no process holds the state, and there is no image"
+                run.event("restarted", step, reason=context.recovered_from, not_in_place=why_not)
             recovery.restored()
         if found is None:
             return

@@ -230,7 +230,8 @@ class Agent(SimpleElasticAgent):
             return "the run does not go on with the same plan"
         if self._elastic is not None and not self._elastic.all_are_able():
             return "the training had not begun on all machines, or cannot recover in place there"
-        return self._workers.connections.why_not(self._workers.ranks)
+        healthy = self._workers.healthy
+        return self._workers.connections.why_not(healthy, [rank for rank in self._workers.ranks if rank not in healthy])
 
     @property
     def _group_size(self) -> int:

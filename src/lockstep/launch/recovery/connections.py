@@ -19,6 +19,8 @@ class Connection:
     channel: Channel
     why_not: str | None = UNKNOWN
     """Why this worker cannot recover in place; None if it can."""
+    was_able: bool = False
+    """True once this worker could recover in place: another one can then take its place."""
     sizes: Sequence[int] = ()
     """The numbers of processes that the run's plan fits."""
     at: int = -1
@@ -60,7 +62,8 @@ class Connections:
 
     def note_replacement(self, rank: int) -> None:
         """Note that the worker of this rank has taken the place of a lost one."""
-        self.by_rank[rank].is_starting, self.by_rank[rank].why_not = True, None
+        replacement = self.by_rank[rank]
+        replacement.is_starting, replacement.why_not, replacement.was_able = True, None, True
 
     def drop(self, ranks: Collection[int]) -> None:
         """Close the connections to workers that have ended."""
@@ -78,6 +81,7 @@ class Connections:
             while (message := connection.channel.receive(0.0)) is not None:
                 if message["kind"] == "able":
                     connection.why_not, connection.sizes = message["why_not"], message["sizes"]
+                    connection.was_able |= connection.why_not is None
                 elif message["kind"] == "refuses":
                     connection.refusal = message["why_not"]
                 elif message["kind"] == "ready":
@@ -86,13 +90,15 @@ class Connections:
                 elif message["kind"] == "images":
                     self._keep_images(rank, message["descriptors"])
 
-    def why_not(self, ranks: Collection[int]) -> str | None:
-        """Why the workers of these ranks cannot recover in place; None if they can."""
+    def why_not(self, ranks: Collection[int], lost: Collection[int] = ()) -> str | None:
+        """Why the workers of these ranks cannot recover in place, without those that are `lost`; None if they can."""
         if self.unused is not None:
             return self.unused
         self.look()
-        for rank in ranks:
+        for rank in (*ranks, *lost):
             connection = self.by_rank.get(rank)
+            if connection is not None and rank in lost and connection.was_able:
+                continue
             if connection is None or connection.why_not is not None:
                 return f"rank {rank}: {UNKNOWN if connection is None else connection.why_not}"
         return None
