@@ -52,7 +52,7 @@ class HouseHooks:
         self.out_of_memory = OutOfMemory(
             opened.given_plan, opened.taken_fallbacks, setting, is_restarted=environment.launcher == "lockstep"
         )
-        self.hang = HangHook(timeouts, opened.context, self.checkpointing.rescue)
+        self.hang = HangHook(timeouts, opened.context, self.checkpointing.rescue, recovery)
         evaluating = [] if self.evaluation is None else [self.evaluation]
         if bare:
             self.in_order: list[Hook] = [*user_hooks, *evaluating, self.metrics, Preemption(termination, stop_at=environment.stop_at)]

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,10 @@ class Ended:
         return list(dict.fromkeys(map(int, found)))
 
 
-def train(folder: Path, plan: str, nproc: int, *arguments: str) -> Ended:
+def train(folder: Path, plan: str, nproc: int, *arguments: str, options: Sequence[str] = ("--recovery", "in-place")) -> Ended:
     folder.mkdir()
     line = [LOCKSTEP, "run", "--nproc", str(nproc), "--plan", f"{plan},numerics=bitwise", "--run-dir", str(folder / "run")]
-    line += ["--recovery", "in-place", "--max-restarts", "2", SCRIPT, *arguments]
+    line += ["--max-restarts", "2", *options, SCRIPT, *arguments]
     before = leaks.take(["shared-memory"])
     ended = subprocess.run(line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -80,6 +81,36 @@ def test_the_others_keep_their_processes_and_the_bits_are_the_same(
     assert recovered["step"] == 13 if state == "replica" else recovered["step"] <= 13
     assert recovered["reason"].startswith(f"rank {rank} was killed by SIGKILL")
     assert not ended.events("restarted")
+
+
+@pytest.mark.parametrize("plan", ["replicate=auto", "shard=auto"])
+def test_the_others_go_on_without_the_lost_one_if_asked_to(tmp_path: Path, undisturbed: str, plan: str) -> None:
+    ended = train(tmp_path / "folder", plan, 3, "once", "1", "13", options=("--recovery", "shrink"))
+    assert ended.fingerprint == undisturbed
+    assert json.loads((ended.run / "result.json").read_text())["world_size"] == 2
+    processes = [ended.processes(rank) for rank in range(3)]
+    assert (len(processes[0]), len(processes[1])) == (1, 2)
+    assert processes[1][1] == processes[2][0]  # who was rank 2 before
+    assert len(ended.events("recovered")) == 1
+
+
+def test_if_all_are_lost_their_images_are_left(tmp_path: Path, undisturbed: str) -> None:
+    ended = train(tmp_path / "folder", "replicate=auto", 2, "all", "0", "13")
+    assert ended.fingerprint == undisturbed
+    assert [len(ended.processes(rank)) for rank in range(2)] == [2, 2]
+    (recovered,) = ended.events("recovered")
+    assert recovered["state"] == "image"
+    assert 0 < recovered["step"] <= 13
+
+
+@pytest.mark.parametrize("case", ["stops", "sleeps"])
+def test_one_that_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: str, case: str) -> None:
+    ended = train(tmp_path / "folder", "replicate=auto", 2, case, "1", "13", options=("--recovery", "in-place", "--hang-after", "3s"))
+    assert ended.fingerprint == undisturbed
+    assert [len(ended.processes(rank)) for rank in range(2)] == [1, 2]
+    (recovered,) = ended.events("recovered")
+    assert recovered["reason"].startswith("rank 1 failed (exit status 76): HangError: rank 1 is waited for: ")
+    assert recovered["state"] == "replica"
 
 
 def test_a_loss_in_an_evaluation_goes_back_to_an_image(tmp_path: Path, undisturbed: str) -> None:

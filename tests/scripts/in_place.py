@@ -2,12 +2,14 @@
 killed after STEP. Each step is a line: its process, rank and number.
 
 Cases: "once"; "counts": a hook counts steps, and has no state_dict; "twice": the second training loses the worker;
-"evaluates": the worker is lost in an evaluation.
+"evaluates": the worker is lost in an evaluation; "stops": it is stopped instead of killed; "sleeps": it does not go on;
+"all": all workers are killed.
 """
 
 import os
 import signal
 import sys
+import time
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,11 @@ trainings = 0
 
 def die_at(run: Run) -> None:
     is_due = trainings == (2 if case == "twice" else 1) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if is_due and [str(run.rank), str(run.step)] == killed:
-        os.kill(os.getpid(), signal.SIGKILL)
+    rank = killed[0] if case == "all" and killed else str(run.rank)
+    if is_due and [rank, str(run.step)] == killed:
+        if case == "sleeps":
+            time.sleep(1000)
+        os.kill(os.getpid(), signal.SIGSTOP if case == "stops" else signal.SIGKILL)
 
 
 class Watched(ls.Hook):

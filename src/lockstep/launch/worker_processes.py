@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lockstep.launch import worker
 from lockstep.launch.failures import Ending, FailureRecord, WorkerFailure, read_crash, read_torch_record
@@ -95,6 +95,23 @@ class WorkerProcesses:
             self.connections.use(rank, spare.channel)
             spare.become({**environment, **self._own_variables(rank)})
         self.connections.note_replacement(rank)
+
+    def kill_hanging(self) -> list[tuple[Sequence[int], Mapping[str, Any]]]:
+        """Kill the workers that a watchdog has found to hang. Returns those of other machines, with their records."""
+        self.connections.look()
+        elsewhere: list[tuple[Sequence[int], Mapping[str, Any]]] = []
+        while self.connections.hanging:
+            ranks, record = self.connections.hanging.pop()
+            self.kill(ranks, record)
+            if others := [rank for rank in ranks if rank not in self._processes]:
+                elsewhere.append((others, record))
+        return elsewhere
+
+    def kill(self, ranks: Collection[int], record: Mapping[str, Any]) -> None:
+        """Kill those workers that run, of these ranks, with a record of why."""
+        for rank in set(ranks) & set(self.healthy):
+            FailureRecord(**record).write(self._files(rank).failure)
+            _signal_group(self._processes[rank].pid, signal.SIGKILL)
 
     def drop(self, ranks: Collection[int]) -> None:
         """Kill these workers if they run, and count none of them any more."""

@@ -25,15 +25,23 @@ from lockstep.launch.worker_files import defer_kill, is_shutting_down, write_fai
 from lockstep.options import WatchdogTimeouts
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook, Run
+from lockstep.training.recovery.recovery import Recovery
 
 SAVING_SECONDS = 300.0  # the longest time for the last save of a rank that hangs
 EXIT_DELAY_SECONDS = 0.5  # before a rank exits, so that all ranks read the diagnosis before they lose a peer
 
 
 class HangHook(Hook):
-    def __init__(self, timeouts: WatchdogTimeouts | None, context: Context, rescue: Callable[[Run, BaseException], bool]) -> None:
+    def __init__(
+        self,
+        timeouts: WatchdogTimeouts | None,
+        context: Context,
+        rescue: Callable[[Run, BaseException], bool],
+        recovery: Recovery | None,
+    ) -> None:
         """Start the watchdog of this thread. Every rank calls it. `timeouts`: None: no watchdog. `rescue` saves without
-        the other ranks."""
+        the other ranks. `recovery`: that of the run, if it can recover in place."""
+        self._recovery = recovery
         self._timeouts = timeouts
         self._context = context
         self._rescue = rescue
@@ -51,6 +59,7 @@ class HangHook(Hook):
             mailbox=mailbox,
             on_hang=self._on_hang,
             is_shutting_down=is_shutting_down,
+            is_recovered=self._is_recovered,
             on_stuck=self._on_stuck,
         )
 
@@ -74,6 +83,9 @@ class HangHook(Hook):
         else:
             self._context.recorder.event(name, 0, **details)
 
+    def _is_recovered(self, hang: Hang) -> bool:
+        return self._recovery is not None and self._recovery.can_replace and hang.kind == "missing"
+
     def _on_hang(self, hang: Hang, snapshots: Mapping[int, StackSnapshot], collected: bool, mine: StackSnapshot) -> None:
         """See `Watchdog`. Called in its thread."""
         if collected:
@@ -89,6 +101,10 @@ class HangHook(Hook):
         if self._timeouts is None or self._timeouts.on_hang != "end":
             return
         error = HangError(hang.summary)
+        if self._recovery is not None and self._is_recovered(hang):
+            if collected:
+                self._recovery.report_hang(hang.ranks, failure_record(error, None, HUNG_STATUS))
+            return
         timer = threading.Timer(SAVING_SECONDS, os._exit, [HUNG_STATUS])
         timer.daemon = True
         timer.start()

@@ -72,6 +72,8 @@ class Watchdog:
     """Called in the watchdog's thread on every rank that learns of a hang: with the hang, the snapshots of all ranks
     (empty unless this rank collected them), whether it did, and this rank's own."""
     is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
+    is_recovered: Callable[[Hang], bool]
+    """True if the launcher replaces the ranks that hang, and no other ends."""
     on_stuck: Callable[[], None]  # called in the watchdog's thread if this rank still waits then
     ends_the_process: bool = False  # True if the watchdog's thread is about to end this process; then nothing else may
     _shutting_down_since: float | None = None
@@ -188,7 +190,7 @@ class Watchdog:
             self._not_before = time.monotonic() + AGAIN_SECONDS
             return
         self._reported_since = self.phases.since
-        self.ends_the_process = self.timeouts.on_hang == "end"
+        self.ends_the_process = self.timeouts.on_hang == "end" and not self.is_recovered(hang)
         self.on_hang(hang, snapshots, collected, mine)
 
     def _report_alone(self) -> None:

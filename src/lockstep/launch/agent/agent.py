@@ -172,13 +172,18 @@ class Agent(SimpleElasticAgent):
         return {name: str(value) for name, value in values.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        for ranks, record in self._workers.kill_hanging():
+            if self._elastic is not None:
+                self._elastic.announce(json.dumps([ranks, record]))
         if self._workers.have_failed() or (self._workers.running and self._lost_a_machine()):
             return self._failed()
         if self._workers.running and (why := self._announced()) is not None:
-            if why == LOST:
-                return self._failed()
-            self._remaining_restarts += 1  # torch's loop subtracts it
-            return RunResult(state=WorkerState.FAILED)
+            if why == JOINS:
+                self._remaining_restarts += 1  # torch's loop subtracts it
+                return RunResult(state=WorkerState.FAILED)
+            if why != LOST:
+                self._workers.kill(*json.loads(why))
+            return self._failed()
         if self._workers.running:
             continues = True
         elif self._workers.ending().was_preempted:
@@ -272,7 +277,8 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _announced(self) -> str | None:
-        """Why another machine has its workers leave their collectives, LOST or JOINS; None if none has."""
+        """Why another machine has all workers leave their collectives: LOST, JOINS, or JSON of those that hang and of
+        the record of that. None: none has."""
         return self._elastic.announced() if self._elastic is not None and self._never_in_place is None else None
 
     def _lost_a_machine(self) -> bool:

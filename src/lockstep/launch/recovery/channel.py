@@ -7,6 +7,7 @@
 2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave the collective that they wait
    in, and say `ready`, with the step whose state they hold, or `refuses`, with the reason. The launcher starts a
    replacement for the lost worker. It says `ready`, without a state, when its script comes to `ls.train`.
+   A worker that hangs does not end. The watchdog that finds it sends `hangs`, with its rank, and the launcher kills it.
 3. When all are ready, the launcher makes a new store and sends `rejoin` to each, with the variables of its rank and the
    images of all. If that is not possible, it sends `restart`: the workers save and end, and all start again.
 """

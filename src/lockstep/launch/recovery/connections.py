@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from lockstep.launch.recovery.channel import Channel, open_channel, variables
 
@@ -40,6 +41,8 @@ class Connections:
     unused: str | None
     """Why workers cannot recover in place, empty if nobody has asked for it; None: they may."""
     by_rank: dict[int, Connection] = field(default_factory=dict)
+    hanging: list[tuple[Sequence[int], Mapping[str, Any]]] = field(default_factory=list)
+    """Ranks that a watchdog has found to hang, and the record of that failure."""
     images: list[dict[int, int]] = field(default_factory=lambda: [{}])
     """The descriptors of the images in memory by rank, one dict for each start of the run. The last is of this one."""
 
@@ -82,6 +85,8 @@ class Connections:
                 if message["kind"] == "able":
                     connection.why_not, connection.sizes = message["why_not"], message["sizes"]
                     connection.was_able |= connection.why_not is None
+                elif message["kind"] == "hangs":
+                    self.hanging.append((message["ranks"], message["record"]))
                 elif message["kind"] == "refuses":
                     connection.refusal = message["why_not"]
                 elif message["kind"] == "ready":

@@ -7,11 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any
 
 from lockstep.base.errors import UserError
-from lockstep.launch.failures import chain, failure_record, lost_a_peer
+from lockstep.launch.failures import FailureRecord, chain, failure_record, lost_a_peer
 from lockstep.launch.recovery.channel import Channel
 from lockstep.launch.worker_files import write_failure
 
@@ -54,6 +55,10 @@ class Rejoin:
         """Tell the launcher that this worker can recover in place, or why it cannot. `sizes`: the numbers of processes
         that the run's plan fits."""
         self._channel.send("able", why_not=why_not, sizes=list(sizes))
+
+    def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
+        """Have the launcher kill the workers of these ranks. `record`: of that failure."""
+        self._channel.send("hangs", ranks=list(ranks), record=asdict(record))
 
     def offer_images(self, descriptor: int) -> None:
         """Give the launcher the memory that holds the images of this process's state."""

@@ -17,6 +17,7 @@ from lockstep.checkpoint.memory_image import open_images
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.comm.recovery.regroup import leave_groups
 from lockstep.comm.world import World
+from lockstep.launch.failures import FailureRecord
 from lockstep.launch.recovery.rejoin import Rejoin
 from lockstep.launch.recovery.spare import prepare_process
 from lockstep.recipe.data import Stream
@@ -36,6 +37,8 @@ class Recovery:
         """The numbers of processes, up to that of the run, that its plan fits."""
         self._held: HeldState | None = None
         self._is_restored = False
+        self.can_replace = False
+        """True once the launcher knows that this process can recover in place."""
         self._is_replica = False  # True if this process has all of the state
         self._hooks_before: dict[str, dict[str, Any]] = {}
         self.times = 0
@@ -63,7 +66,13 @@ class Recovery:
         plan = run.context.plan
         self._is_replica = plan.shard == plan.tensor == plan.pipeline == 1 and not isinstance(data, Stream)
         self._hooks_before = hook_marks(run)
-        self._rejoin.announce(self._too_late or why_not(run), self.sizes)
+        reason = self._too_late or why_not(run)
+        self.can_replace = reason is None
+        self._rejoin.announce(reason, self.sizes)
+
+    def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
+        """Have the launcher kill and replace the processes of these ranks."""
+        self._rejoin.report_hang(ranks, record)
 
     def offer_images(self, descriptor: int) -> None:
         """Let the memory that holds the images of this process's state outlive it."""
