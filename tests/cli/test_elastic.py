@@ -3,42 +3,29 @@ nothing happened to."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
+from cli.agents import (
+    ENVIRONMENT,
+    LOCKSTEP,
+    SCRIPT,
+    Agents,
+    events,
+    fingerprint,
+    steps,
+    wait_for,
+    wait_until_it_keeps_the_rendezvous,
+    worlds,
+)
 from doctor.network import Network, network
 from processes import started
 
 from lockstep.testing import leaks
-
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
-SCRIPT = str(Path(__file__).parent.parent / "scripts" / "elastic.py")
-ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-
-Agents = Callable[..., subprocess.Popen[str]]
-
-
-def fingerprint(run: Path) -> str:
-    found: str = json.loads((run / "result.json").read_text())["fingerprint"]
-    return found
-
-
-def events(run: Path, *names: str) -> list[dict[str, Any]]:
-    """Those of these names; all that is whole in the file, where none is given."""
-    lines = (run / "events.jsonl").read_text().splitlines() if (run / "events.jsonl").exists() else []
-    return [event for event in map(json.loads, lines) if not names or event["event"] in names]
 
 
 @pytest.mark.parametrize(
@@ -102,54 +89,6 @@ def test_mistakes_are_told_before_anything_starts(options: list[str], text: str)
     ended = subprocess.run([LOCKSTEP, "run", *options, SCRIPT], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert text in ended.stderr
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 45) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def wait_until_it_keeps_the_rendezvous(first: subprocess.Popen[str]) -> None:
-    assert first.stderr is not None
-    assert "waits at" in first.stderr.readline()
-
-
-def steps(folder: Path) -> int:
-    """Done, as far as the scripts of the agents in this folder have printed."""
-    return max((int(found) for path in folder.glob("output-*") for found in re.findall(r"did (\d+)", path.read_text())), default=0)
-
-
-def worlds(run: Path) -> list[int]:
-    """The number of processes of each start."""
-    return [event["world_size"] for event in events(run, "run-started")]
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agents]:
-    """Start `lockstep run` as it would be on one of several machines; ended at the end of the test."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    started: list[subprocess.Popen[str]] = []
-
-    def agent(*arguments: str, nnodes: str = "1:2", host: str = "127.0.0.1", before: Sequence[str] = ()) -> subprocess.Popen[str]:
-        options = ["--nproc", "1", "--nnodes", nnodes, "--rdzv", f"{host}:{port}", "--max-restarts", "3", "--run-dir", "run"]
-        line = [*before, LOCKSTEP, "run", *options, *(arguments or (SCRIPT, "0.3"))]
-        with (tmp_path / f"output-{len(started)}").open("w") as output:
-            # One that is killed leaves its folder of records.
-            environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
-            process = subprocess.Popen(line, cwd=tmp_path, env=environment, stdout=output, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        return process
-
-    yield agent
-    for process in started:
-        with suppress(psutil.NoSuchProcess):
-            left = psutil.Process(process.pid).children(recursive=True)
-            process.kill()
-            psutil.wait_procs(left, timeout=10)  # they die with it
-        process.communicate()
 
 
 @pytest.mark.slow

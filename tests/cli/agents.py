@@ -1,0 +1,52 @@
+"""Runs on several machines, of which each is a `lockstep run` here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPT = str(Path(__file__).parent.parent / "scripts" / "elastic.py")
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+Agents = Callable[..., subprocess.Popen[str]]
+
+
+def fingerprint(run: Path) -> str:
+    found: str = json.loads((run / "result.json").read_text())["fingerprint"]
+    return found
+
+
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    """Those of these names; all that is whole in the file, where none is given."""
+    lines = (run / "events.jsonl").read_text().splitlines() if (run / "events.jsonl").exists() else []
+    return [event for event in map(json.loads, lines) if not names or event["event"] in names]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 45) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def wait_until_it_keeps_the_rendezvous(first: subprocess.Popen[str]) -> None:
+    assert first.stderr is not None
+    assert "waits at" in first.stderr.readline()
+
+
+def steps(folder: Path) -> int:
+    """Done, as far as the scripts of the agents in this folder have printed."""
+    return max((int(found) for path in folder.glob("output-*") for found in re.findall(r"did (\d+)", path.read_text())), default=0)
+
+
+def worlds(run: Path) -> list[int]:
+    """The number of processes of each start."""
+    return [event["world_size"] for event in events(run, "run-started")]
