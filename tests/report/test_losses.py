@@ -110,7 +110,8 @@ def test_one_line_says_what_they_cost(tmp_path: Path) -> None:
     (run,) = read_runs([str(tmp_path / "a")])
     said = "3 losses: 2 recovered in place in 0.5 s and 1 s, 1 restart (7 s), 12 steps computed again"
     assert summary(run) == said
-    assert f"a: {said}" in summary_lines([run])
+    (line,) = summary_lines([run])
+    assert line.endswith(f"; {said}")
     (reported,) = as_json([run])["runs"]
     assert [each["repeated_steps"] for each in reported["losses"]] == [0, 2, 10]
     assert round(reported["losses"][2]["seconds"], 3) == 7.0

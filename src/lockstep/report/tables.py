@@ -267,15 +267,14 @@ def _hosts(run: RunHistory) -> list[str | None]:
 
 
 def summary_lines(runs: Sequence[RunHistory]) -> list[str]:
-    """Return a line of plain text for each run, and one more for its losses, for a terminal."""
+    """Return a line of plain text for each run, for a terminal."""
     found = []
     for run in runs:
         loss = run.curves.series.get("loss")
         last_loss = f", loss {format_number(loss.values[-1])}" if loss is not None and loss.values else ""
         reason = state_reason(run) if run.state != "running" else ""
-        found.append(f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.steps}{last_loss}{f' ({reason})' if reason else ''}")
-        if lost := loss_summary(run):
-            found.append(f"{run.name}: {lost}")
+        because, lost = f" ({reason})" if reason else "", f"; {loss_summary(run)}" if losses(run) else ""
+        found.append(f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.steps}{last_loss}{because}{lost}")
     return found
 
 
