@@ -33,7 +33,7 @@ _ON_CURVES = frozenset({"resumed", "recovered", "plan-changed", "preempted"}) | 
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 _KEYS = (("span", "running"), ("event error", "error"), ("event warning", "warning"), ("event info", "other"))
 _LOSS_KEYS = (("loss in-place", "loss, recovered in place"), ("loss restart", "loss, restart"))
-_APART = 0.025
+_APART = 0.06
 """Numbers of losses that are closer together than this share of the timeline are left out."""
 _MAIN_DETAILS = ("reason", "error", "change", "text", "checkpoint", "plan")
 
