@@ -79,6 +79,7 @@ def test_the_others_keep_their_processes_and_the_bits_are_the_same(
     (recovered,) = ended.events("recovered")
     assert recovered["state"] == state
     assert recovered["step"] == 13 if state == "replica" else recovered["step"] <= 13
+    assert recovered["repeated_steps"] == 13 - recovered["step"]
     assert recovered["reason"].startswith(f"rank {rank} was killed by SIGKILL")
     assert not ended.events("restarted")
 

@@ -67,7 +67,7 @@ class Checkpointing(ControlHook):
             context.recorder.resume(step, str(checkpointer.folder))
             checkpointer.begin(saved)
             run.loop.resumed = reader.manifest.values
-            run.event("recovered", step, reason=context.recovered_from, state=kind, **recovery.restored())
+            run.event("recovered", step, reason=context.recovered_from, state=kind, **recovery.restored(step))
             context.recorder.message(f"goes on after step {step}")
             return
         found = checkpointer.restore(self.resume_option, allow_change=self.allow_change)
@@ -78,7 +78,7 @@ class Checkpointing(ControlHook):
             if recovery.is_under_way:
                 why_not = "no process holds the state, and there is no image"
                 run.event("restarted", step, reason=context.recovered_from, not_in_place=why_not)
-            recovery.restored()
+            recovery.restored(step)
         if found is None:
             return
         run.loop.resumed = {**found.manifest.values, "step": step, **({"data": {}} if "data" in self.allow_change else {})}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from lockstep.report.chart import COLOURS, EventMark, axis_labels
 from lockstep.report.history import RunEvent, RunHistory
+from lockstep.report.loss_list import how_it_went_on, times, what_was_lost
+from lockstep.report.losses import WorkerLoss, losses, summary
 from lockstep.report.scale import Scale, format_count, format_duration, time_scale
 
 Severity = Literal["error", "warning", "info"]
@@ -30,6 +32,9 @@ _ON_CURVES = frozenset({"resumed", "recovered", "plan-changed", "preempted"}) | 
 }
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 _KEYS = (("span", "running"), ("event error", "error"), ("event warning", "warning"), ("event info", "other"))
+_LOSS_KEYS = (("loss in-place", "loss, recovered in place"), ("loss restart", "loss, restart"))
+_APART = 0.06
+"""Numbers of losses that are closer together than this share of the timeline are left out."""
 _MAIN_DETAILS = ("reason", "error", "change", "text", "checkpoint", "plan")
 
 
@@ -83,7 +88,9 @@ def lanes(runs: Sequence[RunHistory]) -> str:
     rows = "".join(_lane(run, index, x_scale, several=len(runs) > 1) for index, run in enumerate(runs))
     grid = "".join(f'<i class="tick" style="left:{100 * x_scale.position(tick):.2f}%"></i>' for tick in x_scale.ticks)
     aria_text = escape("Timeline of events. " + " ".join(map(_aria_text, runs)), quote=True)
-    keys = "".join(f'<span class="key"><b class="{look}"></b>{word}</span>' for look, word in _KEYS)
+    kinds = {f"loss {_loss_kind(loss)}" for run in runs for loss in losses(run)}
+    shown = [*_KEYS, *(key for key in _LOSS_KEYS if key[0] in kinds)]
+    keys = "".join(f'<span class="key"><b class="{look}"></b>{word}</span>' for look, word in shown)
     caption = f'<figcaption><span class="title">time since the start</span><span class="legend">{keys}</span></figcaption>'
     kind = "plot time names" if len(runs) > 1 else "plot time"
     plot = f'<div class="{kind}" role="img" aria-label="{aria_text}">{grid}{rows}{axis_labels(x_scale, "", None)}</div>'
@@ -101,11 +108,29 @@ def _lane(run: RunHistory, index: int, x_scale: Scale, *, several: bool) -> str:
         tip = f"attempt {number}: {each.end or 'end not recorded'}, after {format_duration(each.ended - each.began)}"
         width = f"width:{100 * x_scale.position(each.ended - each.began):.2f}%"
         parts.append(f'<b class="span" data-tip="{escape(tip, quote=True)}" style="{left(each.began)};{width}"></b>')
+    parts += _losses(run, x_scale, numbered=not several)
     for group in _group_nearby(run.events, x_scale):
         first = group.events[0]
         tip = f"{_many(group)} at step {format_count(first.step)}, after {format_duration(first.time - began)}{_because(first)}"
         parts.append(f'<b class="event {group.severity}" data-tip="{escape(tip, quote=True)}" style="{left(first.time)}"></b>')
     return f'<div class="lane" data-run="{index}" style="--colour:var(--line-{index % COLOURS})">{"".join(parts)}</div>'
+
+
+def _losses(run: RunHistory, x_scale: Scale, *, numbered: bool) -> Iterator[str]:
+    """Return a band for each loss, until the run had done as many steps as before, and the loss's number above it."""
+    above = -1.0
+    for number, loss in enumerate(losses(run), 1):
+        at = max(0.0, x_scale.position(loss.time - (run.began or 0.0)))
+        tip = f"loss {number}: {what_was_lost(loss, run.ranks.hosts)}; {how_it_went_on(loss)}; {times(loss)}"
+        place = f"left:{100 * at:.2f}%;width:{100 * min(1 - at, x_scale.position(loss.seconds)):.2f}%"
+        yield f'<b class="loss {_loss_kind(loss)}" data-tip="{escape(tip, quote=True)}" style="{place}"></b>'
+        if numbered and at - above > _APART:
+            above = at
+            yield f'<i class="above" style="left:{100 * at:.2f}%">{number}</i>'
+
+
+def _loss_kind(loss: WorkerLoss) -> str:
+    return "in-place" if loss.in_place else "restart"
 
 
 def _group_nearby(events: Iterable[RunEvent], x_scale: Scale) -> list[EventGroup]:
@@ -175,4 +200,5 @@ def _aria_text(run: RunHistory) -> str:
     for event in run.events:
         counts[event.kind] = counts.get(event.kind, 0) + 1
     text = ", ".join(kind if number == 1 else f"{number} times {kind}" for kind, number in counts.items())
-    return f"{run.name}: {text or 'no events'}."
+    lost = f" {summary(run)}." if summary(run) else ""
+    return f"{run.name}: {text or 'no events'}.{lost}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +18,7 @@ _NOT_METRICS = frozenset({"step", "time", "not_finite"})
 _LARGEST = 1e290
 _MOST = 2**53
 """Largest number of bytes or microseconds: JavaScript knows no larger whole number."""
+_LONGEST_SECONDS = 1e9
 _BEGINS = "run-started"
 _ENDS: dict[str, RunState] = {"run-ended": "ended", "run-failed": "failed", "preempted": "preempted"}
 
@@ -53,6 +55,8 @@ class Curves:
     last_time: float | None = None
     """Times of the first and the last row, in seconds since 1970."""
     last_step: int = 0
+    progress: list[tuple[float, int]] = field(default_factory=list)
+    """Time and step of each row, as written."""
 
 
 @dataclass(slots=True)
@@ -154,16 +158,19 @@ class RunHistory:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """One for each start of the run."""
-        starts = [index for index, event in enumerate(self.events) if event.kind == _BEGINS]
+        """One for each start of the run. A recovery in place, which opens the run again, is none."""
+        recoveries = [(event.time - seconds_of(event, "open_seconds"), event.time) for event in self.events if event.kind == "recovered"]
+        starts = [index for index, event in enumerate(self.events) if event.kind == _BEGINS and not _is_in(recoveries, event.time)]
         found = []
         for index, following in zip(starts, [*starts, len(self.events)][1:], strict=True):
             own = self.events[index:following]
             end = next((_ENDS[event.kind] for event in reversed(own) if event.kind in _ENDS), None)
-            ended = own[-1].time
-            if following == len(self.events) and self.curves.last_time is not None:
-                ended = max(ended, self.curves.last_time)
-            found.append(Attempt(own[0].time, ended, end))
+            if following == len(self.events):
+                last = self.curves.last_time
+            else:
+                rows = bisect_left(self.curves.progress, (self.events[following].time, 0))
+                last = self.curves.progress[rows - 1][0] if rows else None
+            found.append(Attempt(own[0].time, max(own[-1].time, last or 0.0), end))
         return found
 
     @property
@@ -205,6 +212,7 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
         found.last_step = step
         found.first_time = row["time"] if found.first_time is None else found.first_time
         found.last_time = row["time"]
+        found.progress.append((row["time"], step))
         not_finite = row.get("not_finite", {})
         for name, value in row.items():
             if name not in _NOT_METRICS:
@@ -268,6 +276,16 @@ def _whole(number: float) -> int:
     if not 0 <= round(number) <= _MOST:
         raise ValueError(f"{number} is negative, or too large")
     return round(number)
+
+
+def seconds_of(event: RunEvent, name: str) -> float:
+    """Return a duration among an event's details. 0 if there is none that a run would write."""
+    value = event.details.get(name)
+    return float(value) if isinstance(value, int | float) and 0 <= value < _LONGEST_SECONDS else 0.0
+
+
+def _is_in(spans: Iterable[tuple[float, float]], time: float) -> bool:
+    return any(low <= time <= high for low, high in spans)
 
 
 def run_events(rows: Iterable[Mapping[str, Any]]) -> list[RunEvent]:

@@ -11,9 +11,10 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from lockstep.report import event_timeline, heatmap, tables
+from lockstep.report import event_timeline, heatmap, losses, tables
 from lockstep.report.chart import Chart, Curve, RenderedFigure, render
 from lockstep.report.history import PHASES, RunHistory
+from lockstep.report.loss_list import loss_list
 from lockstep.report.memory import memory_charts, memory_tables
 
 GENERATOR = '<meta name="generator" content="lockstep report">'
@@ -47,6 +48,7 @@ def page(runs: Sequence[RunHistory], *, made: float) -> str:
         *_section("speed", "Throughput", _grid(figures[len(learning) : len(learning) + len(speed)])),
         *_section("memory", "Memory of the profiled steps", _memory(runs, figures[len(learning) + len(speed) :])),
         *_section("ranks", "Ranks", _ranks(runs, heatmaps)),
+        *_section("losses", "Losses and recoveries", _losses(runs)),
         *_section("events", "Events", _events(runs)),
         *_section("facts", "Recipe, plan, environment", "".join(descriptions)),
         *_section("numbers", "All metrics", tables.metric_table(runs) if lines else ""),
@@ -129,6 +131,7 @@ def _head(runs: Sequence[RunHistory], made: float) -> str:
         (run,) = runs
         reason = tables.state_reason(run)
         paragraph = f'<p class="reason {run.state}">{escape(reason)}</p>' if reason else ""
+        paragraph += _lost(runs)
         name = f"<h1>{escape(run.name)} {tables.state(run)}</h1>"
         top = f'{name}<p class="sub">{tables.subtitle(run)}</p>{paragraph}{_unreadable(runs)}{tables.tiles(run)}'
     else:
@@ -137,8 +140,13 @@ def _head(runs: Sequence[RunHistory], made: float) -> str:
             for run in runs
             if tables.state_reason(run)
         )
-        top = f"<h1>{len(runs)} runs</h1>{_unreadable(runs)}{tables.overview(runs)}{reasons}"
+        top = f"<h1>{len(runs)} runs</h1>{_unreadable(runs)}{tables.overview(runs)}{reasons}{_lost(runs)}"
     return f'<header><p class="brand">lockstep report<span>made {event_timeline.clock(made)}</span></p>{top}</header>'
+
+
+def _lost(runs: Sequence[RunHistory]) -> str:
+    found = [(f"<strong>{escape(run.name)}</strong>: " if len(runs) > 1 else "", losses.summary(run)) for run in runs]
+    return "".join(f'<p class="reason lost">{name}{escape(text)}.</p>' for name, text in found if text)
 
 
 def _unreadable(runs: Sequence[RunHistory]) -> str:
@@ -170,6 +178,11 @@ def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> st
         "temporary: gradients of activations, what is computed again, batches, buffers of exchanges.</p>"
     )
     return f"{note}{_grid(figures)}{memory_tables(runs)}" if figures else ""
+
+
+def _losses(runs: Sequence[RunHistory]) -> str:
+    found = [(run, index, loss_list(run)) for index, run in enumerate(runs)]
+    return "".join((f"<h3>{tables.key(run, index)}</h3>" if len(runs) > 1 else "") + text for run, index, text in found if text)
 
 
 def _events(runs: Sequence[RunHistory]) -> str:

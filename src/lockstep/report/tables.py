@@ -13,6 +13,7 @@ from lockstep.report.chart import COLOURS, summary
 from lockstep.report.event_timeline import clock, details
 from lockstep.report.heatmap import mean_times
 from lockstep.report.history import RunHistory, RunState
+from lockstep.report.losses import losses, summary as loss_summary
 from lockstep.report.scale import Unit, format_count, format_duration, format_number
 
 UNITS: dict[str, Unit] = {"memory_bytes": "bytes", "mfu": "share"}
@@ -250,6 +251,7 @@ def as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
                 "fingerprint": (run.result or {}).get("fingerprint"),
                 "series": {name: summary(series) for name, series in run.curves.series.items()},
                 "ranks": [{"host": host, **each} for host, each in zip(_hosts(run), mean_times(run.ranks), strict=True)],
+                "losses": [each.as_json() for each in losses(run)],
                 "events": [{"time": event.time, "event": event.kind, "step": event.step, **event.details} for event in run.events],
                 "unreadable_lines": dict(run.unreadable),
             }
@@ -271,7 +273,8 @@ def summary_lines(runs: Sequence[RunHistory]) -> list[str]:
         loss = run.curves.series.get("loss")
         last_loss = f", loss {format_number(loss.values[-1])}" if loss is not None and loss.values else ""
         reason = state_reason(run) if run.state != "running" else ""
-        found.append(f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.steps}{last_loss}{f' ({reason})' if reason else ''}")
+        because, lost = f" ({reason})" if reason else "", f"; {loss_summary(run)}" if losses(run) else ""
+        found.append(f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.steps}{last_loss}{because}{lost}")
     return found
 
 

@@ -40,6 +40,7 @@ class Recovery:
         self.can_replace = False
         """True once the launcher knows that this process can recover in place."""
         self._is_replica = False  # True if this process has all of the state
+        self._reached = -1  # the most steps that this process has done since its state was last restored; a survivor's
         self._hooks_before: dict[str, dict[str, Any]] = {}
         self.times = 0
         """Recoveries that this process has survived."""
@@ -85,19 +86,21 @@ class Recovery:
         images = open_images([f"/proc/self/fd/{descriptor}" for descriptor in self._rejoin.images])
         found = images.newest
         newest = world.value_of(0, None if found is None else [found.step, found.attempt])
+        self._reached = max(world.gather_values(self._reached))
         if newest is not None and newest[0] > held.manifest.step:
             return "image", images.reader(CheckpointName(*newest))
         return ("replica", held) if held.manifest.step >= 0 else None
 
-    def restored(self) -> dict[str, float]:
-        """Note that the state of this process is restored, or that of a first start. Returns the seconds from the loss
-        until all processes were ready, and from then until now."""
+    def restored(self, step: int) -> dict[str, float]:
+        """Note that the state of this process is restored, to that after `step`, or that of a first start. Returns the
+        seconds from the loss until all processes were ready, and from then until now, and the steps to do again."""
         lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
-        seconds = {"wait_seconds": round(rejoined_at - lost_at, 3), "open_seconds": round(time.time() - rejoined_at, 3)}
-        self._held, self._is_restored = None, True
+        figures = {"wait_seconds": round(rejoined_at - lost_at, 3), "open_seconds": round(time.time() - rejoined_at, 3)}
+        figures["repeated_steps"] = max(0, self._reached - step)
+        self._held, self._is_restored, self._reached = None, True, -1
         self._rejoin.end_recovery()
         gc.collect()  # modules refer to themselves: their memory is freed here, not some time later
-        return seconds
+        return figures
 
     def rejoined(self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None) -> bool:
         """True if `error` came from the loss of another process and this one has a new rank in its environment. Waits
@@ -126,6 +129,8 @@ class Recovery:
     def _hold(self, run: Run | None) -> int | str:
         """Keep the state of this process if it is that of a complete step, and return that step; -1 if there is none,
         and the images count; in words, why those do not do."""
+        if run is not None:
+            self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.is_consistent and self._is_replica:
             self._held = HeldState.of(run)
         if self._held is None and run is not None and (changed := changed_hooks(self._hooks_before, hook_marks(run))):
