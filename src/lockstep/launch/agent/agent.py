@@ -148,29 +148,6 @@ class Agent(SimpleElasticAgent):
         self._recover(worker_group)
         worker_group.state = WorkerState.HEALTHY
 
-    def _torch_variables(self, group: WorkerGroup, member: Any) -> dict[str, str]:
-        """The variables that torchrun sets."""
-        spec = group.spec
-        values = {
-            "RANK": member.global_rank,
-            "LOCAL_RANK": member.local_rank,
-            "WORLD_SIZE": member.world_size,
-            "LOCAL_WORLD_SIZE": spec.local_world_size,
-            "GROUP_RANK": group.group_rank,
-            "GROUP_WORLD_SIZE": group.group_world_size,
-            "ROLE_NAME": spec.role,
-            "ROLE_RANK": member.role_rank,
-            "ROLE_WORLD_SIZE": member.role_world_size,
-            "MASTER_ADDR": group.master_addr,
-            "MASTER_PORT": group.master_port,
-            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
-            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        }
-        return {name: str(value) for name, value in values.items()}
-
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for ranks, record in self._workers.kill_hanging():
             if self._elastic is not None:
@@ -315,7 +292,8 @@ class Agent(SimpleElasticAgent):
 
     def _variables(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
         """The variables of this machine's workers, by rank."""
-        return {each.global_rank: self._given | self._torch_variables(group, each) for each in group.workers}
+        restarts = group.spec.max_restarts - self._remaining_restarts
+        return {each.global_rank: self._given | _torch_variables(group, each, restarts) for each in group.workers}
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._goes_on or (self._workers.running and self._waits_for_a_machine()):
@@ -377,3 +355,27 @@ class Agent(SimpleElasticAgent):
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # torch's own asks the name service for this host's name, each time, and nobody reads the event.
         return Event(f"torchelastic.worker.status.{state}", source)
+
+
+def _torch_variables(group: WorkerGroup, member: Any, restarts: int) -> dict[str, str]:
+    """The variables that torchrun sets."""
+    spec = group.spec
+    values = {
+        "RANK": member.global_rank,
+        "LOCAL_RANK": member.local_rank,
+        "WORLD_SIZE": member.world_size,
+        "LOCAL_WORLD_SIZE": spec.local_world_size,
+        "GROUP_RANK": group.group_rank,
+        "GROUP_WORLD_SIZE": group.group_world_size,
+        "ROLE_NAME": spec.role,
+        "ROLE_RANK": member.role_rank,
+        "ROLE_WORLD_SIZE": member.role_world_size,
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": group.master_port,
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    return {name: str(value) for name, value in values.items()}
