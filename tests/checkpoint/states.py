@@ -28,7 +28,8 @@ def values(seed: int) -> dict[str, Tensor]:
 
 
 def here() -> World:
-    return join(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ["RANK"]), local_size=1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return join(rank=rank, size=size, local_rank=rank, local_size=size)
 
 
 def laid_out(state: dict[str, Tensor], world: World, *, turned: bool) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ import torch
 from training.kept import of_all, recipe
 
 import lockstep as ls
-from lockstep.checkpoint.memory_image import ImageWriter, open_images
+from lockstep.checkpoint.images.reader import open_images
+from lockstep.checkpoint.memory_image import ImageWriter
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.state import restore, state_of
@@ -84,7 +85,7 @@ def restored(plans: Sequence[str], folder: str, images: Mapping[str, Sequence[st
 
 
 def _restored(run: Any, paths: Sequence[str]) -> str:
-    images, noted = open_images(paths), Noted(0)
+    images, noted = open_images(paths, run.context.world), Noted(0)
     assert images.newest == CheckpointName(STEPS, ATTEMPT)
     for name in images.names:
         reader = images.reader(name)
