@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.states import ATTEMPT, here, laid_out, values
+from checkpoint.states import ATTEMPT, alone, here, laid_out, loaded, numbered, values
 from hypothesis import given, strategies as st
 from torch import Tensor
 
@@ -22,16 +22,12 @@ from lockstep.checkpoint.images import slots
 from lockstep.checkpoint.images.reader import open_images
 from lockstep.checkpoint.memory_image import ImageWriter, image_interval
 from lockstep.comm.mesh import full_tensor
-from lockstep.comm.world import World, join
+from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
 
 
-def alone() -> World:
-    return join(rank=0, size=1, local_rank=0, local_size=1)
-
-
 def path_of(writer: ImageWriter) -> str:
-    return f"/proc/{os.getpid()}/fd/{writer.descriptor}"
+    return f"/proc/{os.getpid()}/fd/{writer.descriptors[0]}"
 
 
 @contextmanager
@@ -41,24 +37,6 @@ def writer_of(world: World, attempt: str = ATTEMPT) -> Iterator[ImageWriter]:
         yield writer
     finally:
         writer.close()
-
-
-def numbered(step: int, tensors: int = 4, numbers: int = 6) -> dict[str, Tensor]:
-    """A state of which every element is `step`, and which has other shapes with other arguments."""
-    return {f"tensor {place}": torch.full((numbers, place + 1), float(step)) for place in range(tensors)}
-
-
-def loaded(paths: list[str]) -> dict[int, set[float]]:
-    """Step -> all numbers in its image, for each that is complete on all ranks."""
-    images, found = open_images(paths, alone()), {}
-    for name in images.names:
-        reader = images.reader(name)
-        state = {tensor: torch.full(shape, -1.0) for tensor, (_, shape) in reader.tensors.items()}
-        reader.load_into(state, alone())
-        assert state
-        found[name.step] = {float(each) for tensor in state.values() for each in tensor.unique()}
-        found[name.step] |= {float(reader.manifest.values["step"])}
-    return found
 
 
 class Fault(Exception):
@@ -189,7 +167,7 @@ def _write_for_ever(writer: ImageWriter, state: dict[str, Tensor], step: int) ->
 
 def _steps_of(writer: ImageWriter) -> list[int]:
     """The step of each slot: a forked process wrote it, of which this one knows nothing."""
-    parts = [slots._part(writer.descriptor, number * slots.SLOT_BYTES) for number in range(2)]
+    parts = [slots._part(writer.descriptors[0], number * slots.SLOT_BYTES) for number in range(2)]
     return [-1 if part is None else part.header.name.step for part in parts]
 
 
@@ -245,11 +223,11 @@ def starts() -> list[list[int]]:
 def test_after_prepare_a_write_allocates_little() -> None:
     with writer_of(alone()) as writer:
         writer.prepare(numbered(1, numbers=50_000))
-        before = os.fstat(writer.descriptor).st_blocks * 512
+        before = os.fstat(writer.descriptors[0]).st_blocks * 512
         assert before >= writer.size_bytes
         writer.write(1, numbered(1, numbers=50_000), {"step": 1})
         writer.write(2, numbered(2, numbers=50_000), {"step": 2})
-        assert os.fstat(writer.descriptor).st_blocks * 512 <= before + 2 * 4096 * 2, "the text and no more"
+        assert os.fstat(writer.descriptors[0]).st_blocks * 512 <= before + 2 * 4096 * 2, "the text and no more"
 
 
 def test_without_memory_every_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

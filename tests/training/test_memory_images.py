@@ -54,7 +54,7 @@ class KeepsImages(ls.Hook):
             self.writer = ImageWriter(world, ATTEMPT, {"rank": world.rank})
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as toward:
                 toward.connect(self.address)
-                socket.send_fds(toward, [str(world.rank).encode()], [self.writer.descriptor])
+                socket.send_fds(toward, [str(world.rank).encode()], self.writer.descriptors)
         self.writer.write(run.step, state.tensors, {**state.values, **run.loop.values(), "step": run.step})
         if run.step == STEPS:
             self.state = of_all(run)

@@ -20,6 +20,7 @@ from torch import Tensor
 from lockstep.base.errors import CheckpointError
 from lockstep.base.system import require_linux
 from lockstep.base.torch_private import is_distributed
+from lockstep.checkpoint.images.buddies import Buddies
 from lockstep.checkpoint.images.slots import FILE_START, Header, ImageMemory, Slot
 from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.saver import MappedShards, assign_to_this_rank
@@ -39,16 +40,20 @@ class ImageWriter:
         self._attempt = attempt
         self._metadata = metadata
         self._memory = ImageMemory()
+        self._buddies = Buddies(world)
         self._layout: FileLayout | None = None
         self._shards: dict[Slot, MappedShards] = {}
         self._kinds: dict[str, tuple[Any, ...]] | None = None
         self._described = b""
         self.size_bytes = 0
         """Bytes of memory that the images take."""
+        self.sending_seconds = 0.0
+        """Seconds that the last write waited for the network."""
 
     @property
-    def descriptor(self) -> int:
-        return self._memory.descriptor
+    def descriptors(self) -> list[int]:
+        """Those of this rank's memory, and of that which it keeps for ranks of other hosts."""
+        return [self._memory.descriptor, *self._buddies.descriptors]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Plan which rank copies what, and allocate memory, unless this was done for the same layout.
@@ -64,19 +69,22 @@ class ImageWriter:
         `tensors`: this rank's; a name may exist on some ranks only. `values`: JSON; the reader merges all ranks'.
         After an error, the newest image that all ranks have is still complete.
         """
-        slot = self._memory.oldest_but(self._agree(tensors))
+        common = self._agree(tensors)
+        slot = self._memory.oldest_but(common)
         assert self._layout is not None
         text = b'{%b,"values":%b}' % (self._described, json.dumps(values, separators=(",", ":")).encode())
         slot.begin()
         slot.put_file(self._layout.header)
         self._shards[slot].copy(tensors)
-        name = CheckpointName(step, self._attempt)
-        slot.complete(text, Header(name, self._world.rank, self._world.size, slot.text_start, len(text)))
+        header = Header(CheckpointName(step, self._attempt), self._world.rank, self._world.size, slot.text_start, len(text))
+        slot.complete(text, header)
+        self.sending_seconds = self._buddies.exchange(slot, text, header, common)
 
     def close(self) -> None:
         """Release the memory in this process; others may hold its descriptor."""
         self._shards = {}
         self._memory.close()
+        self._buddies.close()
 
     def _agree(self, tensors: Mapping[str, Tensor]) -> int:
         """Plan again on all ranks if the layout changed on any. Returns the newest step whose image all ranks have.
@@ -85,7 +93,8 @@ class ImageWriter:
         last one.
         """
         kinds = {name: _kind(tensor) for name, tensor in tensors.items()}
-        rows = self._world.gather_rows(torch.tensor([[kinds != self._kinds, self._memory.newest]]), [1] * self._world.size)
+        newest = min([self._memory.newest, *self._buddies.newest])
+        rows = self._world.gather_rows(torch.tensor([[kinds != self._kinds, newest]]), [1] * self._world.size)
         if rows[:, 0].any():
             self._kinds = None
             self._lay_out(FileLayout(assign_to_this_rank(local_shards(tensors), self._world)))
@@ -99,13 +108,14 @@ class ImageWriter:
         self._layout, self._shards = layout, {}
         error = None
         try:
+            self._buddies.allocate(layout.bytes)
             self._memory.allocate(layout.bytes)
         except OSError as failure:
             error = f"rank {self._world.rank} has no memory for two images of {layout.bytes:,} bytes ({failure.strerror})"
         if failures := [each for each in self._world.gather_values(error) if each is not None]:
             raise CheckpointError(f"{failures[0]}; leave the images out, or spread the state over more processes")
         self._shards = {slot: MappedShards(layout, slot.file) for slot in self._memory.slots}
-        self.size_bytes = max(self.size_bytes, 2 * (FILE_START + layout.bytes))
+        self.size_bytes = max(self.size_bytes, 2 * (FILE_START + layout.bytes) + self._buddies.size_bytes)
 
 
 def image_interval(copy_seconds: float, step_seconds: float, limit: float = 0.01) -> int:

@@ -25,7 +25,7 @@ class MemoryImages(ControlHook):
     _written: int = -1  # steps done at the last image
     _next: int = 0  # steps done at the next one
     _since: float = 0.0  # when the last one was complete
-    _cost: float = 0.0  # processor time that the last one took, in seconds: waits for other ranks are no part of it
+    _cost: float = 0.0  # seconds that the last one took, of the processor and of the network: no waits for slower ranks
 
     def before_steps(self, run: Run) -> None:
         if self.recovery is None:
@@ -53,9 +53,10 @@ class MemoryImages(ControlHook):
         step_seconds = (time.perf_counter() - self._since) / max(1, run.step - self._written)
         state = state_of(run.modules, run.stateful)
         self._writer.write(run.step, state.tensors, {**state.values, **run.loop.values(), "step": run.step})
-        mine = torch.tensor([[max(self._cost, time.thread_time() - began), step_seconds]], dtype=torch.float64)
+        last, self._cost = self._cost, time.thread_time() - began + self._writer.sending_seconds
+        mine = torch.tensor([[max(last, self._cost), step_seconds]], dtype=torch.float64)
         copy, step = run.context.world.gather_rows(mine, [1] * run.context.world.size).amax(0).tolist()
-        self._since, self._cost = time.perf_counter(), time.thread_time() - began
+        self._since = time.perf_counter()
         self._written, self._next = run.step, run.step + (1 if is_first else image_interval(copy, step))
         if is_first:
-            self.recovery.offer_images(self._writer.descriptor)
+            self.recovery.offer_images(self._writer.descriptors)

@@ -36,8 +36,9 @@ class Connections:
     unused: str | None
     """Why workers cannot recover in place, empty if nobody has asked for it; None: they may."""
     by_rank: dict[int, Connection] = field(default_factory=dict)
-    images: list[dict[int, int]] = field(default_factory=lambda: [{}])
-    """The descriptors of the images in memory by rank, one dict for each start of the run. The last is of this one."""
+    images: list[dict[int, list[int]]] = field(default_factory=lambda: [{}])
+    """The descriptors of the memory in which each rank keeps images, one dict for each start of the run. The last is of
+    this one."""
 
     @contextmanager
     def opened(self, rank: int) -> Iterator[Mapping[str, str]]:
@@ -118,19 +119,19 @@ class Connections:
     def _keep_images(self, rank: int, descriptors: Sequence[int]) -> None:
         """Keep the images of a worker. Once all workers of this start have some, those of earlier starts are not
         needed."""
-        (self.images[-1][rank],) = descriptors
+        self.images[-1][rank] = list(descriptors)
         if self.images[-1].keys() == self.by_rank.keys():
             self._close_images(self.images[:-1])
             del self.images[:-1]
 
-    def _close_images(self, several: Sequence[Mapping[int, int]]) -> None:
-        for descriptor in (descriptor for images in several for descriptor in images.values()):
+    def _close_images(self, several: Sequence[Mapping[int, Sequence[int]]]) -> None:
+        for descriptor in _descriptors(several):
             os.close(descriptor)
 
     def rejoin(self, environments: Mapping[int, Mapping[str, str]], *, lost_at: float) -> None:
         """Send each waiting worker the variables of its rank, the images, and when the loss was seen, in seconds since
         1970."""
-        descriptors = [descriptor for images in self.images for descriptor in images.values()]
+        descriptors = _descriptors(self.images)
         for rank, environment in environments.items():
             connection = self.by_rank[rank]
             connection.step = None
@@ -148,3 +149,7 @@ class Connections:
         self.drop(list(self.by_rank))
         self._close_images(self.images)
         self.images = [{}]
+
+
+def _descriptors(several: Sequence[Mapping[int, Sequence[int]]]) -> list[int]:
+    return [descriptor for images in several for held in images.values() for descriptor in held]

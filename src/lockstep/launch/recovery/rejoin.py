@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -54,9 +54,9 @@ class Rejoin:
         """Tell the launcher that this worker can recover in place, or why it cannot."""
         self._channel.send("able", why_not=why_not)
 
-    def offer_images(self, descriptor: int) -> None:
-        """Give the launcher the memory that holds the images of this process's state."""
-        self._channel.send("images", [descriptor])
+    def offer_images(self, descriptors: Sequence[int]) -> None:
+        """Give the launcher the memory in which this process keeps images: of its own state, and of other ranks'."""
+        self._channel.send("images", descriptors)
 
     def drop_images(self) -> None:
         """Close `images`."""

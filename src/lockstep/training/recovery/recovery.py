@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -57,9 +57,9 @@ class Recovery:
         self._hooks_before = hook_marks(run)
         self._rejoin.announce(self._too_late or why_not(run))
 
-    def offer_images(self, descriptor: int) -> None:
-        """Let the memory that holds the images of this process's state outlive it."""
-        self._rejoin.offer_images(descriptor)
+    def offer_images(self, descriptors: Sequence[int]) -> None:
+        """Let the memory in which this process keeps images outlive it."""
+        self._rejoin.offer_images(descriptors)
 
     def reader(self, world: World) -> tuple[str, StateReader] | None:
         """A reader of the newest state that the survivors hold, or that is in the images of all, and which of the two
