@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,15 +61,16 @@ class ImageWriter:
         Every rank calls it. If it was not called, the first `write` does it, and takes longer than later ones. Raises
         `CheckpointError`, on every rank, if one has no memory.
         """
-        self._agree(tensors)
+        self._agree(tensors, ())
 
-    def write(self, step: int, tensors: Mapping[str, Tensor], values: JsonObject) -> None:
+    def write(self, step: int, tensors: Mapping[str, Tensor], values: JsonObject, figures: Sequence[float] = ()) -> list[float]:
         """Copy the state after `step` steps. Every rank calls it, with more steps than the last time.
 
         `tensors`: this rank's; a name may exist on some ranks only. `values`: JSON; the reader merges all ranks'.
-        After an error, the newest image that all ranks have is still complete.
+        After an error, the newest image that all ranks have is still complete. Returns the largest of all ranks'
+        `figures`, each, which are exchanged with what has to be in any case.
         """
-        common = self._agree(tensors)
+        common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
         assert self._layout is not None
         text = b'{%b,"values":%b}' % (self._described, json.dumps(values, separators=(",", ":")).encode())
@@ -79,6 +80,7 @@ class ImageWriter:
         header = Header(CheckpointName(step, self._attempt), self._world.rank, self._world.size, slot.text_start, len(text))
         slot.complete(text, header)
         self.sending_seconds = self._buddies.exchange(slot, text, header, common)
+        return largest
 
     def close(self) -> None:
         """Release the memory in this process; others may hold its descriptor."""
@@ -86,20 +88,22 @@ class ImageWriter:
         self._memory.close()
         self._buddies.close()
 
-    def _agree(self, tensors: Mapping[str, Tensor]) -> int:
-        """Plan again on all ranks if the layout changed on any. Returns the newest step whose image all ranks have.
+    def _agree(self, tensors: Mapping[str, Tensor], figures: Sequence[float]) -> tuple[int, list[float]]:
+        """Plan again on all ranks if the layout changed on any. Returns the newest step whose image all ranks have, and
+        the largest of all ranks' figures.
 
         No rank writes over that image. A rank that gets here has ended its last write, so without errors it is the
         last one.
         """
         kinds = {name: _kind(tensor) for name, tensor in tensors.items()}
         newest = min([self._memory.newest, *self._buddies.newest])
-        rows = self._world.gather_rows(torch.tensor([[kinds != self._kinds, newest]]), [1] * self._world.size)
+        mine = torch.tensor([[kinds != self._kinds, newest, *figures]], dtype=torch.float64)
+        rows = self._world.gather_rows(mine, [1] * self._world.size)
         if rows[:, 0].any():
             self._kinds = None
             self._lay_out(FileLayout(assign_to_this_rank(local_shards(tensors), self._world)))
             self._kinds = kinds
-        return int(rows[:, 1].min())
+        return int(rows[:, 1].min()), rows[:, 2:].amax(0).tolist()
 
     def _lay_out(self, layout: FileLayout) -> None:
         shards = [[*shard.to_json(), start] for shard, start in layout.starts.items()]

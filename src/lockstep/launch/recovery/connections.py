@@ -39,6 +39,8 @@ class Connections:
     images: list[dict[int, list[int]]] = field(default_factory=lambda: [{}])
     """The descriptors of the memory in which each rank keeps images, one dict for each start of the run. The last is of
     this one."""
+    all_offered: bool = False
+    """True once the workers of this start have all given their launchers such memory, on other machines too."""
 
     @contextmanager
     def opened(self, rank: int) -> Iterator[Mapping[str, str]]:
@@ -62,24 +64,32 @@ class Connections:
         self.by_rank[rank].is_starting, self.by_rank[rank].why_not = True, None
 
     def drop(self, ranks: Collection[int]) -> None:
-        """Close the connections to workers that have ended."""
+        """Close the connections to workers that have ended. The images that they gave last are kept."""
         for rank in ranks:
-            if (found := self.by_rank.pop(rank, None)) is not None:
-                found.channel.close()
+            if rank in self.by_rank:
+                self._read(rank)
+                self.by_rank.pop(rank).channel.close()
 
     def look(self) -> None:
         """Read what the workers have said."""
-        for rank, connection in self.by_rank.items():
-            while (message := connection.channel.receive(0.0)) is not None:
-                if message["kind"] == "able":
-                    connection.why_not = message["why_not"]
-                elif message["kind"] == "refuses":
-                    connection.refusal = message["why_not"]
-                elif message["kind"] == "ready":
-                    connection.step, connection.at = message["step"], message["at"]
-                    connection.why_not, connection.is_starting = None, False
-                elif message["kind"] == "images":
-                    self._keep_images(rank, message["descriptors"])
+        for rank in self.by_rank:
+            self._read(rank)
+
+    def _read(self, rank: int) -> None:
+        connection = self.by_rank[rank]
+        while (message := connection.channel.receive(0.0)) is not None:
+            if message["kind"] == "able":
+                connection.why_not = message["why_not"]
+            elif message["kind"] == "refuses":
+                connection.refusal = message["why_not"]
+            elif message["kind"] == "ready":
+                connection.step, connection.at = message["step"], message["at"]
+                connection.why_not, connection.is_starting = None, False
+            elif message["kind"] == "images":
+                self.images[-1][rank] = message["descriptors"]
+            elif message["kind"] == "all-offered":
+                self.all_offered = True
+        self._drop_old_images()
 
     def why_not(self, ranks: Collection[int]) -> str | None:
         """Why the workers of these ranks cannot recover in place; None if they can."""
@@ -116,11 +126,9 @@ class Connections:
             if rank in self.by_rank:
                 self.by_rank[rank].channel.send(kind)
 
-    def _keep_images(self, rank: int, descriptors: Sequence[int]) -> None:
-        """Keep the images of a worker. Once all workers of this start have some, those of earlier starts are not
-        needed."""
-        self.images[-1][rank] = list(descriptors)
-        if self.images[-1].keys() == self.by_rank.keys():
+    def _drop_old_images(self) -> None:
+        """Drop the images of earlier starts once those of this one are kept, here and on other machines."""
+        if self.all_offered and self.images[-1].keys() == self.by_rank.keys():
             self._close_images(self.images[:-1])
             del self.images[:-1]
 
@@ -137,6 +145,7 @@ class Connections:
             connection.step = None
             connection.channel.send("rejoin", descriptors, environment=dict(environment), lost_at=lost_at)
         self.images.append({})
+        self.all_offered = False
 
     def release(self) -> None:
         """Have the workers that wait for a new rank save and end."""
@@ -148,7 +157,7 @@ class Connections:
     def close(self) -> None:
         self.drop(list(self.by_rank))
         self._close_images(self.images)
-        self.images = [{}]
+        self.images, self.all_offered = [{}], False
 
 
 def _descriptors(several: Sequence[Mapping[int, Sequence[int]]]) -> list[int]:

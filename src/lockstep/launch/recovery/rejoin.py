@@ -58,6 +58,10 @@ class Rejoin:
         """Give the launcher the memory in which this process keeps images: of its own state, and of other ranks'."""
         self._channel.send("images", descriptors)
 
+    def note_all_offered(self) -> None:
+        """Tell the launcher that all ranks have offered their images, so that nobody needs those of earlier starts."""
+        self._channel.send("all-offered")
+
     def drop_images(self) -> None:
         """Close `images`."""
         for descriptor in self.images:

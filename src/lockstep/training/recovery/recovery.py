@@ -61,6 +61,10 @@ class Recovery:
         """Let the memory in which this process keeps images outlive it."""
         self._rejoin.offer_images(descriptors)
 
+    def note_all_offered(self) -> None:
+        """Called when all ranks have offered theirs: images of earlier starts are not needed from then on."""
+        self._rejoin.note_all_offered()
+
     def reader(self, world: World) -> tuple[str, StateReader] | None:
         """A reader of the newest state that the survivors hold, or that is in the images of all, and which of the two
         it reads: "replica" or "image". None if there is none. Every rank calls it."""
