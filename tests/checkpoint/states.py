@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lockstep.checkpoint.images.reader import open_images
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import BLOCK_BYTES, DamagedError
 from lockstep.checkpoint.object_store import open_storage
@@ -28,7 +29,8 @@ def values(seed: int) -> dict[str, Tensor]:
 
 
 def here() -> World:
-    return join(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ["RANK"]), local_size=1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return join(rank=rank, size=size, local_rank=rank, local_size=size)
 
 
 def laid_out(state: dict[str, Tensor], world: World, *, turned: bool) -> dict[str, Tensor]:
@@ -73,3 +75,25 @@ def load(folder: str, turned: bool = False) -> list[str]:
         same = all(torch.equal(full_tensor(state[key]), truth[key]) for key in truth)
         said.append("same" if same and reader.manifest.values == {"step": name.step} else "other")
     return said
+
+
+def alone() -> World:
+    return join(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def numbered(step: int, tensors: int = 4, numbers: int = 6) -> dict[str, Tensor]:
+    """A state of which every element is `step`, and which has other shapes with other arguments."""
+    return {f"tensor {place}": torch.full((numbers, place + 1), float(step)) for place in range(tensors)}
+
+
+def loaded(paths: list[str]) -> dict[int, set[float]]:
+    """Step -> all numbers in its image, for each that is complete on all ranks."""
+    images, found = open_images(paths, alone()), {}
+    for name in images.names:
+        reader = images.reader(name)
+        state = {tensor: torch.full(shape, -1.0) for tensor, (_, shape) in reader.tensors.items()}
+        reader.load_into(state, alone())
+        assert state
+        found[name.step] = {float(each) for tensor in state.values() for each in tensor.unique()}
+        found[name.step] |= {float(reader.manifest.values["step"])}
+    return found

@@ -13,24 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.states import ATTEMPT, here, laid_out, values
+from checkpoint.states import ATTEMPT, alone, here, laid_out, loaded, numbered, values
 from hypothesis import given, strategies as st
 from torch import Tensor
 
 from lockstep.base.errors import CheckpointError
-from lockstep.checkpoint import memory_image
-from lockstep.checkpoint.memory_image import ImageWriter, image_interval, open_images
+from lockstep.checkpoint.images import slots
+from lockstep.checkpoint.images.reader import open_images
+from lockstep.checkpoint.memory_image import ImageWriter, image_interval
 from lockstep.comm.mesh import full_tensor
-from lockstep.comm.world import World, join
+from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
 
 
-def alone() -> World:
-    return join(rank=0, size=1, local_rank=0, local_size=1)
-
-
 def path_of(writer: ImageWriter) -> str:
-    return f"/proc/{os.getpid()}/fd/{writer.descriptor}"
+    return f"/proc/{os.getpid()}/fd/{writer.descriptors[0]}"
 
 
 @contextmanager
@@ -40,24 +37,6 @@ def writer_of(world: World, attempt: str = ATTEMPT) -> Iterator[ImageWriter]:
         yield writer
     finally:
         writer.close()
-
-
-def numbered(step: int, tensors: int = 4, numbers: int = 6) -> dict[str, Tensor]:
-    """A state of which every element is `step`, and which has other shapes with other arguments."""
-    return {f"tensor {place}": torch.full((numbers, place + 1), float(step)) for place in range(tensors)}
-
-
-def loaded(paths: list[str]) -> dict[int, set[float]]:
-    """Step -> all numbers in its image, for each that is complete on all ranks."""
-    images, found = open_images(paths), {}
-    for name in images.names:
-        reader = images.reader(name)
-        state = {tensor: torch.full(shape, -1.0) for tensor, (_, shape) in reader.tensors.items()}
-        reader.load_into(state, alone())
-        assert state
-        found[name.step] = {float(each) for tensor in state.values() for each in tensor.unique()}
-        found[name.step] |= {float(reader.manifest.values["step"])}
-    return found
 
 
 class Fault(Exception):
@@ -70,7 +49,7 @@ class Faults:
     def __init__(self, patch: pytest.MonkeyPatch, at: int) -> None:
         self.left = at
         self._pwrite = os.pwrite
-        patch.setattr(memory_image.os, "pwrite", self._torn_write)
+        patch.setattr(slots.os, "pwrite", self._torn_write)
 
     def passes(self) -> None:
         self.left -= 1
@@ -169,7 +148,8 @@ def test_a_process_killed_at_any_instant_leaves_a_whole_image() -> None:
             assert max(found) > step
             step = max(found)
             counts.append(len(found))
-            writer._slots[0].step, writer._slots[1].step = _steps_of(writer)
+            for slot, newest in zip(writer._memory.slots, _steps_of(writer), strict=True):
+                slot.step = newest
     assert 1 in counts, "some died in the middle of a write"
 
 
@@ -187,8 +167,8 @@ def _write_for_ever(writer: ImageWriter, state: dict[str, Tensor], step: int) ->
 
 def _steps_of(writer: ImageWriter) -> list[int]:
     """The step of each slot: a forked process wrote it, of which this one knows nothing."""
-    parts = [memory_image._part(writer.descriptor, number * memory_image.SLOT_BYTES) for number in range(2)]
-    return [-1 if part is None else part.name.step for part in parts]
+    parts = [slots._part(writer.descriptors[0], number * slots.SLOT_BYTES) for number in range(2)]
+    return [-1 if part is None else part.header.name.step for part in parts]
 
 
 def written(turned: bool) -> list[Any]:
@@ -198,7 +178,7 @@ def written(turned: bool) -> list[Any]:
         for step in (1, 2):
             state = {**laid_out(values(step), world, turned=step == 2), "everywhere": torch.full((500_000,), float(step))}
             writer.write(step, state, {"step": step, "ranks": {str(world.rank): step}})
-        images = open_images(world.gather_values(path_of(writer)))
+        images = open_images(world.gather_values(path_of(writer)), world)
         right = []
         for name in images.names:
             state = laid_out({key: torch.zeros_like(value) for key, value in values(0).items()}, world, turned=turned)
@@ -243,11 +223,11 @@ def starts() -> list[list[int]]:
 def test_after_prepare_a_write_allocates_little() -> None:
     with writer_of(alone()) as writer:
         writer.prepare(numbered(1, numbers=50_000))
-        before = os.fstat(writer.descriptor).st_blocks * 512
+        before = os.fstat(writer.descriptors[0]).st_blocks * 512
         assert before >= writer.size_bytes
         writer.write(1, numbered(1, numbers=50_000), {"step": 1})
         writer.write(2, numbered(2, numbers=50_000), {"step": 2})
-        assert os.fstat(writer.descriptor).st_blocks * 512 <= before + 2 * 4096 * 2, "the text and no more"
+        assert os.fstat(writer.descriptors[0]).st_blocks * 512 <= before + 2 * 4096 * 2, "the text and no more"
 
 
 def test_without_memory_every_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +236,7 @@ def test_without_memory_every_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
     with writer_of(alone()) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(memory_image.os, "posix_fallocate", full)
+            patch.setattr(slots.os, "posix_fallocate", full)
             with pytest.raises(CheckpointError, match=r"rank 0 has no memory for two images of .* bytes \(No space left on device\)"):
                 writer.prepare(numbered(1))
         writer.write(2, numbered(2), {"step": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import socket
 import subprocess
@@ -87,7 +88,7 @@ def test_where_nobody_keeps_it_the_wait_ends_with_what_was_tried_and_the_remedy(
 
 def test_a_refusal_is_an_obstacle_only_at_the_port_of_a_machine_that_is_there(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a container has this machine's own address: the connection comes back here, and is refused."""
-    monkeypatch.setattr("lockstep.launch.rendezvous.REACH_SECONDS", 0)
+    monkeypatch.setattr("lockstep.launch.rendezvous.REACH_SECONDS", 0.2)
     keeper = ElasticRendezvous.at(machines)
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = free.getsockname()[1]
@@ -104,6 +105,8 @@ def two(machines: Machines) -> Iterator[list[ElasticRendezvous]]:
     yield both
     for each in both:
         each._stop_heartbeats()
+    both.clear()
+    gc.collect()  # closes the stores
 
 
 def meet(several: list[ElasticRendezvous]) -> None:

@@ -14,7 +14,8 @@ import torch
 from training.kept import of_all, recipe
 
 import lockstep as ls
-from lockstep.checkpoint.memory_image import ImageWriter, open_images
+from lockstep.checkpoint.images.reader import open_images
+from lockstep.checkpoint.memory_image import ImageWriter
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.state import restore, state_of
@@ -53,7 +54,7 @@ class KeepsImages(ls.Hook):
             self.writer = ImageWriter(world, ATTEMPT, {"rank": world.rank})
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as toward:
                 toward.connect(self.address)
-                socket.send_fds(toward, [str(world.rank).encode()], [self.writer.descriptor])
+                socket.send_fds(toward, [str(world.rank).encode()], self.writer.descriptors)
         self.writer.write(run.step, state.tensors, {**state.values, **run.loop.values(), "step": run.step})
         if run.step == STEPS:
             self.state = of_all(run)
@@ -84,7 +85,7 @@ def restored(plans: Sequence[str], folder: str, images: Mapping[str, Sequence[st
 
 
 def _restored(run: Any, paths: Sequence[str]) -> str:
-    images, noted = open_images(paths), Noted(0)
+    images, noted = open_images(paths, run.context.world), Noted(0)
     assert images.newest == CheckpointName(STEPS, ATTEMPT)
     for name in images.names:
         reader = images.reader(name)

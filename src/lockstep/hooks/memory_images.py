@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import torch
-
 from lockstep.checkpoint.memory_image import ImageWriter, image_interval
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook, Run
@@ -22,10 +20,11 @@ class MemoryImages(ControlHook):
     recovery: Recovery | None
     """None: the run cannot recover in place, and there are no images."""
     _writer: ImageWriter | None = None
-    _written: int = -1  # steps done at the last image
+    _count: int = 0  # images written
+    _written: int = -1  # steps done at the last one
     _next: int = 0  # steps done at the next one
     _since: float = 0.0  # when the last one was complete
-    _cost: float = 0.0  # processor time that the last one took, in seconds: waits for other ranks are no part of it
+    _cost: float = 0.0  # seconds that it took, of the processor and of the network: no waits for slower ranks
 
     def before_steps(self, run: Run) -> None:
         if self.recovery is None:
@@ -51,13 +50,15 @@ class MemoryImages(ControlHook):
         assert self._writer is not None
         assert self.recovery is not None
         run.context.phases.enter("saving")
-        began, is_first = time.thread_time(), self._written < 0
+        began = time.thread_time()
         step_seconds = (time.perf_counter() - self._since) / max(1, run.step - self._written)
         state = state_of(run.modules, run.stateful)
-        self._writer.write(run.step, state.tensors, {**state.values, **run.loop.values(), "step": run.step})
-        mine = torch.tensor([[max(self._cost, time.thread_time() - began), step_seconds]], dtype=torch.float64)
-        copy, step = run.context.world.gather_rows(mine, [1] * run.context.world.size).amax(0).tolist()
-        self._since, self._cost = time.perf_counter(), time.thread_time() - began
-        self._written, self._next = run.step, run.step + (1 if is_first else image_interval(copy, step))
-        if is_first:
-            self.recovery.offer_images(self._writer.descriptor)
+        values = {**state.values, **run.loop.values(), "step": run.step}
+        copy, step = self._writer.write(run.step, state.tensors, values, [self._cost, step_seconds])
+        self._since, self._cost = time.perf_counter(), time.thread_time() - began + self._writer.sending_seconds
+        self._count, self._written = self._count + 1, run.step
+        self._next = run.step + (image_interval(copy, step) if self._count > 2 else 1)  # the first one takes longer than later ones
+        if self._count == 1:
+            self.recovery.offer_images(self._writer.descriptors)
+        elif self._count == 2:
+            self.recovery.note_all_offered()

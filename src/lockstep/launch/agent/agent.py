@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from lockstep.base.errors import say
 from lockstep.launch.agent.signal_forwarding import GRACE_SECONDS, SignalForwarding
+from lockstep.launch.agent.start_store import StartStore
 from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.in_place import InPlace
@@ -34,10 +35,6 @@ from lockstep.options import RunOptions, variable
 
 LOST, JOINS = "lost", "joins"
 """Why the workers of all machines leave their collectives for a recovery in place."""
-_REGROUPS = "lockstep/regroups"
-"""Key in the store of a start: the workers save and end because they are to be restarted."""
-_DONE, _KNOWN = "lockstep/done", "lockstep/known"
-"""Keys in the same store: the number of machines whose workers are done, and of machines that know that all are."""
 
 
 class Agent(SimpleElasticAgent):
@@ -64,13 +61,13 @@ class Agent(SimpleElasticAgent):
         self._given = dict(given)
         self._folder = folder
         self._starts = 0
-        self._counted = frozenset[str]()
+        self._shared = StartStore(None)
         self._why: tuple[int, str] | None = None
         self._machines: Sequence[str] = ()
         self._lost: Sequence[str] = ()
         self._elsewhere = ""
         self._signals = SignalForwarding()
-        self._workers = WorkerProcesses(folder, self._is_impatient)
+        self._workers = WorkerProcesses(folder, self._signals.is_impatient)
 
     def close(self) -> None:
         """Close the connections to the workers, and end the spare process."""
@@ -94,16 +91,13 @@ class Agent(SimpleElasticAgent):
         path = self._given.get(variable("default_run_dir"), "")
         return path if path and variable("run_dir") not in self._given and os.path.isdir(path) else ""
 
-    def _is_impatient(self) -> bool:
-        return self._signals.is_impatient
-
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other machines, and agree with them on the number of restarts, the reason of this one, and whether
         it is a recovery in place: it is, if it is on all machines."""
         super()._rendezvous(worker_group)
-        self._counted = frozenset[str]()
         group: Any = worker_group  # torch says of its fields that they are None
         store, machines = group.store, group.spec.rdzv_handler.addresses
+        self._shared = StartStore(store)
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         mine = [restarts, self._machines, self._why, self._goes_on, self._not_in_place, self.in_place.lost_at]
         store.set(f"lockstep/agent-{group.group_rank}", json.dumps(mine))
@@ -129,7 +123,7 @@ class Agent(SimpleElasticAgent):
         records = self._folder / f"start-{self._starts}"
         records.mkdir()
         self._workers.connections.close()
-        self._workers = WorkerProcesses(records, self._is_impatient, not_in_place=self._never_in_place)
+        self._workers = WorkerProcesses(records, self._signals.is_impatient, not_in_place=self._never_in_place)
         self._is_able = False
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
@@ -164,8 +158,8 @@ class Agent(SimpleElasticAgent):
         if self._workers.running:
             continues = True
         elif self._workers.ending().was_preempted:
-            continues = self._regroups(worker_group.store)
-        elif continues := self._count(_DONE) < self._group_size:
+            continues = self._shared.regroups()
+        elif continues := self._shared.count("done") < self._group_size:
             if self._lost_a_machine():
                 return self._failed()
             if worker_group.spec.rdzv_handler.is_closed():
@@ -218,21 +212,14 @@ class Agent(SimpleElasticAgent):
     @property
     def _group_size(self) -> int:
         """Machines."""
-        group: Any = self._worker_group
-        return int(group.group_world_size)
-
-    def _count(self, what: str) -> int:
-        """The number of machines that have called this with `what` in this start, this one included."""
-        store: Any = self._worker_group.store
-        first, self._counted = what not in self._counted, self._counted | {what}
-        return int(store.add(what, int(first)))
+        return int(self._worker_group.group_world_size or 0)
 
     def _count_failure(self) -> None:
         """Announce a restart, or set the restarts left to 0 if these failures must not cause one."""
         ending = self._workers.ending()
         first, waiting = ending.first, self._goes_on
         by_mistake = first is not None and first.record is not None and first.record.user_error
-        stopped = self._signals.is_impatient or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
+        stopped = self._signals.is_impatient() or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
         again = waiting and self.in_place.note_losses(self._workers.lost_in_training, self._workers.connections.steps_done())
         if stopped or by_mistake or again:
             self._remaining_restarts = 0
@@ -263,7 +250,7 @@ class Agent(SimpleElasticAgent):
         group = self._worker_group
         rendezvous = group.spec.rdzv_handler
         self._lost = rendezvous.lost_machines() if isinstance(rendezvous, ElasticRendezvous) else ()
-        return bool(self._lost) and not self._regroups(group.store)
+        return bool(self._lost) and (self._is_able or not self._shared.regroups())
 
     def _recover(self, worker_group: WorkerGroup) -> None:
         """Replace the workers that are lost, and give all their new ranks. See [Note: recovery in place]."""
@@ -318,16 +305,8 @@ class Agent(SimpleElasticAgent):
         """Have the workers of all machines save and end, to start again with the machine that waits."""
         say("lockstep: another machine waits to join: the workers save, and start again with it")
         self._why = (JOINED, "another machine joined")
-        store: Any = worker_group.store
-        store.set(_REGROUPS, "")
+        self._shared.announce_regroup()
         self._workers.ask(signal.SIGTERM, GRACE_SECONDS[signal.SIGTERM])
-
-    def _regroups(self, store: Any) -> bool:
-        """True if the workers of all machines save and end because they are to be restarted."""
-        try:
-            return bool(store.check([_REGROUPS]))
-        except DistError:
-            return False  # the machine that keeps it has ended
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
@@ -349,7 +328,7 @@ class Agent(SimpleElasticAgent):
         if self._workers.ending().was_preempted or not isinstance(rendezvous, ElasticRendezvous):
             return
         until = time.monotonic() + SILENCE_SECONDS
-        while self._count(_KNOWN) < self._group_size and rendezvous.hosts_store and time.monotonic() < until:
+        while self._shared.count("known") < self._group_size and rendezvous.hosts_store and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:

@@ -22,11 +22,14 @@ class SignalForwarding:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The first signal."""
-        self.is_impatient = False
-        """True once a signal came while the workers were being ended."""
+        self._is_impatient = False
         self.is_ending = False
         """True while the workers are being ended: a first signal then ends the wait."""
         self._is_deferred = False
+
+    def is_impatient(self) -> bool:
+        """True once a signal came while the workers were being ended."""
+        return self._is_impatient
 
     @contextmanager
     def handling(self) -> Iterator[None]:
@@ -58,7 +61,7 @@ class SignalForwarding:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_ending or self.received is not None:
-            self.is_impatient = True
+            self._is_impatient = True
             return
         self.received = signal.Signals(number)
         if not self._is_deferred:

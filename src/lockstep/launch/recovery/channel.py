@@ -3,7 +3,8 @@
 [Note: recovery in place] Messages are JSON objects with a `kind`.
 
 1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With `images` it gives the
-   launcher the memory that holds the images of its state, which so outlive it.
+   launcher the memory in which it keeps images of its state, and of that of ranks of other hosts; so they outlive it.
+   When it writes its second image, all ranks have given theirs: it says `all-offered`, and launchers drop older ones.
 2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave the collective that they wait
    in, and say `ready`, with the step whose state they hold, or `refuses`, with the reason. The launcher starts a
    replacement for the lost worker. It says `ready`, without a state, when its script comes to `ls.train`.

@@ -43,8 +43,11 @@ class Connections:
     by_rank: dict[int, Connection] = field(default_factory=dict)
     hanging: list[tuple[Sequence[int], Mapping[str, Any]]] = field(default_factory=list)
     """Ranks that a watchdog has found to hang, and the record of that failure."""
-    images: list[dict[int, int]] = field(default_factory=lambda: [{}])
-    """The descriptors of the images in memory by rank, one dict for each start of the run. The last is of this one."""
+    images: list[dict[int, list[int]]] = field(default_factory=lambda: [{}])
+    """The descriptors of the memory in which each rank keeps images, one dict for each start of the run. The last is of
+    this one."""
+    all_offered: bool = False
+    """True once the workers of this start have all given their launchers such memory, on other machines too."""
 
     @contextmanager
     def opened(self, rank: int) -> Iterator[Mapping[str, str]]:
@@ -69,10 +72,11 @@ class Connections:
         replacement.is_starting, replacement.why_not, replacement.was_able = True, None, True
 
     def drop(self, ranks: Collection[int]) -> None:
-        """Close the connections to workers that have ended."""
+        """Close the connections to workers that have ended. The images that they gave last are kept."""
         for rank in ranks:
-            if (found := self.by_rank.pop(rank, None)) is not None:
-                found.channel.close()
+            if rank in self.by_rank:
+                self._read(rank)
+                self.by_rank.pop(rank).channel.close()
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
         """Give the workers other ranks. `ranks`: those by the old ones."""
@@ -80,20 +84,27 @@ class Connections:
 
     def look(self) -> None:
         """Read what the workers have said."""
-        for rank, connection in self.by_rank.items():
-            while (message := connection.channel.receive(0.0)) is not None:
-                if message["kind"] == "able":
-                    connection.why_not, connection.sizes = message["why_not"], message["sizes"]
-                    connection.was_able |= connection.why_not is None
-                elif message["kind"] == "hangs":
-                    self.hanging.append((message["ranks"], message["record"]))
-                elif message["kind"] == "refuses":
-                    connection.refusal = message["why_not"]
-                elif message["kind"] == "ready":
-                    connection.step, connection.at = message["step"], message["at"]
-                    connection.why_not, connection.is_starting = None, False
-                elif message["kind"] == "images":
-                    self._keep_images(rank, message["descriptors"])
+        for rank in self.by_rank:
+            self._read(rank)
+
+    def _read(self, rank: int) -> None:
+        connection = self.by_rank[rank]
+        while (message := connection.channel.receive(0.0)) is not None:
+            if message["kind"] == "able":
+                connection.why_not, connection.sizes = message["why_not"], message["sizes"]
+                connection.was_able |= connection.why_not is None
+            elif message["kind"] == "hangs":
+                self.hanging.append((message["ranks"], message["record"]))
+            elif message["kind"] == "refuses":
+                connection.refusal = message["why_not"]
+            elif message["kind"] == "ready":
+                connection.step, connection.at = message["step"], message["at"]
+                connection.why_not, connection.is_starting = None, False
+            elif message["kind"] == "images":
+                self.images[-1][rank] = message["descriptors"]
+            elif message["kind"] == "all-offered":
+                self.all_offered = True
+        self._drop_old_images()
 
     def why_not(self, ranks: Collection[int], lost: Collection[int] = ()) -> str | None:
         """Why the workers of these ranks cannot recover in place, without those that are `lost`; None if they can."""
@@ -137,27 +148,26 @@ class Connections:
             if rank in self.by_rank:
                 self.by_rank[rank].channel.send(kind)
 
-    def _keep_images(self, rank: int, descriptors: Sequence[int]) -> None:
-        """Keep the images of a worker. Once all workers of this start have some, those of earlier starts are not
-        needed."""
-        (self.images[-1][rank],) = descriptors
-        if self.images[-1].keys() == self.by_rank.keys():
+    def _drop_old_images(self) -> None:
+        """Drop the images of earlier starts once those of this one are kept, here and on other machines."""
+        if self.all_offered and self.images[-1].keys() == self.by_rank.keys():
             self._close_images(self.images[:-1])
             del self.images[:-1]
 
-    def _close_images(self, several: Sequence[Mapping[int, int]]) -> None:
-        for descriptor in (descriptor for images in several for descriptor in images.values()):
+    def _close_images(self, several: Sequence[Mapping[int, Sequence[int]]]) -> None:
+        for descriptor in _descriptors(several):
             os.close(descriptor)
 
     def rejoin(self, environments: Mapping[int, Mapping[str, str]], *, lost_at: float) -> None:
         """Send each waiting worker the variables of its rank, the images, and when the loss was seen, in seconds since
         1970."""
-        descriptors = [descriptor for images in self.images for descriptor in images.values()]
+        descriptors = _descriptors(self.images)
         for rank, environment in environments.items():
             connection = self.by_rank[rank]
             connection.step = None
             connection.channel.send("rejoin", descriptors, environment=dict(environment), lost_at=lost_at)
         self.images.append({})
+        self.all_offered = False
 
     def release(self) -> None:
         """Have the workers that wait for a new rank save and end."""
@@ -169,4 +179,8 @@ class Connections:
     def close(self) -> None:
         self.drop(list(self.by_rank))
         self._close_images(self.images)
-        self.images = [{}]
+        self.images, self.all_offered = [{}], False
+
+
+def _descriptors(several: Sequence[Mapping[int, Sequence[int]]]) -> list[int]:
+    return [descriptor for images in several for held in images.values() for descriptor in held]

@@ -60,9 +60,13 @@ class Rejoin:
         """Have the launcher kill the workers of these ranks. `record`: of that failure."""
         self._channel.send("hangs", ranks=list(ranks), record=asdict(record))
 
-    def offer_images(self, descriptor: int) -> None:
-        """Give the launcher the memory that holds the images of this process's state."""
-        self._channel.send("images", [descriptor])
+    def offer_images(self, descriptors: Sequence[int]) -> None:
+        """Give the launcher the memory in which this process keeps images: of its own state, and of other ranks'."""
+        self._channel.send("images", descriptors)
+
+    def note_all_offered(self) -> None:
+        """Tell the launcher that all ranks have offered their images, so that nobody needs those of earlier starts."""
+        self._channel.send("all-offered")
 
     def drop_images(self) -> None:
         """Close `images`."""

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.base.torch_private import version
-from lockstep.checkpoint.memory_image import open_images
-from lockstep.checkpoint.storage import CheckpointName
+from lockstep.checkpoint.images.reader import open_images
 from lockstep.comm.recovery.regroup import leave_groups
 from lockstep.comm.world import World
 from lockstep.launch.failures import FailureRecord
@@ -75,20 +74,23 @@ class Recovery:
         """Have the launcher kill and replace the processes of these ranks."""
         self._rejoin.report_hang(ranks, record)
 
-    def offer_images(self, descriptor: int) -> None:
-        """Let the memory that holds the images of this process's state outlive it."""
-        self._rejoin.offer_images(descriptor)
+    def offer_images(self, descriptors: Sequence[int]) -> None:
+        """Let the memory in which this process keeps images outlive it."""
+        self._rejoin.offer_images(descriptors)
+
+    def note_all_offered(self) -> None:
+        """Called when all ranks have offered theirs: images of earlier starts are not needed from then on."""
+        self._rejoin.note_all_offered()
 
     def reader(self, world: World) -> tuple[str, StateReader] | None:
         """A reader of the newest state that the survivors hold, or that is in the images of all, and which of the two
         it reads: "replica" or "image". None if there is none. Every rank calls it."""
         held = ReplicaReader(self._held, world)
-        images = open_images([f"/proc/self/fd/{descriptor}" for descriptor in self._rejoin.images])
-        found = images.newest
-        newest = world.value_of(0, None if found is None else [found.step, found.attempt])
         self._reached = max(world.gather_values(self._reached))
-        if newest is not None and newest[0] > held.manifest.step:
-            return "image", images.reader(CheckpointName(*newest))
+        images = open_images([f"/proc/self/fd/{descriptor}" for descriptor in self._rejoin.images], world)
+        newest = images.newest
+        if newest is not None and newest.step > held.manifest.step:
+            return "image", images.reader(newest)
         return ("replica", held) if held.manifest.step >= 0 else None
 
     def restored(self, step: int) -> dict[str, float]:

@@ -1,0 +1,93 @@
+"""The launcher keeps the images of a start until those of the next one are kept on all machines."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lockstep.launch.recovery.channel import Channel
+from lockstep.launch.recovery.connections import Connections
+
+
+class Workers:
+    """Two workers' ends of their connections to a launcher."""
+
+    def __init__(self, connections: Connections) -> None:
+        self.connections = connections
+        self.ends: list[Channel] = []
+        for rank in range(2):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connections.use(rank, Channel(ours))
+            self.ends.append(Channel(theirs))
+
+    def offer(self, rank: int, names: list[str]) -> None:
+        descriptors = [os.memfd_create(name) for name in names]
+        self.ends[rank].send("images", descriptors)
+        for each in descriptors:
+            os.close(each)
+
+    def rejoin(self) -> list[list[str]]:
+        """Names of the memory that each worker gets."""
+        self.connections.rejoin({0: {}, 1: {}}, lost_at=0.0)
+        found = []
+        for end in self.ends:
+            message = end.receive(1.0)
+            assert message is not None
+            found.append([_name(each) for each in message["descriptors"]])
+            for each in message["descriptors"]:
+                os.close(each)
+        return found
+
+    def held(self) -> list[str]:
+        self.connections.look()
+        return [_name(each) for images in self.connections.images for several in images.values() for each in several]
+
+
+def _name(descriptor: int) -> str:
+    return os.readlink(f"/proc/self/fd/{descriptor}").removeprefix("/memfd:").removesuffix(" (deleted)")
+
+
+@contextmanager
+def workers() -> Iterator[Workers]:
+    connections = Connections(None)
+    found = Workers(connections)
+    try:
+        yield found
+    finally:
+        connections.close()
+        for end in found.ends:
+            end.close()
+
+
+def offered(found: Workers, start: str) -> None:
+    for rank in range(2):
+        found.offer(rank, [f"{start} of {rank}", f"{start} kept by {rank}"])
+
+
+def test_older_images_are_kept_until_a_worker_says_that_all_ranks_have_offered_theirs() -> None:
+    with workers() as found:
+        offered(found, "first")
+        found.ends[1].send("all-offered")
+        first = ["first of 0", "first kept by 0", "first of 1", "first kept by 1"]
+        assert found.held() == first
+        assert found.rejoin() == [first] * 2
+        offered(found, "second")
+        second = [name.replace("first", "second") for name in first]
+        assert found.held() == [*first, *second], "other machines may not have theirs"
+        found.ends[0].send("all-offered")
+        assert found.held() == second
+        assert found.rejoin() == [second] * 2
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_images_that_a_worker_gave_last_are_kept(ends_first: bool) -> None:
+    with workers() as found:
+        offered(found, "first")
+        if ends_first:
+            found.ends[1].close()
+        found.connections.drop([1])
+        assert found.held() == ["first of 1", "first kept by 1", "first of 0", "first kept by 0"]
