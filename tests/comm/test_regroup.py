@@ -115,6 +115,7 @@ class Launcher:
 
 def _live(pipe: Connection) -> None:
     """Join the groups that the launcher names, one after the other, and wait in a collective of each."""
+    torch.set_num_threads(1)  # makes torch's pool of threads, which a fork breaks, anew before two threads do so at once
     places: queue.Queue[Place] = queue.Queue()
     places.put(pipe.recv())
 
