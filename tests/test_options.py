@@ -126,6 +126,11 @@ def test_a_recovery_in_place_that_could_never_be_is_refused(given: dict[str, Any
         LaunchOptions(recovery=recovery, max_restarts=1).validate()
 
 
+def test_an_empty_backend_is_refused() -> None:
+    with pytest.raises(LaunchError, match="--backend ''; "):
+        LaunchOptions(backend="").validate()
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

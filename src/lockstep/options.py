@@ -307,6 +307,8 @@ class LaunchOptions(RunOptions):
         """Return the plan, if one was given. Raises a `UserError` for a value that cannot be read."""
         plan = Plan.parse(self.plan) if self.plan is not None else None
         check_run_dir(self.run_dir, flag("run_dir"))
+        if self.backend == "":
+            raise LaunchError("--backend ''; it is the name of a backend of torch.distributed, such as gloo; leave it out for torch's own")
         if self.save_every is not None:
             interval(self.save_every, flag("save_every"))
         if self.stop_after is not None:

@@ -27,7 +27,7 @@ def _without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_an_option_it_is_torchs_own_for_the_device() -> None:
-    assert chosen_backend(None, CPU, 0, 2, {}) == chosen_backend("gloo", CPU, 0, 2, {}) == "gloo"
+    assert chosen_backend(None, CPU, 0, 2, {}) == chosen_backend("gloo", CPU, 0, 2, {}) == chosen_backend("GLOO", CPU, 0, 2, {}) == "gloo"
     assert chosen_backend(None, CUDA, 0, 2, {}) == "nccl"
 
 

@@ -24,6 +24,7 @@ def chosen_backend(asked: str | None, device: torch.device, rank: int, size: int
     usual = accelerator.process_group_backend(device)
     if asked is None:
         return usual
+    asked = asked.lower()  # as torch takes it
     there = {name: devices for name, devices in dist.Backend.backend_capability.items() if _is_available(name)}
     fitting = [name for name, devices in there.items() if device.type in devices]
     remedy = f"give one of {', '.join(sorted(fitting))}, or leave --backend out for {usual}"
