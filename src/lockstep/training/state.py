@@ -82,7 +82,7 @@ class _ModuleTensors:
 
     tensors: dict[str, Tensor]
     rests: list[dict[str, dict[str, Any]]]
-    """Of each optimizer: what is no tensor, by parameter."""
+    """For each optimizer the values that are no tensors, by parameter."""
     tied: dict[str, str]
     places: list[tuple[Mapping[Any, Any], Sequence[Any]]]
     """The dicts that held them, and their values."""
