@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import chaos
+import chaos_run
 import pytest
 
 
@@ -16,12 +17,12 @@ def test_a_sample_learned_from_twice_or_never_is_found(tmp_path: Path) -> None:
     def line(start: str, what: object, value: object) -> str:
         return f'["{start}", {what if isinstance(what, int) else chr(34) + str(what) + chr(34)}, {value}]\n'
 
-    samples = (list(range(128)) * 14)[: chaos.STEPS * 28]
-    steps = [samples[at * 28 : at * 28 + 28] for at in range(chaos.STEPS)]
+    samples = (list(range(128)) * 14)[: chaos_run.STEPS * 28]
+    steps = [samples[at * 28 : at * 28 + 28] for at in range(chaos_run.STEPS)]
     (tmp_path / "a-1.jsonl").write_text(line("a", "from", 0) + "".join(line("a", at, steps[at]) for at in range(40)))
     (tmp_path / "b-2.jsonl").write_text(line("b", "from", 30) + "".join(line("b", at, steps[at]) for at in range(30, 60)))
-    assert chaos.wrongly_seen(tmp_path, []) == []
+    assert chaos_run.wrongly_seen(tmp_path, []) == []
     (tmp_path / "b-2.jsonl").write_text(line("b", "from", 30) + "".join(line("b", at, steps[at]) for at in range(31, 60)))
-    assert len(chaos.wrongly_seen(tmp_path, [])) == 2
+    assert len(chaos_run.wrongly_seen(tmp_path, [])) == 2
     (tmp_path / "b-2.jsonl").write_text(line("b", "from", 30) + "".join(line("b", at, steps[59]) for at in range(30, 60)))
-    assert len(chaos.wrongly_seen(tmp_path, [])) == 1
+    assert len(chaos_run.wrongly_seen(tmp_path, [])) == 1

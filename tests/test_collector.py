@@ -1,4 +1,4 @@
-"""The garbage collector is off while much is imported, and afterwards as the user had it."""
+"""The garbage collector is off while much is imported, and afterwards as the user had it. Objects are frozen once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.base import garbage
 from lockstep.base.garbage import collector_paused
 
 
@@ -64,3 +65,29 @@ def test_it_is_off_for_what_is_imported_and_on_for_what_the_user_does(tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     seen = {"lockstep.session": False, "torch._dynamo": False, "model": True, "optimizer": True}
     assert done.stdout.splitlines()[-1] == str(seen)
+
+
+def test_objects_are_frozen_once_and_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "_is_frozen", False)
+    assert gc.get_freeze_count() == 0
+    assert not garbage.is_frozen()
+    try:
+        garbage.freeze_for_good()
+        count = gc.get_freeze_count()
+        assert count > 0
+        more = [[] for _ in range(10)]  # type: ignore[var-annotated]
+        garbage.freeze_for_good()
+        assert gc.get_freeze_count() <= count, f"{len(more)} objects are newer"
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("it takes long"))
+        assert garbage.is_frozen()
+    finally:
+        gc.unfreeze()
+
+
+def test_objects_that_the_user_has_frozen_are_seen() -> None:
+    gc.freeze()
+    try:
+        assert garbage.is_frozen()
+    finally:
+        gc.unfreeze()
+    assert not garbage.is_frozen()

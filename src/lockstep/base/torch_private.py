@@ -53,7 +53,7 @@ _FSDP = {"AllGather": "_fsdp_api", "ReduceScatter": "_fsdp_api", "DefaultAllGath
 
 IMPORTED_IN_TRAINING = (
     *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
-    *("torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.default_planner"),
 )
 """Modules that torch or lockstep import while a run is opened and takes its first step."""
 

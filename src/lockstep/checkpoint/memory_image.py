@@ -44,6 +44,7 @@ class ImageWriter:
         self._layout: FileLayout | None = None
         self._shards: dict[Slot, MappedShards] = {}
         self._kinds: dict[str, tuple[Any, ...]] | None = None
+        self._last: dict[str, tuple[Tensor, tuple[Any, ...]]] = {}
         self._described = b""
         self.size_bytes = 0
         """Bytes of memory that the images take."""
@@ -84,7 +85,7 @@ class ImageWriter:
 
     def close(self) -> None:
         """Release the memory in this process; others may hold its descriptor."""
-        self._shards = {}
+        self._shards, self._last = {}, {}
         self._memory.close()
         self._buddies.close()
 
@@ -95,7 +96,7 @@ class ImageWriter:
         No rank writes over that image. A rank that gets here has ended its last write, so without errors it is the
         last one.
         """
-        kinds = {name: _kind(tensor) for name, tensor in tensors.items()}
+        kinds = self._kinds_of(tensors)
         newest = min([self._memory.newest, *self._buddies.newest])
         mine = torch.tensor([[kinds != self._kinds, newest, *figures]], dtype=torch.float64)
         rows = self._world.gather_rows(mine, [1] * self._world.size)
@@ -104,6 +105,15 @@ class ImageWriter:
             self._lay_out(FileLayout(assign_to_this_rank(local_shards(tensors), self._world)))
             self._kinds = kinds
         return int(rows[:, 1].min()), rows[:, 2:].amax(0).tolist()
+
+    def _kinds_of(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+        """All that each tensor's shard depends on; known already for one that was in the last image."""
+        kinds = {
+            name: self._last[name][1] if name in self._last and self._last[name][0] is tensor else _kind(tensor)
+            for name, tensor in tensors.items()
+        }
+        self._last = {name: (tensor, kinds[name]) for name, tensor in tensors.items()}
+        return kinds
 
     def _lay_out(self, layout: FileLayout) -> None:
         shards = [[*shard.to_json(), start] for shard, start in layout.starts.items()]

@@ -64,12 +64,18 @@ class Checkpointer:
         attempt: str = self.run.context.recorder.attempt
         return attempt
 
-    def begin(self, saved: int) -> None:
+    def begin(self, saved: int, *, again: bool = False) -> None:
         """Called before the first step, with `saved` steps done in the newest checkpoint. Every rank calls it. Raises
-        `CheckpointError` if nothing can be saved."""
-        state = state_of(self.run.modules, self.run.stateful)
+        `CheckpointError` if nothing can be saved. `again`: the run goes on in place, and that is known; what a save
+        needs is prepared when the next one comes."""
         self._saved = saved
         self._on_rank_0(self.folder.remove_uncommitted, "written to")
+        if not again:
+            self._prepare()
+        self._since = time.monotonic()
+
+    def _prepare(self) -> None:
+        state = state_of(self.run.modules, self.run.stateful)
         free = self._on_rank_0(self.folder.free_bytes, "written to")
         needed = self._total_bytes(state.tensors)
         if free is not None and self.world.any(free < needed):
@@ -79,7 +85,6 @@ class Checkpointer:
             )
         if self.saving.steps is not None:
             self._saver.prepare(state.tensors)
-        self._since = time.monotonic()
 
     def is_time(self) -> bool:
         """True if a save is due by the clock of rank 0."""

@@ -65,7 +65,7 @@ class Checkpointing(ControlHook):
             kind, reader = found_in_memory
             saved, step = checkpointer.restore_from_memory(reader), reader.manifest.step
             context.recorder.resume(step, str(checkpointer.folder))
-            checkpointer.begin(saved)
+            checkpointer.begin(saved, again=True)
             run.loop.resumed = reader.manifest.values
             run.event("recovered", step, reason=context.recovered_from, state=kind, **recovery.restored(step))
             context.recorder.message(f"goes on after step {step}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.checkpoint.memory_image import ImageWriter, image_interval
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.recovery.recovery import Recovery
-from lockstep.training.state import state_of
+from lockstep.training.state import KnownTensors, state_of
 
 
 @dataclass(eq=False)
@@ -20,6 +20,7 @@ class MemoryImages(ControlHook):
     recovery: Recovery | None
     """None: the run cannot recover in place, and there are no images."""
     _writer: ImageWriter | None = None
+    _known: KnownTensors = field(default_factory=KnownTensors)
     _count: int = 0  # images written
     _written: int = -1  # steps done at the last one
     _next: int = 0  # steps done at the next one
@@ -27,38 +28,35 @@ class MemoryImages(ControlHook):
     _cost: float = 0.0  # seconds that it took, of the processor and of the network: no waits for slower ranks
 
     def before_steps(self, run: Run) -> None:
-        if self.recovery is None:
-            return
-        if self._writer is None:
-            self._writer = ImageWriter(run.context.world, run.context.recorder.attempt, {})
-            self._writer.prepare(state_of(run.modules, run.stateful).tensors)
-        if run.step > self._written:
-            self._write(run)
+        recovers = run.context.recovered_from is not None  # the images that it began with are kept, and the step is waited for
+        if self.recovery is not None and not recovers and run.step > self._written:
+            self._write(run, self.recovery)
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         if self.recovery is not None:
             self.recovery.raise_if_lost()
-        if self._writer is not None and run.step >= self._next:
-            self._write(run)
+            if run.step >= self._next:
+                self._write(run, self.recovery)
 
     def on_end(self, run: Run) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
-    def _write(self, run: Run) -> None:
-        assert self._writer is not None
-        assert self.recovery is not None
+    def _write(self, run: Run, recovery: Recovery) -> None:
         run.context.phases.enter("saving")
+        if self._writer is None:
+            self._writer = ImageWriter(run.context.world, run.context.recorder.attempt, {})
+            self._writer.prepare(state_of(run.modules, run.stateful, self._known).tensors)
         began = time.thread_time()
         step_seconds = (time.perf_counter() - self._since) / max(1, run.step - self._written)
-        state = state_of(run.modules, run.stateful)
+        state = state_of(run.modules, run.stateful, self._known)
         values = {**state.values, **run.loop.values(), "step": run.step}
         copy, step = self._writer.write(run.step, state.tensors, values, [self._cost, step_seconds])
         self._since, self._cost = time.perf_counter(), time.thread_time() - began + self._writer.sending_seconds
         self._count, self._written = self._count + 1, run.step
         self._next = run.step + (image_interval(copy, step) if self._count > 2 else 1)  # the first one takes longer than later ones
         if self._count == 1:
-            self.recovery.offer_images(self._writer.descriptors)
+            recovery.offer_images(self._writer.descriptors)
         elif self._count == 2:
-            self.recovery.note_all_offered()
+            recovery.note_all_offered()

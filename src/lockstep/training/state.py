@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.base.errors import CheckpointError, first_few
+from lockstep.base.torch_private import own_buffers, own_modules, own_parameters
 from lockstep.checkpoint.json_state import decode, encode, tensors_in
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.tensor_shards import torch_dtype
@@ -57,12 +59,72 @@ class State:
     values: dict[str, Any] = field(default_factory=dict)  # JSON; in a pipeline, of this rank's stages
 
 
-def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> State:
-    """Return the state of a session. Raises `CheckpointError` if a part of it cannot be saved."""
+def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful], known: KnownTensors | None = None) -> State:
+    """Return the state of a session. Raises `CheckpointError` if a part of it cannot be saved.
+
+    `known`: given again and again by one caller, it saves the search for the tensors of modules, which takes longer
+    than to copy a small model. The tensors are then the modules' own, with their gradients: read them at once."""
     state = State()
-    state.values["modules"] = {str(number): _module_state(module, number, state.tensors) for number, module in enumerate(modules)}
+    found = [(known or KnownTensors()).of(module, number) for number, module in enumerate(modules)]
+    state.values["modules"] = {
+        str(number): _module_state(module, number, each, state.tensors)
+        for number, (module, each) in enumerate(zip(modules, found, strict=True))
+    }
     state.values["state"] = {name: encode(other.state_dict(), f"state/{name}", state.tensors) for name, other in others.items()}
+    if known is None:
+        state.tensors = {name: tensor.detach() for name, tensor in state.tensors.items()}
     return state
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleTensors:
+    """The tensors of a module in a state, and where they were found."""
+
+    tensors: dict[str, Tensor]
+    rests: list[dict[str, dict[str, Any]]]
+    """For each optimizer the values that are no tensors, by parameter."""
+    tied: dict[str, str]
+    places: list[tuple[Mapping[Any, Any], Sequence[Any]]]
+    """The dicts that held them, and their values."""
+    states: Sequence[tuple[Optimizer, object]]
+    """Each optimizer, and its dict of states."""
+
+    @classmethod
+    def find(cls, module: TrainModule, number: int) -> _ModuleTensors:
+        saved = list(_saved(module.model))
+        tied = _aliases(saved)
+        tensors = {f"{number}/model/{name}": tensor for name, tensor in saved if name not in tied}
+        places: list[Mapping[Any, Any]] = [
+            each for part in module.model.modules() for each in (own_modules(part), own_parameters(part), own_buffers(part))
+        ]
+        rests = []
+        for place, optimizer in enumerate(module.optimizers):
+            of_optimizer, rest = _optimizer_state(optimizer, _named_parameters(module), f"{number}/optimizer/{place}")
+            tensors.update(of_optimizer)
+            rests.append(rest)
+            places += [optimizer.state, *optimizer.state.values()]
+        states = [(optimizer, optimizer.state) for optimizer in module.optimizers]
+        return cls(tensors, rests, tied, [(place, [*place.values()]) for place in places], states)
+
+    def is_current(self) -> bool:
+        """True if the module and its optimizers hold the same objects as then."""
+        if not all(optimizer.state is state for optimizer, state in self.states):
+            return False
+        return all(len(place) == len(values) and all(map(is_, place.values(), values)) for place, values in self.places)
+
+
+class KnownTensors:
+    """The tensors of modules, as `state_of` found them."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, _ModuleTensors] = {}
+
+    def of(self, module: TrainModule, number: int) -> _ModuleTensors:
+        """Those of the module with this number; found again if it or its optimizers hold other objects than before."""
+        found = self._found.get(number)
+        if found is None or not found.is_current():
+            found = self._found[number] = _ModuleTensors.find(module, number)
+        return found
 
 
 def restore(reader: StateReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
@@ -88,21 +150,18 @@ def restore(reader: StateReader, modules: Sequence[TrainModule], others: Mapping
         other.load_state_dict(decode(values["state"][name], targets.__getitem__))
 
 
-def _module_state(module: TrainModule, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    tensors.update((f"{number}/model/{name}", tensor) for name, tensor in tensors_of(module.model))
+def _module_state(module: TrainModule, number: int, found: _ModuleTensors, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    tensors.update(found.tensors)
     optimizers: dict[str, Any] = {}
-    for place, optimizer in enumerate(module.optimizers):
-        prefix = f"{number}/optimizer/{place}"
-        found, rest = _optimizer_state(optimizer, _named_parameters(module), prefix)
-        tensors.update(found)
+    for place, (optimizer, rest) in enumerate(zip(module.optimizers, found.rests, strict=True)):
         groups = [
             {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key not in _PLAN_SETTINGS}
             for group in optimizer.param_groups
         ]
         described = {"class": type(optimizer).__qualname__, "groups": groups, "rest": rest}
-        optimizers[str(place)] = encode(described, prefix, tensors)
+        optimizers[str(place)] = encode(described, f"{number}/optimizer/{place}", tensors)
     training = encode(module.state_dict(), f"{number}/training", tensors)
-    return {"optimizers": optimizers, "training": training, "tied": aliases(module.model)}
+    return {"optimizers": optimizers, "training": training, "tied": found.tied}
 
 
 def _restore_module(module: TrainModule, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -122,14 +181,19 @@ def _restore_module(module: TrainModule, saved: Mapping[str, Any], tensors: Mapp
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers in the model's state dict, tied ones once, by their first names."""
-    others = aliases(model)
-    return ((name, tensor.detach()) for name, tensor in _saved(model) if name not in others)
+    saved = list(_saved(model))
+    others = _aliases(saved)
+    return ((name, tensor.detach()) for name, tensor in saved if name not in others)
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
     """Further name -> first name of tied parameters and buffers in the state dict."""
+    return _aliases(list(_saved(model)))
+
+
+def _aliases(saved: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     firsts: dict[int, str] = {}
-    found = {name: firsts.setdefault(id(tensor), name) for name, tensor in _saved(model)}
+    found = {name: firsts.setdefault(id(tensor), name) for name, tensor in saved}
     return {name: first for name, first in found.items() if name != first}
 
 
@@ -153,7 +217,7 @@ def _optimizer_state(
     for name, parameter in named:
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{prefix}/{name}/{key}"] = value.detach()
+                tensors[f"{prefix}/{name}/{key}"] = value
             else:
                 rest.setdefault(name, {})[key] = value
     return tensors, rest

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lockstep.base.garbage import is_frozen
 from lockstep.base.torch_private import gradient_hooks, post_accumulate_hooks, storage_address
 from lockstep.model.initialization.fake_parameters import fake_parameters_keep_class, replace_contents
 from lockstep.model.initialization.operation_log import OperationLog, StorageView
@@ -105,7 +106,7 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
     """Exclude older objects, such as torch's modules, from the search for the factory's tensors."""
-    if gc.get_freeze_count():  # somebody has frozen objects before: they could not be told apart
+    if is_frozen():  # somebody has frozen objects before: they could not be told apart
         yield
         return
     gc.freeze()

@@ -1,0 +1,56 @@
+"""Images are offered after the first, and older ones given up at the second; a recovery waits for none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from checkpoint.states import alone
+
+from lockstep.hooks.loss_check import LossCheck
+from lockstep.hooks.memory_images import MemoryImages
+from lockstep.training.consensus import NOTHING
+
+
+def a_run(step: int, recovered_from: str | None) -> Any:
+    """A stand-in for a `Run` without a model."""
+    recorder, phases = SimpleNamespace(attempt="00c0ffee"), SimpleNamespace(enter=lambda _: None)
+    context = SimpleNamespace(world=alone(), recorder=recorder, phases=phases, recovered_from=recovered_from)
+    return SimpleNamespace(step=step, context=context, modules=[], stateful={}, loop=SimpleNamespace(values=dict))
+
+
+@pytest.mark.parametrize("recovered_from", [None, "rank 1 was killed"])
+def test_images_are_offered_after_the_first_and_older_ones_given_up_at_the_second(recovered_from: str | None) -> None:
+    said: list[Any] = []
+    recovery: Any = SimpleNamespace(
+        offer_images=lambda descriptors: said.append(len(descriptors)), note_all_offered=lambda: said.append("all offered")
+    )
+    hook, run = MemoryImages(recovery), a_run(7, recovered_from)
+    hook.before_steps(run)
+    images = [said.copy()]
+    for _ in range(3):
+        run.step += 1
+        hook.on_agreement(run, NOTHING)
+        images.append(said.copy())
+    hook.on_end(run)
+    first, both = [1], [1, "all offered"]
+    assert images == ([[], first, both, both] if recovered_from else [first, both, both, both])
+
+
+def test_a_run_that_cannot_recover_has_no_images() -> None:
+    hook, run = MemoryImages(None), a_run(0, None)
+    hook.before_steps(run)
+    hook.on_agreement(run, NOTHING)
+    hook.on_end(run)
+    assert hook._writer is None
+
+
+def test_the_loss_is_not_tried_again_in_a_recovery() -> None:
+    """A trial would need the run's data, which this one does not have."""
+    run = a_run(7, "rank 1 was killed")
+    run.recipe = SimpleNamespace(loss=len)
+    LossCheck().before_step(run)
+    for given in ({"step": 0}, {"context": a_run(7, None).context}):
+        with pytest.raises(AttributeError):
+            LossCheck().before_step(SimpleNamespace(**{**vars(run), **given}))  # type: ignore[arg-type]
