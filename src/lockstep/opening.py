@@ -174,7 +174,10 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
         extend=not asked.allow_change.isdisjoint({"steps", "epochs"}),
         restarted=environment.restarted is not None or environment.restarts > 0,
         again=recovery is not None and recovery.times > 0,
+        lost_holders=() if recovery is None else recovery.lost_holders(world),
     )
+    if recovery is not None:
+        recovery.holder = recorder.holder
     stack.callback(recorder.close)
     taken = read_fallbacks(world, recorder.path, resumes=recorder.is_resumed)
     plan = taken.apply_to(given, world.device.type)

@@ -120,6 +120,21 @@ def test_a_claim_is_on_the_file_that_has_the_name_and_not_on_one_that_its_holder
         assert (tmp_path / "lock").exists()
 
 
+def test_a_process_on_a_lost_machine_loses_the_directory_and_leaves_it_alone(tmp_path: Path) -> None:
+    lost = RunDirectory.create(tmp_path / "run")
+    assert lost.holder is not None
+    with pytest.raises(RunDirectoryError, match="in use by a live run"):
+        RunDirectory.create(tmp_path / "run", lost_holders=[{**lost.holder, "pid": 1}])
+    assert not lost.is_taken
+    with RunDirectory.create(tmp_path / "run", lost_holders=[lost.holder]) as directory:
+        assert (lost.is_taken, directory.is_taken) == (True, False)
+        lost.close()
+        assert (tmp_path / "run" / "lock").exists()
+        with pytest.raises(RunDirectoryError, match="in use by a live run"):
+            RunDirectory.create(tmp_path / "run")
+    assert not (tmp_path / "run" / "lock").exists()
+
+
 def test_closing_twice_gives_up_only_the_own_claim(tmp_path: Path) -> None:
     first = RunDirectory.create(tmp_path)
     first.close()

@@ -24,7 +24,7 @@ from lockstep.comm.world import World
 from lockstep.logging.loggers import Logger, Loggers
 from lockstep.logging.metrics import RESERVED_NAMES, MetricsLog
 from lockstep.logging.progress import Progress
-from lockstep.logging.run_directory import RunDirectory, describe_environment
+from lockstep.logging.run_directory import Holder, RunDirectory, describe_environment
 from lockstep.logging.run_path import default_run_path, numbered
 from lockstep.plan import Plan
 from lockstep.saving import Resume
@@ -49,12 +49,15 @@ class Recorder:
         extend: bool = False,
         restarted: bool = False,
         again: bool = False,
+        lost_holders: Sequence[Holder] = (),
     ) -> None:
         """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another machine does not have
         it. `launched`: the launcher's, which goes first; this process's second run there is in `launched`-2, and so on.
         Neither: a new one in `runs`. `extend`: see `RunDirectory.create`. A run that has ended is resumed at its last
         checkpoint if the launcher has `restarted` this process or the next directory exists: the script, which trains
-        several times, is on its way to a later run. `again`: this process has opened the same run before."""
+        several times, is on its way to a later run. `again`: this process has opened the same run before.
+        `lost_holders`: processes that have written it, and whose machine is lost: rank 0 takes the directory from
+        them."""
         global _runs_in_launched
         reopen = restarted
         if launched is not None:
@@ -69,12 +72,13 @@ class Recorder:
             wanted = Path(run_dir) if run_dir is not None else default_run_path(sys.argv[0], datetime.now())
             try:
                 self._directory = self._open.enter_context(
-                    RunDirectory.create(wanted, resume=resume != "never", extend=extend, reopen=reopen)
+                    RunDirectory.create(wanted, resume=resume != "never", extend=extend, reopen=reopen, lost_holders=lost_holders)
                 )
                 path = str(self._directory.path)
             except UserError as error:
                 failure = [type(error).__name__, str(error)]
-        path, failure, self.attempt = world.value_of(0, [path, failure, secrets.token_hex(4)])
+        holder = None if self._directory is None else self._directory.holder
+        path, failure, self.attempt, self.holder = world.value_of(0, [path, failure, secrets.token_hex(4), holder])
         if failure is not None:
             raise getattr(lockstep.base.errors, failure[0])(failure[1])
         self.path = Path(path)
@@ -184,6 +188,8 @@ class Recorder:
 
     def event(self, name: str, step: int, **details: Any) -> Event:
         event = Event(name, step, details)
+        if self._directory is not None and self._directory.is_taken:
+            self.events.close()  # from here on they are in memory only
         try:
             self.events.record(event)
         except OSError as error:

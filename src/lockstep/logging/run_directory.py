@@ -9,7 +9,7 @@ import platform
 import socket
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
@@ -34,6 +34,8 @@ _RUN_FILE = "run.json"
 _RESULT_FILE = "result.json"
 _RUN_FILES = (_RUN_FILE, "metrics.jsonl", "ranks.jsonl", "events.jsonl", _RESULT_FILE, "model.safetensors")
 _LOCK = "lock"
+Holder = dict[str, Any]
+"""JSON in that file: the process that holds the lock, and since when."""
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -56,15 +58,18 @@ class RunDirectory(Closing):
         """True if the directory holds the run already."""
 
     @classmethod
-    def create(cls, path: Path, *, resume: bool = False, extend: bool = False, reopen: bool = False) -> RunDirectory:
+    def create(
+        cls, path: Path, *, resume: bool = False, extend: bool = False, reopen: bool = False, lost_holders: Sequence[Holder] = ()
+    ) -> RunDirectory:
         """Create the folder and claim it. `resume`: allow a run in it that has not ended. `extend`: and one that has
         ended, whose result `keep_result` gives another name. `reopen`: and one that has ended and will have the same
-        result, or, in any case, an evaluation. Raises `RunDirectoryError` if another run holds it, if it has files of
+        result, or, in any case, an evaluation. `lost_holders`: processes of this run on machines that it has lost, from
+        which it takes the folder. Raises `RunDirectoryError` if another run holds it, if it has files of
         an earlier run, or if it cannot be written to."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = _FileLock.acquire(path / _LOCK)
+            lock = _FileLock.acquire(path / _LOCK, lost_holders)
         except (FileExistsError, NotADirectoryError):
             raise RunDirectoryError(
                 f"run directory {path} is, or lies below, something that is not a folder; a run directory is a folder; choose another path"
@@ -127,6 +132,16 @@ class RunDirectory(Closing):
             save_file(tensors, temporary)
             temporary.chmod(mode)  # safetensors creates a file that only its owner may read
 
+    @property
+    def is_taken(self) -> bool:
+        """True once those processes of the run that are left have taken the directory from this one."""
+        return self._lock.is_taken
+
+    @property
+    def holder(self) -> Holder | None:
+        """This process, as others see it that would write here."""
+        return self._lock.holder
+
     def close(self) -> None:
         """Release the directory. Does nothing if called again, or in a forked child."""
         self._lock.release()
@@ -143,8 +158,9 @@ class _FileLock:
         self._held.add(self)
 
     @classmethod
-    def acquire(cls, path: Path) -> _FileLock:
-        """Raises `RunDirectoryError` if another process holds it, `OSError` if it cannot be created or locked."""
+    def acquire(cls, path: Path, lost: Sequence[Holder] = ()) -> _FileLock:
+        """Raises `RunDirectoryError` if another process holds it, `OSError` if it cannot be created or locked. `lost`:
+        processes on lost machines, which may not know it yet: the file is removed from under them."""
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | BINARY, 0o644)
             try:
@@ -153,6 +169,10 @@ class _FileLock:
                 if current:
                     _claim(descriptor, path)
             except BaseException as error:
+                if isinstance(error, BlockingIOError) and _holder(descriptor) in lost:
+                    path.unlink(missing_ok=True)
+                    os.close(descriptor)
+                    continue
                 if isinstance(error, BlockingIOError):
                     error = _in_use(descriptor, path)
                 os.close(descriptor)
@@ -161,10 +181,21 @@ class _FileLock:
                 return cls(path, descriptor)
             os.close(descriptor)  # its last holder removed the file after we opened it and before we locked it
 
+    @property
+    def is_taken(self) -> bool:
+        """True once another process has taken the lock, because this one's machine was lost for it."""
+        return self._descriptor is not None and self._path.exists() and not _is_same_file(self._path, self._descriptor)
+
+    @property
+    def holder(self) -> Holder | None:
+        """The contents of the file."""
+        return None if self._descriptor is None else _holder(self._descriptor)
+
     def release(self) -> None:
         if self._descriptor is not None:
             with suppress(OSError):
-                self._path.unlink()
+                if not self.is_taken:
+                    self._path.unlink()
             os.close(self._descriptor)
             self._descriptor = None
             if sys.platform == "win32":  # which removes no file that is open
@@ -192,7 +223,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _holder(descriptor: int) -> dict[str, Any] | None:
+def _holder(descriptor: int) -> Holder | None:
     """Return the contents of the lock file. None if no run wrote them."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)

@@ -23,6 +23,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.base.container import process_id_space
+from lockstep.base.torch_private import clone_store
+from lockstep.comm.recovery import sockets
 from lockstep.hooks.hang.report import Hang, diagnose
 from lockstep.hooks.hang.snapshot import StackSnapshot, StackWriter, innermost_line, read_stack, take_snapshot
 from lockstep.logging.phases import Phases
@@ -40,9 +42,15 @@ class Mailbox:
     """Texts in torch's store. All methods raise `DistError` or `RuntimeError` if the store cannot be reached."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        connection = store.clone()  # so that it need not wait until other threads' requests are answered
+        # Of its own, so that it need not wait until other threads' requests are answered, and can be ended.
+        connection, self._socket = sockets.with_own_connection(store) if sys.platform == "linux" else (clone_store(store), None)
         connection.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """End the request that another thread makes: the host of the store may not answer any more."""
+        if self._socket is not None:
+            sockets.shut_down(self._socket)
 
     def put(self, key: str, text: str) -> None:
         self._store.set(key, text)
@@ -101,6 +109,9 @@ class Watchdog:
     def close(self) -> None:
         self._closed.set()
         if threading.current_thread() is not self._thread:
+            self._thread.join(2 * TICK_SECONDS)
+            if self._thread.is_alive() and self.mailbox is not None:
+                self.mailbox.close()
             self._thread.join()
         self._stacks.close()
 
@@ -113,7 +124,7 @@ class Watchdog:
                 if self._must_ask() or (self.mailbox is not None and self.mailbox.take(f"{self._round}/asked") is not None):
                     self._take_part()
             except (dist.DistError, RuntimeError):  # the store is gone, or cannot be reached
-                if self._must_ask():
+                if not self._closed.is_set() and self._must_ask():
                     self._report_alone()
 
     def _is_stuck(self) -> bool:

@@ -34,6 +34,8 @@ class Recovery:
         self._too_late = None if rejoin.trainings == 1 else "the script has trained before, and a new process would have to do that again"
         self.sizes: Sequence[int] = ()
         """The numbers of processes, up to that of the run, that its plan fits."""
+        self.holder: dict[str, Any] | None = None
+        """The process that writes the run directory, as `RunDirectory.holder` has it."""
         self._held: HeldState | None = None
         self._is_restored = False
         self.can_replace = False
@@ -55,6 +57,10 @@ class Recovery:
     def is_under_way(self) -> bool:
         """True from the loss of a process until the state is restored; alike on all ranks of an open run."""
         return self._rejoin.is_rejoining
+
+    def lost_holders(self, world: World) -> list[dict[str, Any]]:
+        """The processes that have written the run directory before the loss. Every rank calls it."""
+        return [each for each in world.gather_values(self.holder) if each is not None] if self.is_under_way else []
 
     def raise_if_lost(self) -> None:
         """Raise `ConnectionAbortedError` if the launcher has every process leave its collectives. Called between two
