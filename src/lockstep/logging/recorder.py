@@ -146,10 +146,10 @@ class Recorder:
             self._run_json |= {"recipe": recipe}
             self._directory.write_json("run.json", self._run_json)
 
-    def resume(self, step: int, checkpoints: str) -> None:
-        """Begin, or resume, after step `step`. `checkpoints`: where a checkpoint was looked for."""
+    def resume(self, step: int, checkpoints: str | None) -> None:
+        """Begin, or resume, after step `step`. `checkpoints`: where a checkpoint was looked for; None: nowhere."""
         self._first_step = step
-        if self.is_resumed and not step:
+        if self.is_resumed and not step and checkpoints is not None:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)
             self.message(f"warning: {checkpoints} has no checkpoint to resume from; the run starts again from step 0")
         if self._directory is not None:
