@@ -11,6 +11,9 @@ any had at the kill; a usual step's time is taken from it. It is split by the ru
     open     until the run is open again, and the state is restored
     step     until the step is committed; under `shard`, with the steps since the image in memory
 
+With two machines, which are two launchers here, one launcher is killed, and another one started: it joins. `detect` has
+the two seconds of silence after which a machine counts as lost.
+
 Beside it: `--recovery restart`, and a script on DistributedDataParallel that saves a snapshot after each step, under
 `torchrun --max-restarts`. Quote numbers only from a machine that did nothing else.
 """
@@ -22,6 +25,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 CASES = {"replicate=2": 2, "shard=2": 2, "replicate=4": 4, "shard=4": 4}
+MACHINES = ("replicate=auto", "shard=auto")
+"""Plans of two machines of one process."""
 PARTS = ("detect", "wait", "open", "step")
 SPARE_SECONDS = 8.0
 """Seconds between two losses: a new spare process takes 3 to 6 s to start."""
@@ -164,6 +170,39 @@ def losses(line: Sequence[str], count: int, processes: int, drawn: random.Random
     return found
 
 
+def machine_losses(line: Sequence[str], count: int, drawn: random.Random) -> list[dict[str, float]]:
+    """Kill one of two machines `count` times, and measure each. Another one joins before the next loss."""
+    found = []
+    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as free:
+        folder = Path(name)
+        line = [*line[:-1], "--rdzv", f"127.0.0.1:{free.getsockname()[1]}", line[-1], str(folder)]
+        free.close()
+        with (folder / "output").open("w") as output:
+
+            def start() -> subprocess.Popen[bytes]:
+                return subprocess.Popen(line, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+
+            keeper = start()
+            wait_until(lambda: (folder / "output").read_text(), folder / "output")
+            other = start()
+            try:
+                for _ in range(count):
+                    began = time.time()
+                    wait_until(lambda since=began: len(workers(folder, since)) == 2, folder / "output")
+                    time.sleep(2.0 + drawn.random())
+                    before, usual, killed = furthest(folder), usual_step(folder), time.time()
+                    other.kill()
+                    other.wait()
+                    wait_until(lambda least=before + 2: furthest(folder) > least, folder / "output")
+                    found.append(measured(folder, killed, usual))
+                    other = start()
+            finally:
+                for each in (keeper, other):
+                    each.kill()  # the workers die with it
+                    each.wait()
+    return found
+
+
 def usual_step(folder: Path) -> float:
     latest = max(folder.glob("[0-9]*-*"), key=lambda path: path.stat().st_mtime)
     times = [at for at, _ in steps_in(latest)][-20:]
@@ -189,7 +228,7 @@ def measured(folder: Path, killed: float, usual: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", type=int, default=20, help="of each case (default: %(default)s)")
-    parser.add_argument("--case", choices=CASES, action="append", help="default: all")
+    parser.add_argument("--case", choices=[*CASES, *MACHINES], action="append", help="default: all")
     parser.add_argument("--beside", type=int, default=5, help="losses of each other way to go on (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
@@ -204,7 +243,8 @@ def main() -> None:
         if not count:
             return
         print(f"{name}: {count} losses", file=sys.stderr)
-        rows = figures[name] = losses([*line, str(Path(__file__).resolve())], count, processes, drawn)
+        line = [*line, str(Path(__file__).resolve())]
+        rows = figures[name] = losses(line, count, processes, drawn) if processes else machine_losses(line, count, drawn)
         if options.json is not None:
             options.json.write_text(json.dumps({"load_before": load, **figures}, indent=2) + "\n", encoding="utf-8")
         seconds = [row["seconds"] for row in rows]
@@ -212,7 +252,11 @@ def main() -> None:
         table.add_row(name, str(len(rows)), f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", *parts)
 
     lockstep = [sys.executable, "-m", "lockstep", "run", "--run-dir", "run", "--max-restarts", "1000"]
-    for case in options.case or CASES:
+    for case in options.case or [*CASES, *MACHINES]:
+        if case in MACHINES:
+            line = [*lockstep, "--nproc", "1", "--nnodes", "1:2", "--plan", case, "--recovery", "in-place"]
+            measure(f"{case}, a machine of two", line, options.losses, 0)
+            continue
         for recovery, count in (("in-place", options.losses), ("restart", options.beside)):
             line = [*lockstep, "--nproc", str(CASES[case]), "--plan", case, "--recovery", recovery]
             measure(f"{case}, {recovery}", line, count, CASES[case])

@@ -126,9 +126,10 @@ def machines_in_place(seed: int, right: str, folder: Path) -> Chaos:
         options += ["--rdzv", f"{hosts.address(3)}:29400"]
 
         def start(host: int) -> subprocess.Popen[bytes]:
-            return chaos.start(plan, 1000, *options, before=hosts.inside(host))
+            return chaos.start(plan, 1000, *options, before=hosts.inside(host), sleep=0.2)
 
         launchers = {host: start(host) for host in (3, 1, 2)}
+        late = list[subprocess.Popen[bytes]]()  # a machine that is cut off ends its run, and one that comes back may come too late
         first = chaos.first_processes(3 * count, list(launchers.values()))
         kept = {child.pid for child in children(launchers[3].pid)} & set(first)
         time.sleep(drawn.random() * 1.0)
@@ -138,18 +139,16 @@ def machines_in_place(seed: int, right: str, folder: Path) -> Chaos:
             if how == "cut off":
                 hosts.cut(host)
             else:
-                launchers[host].kill()
+                launchers.pop(host).kill()
+                chaos.killed_launchers += 1
             if how == "killed, and comes back":
                 time.sleep(drawn.random() * 3.0)
-                launchers[host] = start(host)
-            elif how == "killed":
-                del launchers[host]
-            else:
-                chaos.cut_off.append(launchers.pop(host))
+                late.append(start(host))
+            elif how == "cut off":
+                late.append(launchers.pop(host))
             time.sleep(drawn.choice([0.0, drawn.random() * 0.05, drawn.random() * 6.0]))
         chaos.wait_for(list(launchers.values()))
-        for each in chaos.cut_off:
-            each.wait(END_SECONDS)
+        chaos.wait_for(late, may_fail=True)
     if (chaos.run_dir / "result.json").exists():
         chaos.check(right)
         if ended := kept - chaos.last_processes():

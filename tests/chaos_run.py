@@ -34,8 +34,8 @@ class Chaos:
     plans: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
-    cut_off: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """Launchers on machines that were cut off."""
+    killed_launchers: int = 0
+    """Each leaves its temporary folder."""
     hit_at: int = -1
     """Steps done when it was hit, as far as it had told."""
 
@@ -43,12 +43,13 @@ class Chaos:
     def run_dir(self) -> Path:
         return self.folder / "run"
 
-    def start(self, plan: str, save_every: int, *options: str, before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-        """`before`: put before the command."""
+    def start(self, plan: str, save_every: int, *options: str, before: Sequence[str] = (), sleep: float = 0.0) -> subprocess.Popen[bytes]:
+        """`before`: put before the command. `sleep`: seconds that each step takes longer."""
         self.plans.append(plan)
         line = [*before, sys.executable, "-m", "lockstep", "run", "--plan", f"{plan},numerics=bitwise", "--run-dir", str(self.run_dir)]
         line += ["--save-every", str(save_every), *options, str(SCRIPT), str(self.folder / "seen")]
         environment = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"}
+        environment["CHAOS_SLEEP"] = str(sleep)
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "cache")  # which torch keeps
         with (self.folder / "output.txt").open("ab") as output:
             return subprocess.Popen(line, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -105,12 +106,12 @@ class Chaos:
         last = max((self.folder / "seen").iterdir(), key=lambda path: path.stat().st_mtime).name.partition("-")[0]
         return {int(path.stem.partition("-")[2]) for path in (self.folder / "seen").glob(f"{last}-*")}
 
-    def wait_for(self, launchers: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Wait until these have ended, as they should."""
+    def wait_for(self, launchers: Sequence[subprocess.Popen[bytes]], *, may_fail: bool = False) -> None:
+        """Wait until these have ended, as they should. `may_fail`: or with an error."""
         deadline = time.monotonic() + END_SECONDS
         for launcher in launchers:
             try:
-                if status := launcher.wait(max(1.0, deadline - time.monotonic())):
+                if (status := launcher.wait(max(1.0, deadline - time.monotonic()))) and not may_fail:
                     self.wrong.append(f"a launcher ended with status {status}")
             except subprocess.TimeoutExpired:
                 os.killpg(launcher.pid, signal.SIGKILL)
@@ -130,7 +131,9 @@ class Chaos:
         self.wrong += [f"left in the run directory: {name}" for name in files if name.startswith(".") or "partial" in name]
         if (lock := self.run_dir / "lock").exists() and is_held(lock):  # a file alone, where the run was killed after its end
             self.wrong.append("the lock is held")
-        self.wrong += [f"temporary file left: {path.name}" for path in (self.folder / "tmp").iterdir()]
+        files = sorted(path.name for path in (self.folder / "tmp").iterdir())
+        if len(files) > self.killed_launchers or not all(name.startswith("lockstep-") for name in files):
+            self.wrong.append(f"temporary files left: {files}")
 
 
 def wrongly_seen(folder: Path, resumed: list[int]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,6 +62,7 @@ class Seen(ls.Hook):
             self.write("from", self.step)
 
     def after_step(self, run: Any) -> None:
+        time.sleep(float(os.environ.get("CHAOS_SLEEP", "0")))
         self.step = run.step
 
     def write(self, what: Any, value: Any) -> None:

@@ -64,7 +64,7 @@ class Checkpointing(ControlHook):
         if recovery is not None and found_in_memory is not None:
             kind, reader = found_in_memory
             saved, step = checkpointer.restore_from_memory(reader), reader.manifest.step
-            context.recorder.resume(step, str(checkpointer.folder))
+            context.recorder.resume(step, None)
             checkpointer.begin(saved, again=True)
             run.loop.resumed = reader.manifest.values
             run.event("recovered", step, reason=context.recovered_from, state=kind, **recovery.restored(step))

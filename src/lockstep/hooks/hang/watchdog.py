@@ -87,6 +87,7 @@ class Watchdog:
     _shutting_down_since: float | None = None
     _training_thread: threading.Thread = field(default_factory=threading.current_thread)
     _closed: threading.Event = field(default_factory=threading.Event)
+    _is_cut_off: bool = False
     _round: int = 0
     _not_before: float = 0.0
     _reported_since: float | None = None
@@ -121,11 +122,14 @@ class Watchdog:
                 self.ends_the_process = True
                 self.on_stuck()
             try:
-                if self._must_ask() or (self.mailbox is not None and self.mailbox.take(f"{self._round}/asked") is not None):
-                    self._take_part()
-            except (dist.DistError, RuntimeError):  # the store is gone, or cannot be reached
-                if not self._closed.is_set() and self._must_ask():
-                    self._report_alone()
+                if not self._is_cut_off:
+                    if self._must_ask() or (self.mailbox is not None and self.mailbox.take(f"{self._round}/asked") is not None):
+                        self._take_part()
+                    continue
+            except (dist.DistError, RuntimeError) as error:  # the store is gone, or cannot be reached
+                self._is_cut_off = isinstance(error, dist.DistNetworkError)  # torch does not connect again, and logs each try
+            if not self._closed.is_set() and self._must_ask():
+                self._report_alone()
 
     def _is_stuck(self) -> bool:
         """True if this rank still waits for another some time after the launcher began to end the run."""

@@ -4,6 +4,8 @@ for its new rank, and then trains on. See [Note: recovery in place] in `channel`
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -75,11 +77,14 @@ class Rejoin:
         self.images = []
 
     def join_at_first(self) -> None:
-        """Wait, in a replacement, until the run can take it up. Does nothing in any other process."""
+        """Wait, in a replacement, until the run can take it up. Ends the process if it does not need it. Does nothing in
+        any other process."""
         if self._is_new:
             self._is_new = False
             if not self._wait_for_verdict(-1):
-                raise SystemExit(1)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(128 + signal.SIGTERM)  # as one that the launcher stops
 
     def rejoined(self, error: BaseException, hold: Callable[[], int | str], *, at: int = -1) -> bool:
         """Return True if `error` came from the loss of another worker, and this process has a new rank in the
