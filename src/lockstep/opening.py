@@ -195,7 +195,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
         recorder=recorder,
         phases=Phases(),
         overrides=overrides,
-        recovered_from=environment.restarted,
+        recovered_from=environment.restarted if environment.in_place else None,
     )
     opened = Opened(context, environment, hooks, asked, given, taken)
     _record_start(opened, request)

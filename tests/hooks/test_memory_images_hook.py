@@ -24,7 +24,9 @@ def a_run(step: int, recovered_from: str | None) -> Any:
 def test_images_are_offered_after_the_first_and_older_ones_given_up_at_the_second(recovered_from: str | None) -> None:
     said: list[Any] = []
     recovery: Any = SimpleNamespace(
-        offer_images=lambda descriptors: said.append(len(descriptors)), note_all_offered=lambda: said.append("all offered")
+        offer_images=lambda descriptors: said.append(len(descriptors)),
+        note_all_offered=lambda: said.append("all offered"),
+        raise_if_lost=lambda: None,
     )
     hook, run = MemoryImages(recovery), a_run(7, recovered_from)
     hook.before_steps(run)

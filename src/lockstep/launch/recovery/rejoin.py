@@ -77,8 +77,8 @@ class Rejoin:
         self.images = []
 
     def join_at_first(self) -> None:
-        """Wait, in a replacement, until the run can take it up. Ends the process if it does not need it. Does nothing in
-        any other process."""
+        """Wait, in a replacement, until the run can take it up. Ends the process if the run does not need it. Does
+        nothing in any other process."""
         if self._is_new:
             self._is_new = False
             if not self._wait_for_verdict(-1):
