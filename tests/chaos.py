@@ -95,7 +95,7 @@ def in_place(seed: int, right: str, folder: Path) -> Chaos:
     time.sleep(drawn.random() * 1.0)
     for _ in range(drawn.randint(1, 3)):
         workers = [process for process in children(launcher.pid) if is_worker(process)]
-        if not workers or launcher.poll() is not None:
+        if not workers or launcher.poll() is not None or (chaos.run_dir / "result.json").exists():
             break
         victim = drawn.choice(workers)
         killed.add(victim.pid)

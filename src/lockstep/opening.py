@@ -151,8 +151,6 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
         refuse_recovery("the script has its own loop, and only that of ls.train can be entered again")
     world = _join(request, environment, recovers=recovery is not None)
     asked = request.over(environment)
-    if recovery is not None:
-        recovery.sizes = (asked.plan or Plan()).sizes(world.size)
     precision = overrides.precision or request.precision
     compression = overrides.gradient_compression or request.gradient_compression
     given = (asked.plan or Plan()).resolve(world.size)
@@ -177,7 +175,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
         lost_holders=() if recovery is None else recovery.lost_holders(world),
     )
     if recovery is not None:
-        recovery.holder = recorder.holder
+        recovery.holder, recovery.sizes = recorder.holder, (asked.plan or Plan()).sizes(world.size)
     stack.callback(recorder.close)
     taken = read_fallbacks(world, recorder.path, resumes=recorder.is_resumed)
     plan = taken.apply_to(given, world.device.type)

@@ -104,6 +104,16 @@ def test_if_all_are_lost_their_images_are_left(tmp_path: Path, undisturbed: str)
     assert 0 < recovered["step"] <= 13
 
 
+def test_the_others_train_until_a_process_that_takes_long_joins(tmp_path: Path, undisturbed: str) -> None:
+    ended = train(tmp_path / "folder", "replicate=auto", 2, "slow", "1", "5")
+    assert ended.fingerprint == undisturbed
+    lost, joined = ended.events("recovered")
+    assert (lost["step"], joined["reason"], joined["state"]) == (5, "a new process joined", "replica")
+    assert joined["step"] > 5
+    assert [event["world_size"] for event in ended.events("run-started")] == [2, 1, 2]
+    assert [len(ended.processes(rank)) for rank in range(2)] == [1, 2]
+
+
 @pytest.mark.parametrize("case", ["stops", "sleeps"])
 def test_one_that_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: str, case: str) -> None:
     ended = train(tmp_path / "folder", "replicate=auto", 2, case, "1", "13", options=("--recovery", "in-place", "--hang-after", "3s"))

@@ -120,10 +120,12 @@ def test_machines_recover_in_place_once_all_have_said_that_they_can(two: list[El
     visitor = ElasticRendezvous.at(machines)
     one.note_able()
     assert [each.all_are_able() for each in two] == [False, False]
-    assert visitor.machines_able() == 0
+    began = time.monotonic()
+    assert visitor.machines_able(0.3) == 0
+    assert time.monotonic() - began > 0.3
     other.note_able()
     assert [each.all_are_able() for each in two] == [True, True]
-    assert visitor.machines_able() == 2
+    assert visitor.machines_able(0.0) == 2
     meet(two)
     assert not one.all_are_able()  # with other workers, perhaps
 

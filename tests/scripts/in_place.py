@@ -3,7 +3,7 @@ killed after STEP. Each step is a line: its process, rank and number.
 
 Cases: "once"; "counts": a hook counts steps, and has no state_dict; "twice": the second training loses the worker;
 "evaluates": the worker is lost in an evaluation; "stops": it is stopped instead of killed; "sleeps": it does not go on;
-"all": all workers are killed.
+"all": all workers are killed; "slow": the script takes 3 s before it trains.
 """
 
 import os
@@ -35,6 +35,7 @@ class Watched(ls.Hook):
     count = 0
 
     def after_step(self, run: Run) -> None:
+        time.sleep(0.4 if case == "slow" else 0.0)
         print(f"process {os.getpid()} rank {run.rank} did {run.step}", flush=True)
         if case == "counts":
             self.count += 1
@@ -50,6 +51,8 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.mse_loss(output, batch[1])
 
 
+if case == "slow":
+    time.sleep(3)
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(97, 8), torch.randn(97, 1))
 recipe = ls.Recipe(

@@ -58,6 +58,8 @@ STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
 """Seconds after which the list of machines is read again, and the same during a rendezvous."""
 STORE_SILENCE_SECONDS = 10
 """Seconds without an answer of the rendezvous' machine after which it is lost for this one."""
+ABLE_SECONDS = 30.0
+"""Seconds that a machine, which comes to a run that is under way, waits until it could be taken in in place."""
 REACH_SECONDS = 5.0
 """Seconds in which one machine must reach another's port."""
 STORE_SECONDS = 60
@@ -223,11 +225,18 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         here = Counter(node.addr for node in self._participants())
         return list((Counter(self.addresses) - here).elements())
 
-    def machines_able(self) -> int:
+    def machines_able(self, seconds: float) -> int:
         """The number of machines of a run that is under way, and whose workers can go on in their processes if this
-        machine joins. 0: there is no such run."""
-        count = len(self._participants())
-        return count if self._state_holder.state.complete and self._are_able(self._state_holder.state.round, count) else 0
+        machine joins. Waits so long for them: they may be recovering. 0: there is no such run."""
+        until = time.monotonic() + seconds
+        while True:
+            count, state = len(self._participants()), self._state_holder.state
+            if state.complete and self._are_able(state.round, count):
+                return count
+            is_under_way = state.complete or state.round > 0
+            if not is_under_way or state.closed or time.monotonic() > until:
+                return 0
+            time.sleep(RENDEZVOUS_POLL_SECONDS)
 
     def note_able(self) -> None:
         """Tell the other machines that all workers of this one could recover in place."""

@@ -57,11 +57,13 @@ Start = Callable[[Mapping[str, str]], WorkerProcess]
 class WorkerProcesses:
     """The workers of one start."""
 
-    def __init__(self, folder: Path, is_impatient: Callable[[], bool], *, not_in_place: str | None = "") -> None:
-        """`folder`: empty, for the workers' files. `is_impatient`: true once a second signal asks to end at once.
-        `not_in_place`: why workers cannot recover in place, empty if nobody has asked for it; None: they may."""
+    def __init__(self, folder: Path, is_impatient: Callable[[], bool], *, not_in_place: str | None = "", name: str = "rank") -> None:
+        """`folder`: for the workers' files, whose names begin with `name`. `is_impatient`: true once a second signal
+        asks to end at once. `not_in_place`: why workers cannot recover in place, empty if nobody has asked for it;
+        None: they may."""
         self.connections = Connections(not_in_place)
-        self._folder = folder
+        self.folder = folder
+        self._name = name
         self._is_impatient = is_impatient
         self._processes: dict[int, WorkerProcess] = {}
         self._stems: dict[int, Path] = {}
@@ -95,6 +97,12 @@ class WorkerProcesses:
             self.connections.use(rank, spare.channel)
             spare.become({**environment, **self._own_variables(rank)})
         self.connections.note_replacement(rank)
+
+    def adopt(self, others: WorkerProcesses) -> None:
+        """Count the workers of `others`, whose ranks are none of these, as workers here."""
+        for rank, process in others._processes.items():
+            self._processes[rank], self._stems[rank] = process, others._files(rank).stem
+        self.connections.by_rank |= others.connections.by_rank
 
     def kill_hanging(self) -> list[tuple[Sequence[int], Mapping[str, Any]]]:
         """Kill the workers that a watchdog has found to hang. Returns those of other machines, with their records."""
@@ -300,7 +308,7 @@ class WorkerProcesses:
             self._look()
 
     def _files(self, rank: int) -> WorkerFiles:
-        return WorkerFiles(self._stems.get(rank, self._folder / f"rank-{rank}"))
+        return WorkerFiles(self._stems.get(rank, self.folder / f"{self._name}-{rank}"))
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

@@ -66,8 +66,7 @@ class Recorder:
             reopen |= numbered(Path(launched), _runs_in_launched + 1).exists()
         self._directory: RunDirectory | None = None
         self._open = ExitStack()
-        failure: list[str] | None = None
-        path = ""
+        path, failure = "", list[str]()
         if world.rank == 0:
             wanted = Path(run_dir) if run_dir is not None else default_run_path(sys.argv[0], datetime.now())
             try:
@@ -77,9 +76,9 @@ class Recorder:
                 path = str(self._directory.path)
             except UserError as error:
                 failure = [type(error).__name__, str(error)]
-        holder = None if self._directory is None else self._directory.holder
-        path, failure, self.attempt, self.holder = world.value_of(0, [path, failure, secrets.token_hex(4), holder])
-        if failure is not None:
+        mine = [path, failure, secrets.token_hex(4), self._directory and self._directory.holder]
+        path, failure, self.attempt, self.holder = world.value_of(0, mine)
+        if failure:
             raise getattr(lockstep.base.errors, failure[0])(failure[1])
         self.path = Path(path)
         """The run directory; alike on all ranks, as is `attempt`: eight hexadecimal digits for this start."""

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from lockstep.launch.agent.start_store import StartStore
 from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.in_place import InPlace
-from lockstep.launch.recovery.reasons import FAILED, JOINED, LOST_A_PEER, rendezvous_error, restart_reason
-from lockstep.launch.rendezvous import SILENCE_SECONDS, ElasticRendezvous
+from lockstep.launch.recovery.reasons import FAILED, JOINED, failure_reason, rendezvous_error, restart_reason
+from lockstep.launch.rendezvous import ABLE_SECONDS, STORE_SILENCE_SECONDS, ElasticRendezvous
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
 from lockstep.options import RunOptions, variable
 
@@ -46,10 +47,9 @@ class Agent(SimpleElasticAgent):
         """`never_in_place`: why the workers cannot recover in place; empty if nobody has asked for it; None: they may.
         `shrinks`: they go on without those that are lost."""
         super().__init__(spec)
-        self.in_place = InPlace(start)
+        self.in_place = InPlace(start, shrinks=shrinks)
         self._never_in_place = never_in_place
         self._not_in_place: str | None = None
-        self._shrinks = shrinks
         self.is_joining = False
         """True until the machine has met those of the run that it joins."""
         self._is_able = False  # to recover in place: all workers train
@@ -84,24 +84,19 @@ class Agent(SimpleElasticAgent):
                 if machines is None:
                     raise
                 self._elsewhere = rendezvous_error(error, machines)
-        return replace(self._workers.ending(), signal=self._signals.received, elsewhere=self._elsewhere, new_run_dir=self._new_run_dir())
-
-    def _new_run_dir(self) -> str:
-        """The run directory that the launcher chose, if the run wrote to it, else empty."""
-        path = self._given.get(variable("default_run_dir"), "")
-        return path if path and variable("run_dir") not in self._given and os.path.isdir(path) else ""
+        new_run_dir = _new_run_dir(self._given)
+        return replace(self._workers.ending(), signal=self._signals.received, elsewhere=self._elsewhere, new_run_dir=new_run_dir)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other machines, and agree with them on the number of restarts, the reason of this one, and whether
         it is a recovery in place: it is, if it is on all machines."""
         super()._rendezvous(worker_group)
         group: Any = worker_group  # torch says of its fields that they are None
-        store, machines = group.store, group.spec.rdzv_handler.addresses
-        self._shared = StartStore(store)
+        machines = group.spec.rdzv_handler.addresses
+        self._shared = StartStore(group.store)
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         mine = [restarts, self._machines, self._why, self._goes_on, self._not_in_place, self.in_place.lost_at]
-        store.set(f"lockstep/agent-{group.group_rank}", json.dumps(mine))
-        everyone = [json.loads(store.get(f"lockstep/agent-{each}")) for each in range(len(machines))]
+        everyone = self._shared.exchange(group.group_rank, len(machines), mine)
         self._remaining_restarts = max(0, worker_group.spec.max_restarts - max(restarts for restarts, *_ in everyone))
         self._goes_on = all(goes_on for *_, goes_on, _, _ in everyone)
         self.in_place.lost_at = max(lost_at for *_, lost_at in everyone)
@@ -127,17 +122,17 @@ class Agent(SimpleElasticAgent):
         self._is_able = False
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        size = self._elastic.machines_able() * self._count_asked if self._elastic is not None and self._never_in_place is None else 0
-        if not size or self._starts:
+        size = 0
+        if self._elastic is not None and self._never_in_place is None and not self._starts:
+            size = self._elastic.machines_able(ABLE_SECONDS) * self._count_asked
+        if not size:
             worker_group.spec.local_world_size = self._count_asked
             super()._initialize_workers(worker_group)
             return
         say("lockstep: the run is under way; the workers of this machine are started, and join it then")
         self._new_workers()
-        ranks = range(size, size + self._count_asked)  # as if they came last
-        worker_group.workers = [Worker(rank - size, rank, rank, ranks.stop, ranks.stop) for rank in ranks]
         with self._signals.deferred():
-            self.in_place.start_to_join(self._workers, self._variables(worker_group))
+            self.in_place.start_to_join(self._workers, self._variables(worker_group, _after(size, self._count_asked)))
         self._goes_on = self.is_joining = True
         self._recover(worker_group)
         worker_group.state = WorkerState.HEALTHY
@@ -155,6 +150,9 @@ class Agent(SimpleElasticAgent):
             if why != LOST:
                 self._workers.kill(*json.loads(why))
             return self._failed()
+        if self._workers.running and self._is_able and self.in_place.newcomers_are_ready():
+            self._remaining_restarts += 1
+            return RunResult(state=WorkerState.FAILED)
         if self._workers.running:
             continues = True
         elif self._workers.ending().was_preempted:
@@ -171,13 +169,11 @@ class Agent(SimpleElasticAgent):
 
     def _prepare_to_recover(self) -> None:
         """Keep a spare process, and tell the other machines, once all workers train."""
-        if self._never_in_place is not None or not self._remaining_restarts:
-            return
-        if self._workers.connections.why_not(self._workers.ranks) is None:
+        if self._never_in_place is None and self._workers.connections.why_not(self._workers.ranks) is None:
             if not self._is_able and self._elastic is not None:
                 self._elastic.note_able()
             self._is_able = True
-            if not self._shrinks:
+            if self._remaining_restarts:
                 self.in_place.keep_spare(self._given)
 
     def _failed(self) -> RunResult:
@@ -192,7 +188,7 @@ class Agent(SimpleElasticAgent):
         """Have the workers that are left wait for new ranks. Returns why they cannot, and None if they do."""
         if not self._goes_on:
             self.in_place.lost_at = time.time()
-        self._not_in_place = self._why_not_in_place()
+        self._not_in_place = self._why_not_in_place(why)
         if self._not_in_place is None:
             if self._elastic is not None:
                 self._elastic.announce(why)
@@ -200,9 +196,9 @@ class Agent(SimpleElasticAgent):
         self._goes_on = self._not_in_place is None
         return self._not_in_place
 
-    def _why_not_in_place(self) -> str | None:
-        """Why the workers that are left cannot go on in their processes; None if they can."""
-        if not self._remaining_restarts or self._workers.restart_request() or self._workers.has_user_error():
+    def _why_not_in_place(self, why: str) -> str | None:
+        """Why the workers that are left cannot go on in their processes; None if they can. `why`: LOST or JOINS."""
+        if (why == LOST and not self._remaining_restarts) or self._workers.restart_request() or self._workers.has_user_error():
             return "the run does not go on with the same plan"
         if self._elastic is not None and not self._elastic.all_are_able():
             return "the training had not begun on all machines, or cannot recover in place there"
@@ -229,9 +225,8 @@ class Agent(SimpleElasticAgent):
             self._signals.is_ending = False
             say(f"lockstep: {reason}; starts again")
             return
-        silent = f"lost the machine {', '.join(self._lost)}: its workers failed, or it has been silent for {SILENCE_SECONDS} s"
-        line = first.line if first is not None else silent if self._lost else "another machine has lost a worker"
-        self._why = (LOST_A_PEER if first is None or first.lost_a_peer else FAILED, line)
+        self._why = failure_reason(first, self._lost)
+        line = self._why[1]
         if self._remaining_restarts:
             self._signals.is_ending = False
             limit = self._worker_group.spec.max_restarts
@@ -256,8 +251,8 @@ class Agent(SimpleElasticAgent):
         """Replace the workers that are lost, and give all their new ranks. See [Note: recovery in place]."""
         while True:
             with self._signals.deferred():
-                if not (self._shrinks and self.in_place.go_on_with_fewer(self._workers)):
-                    self.in_place.replace(self._workers, self._variables(worker_group).__getitem__)
+                known = self._variables(worker_group)
+                self.in_place.fill_places(self._workers, known.__getitem__, partial(self._newcomers, worker_group))
             if self.in_place.all_are_ready(self._workers):
                 break
             self._failed()
@@ -277,13 +272,21 @@ class Agent(SimpleElasticAgent):
             self._start_workers(worker_group)
         self._goes_on = False
 
-    def _variables(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
+    def _newcomers(self, group: WorkerGroup, count: int) -> tuple[WorkerProcesses, dict[int, dict[str, str]]]:
+        """An empty set of so many workers that are to join later, and their variables by rank."""
+        self._starts += 1
+        name = f"newcomer-{self._starts}"
+        kept = WorkerProcesses(self._workers.folder, self._signals.is_impatient, not_in_place=None, name=name)
+        return kept, self._variables(group, _after(group.workers[0].world_size, count))
+
+    def _variables(self, group: WorkerGroup, workers: Sequence[Worker] | None = None) -> dict[int, dict[str, str]]:
         """The variables of this machine's workers, by rank."""
         restarts = group.spec.max_restarts - self._remaining_restarts
-        return {each.global_rank: self._given | _torch_variables(group, each, restarts) for each in group.workers}
+        each_of = group.workers if workers is None else workers
+        return {each.global_rank: self._given | _torch_variables(group, each, restarts) for each in each_of}
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self._goes_on or (self._workers.running and self._waits_for_a_machine()):
+        if self._goes_on or (self._workers.running and self._takes_in()):
             self._recover(worker_group)
             return
         if self._workers.running:
@@ -293,12 +296,13 @@ class Agent(SimpleElasticAgent):
             return  # they are done
         super()._restart_workers(worker_group)
 
-    def _waits_for_a_machine(self) -> bool:
-        """Have the workers wait in their processes for a machine that joins. Returns False if they cannot."""
-        if self._elastic is None or self._never_in_place is not None or self._leave(JOINS) is not None:
+    def _takes_in(self) -> bool:
+        """Have the workers wait in their processes for who joins. Returns False if they cannot."""
+        if self._never_in_place is not None or self._leave(JOINS) is not None:
             return False
-        say("lockstep: another machine joins: the workers wait for it")
-        self._why = (JOINED, "another machine joined")
+        who = "another machine" if self._elastic is not None else "a new process"
+        say(f"lockstep: {who} joins: the workers wait for it")
+        self._why = (JOINED, f"{who} joined")
         return True
 
     def _regroup(self, worker_group: WorkerGroup) -> None:
@@ -327,13 +331,25 @@ class Agent(SimpleElasticAgent):
         rendezvous = self._worker_group.spec.rdzv_handler
         if self._workers.ending().was_preempted or not isinstance(rendezvous, ElasticRendezvous):
             return
-        until = time.monotonic() + SILENCE_SECONDS
+        until = time.monotonic() + STORE_SILENCE_SECONDS
         while self._shared.count("known") < self._group_size and rendezvous.hosts_store and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # torch's own asks the name service for this host's name, each time, and nobody reads the event.
         return Event(f"torchelastic.worker.status.{state}", source)
+
+
+def _new_run_dir(given: Mapping[str, str]) -> str:
+    """The run directory that the launcher chose, if the run wrote to it, else empty. `given`: variables of workers."""
+    path = given.get(variable("default_run_dir"), "")
+    return path if path and variable("run_dir") not in given and os.path.isdir(path) else ""
+
+
+def _after(size: int, count: int) -> list[Worker]:
+    """Workers as if they came after `size` others: until they have ranks."""
+    ranks = range(size, size + count)
+    return [Worker(rank - size, rank, rank, ranks.stop, ranks.stop) for rank in ranks]
 
 
 def _torch_variables(group: WorkerGroup, member: Any, restarts: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from torch.distributed import DistError
@@ -17,6 +18,12 @@ class StartStore:
     def __init__(self, store: Any) -> None:
         self._store = store
         self._counted = set[Count]()
+
+    def exchange(self, number: int, machines: int, mine: list[Any]) -> list[list[Any]]:
+        """Return the values, as JSON, that each of the machines gives, in order of their numbers. `number`: that of
+        this one."""
+        self._store.set(f"lockstep/agent-{number}", json.dumps(mine))
+        return [json.loads(self._store.get(f"lockstep/agent-{each}")) for each in range(machines)]
 
     def count(self, what: Count) -> int:
         """Return the number of machines that have called this with `what`, this one included."""

@@ -24,6 +24,8 @@ class Connection:
     """True once this worker could recover in place: another one can then take its place."""
     sizes: Sequence[int] = ()
     """The numbers of processes that the run's plan fits."""
+    script_seconds: float = 0.0
+    """Seconds from the script's beginning to its training."""
     at: int = -1
     """The steps that it had done when it left its collectives; -1 if that is not known."""
     refusal: str | None = None
@@ -92,6 +94,7 @@ class Connections:
         while (message := connection.channel.receive(0.0)) is not None:
             if message["kind"] == "able":
                 connection.why_not, connection.sizes = message["why_not"], message["sizes"]
+                connection.script_seconds = message["script_seconds"]
                 connection.was_able |= connection.why_not is None
             elif message["kind"] == "hangs":
                 self.hanging.append((message["ranks"], message["record"]))

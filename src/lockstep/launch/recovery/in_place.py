@@ -6,10 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from lockstep.base.errors import say
 from lockstep.launch.recovery.rejoin import REPLACEMENT
 from lockstep.launch.recovery.spare import Spare
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Start, WorkerProcesses
 
+QUICK_SECONDS = 1.0
+"""The others wait for a process that takes less time from its script's beginning to its training."""
 SAME_STEP = 3
 """Losses of the same rank at the same step after which the run ends: a further recovery would not mend it."""
 
@@ -17,8 +20,11 @@ SAME_STEP = 3
 class InPlace:
     """The recoveries of one run on this machine."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, *, shrinks: bool) -> None:
+        """`shrinks`: runs go on without their lost workers."""
         self._start = start
+        self._shrinks = shrinks
+        self._newcomers: WorkerProcesses | None = None
         self._spare: Spare | None = None
         self._losses: Counter[tuple[int, int]] = Counter()
         self.lost_at = 0.0
@@ -29,7 +35,7 @@ class InPlace:
         if self._spare is not None and not self._spare.is_alive():
             self._spare.end()
             self._spare = None
-        if self._spare is None:
+        if self._spare is None and not self._shrinks:
             self._spare = Spare(self._start, environment)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
@@ -41,23 +47,70 @@ class InPlace:
         self._losses.update(losses)
         return any(self._losses[loss] >= SAME_STEP for loss in losses)
 
-    def replace(self, workers: WorkerProcesses, variables: Callable[[int], Mapping[str, str]]) -> None:
-        """Start a process in the place of each worker that has ended. `variables`: those of a rank."""
+    def fill_places(
+        self,
+        workers: WorkerProcesses,
+        variables: Callable[[int], Mapping[str, str]],
+        newcomers: Callable[[int], tuple[WorkerProcesses, Mapping[int, Mapping[str, str]]]],
+    ) -> None:
+        """Put a new process in the place of each worker that has ended; or, if that takes long, leave it out for now,
+        and start a newcomer that joins later. `variables`: those of a rank. `newcomers`: where so many are to be kept,
+        and their variables by rank."""
+        if self._newcomers is not None and self.newcomers_are_ready():
+            workers.adopt(self._newcomers)
+            self._newcomers = None
+        if self._shrinks:
+            if self._go_on_with_fewer(workers):
+                return
+        elif self._newcomers is None and not self._is_quick(workers) and (fewer := self._go_on_with_fewer(workers)):
+            self._newcomers, theirs = newcomers(fewer)
+            for rank, each in theirs.items():
+                self._newcomers.replace(rank, self._start, {**each, REPLACEMENT: "1"}, self._take_spare())
+            return
         for rank in workers.lost:
-            spare, self._spare = self._spare, None
-            if spare is not None and not spare.is_alive():
-                spare.end()
-                spare = None
-            workers.replace(rank, self._start, {**variables(rank), REPLACEMENT: "1"}, spare)
+            workers.replace(rank, self._start, {**variables(rank), REPLACEMENT: "1"}, self._take_spare())
 
-    def go_on_with_fewer(self, workers: WorkerProcesses) -> bool:
-        """Drop the workers that have ended, and as many more as the plan has no place for. Returns False if it has none
-        for so few."""
+    def newcomers_are_ready(self) -> bool:
+        """True if there are newcomers, and all wait to join. Gives them up if one has failed."""
+        if self._newcomers is None:
+            return False
+        if self._newcomers.have_failed():
+            line = self._newcomers.ending().failures[0].line
+            say(f"lockstep: {line}; it was to take the place of a lost one, and the run goes on without it")
+            self.drop_newcomers()
+            return False
+        return len(self._newcomers.connections.waiting()) == len(self._newcomers.ranks)
+
+    def drop_newcomers(self) -> None:
+        """End the newcomers, if there are any."""
+        if self._newcomers is not None:
+            self._newcomers.drop(self._newcomers.ranks)
+            self._newcomers = None
+
+    def _is_quick(self, workers: WorkerProcesses) -> bool:
+        """True if new processes come soon to their training."""
+        lost = workers.lost
+        has_all = len(lost) <= (self._spare is not None and self._spare.is_warm())
+        return has_all and max((each.script_seconds for each in workers.connections.by_rank.values()), default=0.0) < QUICK_SECONDS
+
+    def _take_spare(self) -> Spare | None:
+        spare, self._spare = self._spare, None
+        if spare is not None and not spare.is_alive():
+            spare.end()
+            return None
+        return spare
+
+    def _go_on_with_fewer(self, workers: WorkerProcesses) -> int:
+        """Drop the workers that have ended, and as many more as the plan has no place for. Returns how many: none, if
+        the plan does not fit so few."""
         lost = set(workers.lost)
-        kept = workers.connections.largest_size([rank for rank in workers.ranks if rank not in lost])
-        if kept:
-            workers.drop([*lost, *[rank for rank in workers.ranks if rank not in lost][kept:]])
-        return bool(kept)
+        left = [rank for rank in workers.ranks if rank not in lost]
+        kept = workers.connections.largest_size(left) if lost else 0
+        if not kept:
+            return 0
+        dropped = [*lost, *left[kept:]]
+        workers.drop(dropped)
+        return len(dropped)
 
     def start_to_join(self, workers: WorkerProcesses, variables: Mapping[int, Mapping[str, str]]) -> None:
         """Start workers that are to join a run that is under way. `variables`: those of each, by a rank of its own
@@ -77,6 +130,8 @@ class InPlace:
             time.sleep(HOLD_POLL_SECONDS)
 
     def close(self) -> None:
+        """End the spare process and the newcomers."""
+        self.drop_newcomers()
         if self._spare is not None:
             self._spare.end()
             self._spare = None

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
+from lockstep.launch.failures import WorkerFailure
 from lockstep.launch.machines import Machines
-from lockstep.launch.rendezvous import JOIN_SECONDS
+from lockstep.launch.rendezvous import JOIN_SECONDS, SILENCE_SECONDS
 
 FAILED, LOST_A_PEER, JOINED = range(3)
 """Why a machine restarts its workers. If machines differ, the first of these is the cause."""
@@ -30,6 +31,15 @@ def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | No
         lost = (Counter(before) - Counter(machines)).elements()
         return f"a machine was lost: {', '.join(lost)}; {len(machines)} of {len(before)} are left"
     return str(words)
+
+
+def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:
+    """The kind and the words of a machine's reason. `first`: the failure of its workers that caused the others, `lost`:
+    the addresses of lost machines."""
+    if first is not None:
+        return (LOST_A_PEER if first.lost_a_peer else FAILED), first.line
+    silent = f"lost the machine {', '.join(lost)}: its workers failed, or it has been silent for {SILENCE_SECONDS} s"
+    return LOST_A_PEER, silent if lost else "another machine has lost a worker"
 
 
 def rendezvous_error(error: Exception, machines: Machines) -> str:

@@ -41,6 +41,7 @@ class Rejoin:
         """When the launcher saw the latest loss, and when this process got its new rank, in seconds since 1970."""
         self.images: list[int] = []
         """Descriptors of the images in memory of all processes before the loss."""
+        self._script_seconds = time.monotonic() - _script_began
         self._channel = channel
         self._abort = abort
         self._waits_for = waits
@@ -56,7 +57,7 @@ class Rejoin:
     def announce(self, why_not: str | None, sizes: Sequence[int] = ()) -> None:
         """Tell the launcher that this worker can recover in place, or why it cannot. `sizes`: the numbers of processes
         that the run's plan fits."""
-        self._channel.send("able", why_not=why_not, sizes=list(sizes))
+        self._channel.send("able", why_not=why_not, sizes=list(sizes), script_seconds=self._script_seconds)
 
     def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
         """Have the launcher kill the workers of these ranks. `record`: of that failure."""
@@ -170,19 +171,20 @@ class Rejoin:
 
 
 _channel: Channel | None = None
+_script_began = time.monotonic()
 _rejoin: Rejoin | None = None
 
 
 def use_channel(channel: Channel | None) -> None:
     """Use this connection to the launcher, if any, from now on. Called once, before the user's code runs."""
-    global _channel
-    _channel = channel
+    global _channel, _script_began
+    _channel, _script_began = channel, time.monotonic()
 
 
 def refuse_recovery(why_not: str) -> None:
     """Tell the launcher, if it recovers in place, why this process cannot. `connect` takes it back."""
     if _channel is not None and _rejoin is None:
-        _channel.send("able", why_not=why_not, sizes=[])
+        _channel.send("able", why_not=why_not, sizes=[], script_seconds=0.0)
 
 
 def connect(abort: Callable[[], None], waits: Callable[[], object]) -> Rejoin | None:

@@ -26,8 +26,14 @@ class Spare:
         ends = open_channel()
         assert ends is not None, "recovery in place is for Linux"
         self.channel, theirs = ends
+        self._is_warm = False
         with theirs:
             self.process: WorkerProcess = start({**environment, SPARE: str(os.getpid()), **variables(theirs)})
+
+    def is_warm(self) -> bool:
+        """True once it has imported what a worker needs."""
+        self._is_warm = self._is_warm or self.channel.receive(0.0) is not None
+        return self._is_warm and self.is_alive()
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
@@ -51,6 +57,7 @@ def wait_to_start(environ: MutableMapping[str, str]) -> Channel | None:
     assert channel is not None, "a spare is given a connection"
     import_module("lockstep.run")
     prepare_process()
+    channel.send("warm")
     message = channel.receive()
     if message is None:
         os._exit(0)
