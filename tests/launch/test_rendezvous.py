@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from lockstep.base.errors import LaunchError
 from lockstep.launch import rendezvous
@@ -77,8 +78,8 @@ def test_where_nobody_keeps_it_the_wait_ends_with_what_was_tried_and_the_remedy(
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
     monkeypatch.setattr("lockstep.launch.rendezvous.address_towards", lambda *_: "127.0.0.1")
-    monkeypatch.setattr("lockstep.launch.rendezvous.NOTICE_SECONDS", 0)
-    monkeypatch.setattr("lockstep.launch.rendezvous.JOIN_SECONDS", 1)
+    monkeypatch.setattr("lockstep.launch.machine_store.NOTICE_SECONDS", 0)
+    monkeypatch.setattr("lockstep.launch.machine_store.JOIN_SECONDS", 1)
     tried = r"\(tried 192\.0\.2\.1 port 29400 from 127\.0\.0\.1 on lo: \[Errno 111\] Connection refused\)"
     with pytest.raises(LaunchError, match=rf"nobody at --rdzv 192\.0\.2\.1:29400 for 1 s {tried}; .*start it there"):
         ElasticRendezvous.at(Machines(2, 2, "192.0.2.1", 29400))
@@ -156,6 +157,15 @@ def test_machines_wait_for_all_that_are_there(two: list[ElasticRendezvous], monk
     assert time.monotonic() - began > rendezvous.SILENCE_SECONDS / 2
     found = one.next_rendezvous()
     assert found.world_size == 1
+
+
+def test_a_machine_that_is_lost_in_a_rendezvous_is_left_out(two: list[ElasticRendezvous]) -> None:
+    one, other = two
+    with ThreadPoolExecutor() as pool:
+        met = pool.submit(one.next_rendezvous)
+        DynamicRendezvousHandler.next_rendezvous(other)  # and then it does not tell where it listens
+        other._stop_heartbeats()
+        assert met.result(timeout=20).world_size == 1
 
 
 def test_machines_that_wait_hear_of_the_end_of_the_run(two: list[ElasticRendezvous]) -> None:

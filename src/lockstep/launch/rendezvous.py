@@ -9,23 +9,20 @@ on them.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import secrets
 import socket
-import stat
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -38,14 +35,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.torch_private import refresh_rendezvous_state_after, rendezvous_polls_every
+from lockstep.launch.machine_store import JOIN_SECONDS, connect_store, family, host_store, set_tcp_timeouts, store_on
 from lockstep.launch.machines import Machines, address_on, address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
 
-JOIN_SECONDS = 600
-"""Seconds that a machine waits for the others."""
-NOTICE_SECONDS = 5
-"""Seconds without an answer after which it prints that it is still trying."""
 LAST_CALL_SECONDS = 5.0
 """Seconds that the smallest number of machines waits for more, up to the largest."""
 RECOVERY_CALL_SECONDS = 0.5
@@ -56,14 +50,10 @@ SILENCE_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
 """Seconds of silence after which a machine is lost for the others."""
 STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
 """Seconds after which the list of machines is read again, and the same during a rendezvous."""
-STORE_SILENCE_SECONDS = 10
-"""Seconds without an answer of the rendezvous' machine after which it is lost for this one."""
 ABLE_SECONDS = 30.0
 """Seconds that a machine, which comes to a run that is under way, waits until it could be taken in in place."""
 REACH_SECONDS = 5.0
 """Seconds in which one machine must reach another's port."""
-STORE_SECONDS = 60
-"""Timeout of a request to the store."""
 _RUN_ID = "lockstep"
 
 
@@ -93,7 +83,7 @@ class LoopbackRendezvous(RendezvousHandler):
                 f"{LOOPBACK} cannot be reached ({error.strerror or error}); the processes of one machine meet there; bring the loopback "
                 "interface up (ip link set lo up)"
             ) from None
-        self._store = _store_on(listener)
+        self._store = store_on(listener)
         address = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, address)
 
@@ -112,6 +102,10 @@ class LoopbackRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self._store = None
         return True
+
+
+class _MachineLostError(Exception):
+    """A machine was lost while others waited for it in a rendezvous."""
 
 
 class _Timeout(RendezvousTimeout):
@@ -147,9 +141,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         own = address_on(machines.interface) if machines.interface is not None else address_towards(address, machines.port)
         timeout = _Timeout(join=timedelta(seconds=JOIN_SECONDS))
         try:
-            hosted = _host_store(machines, address)
-            store = hosted or _connect_store(machines, address, own)
-            _set_tcp_timeouts(address, machines.port)
+            hosted = host_store(machines, address)
+            store = hosted or connect_store(machines, address, own)
+            set_tcp_timeouts(address, machines.port)
             meeting: ElasticRendezvous = cls.from_backend(
                 _RUN_ID,
                 store,
@@ -178,27 +172,48 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         """Meet the other machines. The workers get a new store each time: in torch's, a lost machine would remain."""
         if self._timeout.last_call.total_seconds() == LAST_CALL_SECONDS:
             say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
+        while (found := self._meet()) is None:
+            pass
+        self._timeout.last_call = timedelta(seconds=LAST_CALL_SECONDS)
+        return found
+
+    def _meet(self) -> RendezvousInfo | None:
+        """One rendezvous. None: a machine was lost in it."""
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         with rendezvous_polls_every(RENDEZVOUS_POLL_SECONDS):
             found = super().next_rendezvous()
         state = self._state_holder.state
         self._met, self._round = sorted(state.participants, key=state.participants.__getitem__), state.round
-        self._timeout.last_call = timedelta(seconds=LAST_CALL_SECONDS)
         place = found.bootstrap_store_info
         assert place is not None
         own = self._this_node.addr
         number = found.rank if self.machines.node_rank is None else self.machines.node_rank
-        with socket.create_server((own, 0), family=_family(own)) as listener:  # open until all machines have tried
-            found.store.set(f"{_RUN_ID}.listens-{found.rank}", json.dumps([own, listener.getsockname()[1]]))
-            obstacle = self._obstacle(place.master_addr, place.master_port, refusal_is_one=False)
-            if obstacle is None:
-                following = json.loads(found.store.get(f"{_RUN_ID}.listens-{(found.rank + 1) % found.world_size}"))
-                obstacle = self._obstacle(*following, refusal_is_one=True)
-            found.store.set(f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, own, obstacle]))
-            everyone = [json.loads(found.store.get(f"{_RUN_ID}.machine-{each}")) for each in range(found.world_size)]
+        try:
+            with socket.create_server((own, 0), family=family(own)) as listener:  # open until all machines have tried
+                found.store.set(f"{_RUN_ID}.listens-{found.rank}", json.dumps([own, listener.getsockname()[1]]))
+                obstacle = self._obstacle(place.master_addr, place.master_port, refusal_is_one=False)
+                if obstacle is None:
+                    following = self._told(found.store, f"listens-{(found.rank + 1) % found.world_size}")
+                    obstacle = self._obstacle(*following, refusal_is_one=True)
+                found.store.set(f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, own, obstacle]))
+                everyone = [self._told(found.store, f"machine-{each}") for each in range(found.world_size)]
+        except _MachineLostError:
+            return None
         check_machines(everyone)
         self.addresses = [address for _, address, _ in everyone]
         return RendezvousInfo(found.store, number, found.world_size, place)
+
+    def _told(self, store: Store, what: str) -> Any:
+        """The text that a machine writes under this name. Raises `_MachineLostError`."""
+        while not store.check([f"{_RUN_ID}.{what}"]):
+            self._raise_if_lost()
+            time.sleep(RENDEZVOUS_POLL_SECONDS / 5)
+        return json.loads(store.get(f"{_RUN_ID}.{what}"))
+
+    def _raise_if_lost(self) -> None:
+        """Raise `_MachineLostError` if one of the machines that met is lost."""
+        if not set(self._met) <= self._participants().keys():
+            raise _MachineLostError
 
     def _obstacle(self, address: str, port: int, *, refusal_is_one: bool) -> str | None:
         """The error that keeps this machine from another one's port; None if it reaches it. Each machine tries the port
@@ -216,6 +231,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
                 if isinstance(error, ConnectionRefusedError) and not refusal_is_one:
                     return None  # the network is open, and the machine is about to be lost
                 if time.monotonic() - began > REACH_SECONDS:
+                    self._raise_if_lost()
                     return f"from {self._this_node.addr} on {self.interface} to {address} port {port}: {error}"
             time.sleep(0.5)
 
@@ -283,7 +299,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             return found
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return _store_on(socket.create_server((master_addr, master_port), family=_family(master_addr)))
+        return store_on(socket.create_server((master_addr, master_port), family=family(master_addr)))
 
 
 def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
@@ -305,79 +321,6 @@ def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
                 f"{len(everyone) - 1}; correct one of them"
             )
         by_number[number] = address
-
-
-def _store_on(listener: socket.socket) -> TCPStore:
-    """A store on this socket. By itself, TCPStore would listen on all interfaces."""
-    address, port = listener.getsockname()[:2]
-    timeout = timedelta(seconds=STORE_SECONDS)
-    return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def _host_store(machines: Machines, address: str) -> TCPStore | None:
-    """A store in this process; None if the address is not this machine's, or another process hosts the store."""
-    try:
-        return _store_on(socket.create_server((address, machines.port), family=_family(address)))
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL and machines.node_rank == 0:
-            raise LaunchError(
-                f"{machines.option}: {address} is no address of this machine, whose number is 0; the others look for number 0 there; "
-                "correct the address, or --node-rank"
-            ) from None
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-            return None
-        raise LaunchError(
-            f"{machines.option}: cannot listen there ({error.strerror}); it is a free port of one of the machines; give another"
-        ) from None
-
-
-def _connect_store(machines: Machines, address: str, own: str) -> TCPStore:
-    """A connection to the store that another machine hosts, or will host. `own`: this machine's address."""
-    began = time.monotonic()
-    has_said = False
-    while True:
-        try:
-            socket.create_connection((address, machines.port), timeout=5).close()
-            return TCPStore(address, machines.port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
-        except OSError as error:
-            waited = time.monotonic() - began
-            tried = f"tried {address} port {machines.port} from {own} on {interface_of(own) or 'an interface without a name'}: {error}"
-            if waited > JOIN_SECONDS:
-                raise LaunchError(
-                    f"nobody at {machines.option} for {JOIN_SECONDS} s ({tried}); the same command runs on that machine too, and keeps the "
-                    "rendezvous; start it there, or correct the address, or let this machine reach that port"
-                ) from None
-            if waited > NOTICE_SECONDS and not has_said:
-                say(f"lockstep: no answer yet at {machines.option} ({tried}); goes on trying for {JOIN_SECONDS} s")
-                has_said = True
-        time.sleep(0.5)
-
-
-def _set_tcp_timeouts(address: str, port: int) -> None:
-    """Have the kernel close this process's connections to a silent host after STORE_SILENCE_SECONDS.
-
-    Torch would wait for an answer for as long as the kernel tries, a quarter of an hour, and not react to signals.
-    """
-    if sys.platform != "linux":
-        return
-    options = {
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 2,
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 2,
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): STORE_SILENCE_SECONDS * 1000,
-    }
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # not a connection, or closed by now
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                with socket.socket(fileno=os.dup(number)) as each:
-                    peer = each.getpeername() if each.family in (socket.AF_INET, socket.AF_INET6) else ("", 0)
-                    if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):
-                        for (level, option), value in options.items():
-                            each.setsockopt(level, option, value)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _loopback_interface() -> str:

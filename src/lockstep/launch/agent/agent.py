@@ -27,10 +27,11 @@ from lockstep.base.errors import say
 from lockstep.launch.agent.signal_forwarding import GRACE_SECONDS, SignalForwarding
 from lockstep.launch.agent.start_store import StartStore
 from lockstep.launch.failures import Ending
+from lockstep.launch.machine_store import STORE_SILENCE_SECONDS
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.in_place import InPlace
 from lockstep.launch.recovery.reasons import FAILED, JOINED, failure_reason, rendezvous_error, restart_reason
-from lockstep.launch.rendezvous import ABLE_SECONDS, STORE_SILENCE_SECONDS, ElasticRendezvous
+from lockstep.launch.rendezvous import ABLE_SECONDS, ElasticRendezvous
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
 from lockstep.options import RunOptions, variable
 

@@ -9,8 +9,9 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from lockstep.launch.failures import WorkerFailure
+from lockstep.launch.machine_store import JOIN_SECONDS
 from lockstep.launch.machines import Machines
-from lockstep.launch.rendezvous import JOIN_SECONDS, SILENCE_SECONDS
+from lockstep.launch.rendezvous import SILENCE_SECONDS
 
 FAILED, LOST_A_PEER, JOINED = range(3)
 """Why a machine restarts its workers. If machines differ, the first of these is the cause."""
