@@ -25,8 +25,9 @@ CONTAINER_BRIDGE = re.compile(r"docker\d+|br-[0-9a-f]{12}|podman\d+|cni-podman\d
 reach each other. Its address, such as 172.17.0.1, may be that of the bridge of every host."""
 OTHER_THREADS = 32
 """Threads of a process beside its compute threads: those of Gloo, NCCL and the store, and loader workers."""
-MAX_CLOCK_OFFSET_SECONDS = 2.0
-"""Largest acceptable difference of clocks. Heartbeats are compared by clocks, and count as missed after 10 s."""
+MAX_CLOCK_OFFSET_SECONDS = 0.5
+"""Largest acceptable difference of clocks. Heartbeats are compared by clocks, and a machine is lost after 2 s
+without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,7 +230,7 @@ def clock_check(machine: str, offset_seconds: float, error_seconds: float, refer
     relation = "ahead of" if offset_seconds > 0 else "behind"
     text = f"{format_duration(abs(offset_seconds))} {relation} {reference} (± {format_duration(error_seconds)})"
     skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
-    remedy = "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is a few seconds off is taken for dead"
+    remedy = "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is two seconds off is taken for dead"
     return replace(_check("clock", "failed" if skewed else "ok", text, remedy), machine=machine)
 
 
