@@ -22,8 +22,8 @@ NOTICE_SECONDS = 5
 """Seconds without an answer after which it prints that it is still trying."""
 STORE_SILENCE_SECONDS = 10
 """Seconds without an answer of the rendezvous' machine after which it is lost for this one."""
-STORE_SECONDS = 60
-"""Timeout of a request to the store."""
+STORE_SECONDS = 10
+"""Timeout of a request to the store, such as for what another machine, which may be lost, is about to write."""
 
 
 def store_on(listener: socket.socket) -> TCPStore:

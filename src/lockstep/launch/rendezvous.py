@@ -22,13 +22,14 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -52,6 +53,8 @@ STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
 """Seconds after which the list of machines is read again, and the same during a rendezvous."""
 ABLE_SECONDS = 30.0
 """Seconds that a machine, which comes to a run that is under way, waits until it could be taken in in place."""
+TRIES = 10
+"""Rendezvous that may follow one another because a machine is lost in each."""
 REACH_SECONDS = 5.0
 """Seconds in which one machine must reach another's port."""
 _RUN_ID = "lockstep"
@@ -172,16 +175,20 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         """Meet the other machines. The workers get a new store each time: in torch's, a lost machine would remain."""
         if self._timeout.last_call.total_seconds() == LAST_CALL_SECONDS:
             say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
-        while (found := self._meet()) is None:
-            pass
-        self._timeout.last_call = timedelta(seconds=LAST_CALL_SECONDS)
-        return found
+        for _ in range(TRIES):
+            if (found := self._meet()) is not None:
+                self._timeout.last_call = timedelta(seconds=LAST_CALL_SECONDS)
+                return found
+        raise RendezvousTimeoutError
 
     def _meet(self) -> RendezvousInfo | None:
         """One rendezvous. None: a machine was lost in it."""
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         with rendezvous_polls_every(RENDEZVOUS_POLL_SECONDS):
-            found = super().next_rendezvous()
+            try:
+                found = super().next_rendezvous()
+            except DistStoreError:
+                return None
         state = self._state_holder.state
         self._met, self._round = sorted(state.participants, key=state.participants.__getitem__), state.round
         place = found.bootstrap_store_info

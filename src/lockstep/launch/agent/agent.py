@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -30,10 +30,10 @@ from lockstep.launch.failures import Ending
 from lockstep.launch.machine_store import STORE_SILENCE_SECONDS
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.in_place import InPlace
-from lockstep.launch.recovery.reasons import FAILED, JOINED, failure_reason, rendezvous_error, restart_reason
+from lockstep.launch.recovery.reasons import FAILED, JOINED, failure_reason, rendezvous_error, restart_variables
 from lockstep.launch.rendezvous import ABLE_SECONDS, ElasticRendezvous
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
-from lockstep.options import RunOptions, variable
+from lockstep.options import variable
 
 LOST, JOINS = "lost", "joins"
 """Why the workers of all machines leave their collectives for a recovery in place."""
@@ -91,22 +91,28 @@ class Agent(SimpleElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other machines, and agree with them on the number of restarts, the reason of this one, and whether
         it is a recovery in place: it is, if it is on all machines."""
-        super()._rendezvous(worker_group)
-        group: Any = worker_group  # torch says of its fields that they are None
-        machines = group.spec.rdzv_handler.addresses
-        self._shared = StartStore(group.store)
-        restarts = worker_group.spec.max_restarts - self._remaining_restarts
-        mine = [restarts, self._machines, self._why, self._goes_on, self._not_in_place, self.in_place.lost_at]
-        everyone = self._shared.exchange(group.group_rank, len(machines), mine)
+        try:
+            super()._rendezvous(worker_group)
+            everyone = self._exchange(worker_group)
+        except DistStoreError:
+            if self._elastic is None or not self._elastic.lost_machines():
+                raise
+            self._rendezvous(worker_group)  # without the machine that was lost in it
+            return
+        machines = worker_group.spec.rdzv_handler.addresses  # type: ignore[attr-defined]
         self._remaining_restarts = max(0, worker_group.spec.max_restarts - max(restarts for restarts, *_ in everyone))
         self._goes_on = all(goes_on for *_, goes_on, _, _ in everyone)
         self.in_place.lost_at = max(lost_at for *_, lost_at in everyone)
-        if why := restart_reason([each[:3] for each in everyone], machines):
-            # Whatever --resume was given: by now the run directory may hold an unfinished run.
-            self._given |= RunOptions(restarted=why, resume="auto").to_environment()
-            why_not = next((reason for *_, reason, _ in everyone if reason), "")
-            self._given |= {variable("in_place"): "1" if self._goes_on else "", variable("not_in_place"): why_not}
+        self._given |= restart_variables(everyone, machines, in_place=self._goes_on)
         self._machines, self._why, self.is_joining = machines, None, False
+
+    def _exchange(self, worker_group: WorkerGroup) -> list[list[Any]]:
+        """Tell the other machines of this one's restarts and recovery. Returns what each tells."""
+        group: Any = worker_group  # torch says of its fields that they are None
+        self._shared = StartStore(group.store)
+        restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        mine = [restarts, self._machines, self._why, self._goes_on, self._not_in_place, self.in_place.lost_at]
+        return self._shared.exchange(group.group_rank, group.group_world_size, mine)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._new_workers()

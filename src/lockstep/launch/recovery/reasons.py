@@ -12,6 +12,7 @@ from lockstep.launch.failures import WorkerFailure
 from lockstep.launch.machine_store import JOIN_SECONDS
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import SILENCE_SECONDS
+from lockstep.options import RunOptions, variable
 
 FAILED, LOST_A_PEER, JOINED = range(3)
 """Why a machine restarts its workers. If machines differ, the first of these is the cause."""
@@ -32,6 +33,18 @@ def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | No
         lost = (Counter(before) - Counter(machines)).elements()
         return f"a machine was lost: {', '.join(lost)}; {len(machines)} of {len(before)} are left"
     return str(words)
+
+
+def restart_variables(everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool) -> dict[str, str]:
+    """The variables that tell workers why they start again; none at the first start. `everyone`: what each machine
+    tells, first what `restart_reason` takes, and last but one why it is not `in_place`."""
+    why = restart_reason([each[:3] for each in everyone], machines)
+    if why is None:
+        return {}
+    not_in_place = next((reason for *_, reason, _ in everyone if reason), "")
+    told = {variable("in_place"): "1" if in_place else "", variable("not_in_place"): not_in_place}
+    # Whatever --resume was given: by now the run directory may hold an unfinished run.
+    return RunOptions(restarted=why, resume="auto").to_environment() | told
 
 
 def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:
