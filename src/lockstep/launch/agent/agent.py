@@ -150,7 +150,9 @@ class Agent(SimpleElasticAgent):
                 self._elastic.announce(json.dumps([ranks, record]))
         if self._workers.have_failed() or (self._workers.running and self._lost_a_machine()):
             return self._failed()
-        if self._workers.running and (why := self._announced()) is not None:
+        # LOST, JOINS, or JSON of those that hang on another machine, and of the record of that.
+        why = self._elastic.announced() if self._elastic is not None and self._never_in_place is None else None
+        if self._workers.running and why is not None:
             if why == JOINS:
                 self._remaining_restarts += 1  # torch's loop subtracts it
                 return RunResult(state=WorkerState.FAILED)
@@ -164,7 +166,7 @@ class Agent(SimpleElasticAgent):
             continues = True
         elif self._workers.ending().was_preempted:
             continues = self._shared.regroups()
-        elif continues := self._shared.count("done") < self._group_size:
+        elif continues := self._shared.count("done") < (worker_group.group_world_size or 0):
             if self._lost_a_machine():
                 return self._failed()
             if worker_group.spec.rdzv_handler.is_closed():
@@ -212,11 +214,6 @@ class Agent(SimpleElasticAgent):
         healthy = self._workers.healthy
         return self._workers.connections.why_not(healthy, [rank for rank in self._workers.ranks if rank not in healthy])
 
-    @property
-    def _group_size(self) -> int:
-        """Machines."""
-        return int(self._worker_group.group_world_size or 0)
-
     def _count_failure(self) -> None:
         """Announce a restart, or set the restarts left to 0 if these failures must not cause one."""
         ending = self._workers.ending()
@@ -241,11 +238,6 @@ class Agent(SimpleElasticAgent):
             say(f"lockstep: {line}; {how} {limit - self._remaining_restarts + 1} of {limit}")
         elif first is None:
             self._elsewhere = line
-
-    def _announced(self) -> str | None:
-        """Why another machine has all workers leave their collectives: LOST, JOINS, or JSON of those that hang and of
-        the record of that. None: none has."""
-        return self._elastic.announced() if self._elastic is not None and self._never_in_place is None else None
 
     def _lost_a_machine(self) -> bool:
         """True if another machine has left, and the workers here, not asked to save, may wait for it for minutes."""
@@ -339,7 +331,9 @@ class Agent(SimpleElasticAgent):
         if self._workers.ending().was_preempted or not isinstance(rendezvous, ElasticRendezvous):
             return
         until = time.monotonic() + STORE_SILENCE_SECONDS
-        while self._shared.count("known") < self._group_size and rendezvous.hosts_store and time.monotonic() < until:
+        while (
+            self._shared.count("known") < (self._worker_group.group_world_size or 0) and rendezvous.hosts_store and time.monotonic() < until
+        ):
             time.sleep(POLL_SECONDS)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
