@@ -148,7 +148,8 @@ def wrongly_seen(folder: Path, resumed: list[int]) -> list[str]:
     for start, what, value in lines:
         if what == "from":
             begun[start] = max(begun.get(start, 0), value)
-    starts = sorted(begun, key=lambda start: order[start])
+    # One that was lost before it learned from anything says nothing of where it began.
+    starts = sorted({start for start, what, _ in lines if what != "from"}, key=lambda start: order[start])
     resumed += [begun[start] for start in starts[1:]]
     wrong = []
     seen: Counter[int] = Counter()

@@ -129,6 +129,11 @@ def test_machines_recover_in_place_once_all_have_said_that_they_can(two: list[El
     assert visitor.machines_able(0.0) == 2
     meet(two)
     assert not one.all_are_able()  # with other workers, perhaps
+    one.note_able()
+    other._stop_heartbeats()
+    until = time.monotonic() + 10
+    while not one.all_are_able():  # the other one is lost
+        assert time.monotonic() < until
 
 
 def test_the_first_machine_says_why_all_leave(two: list[ElasticRendezvous]) -> None:

@@ -254,7 +254,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         until = time.monotonic() + seconds
         while True:
             count, state = len(self._participants()), self._state_holder.state
-            if state.complete and self._are_able(state.round, count):
+            if state.complete and self._are_able(state.round, range(count)):
                 return count
             is_under_way = state.complete or state.round > 0
             if not is_under_way or state.closed or time.monotonic() > until:
@@ -266,11 +266,12 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         self._store.set(self._key(f"able-{self._met.index(self._this_node)}"), "")
 
     def all_are_able(self) -> bool:
-        """True if all machines that met last have called `note_able`."""
-        return self._are_able(self._round, len(self._met))
+        """True if all machines that met last have called `note_able`, or are lost."""
+        here = self._participants()
+        return self._are_able(self._round, [number for number, node in enumerate(self._met) if node in here])
 
-    def _are_able(self, number: int, count: int) -> bool:
-        return bool(self._store.check([f"{_RUN_ID}.able-{each}-{number}" for each in range(count)]))
+    def _are_able(self, meeting: int, machines: Sequence[int]) -> bool:
+        return bool(self._store.check([f"{_RUN_ID}.able-{each}-{meeting}" for each in machines]))
 
     def announce(self, why: str) -> str:
         """Have the workers of all machines that met last leave their collectives for a recovery in place. Returns the
