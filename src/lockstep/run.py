@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import LockstepError, PlanError, RecipeError, UserError
 from lockstep.base.events import Event
 from lockstep.checkpoint.configuration import CONFIGURATION, save_configuration
 from lockstep.comm.active_calls import active_calls
 from lockstep.comm.recovery.regroup import abort_collectives
-from lockstep.launch.recovery.rejoin import connect
+from lockstep.launch.recovery.rejoin import connect, start_clock
 from lockstep.logging.fingerprint import fingerprint
 from lockstep.logging.loggers import Logger
 from lockstep.logging.run_directory import check_tensors
@@ -113,11 +113,14 @@ def _train_with_recovery(recipe: Recipe, recovery: Recovery, given: dict[str, An
             result = _opened_and_trained(recipe, recovery, given)
         except BaseException as error:
             if not recovery.rejoined(error, None):
-                recovery.close()
+                recovery.close(failed=True)
+                if recovery.is_under_way and isinstance(error, UserError) and not isinstance(error, PlanError):
+                    # Before the loss there was no such mistake: processes that start anew may not make it.
+                    raise LockstepError(f"the run cannot be opened again in this process: {error}") from error
                 raise
             lost = error
         else:
-            recovery.close()
+            recovery.close(failed=False)
             return result
         recovery.leave(lost)
 
@@ -286,3 +289,6 @@ def _result(session: Session, seconds: float, *, is_trained: bool) -> Result:
     )
     recorder.end({name: value for name, value in asdict(result).items() if name not in ("rank", "events")})
     return result
+
+
+start_clock()

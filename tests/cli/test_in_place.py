@@ -84,7 +84,7 @@ def test_the_others_keep_their_processes_and_the_bits_are_the_same(
     assert not ended.events("restarted")
 
 
-@pytest.mark.parametrize("plan", ["replicate=auto", "shard=auto"])
+@pytest.mark.parametrize("plan", ["replicate=auto", pytest.param("shard=auto", marks=pytest.mark.slow)])
 def test_the_others_go_on_without_the_lost_one_if_asked_to(tmp_path: Path, undisturbed: str, plan: str) -> None:
     ended = train(tmp_path / "folder", plan, 3, "once", "1", "13", options=("--recovery", "shrink"))
     assert ended.fingerprint == undisturbed
@@ -104,6 +104,7 @@ def test_if_all_are_lost_their_images_are_left(tmp_path: Path, undisturbed: str)
     assert 0 < recovered["step"] <= 13
 
 
+@pytest.mark.slow
 def test_the_others_train_until_a_process_that_takes_long_joins(tmp_path: Path, undisturbed: str) -> None:
     ended = train(tmp_path / "folder", "replicate=auto", 2, "slow", "1", "5")
     assert ended.fingerprint == undisturbed
@@ -114,7 +115,7 @@ def test_the_others_train_until_a_process_that_takes_long_joins(tmp_path: Path, 
     assert [len(ended.processes(rank)) for rank in range(2)] == [1, 2]
 
 
-@pytest.mark.parametrize("case", ["stops", "sleeps"])
+@pytest.mark.parametrize("case", ["stops", pytest.param("sleeps", marks=pytest.mark.slow)])
 def test_one_that_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: str, case: str) -> None:
     ended = train(tmp_path / "folder", "replicate=auto", 2, case, "1", "13", options=("--recovery", "in-place", "--hang-after", "3s"))
     assert ended.fingerprint == undisturbed
@@ -133,13 +134,32 @@ def test_a_loss_in_an_evaluation_goes_back_to_an_image(tmp_path: Path, undisturb
     assert sorted(row["step"] for row in rows if "evaluation/loss" in row) == [7, 14, 21, 28, 30]
 
 
-def test_a_hook_that_cannot_be_set_back_makes_all_start_again_and_the_event_says_so(tmp_path: Path, undisturbed: str) -> None:
-    ended = train(tmp_path / "folder", "shard=auto", 2, "counts", "1", "13")
+@pytest.mark.parametrize(
+    ("plan", "case"), [("shard=2", "counts"), ("replicate=2", "counts"), pytest.param("shard=2", "counts deep", marks=pytest.mark.slow)]
+)
+def test_a_hook_that_cannot_be_set_back_makes_all_start_again_and_the_event_says_so(
+    tmp_path: Path, undisturbed: str, plan: str, case: str
+) -> None:
+    ended = train(tmp_path / "folder", plan, 2, case, "1", "13")
     assert ended.fingerprint == undisturbed
     (restarted,) = ended.events("restarted")
     assert restarted["not_in_place"] == (
         "rank 0: hook Watched has changed since the start, and has no state_dict: it cannot be set back; add one"
     )
+
+
+@pytest.mark.slow
+def test_a_session_before_the_training_makes_all_start_again(tmp_path: Path, undisturbed: str) -> None:
+    ended = train(tmp_path / "folder", "replicate=2", 2, "measures", "1", "13")
+    (restarted,) = Ended(ended.run.with_name("run-2"), "", "").events("restarted")
+    assert restarted["not_in_place"] == "rank 0: the script has opened a session before, and a new process would have to do that again"
+
+
+def test_a_process_joins_one_that_holds_all_under_shard(tmp_path: Path, undisturbed: str) -> None:
+    ended = train(tmp_path / "folder", "shard=auto", 2, "slow", "1", "5")
+    assert ended.fingerprint == undisturbed
+    assert [event["world_size"] for event in ended.events("run-started")] == [2, 1, 2]
+    assert [event["state"] for event in ended.events("recovered")] == ["image", "image"]
 
 
 def test_a_loss_in_a_second_training_makes_all_start_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.launch import worker_processes
 from lockstep.launch.failures import Ending
+from lockstep.launch.recovery import in_place
 from lockstep.launch.recovery.in_place import InPlace
 
 Starter = Callable[..., Ending]
@@ -152,7 +153,7 @@ def test_one_that_is_lost_again_and_again_at_one_step_ends_the_run_with_its_erro
             """
             wait_until(lambda: times(0) and times(1))
             if rank == 1:
-                rejoin.close()
+                rejoin.close(failed=True)
                 raise ValueError("the culprit's")
             lose_a_peer()
             """
@@ -353,6 +354,64 @@ def test_a_script_that_ends_on_one_rank_makes_the_others_end_as_without_recovery
     )
     assert ending.status == 0
     assert [len(starts(tmp_path, rank)) for rank in range(3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "wait_until(lambda: False)"], ids=["ends", "hangs"])
+def test_where_the_replacement_does_not_come_to_its_training_the_run_goes_on(
+    run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(in_place, "START_SECONDS", 1.0)
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_RESTARTED"): return
+            wait_until(lambda: times(0) and times(1))
+            if rank == 1: die()
+            lose_a_peer()
+            """,
+            f"if rejoin.is_rejoining and not Path('tried').exists():\n    Path('tried').touch(); {how}\ntrain(7)",
+        ),
+        max_restarts=2,
+        recovery="in-place",
+    )
+    assert ending.status == 0
+    assert (tmp_path / "tried").exists()
+
+
+def test_one_error_of_a_replacement_is_one_recovery_more(run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            wait_until(lambda: times(0) and times(1))
+            if rank == 1: die()
+            lose_a_peer()
+            """,
+            "if rejoin.is_rejoining and not Path('tried').exists():\n    Path('tried').touch(); raise ValueError('once')\ntrain(7)",
+        ),
+        max_restarts=3,
+        recovery="in-place",
+    )
+    assert ending.status == 0
+    assert [line.rpartition("; ")[2] for line in capfd.readouterr().err.splitlines()] == ["recovery 1 of 3", "recovery 2 of 3"]
+
+
+def test_a_loss_after_the_training_has_ended_is_no_recovery_in_place(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            wait_until(lambda: times(0) and times(1))
+            """,
+            "train(7)\nrejoin.close(failed=False)\n"
+            "if 'LOCKSTEP_RESTARTED' in os.environ: Path(f'why-{rank}').write_text(os.environ['LOCKSTEP_NOT_IN_PLACE'])\n"
+            "elif rank == 1: time.sleep(0.3); die()\n"
+            "else: time.sleep(60)",
+        ),
+        max_restarts=1,
+        recovery="in-place",
+    )
+    assert ending.status == 0
+    assert (tmp_path / "why-0").read_text() == "rank 0: the training has ended on this process"
 
 
 def test_the_others_save_and_end_where_the_replacement_cannot_start(run: Starter, tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Trains 30 steps with numerics=bitwise, twice if asked to: `in_place.py CASE [RANK STEP]`. On the first start RANK is
 killed after STEP. Each step is a line: its process, rank and number.
 
-Cases: "once"; "counts": a hook counts steps, and has no state_dict; "twice": the second training loses the worker;
-"evaluates": the worker is lost in an evaluation; "stops": it is stopped instead of killed; "sleeps": it does not go on;
-"all": all workers are killed; "slow": the script takes 3 s before it trains.
+Cases: "once"; "counts", "counts deep": a hook counts steps, and has no state_dict; "measures": it evaluates before;
+"twice": the second training loses the worker; "evaluates": the worker is lost in an evaluation; "stops": it is stopped
+instead of killed; "sleeps": it does not go on; "all": all workers are killed; "slow": the script takes 3 s before it
+trains.
 """
 
 import os
@@ -34,11 +35,16 @@ def die_at(run: Run) -> None:
 class Watched(ls.Hook):
     count = 0
 
+    def __init__(self) -> None:
+        self.counts = {"all": {"steps": 0}}
+
     def after_step(self, run: Run) -> None:
         time.sleep(0.4 if case == "slow" else 0.0)
         print(f"process {os.getpid()} rank {run.rank} did {run.step}", flush=True)
         if case == "counts":
             self.count += 1
+        if case == "counts deep":
+            self.counts["all"]["steps"] += 1
         if case != "evaluates":
             die_at(run)
 
@@ -66,6 +72,8 @@ recipe = ls.Recipe(
     steps=30,
     evaluation=ls.Evaluation(data=data, every=7),
 )
+if case == "measures":
+    ls.evaluate(recipe, plan="numerics=bitwise")
 for _ in range(2 if case == "twice" else 1):
     trainings += 1
     ls.train(recipe, plan="numerics=bitwise", hooks=[Watched()])

@@ -60,7 +60,7 @@ class Checkpointing(ControlHook):
     def _load(self, run: Run, recovery: Recovery | None) -> None:
         context = run.context
         checkpointer = self._checkpointer = Checkpointer(run, self.folder, self.saving, compare=partial(self.audit.compare, run))
-        found_in_memory = recovery.reader(context.world) if recovery is not None and recovery.is_under_way else None
+        found_in_memory = recovery.reader(context.world, context.plan) if recovery is not None and recovery.is_under_way else None
         if recovery is not None and found_in_memory is not None:
             kind, reader = found_in_memory
             saved, step = checkpointer.restore_from_memory(reader), reader.manifest.step

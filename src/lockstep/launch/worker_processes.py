@@ -193,7 +193,7 @@ class WorkerProcesses:
         Returns why that is not possible, and None if they wait."""
         began = time.monotonic()
         self.connections.send(self.connections.must_leave(self.running), "lost")
-        while missing := self.connections.must_leave(self.running):
+        while missing := {*self.connections.must_leave(self.running), *[rank for rank in self.running if rank in self._failures]}:
             if self._is_impatient():
                 return "the run was asked to end"
             if refusal := self.connections.refusal():

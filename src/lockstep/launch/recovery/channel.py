@@ -25,6 +25,8 @@ from typing import Any
 
 CHANNEL = "LOCKSTEP_CHANNEL"
 """The variable that holds the number of the worker's descriptor."""
+ENDED = "the training has ended on this process"
+"""Why a worker that has done all it had to cannot recover in place."""
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 253  # in one message, on Linux
 

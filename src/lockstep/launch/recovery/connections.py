@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.launch.recovery.channel import Channel, open_channel, variables
+from lockstep.launch.recovery.channel import ENDED, Channel, open_channel, variables
 
 UNKNOWN = "its training had not begun"
 
@@ -95,7 +95,7 @@ class Connections:
             if message["kind"] == "able":
                 connection.why_not, connection.sizes = message["why_not"], message["sizes"]
                 connection.script_seconds = message["script_seconds"]
-                connection.was_able |= connection.why_not is None
+                connection.was_able = connection.why_not is None or (connection.was_able and connection.why_not != ENDED)
             elif message["kind"] == "hangs":
                 self.hanging.append((message["ranks"], message["record"]))
             elif message["kind"] == "refuses":
@@ -140,6 +140,10 @@ class Connections:
         """The steps of the workers that wait for a new rank, by their rank."""
         self.look()
         return {rank: each.step for rank, each in self.by_rank.items() if each.step is not None}
+
+    def starting(self) -> list[int]:
+        """The ranks of new processes that have not come to their training."""
+        return [rank for rank, each in self.by_rank.items() if each.is_starting]
 
     def must_leave(self, ranks: Collection[int]) -> list[int]:
         """Those of these ranks that do not wait for a new rank yet, and have to leave their step first."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
-from lockstep.base.errors import say
+from lockstep.base.errors import HangError, say
+from lockstep.launch.failures import failure_record
 from lockstep.launch.recovery.rejoin import REPLACEMENT
 from lockstep.launch.recovery.spare import Spare
+from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Start, WorkerProcesses
 
 QUICK_SECONDS = 1.0
 """The others wait for a process that takes less time from its script's beginning to its training."""
+START_SECONDS = 60.0
+"""The least time that a new process has for that."""
 SAME_STEP = 3
 """Losses of the same rank at the same step after which the run ends: a further recovery would not mend it."""
 
@@ -74,8 +79,9 @@ class InPlace:
         """True if there are newcomers, and all wait to join. Gives them up if one has failed."""
         if self._newcomers is None:
             return False
-        if self._newcomers.have_failed():
-            line = self._newcomers.ending().failures[0].line
+        if self._newcomers.have_failed() or self._newcomers.lost:
+            first = self._newcomers.ending().first
+            line = "a new process ended before its training" if first is None else first.line
             say(f"lockstep: {line}; it was to take the place of a lost one, and the run goes on without it")
             self.drop_newcomers()
             return False
@@ -91,7 +97,7 @@ class InPlace:
         """True if new processes come soon to their training."""
         lost = workers.lost
         has_all = len(lost) <= (self._spare is not None and self._spare.is_warm())
-        return has_all and max((each.script_seconds for each in workers.connections.by_rank.values()), default=0.0) < QUICK_SECONDS
+        return has_all and _script_seconds(workers) < QUICK_SECONDS
 
     def _take_spare(self) -> Spare | None:
         spare, self._spare = self._spare, None
@@ -120,10 +126,16 @@ class InPlace:
             workers.connections.note_replacement(rank)
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
-        """Wait until all workers wait for their new ranks. Returns False if one ends or cannot go on."""
+        """Wait until all workers wait for their new ranks. Returns False if one ends, or takes far longer than the
+        others took from their script's beginning to its training; it is killed then."""
+        until = time.monotonic() + max(START_SECONDS, 10 * _script_seconds(workers))
         while True:
-            if workers.have_failed():
+            if workers.have_failed() or workers.lost:
                 return False
+            if time.monotonic() > until:
+                error = HangError("the script does not come to its training, as it did before")
+                workers.kill(workers.connections.starting(), asdict(failure_record(error, None, HUNG_STATUS)))
+                continue
             waiting = workers.connections.waiting()
             if len(waiting) == len(workers.ranks):
                 return True
@@ -135,3 +147,8 @@ class InPlace:
         if self._spare is not None:
             self._spare.end()
             self._spare = None
+
+
+def _script_seconds(workers: WorkerProcesses) -> float:
+    """The longest time that a worker took from its script's beginning to its training."""
+    return max((each.script_seconds for each in workers.connections.by_rank.values()), default=0.0)

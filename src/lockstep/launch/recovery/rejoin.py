@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.base.errors import UserError
 from lockstep.launch.failures import FailureRecord, chain, failure_record, lost_a_peer
-from lockstep.launch.recovery.channel import Channel
+from lockstep.launch.recovery.channel import ENDED, Channel
 from lockstep.launch.worker_files import write_failure
 
 REPLACEMENT = "LOCKSTEP_REPLACEMENT"
@@ -124,10 +124,10 @@ class Rejoin:
         if self._is_lost.is_set():
             self._abort()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Called when the training has ended: from then on the loss of a worker ends this one too."""
         self._has_left.set()
-        self.announce("the training has ended on this process")
+        self.announce("its training has failed" if failed else ENDED)
 
     def end_recovery(self) -> None:
         """Called when the state is restored on all ranks."""
@@ -172,6 +172,7 @@ class Rejoin:
 
 _channel: Channel | None = None
 _script_began = time.monotonic()
+_session_was_opened = False
 _rejoin: Rejoin | None = None
 
 
@@ -182,9 +183,22 @@ def use_channel(channel: Channel | None) -> None:
 
 
 def refuse_recovery(why_not: str) -> None:
-    """Tell the launcher, if it recovers in place, why this process cannot. `connect` takes it back."""
+    """Tell the launcher, if it recovers in place, why this process cannot. Called when a session is opened."""
+    global _session_was_opened
+    _session_was_opened = True
     if _channel is not None and _rejoin is None:
         _channel.send("able", why_not=why_not, sizes=[], script_seconds=0.0)
+
+
+def session_was_opened() -> bool:
+    """True if `refuse_recovery` was called in this process."""
+    return _session_was_opened
+
+
+def start_clock() -> None:
+    """Called when lockstep is imported: a spare process has done that before its script begins."""
+    global _script_began
+    _script_began = time.monotonic()
 
 
 def connect(abort: Callable[[], None], waits: Callable[[], object]) -> Rejoin | None:

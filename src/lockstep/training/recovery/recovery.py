@@ -6,19 +6,22 @@ from __future__ import annotations
 import gc
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.base.torch_private import version
 from lockstep.checkpoint.images.reader import open_images
 from lockstep.comm.recovery.regroup import leave_groups
 from lockstep.comm.world import World
 from lockstep.launch.failures import FailureRecord
-from lockstep.launch.recovery.rejoin import Rejoin
+from lockstep.launch.recovery.rejoin import Rejoin, session_was_opened
 from lockstep.launch.recovery.spare import prepare_process
+from lockstep.plan import Plan
 from lockstep.recipe.data import Stream
 from lockstep.training.hook import Run
 from lockstep.training.recovery.held_state import HeldState, ReplicaReader
@@ -32,6 +35,8 @@ class Recovery:
         self._rejoin = rejoin
         rejoin.trainings += 1
         self._too_late = None if rejoin.trainings == 1 else "the script has trained before, and a new process would have to do that again"
+        if session_was_opened():
+            self._too_late = "the script has opened a session before, and a new process would have to do that again"
         self.sizes: Sequence[int] = ()
         """The numbers of processes, up to that of the run, that its plan fits."""
         self.holder: dict[str, Any] | None = None
@@ -88,10 +93,11 @@ class Recovery:
         """Called when all ranks have offered theirs: images of earlier starts are not needed from then on."""
         self._rejoin.note_all_offered()
 
-    def reader(self, world: World) -> tuple[str, StateReader] | None:
+    def reader(self, world: World, plan: Plan) -> tuple[str, StateReader] | None:
         """A reader of the newest state that the survivors hold, or that is in the images of all, and which of the two
-        it reads: "replica" or "image". None if there is none. Every rank calls it."""
-        held = ReplicaReader(self._held, world)
+        it reads: "replica" or "image". None if there is none. Every rank calls it. `plan`: the run's from now on; if it
+        splits tensors, only images can be read."""
+        held = ReplicaReader(self._held if plan.shard == plan.tensor == plan.pipeline == 1 else None, world)
         self._reached = max(world.gather_values(self._reached))
         images = open_images([f"/proc/self/fd/{descriptor}" for descriptor in self._rejoin.images], world)
         newest = images.newest
@@ -130,9 +136,9 @@ class Recovery:
             link.__traceback__, link = None, link.__context__
         self._rejoin.leave(partial(leave_groups, collect=False))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Called when the training has ended on this process."""
-        self._rejoin.close()
+        self._rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:
         """Keep the state of this process if it is that of a complete step, and return that step; -1 if there is none,
@@ -141,7 +147,7 @@ class Recovery:
             self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.is_consistent and self._is_replica:
             self._held = HeldState.of(run)
-        if self._held is None and run is not None and (changed := changed_hooks(self._hooks_before, hook_marks(run))):
+        if run is not None and (changed := changed_hooks(self._hooks_before, hook_marks(run))):
             return f"hook {changed[0]} has changed since the start, and has no state_dict: it cannot be set back; add one"
         return -1 if self._held is None else self._held.step
 
@@ -170,7 +176,17 @@ def changed_hooks(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Map
     return [name.partition(" ")[2] for name, marks in before.items() if now.get(name) != marks]
 
 
-def _mark(value: Any) -> Any:
+def _mark(value: Any, depth: int = 4) -> Any:
+    """A value that is equal as long as `value` is not seen to change, down to so many levels."""
     if isinstance(value, int | float | str | bytes | None):
         return value
-    return id(value), version(value) if isinstance(value, Tensor) else len(value) if isinstance(value, Sized) else 0
+    if isinstance(value, Tensor):
+        return id(value), version(value)
+    if depth and isinstance(value, dict):
+        return [(_mark(key, depth - 1), _mark(each, depth - 1)) for key, each in value.items()]
+    if depth and isinstance(value, list | tuple | set | deque):
+        return [_mark(each, depth - 1) for each in value]
+    is_of_the_run = isinstance(value, nn.Module | Optimizer) or type(value).__module__.startswith("lockstep.")
+    if depth and not is_of_the_run and isinstance(own := getattr(value, "__dict__", None), dict):
+        return id(value), [(name, _mark(each, depth - 1)) for name, each in own.items()]
+    return id(value), len(value) if isinstance(value, Sized) else 0
