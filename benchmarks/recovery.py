@@ -133,7 +133,8 @@ def furthest(folder: Path) -> int:
 
 def workers(folder: Path, since: float) -> list[int]:
     """The processes that have done a step since then."""
-    return [int(path.name.partition("-")[0]) for path in folder.glob("[0-9]*-*") if (steps := steps_in(path)) and steps[-1][0] > since]
+    paths = [path for path in folder.glob("[0-9]*-*") if (steps := steps_in(path)) and steps[-1][0] > since]
+    return list({int(path.name.partition("-")[0]) for path in paths})
 
 
 def wait_until(condition: Callable[[], Any], output: Path) -> Any:
