@@ -15,7 +15,7 @@ from lockstep.base.events import Event
 from lockstep.checkpoint.configuration import CONFIGURATION, save_configuration
 from lockstep.comm.active_calls import active_calls
 from lockstep.comm.recovery.regroup import abort_collectives
-from lockstep.launch.recovery.rejoin import connect, start_clock
+from lockstep.launch.recovery.rejoin import connect
 from lockstep.logging.fingerprint import fingerprint
 from lockstep.logging.loggers import Logger
 from lockstep.logging.run_directory import check_tensors
@@ -289,6 +289,3 @@ def _result(session: Session, seconds: float, *, is_trained: bool) -> Result:
     )
     recorder.end({name: value for name, value in asdict(result).items() if name not in ("rank", "events")})
     return result
-
-
-start_clock()

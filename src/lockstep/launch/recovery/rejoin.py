@@ -195,12 +195,6 @@ def session_was_opened() -> bool:
     return _session_was_opened
 
 
-def start_clock() -> None:
-    """Called when lockstep is imported: a spare process has done that before its script begins."""
-    global _script_began
-    _script_began = time.monotonic()
-
-
 def connect(abort: Callable[[], None], waits: Callable[[], object]) -> Rejoin | None:
     """Return this process's part in recoveries; None without a launcher that recovers in place. The arguments are those
     of `Rejoin`."""
