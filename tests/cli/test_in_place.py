@@ -64,9 +64,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("plan", "nproc", "rank", "state"),
     [
-        ("replicate=auto", 3, 1, "replica"),
-        pytest.param("replicate=auto", 2, 0, "replica", marks=pytest.mark.slow),
-        ("shard=auto", 2, 0, "image"),
+        ("replicate=3", 3, 1, "replica"),
+        pytest.param("replicate=2", 2, 0, "replica", marks=pytest.mark.slow),
+        ("shard=2", 2, 0, "image"),
         pytest.param("replicate=2,shard=2", 4, 3, "image", marks=pytest.mark.slow),
     ],
 )
@@ -117,7 +117,7 @@ def test_the_others_train_until_a_process_that_takes_long_joins(tmp_path: Path, 
 
 @pytest.mark.parametrize("case", ["stops", pytest.param("sleeps", marks=pytest.mark.slow)])
 def test_one_that_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: str, case: str) -> None:
-    ended = train(tmp_path / "folder", "replicate=auto", 2, case, "1", "13", options=("--recovery", "in-place", "--hang-after", "3s"))
+    ended = train(tmp_path / "folder", "replicate=2", 2, case, "1", "13", options=("--recovery", "in-place", "--hang-after", "3s"))
     assert ended.fingerprint == undisturbed
     assert [len(ended.processes(rank)) for rank in range(2)] == [1, 2]
     (recovered,) = ended.events("recovered")
@@ -126,7 +126,7 @@ def test_one_that_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: str, 
 
 
 def test_a_loss_in_an_evaluation_goes_back_to_an_image(tmp_path: Path, undisturbed: str) -> None:
-    ended = train(tmp_path / "folder", "replicate=auto", 2, "evaluates", "1", "14")
+    ended = train(tmp_path / "folder", "replicate=2", 2, "evaluates", "1", "14")
     assert ended.fingerprint == undisturbed
     (recovered,) = ended.events("recovered")
     assert (recovered["state"], len(ended.processes(0))) == ("image", 1)
@@ -163,7 +163,7 @@ def test_a_process_joins_one_that_holds_all_under_shard(tmp_path: Path, undistur
 
 
 def test_a_loss_in_a_second_training_makes_all_start_again(tmp_path: Path) -> None:
-    ended = train(tmp_path / "folder", "replicate=auto", 2, "twice", "1", "13")
+    ended = train(tmp_path / "folder", "replicate=2", 2, "twice", "1", "13")
     second = Ended(ended.run.with_name("run-2"), ended.output, ended.errors)
     (restarted,) = second.events("restarted")
     assert restarted["not_in_place"] == "rank 0: the script has trained before, and a new process would have to do that again"
