@@ -230,9 +230,13 @@ def test_one_that_does_not_leave_its_step_in_time_is_replaced_too(
     assert [len(starts(tmp_path, rank)) for rank in range(3)] == [1, 2, 2]
 
 
-def test_all_that_are_lost_are_replaced(run: Starter, tmp_path: Path) -> None:
+def test_all_that_are_lost_are_replaced_and_have_the_time_that_the_script_took_before(
+    run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_place, "START_SECONDS", 0.1)
     ending = run(
-        script(
+        "time.sleep(0.3)\n"
+        + script(
             """
             if os.environ.get("LOCKSTEP_IN_PLACE"): return
             wait_until(lambda: times(0) and times(1))
@@ -244,95 +248,6 @@ def test_all_that_are_lost_are_replaced(run: Starter, tmp_path: Path) -> None:
     )
     assert ending.status == 0
     assert [[each[0][2] for each in starts(tmp_path, rank)] for rank in range(2)] == [[None, "1"]] * 2
-
-
-@pytest.mark.parametrize(
-    ("sizes", "left"),
-    [
-        pytest.param([1, 2, 3, 4], [0, 2, 3], id="replicate=auto"),
-        pytest.param([2, 4], [0, 2], id="one more than fits"),
-    ],
-)
-def test_those_that_are_left_go_on_with_fewer(run: Starter, tmp_path: Path, sizes: list[int], left: list[int]) -> None:
-    ending = run(
-        script(
-            """
-            if os.environ.get("LOCKSTEP_IN_PLACE"):
-                return Path(f"was-{rank}").write_text(f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
-            wait_until(lambda: all(map(times, range(4))))
-            if rank == 1: die()
-            lose_a_peer()
-            """,
-            f"train(7, sizes={sizes})",
-        ),
-        count=4,
-        max_restarts=1,
-        recovery="shrink",
-    )
-    assert (ending.status, ending.finished) == (0, list(range(len(left))))
-    found = {path.name: path.read_text() for path in tmp_path.glob("was-*")}
-    assert found == {f"was-{old}": f"{new} of {len(left)}" for new, old in enumerate(left)}
-
-
-def test_the_others_go_on_until_a_process_that_takes_long_joins(run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    ending = run(
-        script(
-            """
-            if os.environ.get("LOCKSTEP_IN_PLACE") and os.environ["WORLD_SIZE"] == "2": return
-            wait_until(lambda: times(0) and times(1))
-            if rank == 1: die()
-            lose_a_peer()
-            """,
-            "train(7, sizes=[1, 2])",
-        ),
-        max_restarts=1,
-        recovery="in-place",
-    )
-    assert (ending.status, ending.finished) == (0, [0, 1])
-    ((alone,), (_, newcomer)) = (starts(tmp_path, rank) for rank in range(2))
-    assert len(alone) == 3
-    assert len({start[0] for start in alone}) == 1
-    assert newcomer[0][3] == "a new process joined"
-    assert "lockstep: a new process joins: the workers wait for it\n" in capfd.readouterr().err
-
-
-def test_without_a_process_that_takes_long_and_fails_the_others_go_on(
-    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    ending = run(
-        script(
-            """
-            if os.environ.get("LOCKSTEP_IN_PLACE"):
-                return time.sleep(1.5)
-            wait_until(lambda: times(0) and times(1))
-            if rank == 1: die()
-            lose_a_peer()
-            """,
-            "if rejoin.is_rejoining: raise ImportError('no module')\ntrain(7, sizes=[1, 2])",
-        ),
-        max_restarts=1,
-        recovery="in-place",
-    )
-    assert (ending.status, ending.finished) == (0, [0])
-    assert "ImportError: no module; it was to take the place of a lost one, and the run goes on without it" in capfd.readouterr().err
-
-
-def test_where_fewer_do_not_fit_the_lost_one_is_replaced(run: Starter, tmp_path: Path) -> None:
-    ending = run(
-        script(
-            """
-            if os.environ.get("LOCKSTEP_IN_PLACE"): return
-            wait_until(lambda: times(0) and times(1))
-            if rank == 1: die()
-            lose_a_peer()
-            """,
-            "train(7, sizes=[2])",
-        ),
-        max_restarts=1,
-        recovery="shrink",
-    )
-    assert ending.status == 0
-    assert [len(starts(tmp_path, rank)) for rank in range(2)] == [1, 2]
 
 
 def test_a_script_that_ends_on_one_rank_makes_the_others_end_as_without_recovery(run: Starter, tmp_path: Path) -> None:

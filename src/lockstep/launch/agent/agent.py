@@ -139,7 +139,7 @@ class Agent(SimpleElasticAgent):
         say("lockstep: the run is under way; the workers of this machine are started, and join it then")
         self._new_workers()
         with self._signals.deferred():
-            self.in_place.start_to_join(self._workers, self._variables(worker_group, _after(size, self._count_asked)))
+            self.in_place.put(self._workers, self._variables(worker_group, _after(size, self._count_asked)))
         self._goes_on = self.is_joining = True
         self._recover(worker_group)
         worker_group.state = WorkerState.HEALTHY

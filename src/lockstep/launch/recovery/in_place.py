@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ class InPlace:
         self._newcomers: WorkerProcesses | None = None
         self._spare: Spare | None = None
         self._losses: Counter[tuple[int, int]] = Counter()
+        self._script_seconds = 0.0  # the longest that a worker took from its script's beginning to its training
         self.lost_at = 0.0
         """When the latest recovery began, in seconds since 1970."""
 
@@ -61,6 +63,7 @@ class InPlace:
         """Put a new process in the place of each worker that has ended; or, if that takes long, leave it out for now,
         and start a newcomer that joins later. `variables`: those of a rank. `newcomers`: where so many are to be kept,
         and their variables by rank."""
+        self._script_seconds = max(self._script_seconds, *(each.script_seconds for each in workers.connections.by_rank.values()), 0.0)
         if self._newcomers is not None and self.newcomers_are_ready():
             workers.adopt(self._newcomers)
             self._newcomers = None
@@ -69,11 +72,9 @@ class InPlace:
                 return
         elif self._newcomers is None and not self._is_quick(workers) and (fewer := self._go_on_with_fewer(workers)):
             self._newcomers, theirs = newcomers(fewer)
-            for rank, each in theirs.items():
-                self._newcomers.replace(rank, self._start, {**each, REPLACEMENT: "1"}, self._take_spare())
+            self.put(self._newcomers, theirs)
             return
-        for rank in workers.lost:
-            workers.replace(rank, self._start, {**variables(rank), REPLACEMENT: "1"}, self._take_spare())
+        self.put(workers, {rank: variables(rank) for rank in workers.lost})
 
     def newcomers_are_ready(self) -> bool:
         """True if there are newcomers, and all wait to join. Gives them up if one has failed."""
@@ -97,7 +98,7 @@ class InPlace:
         """True if new processes come soon to their training."""
         lost = workers.lost
         has_all = len(lost) <= (self._spare is not None and self._spare.is_warm())
-        return has_all and _script_seconds(workers) < QUICK_SECONDS
+        return has_all and self._script_seconds < QUICK_SECONDS
 
     def _take_spare(self) -> Spare | None:
         spare, self._spare = self._spare, None
@@ -118,24 +119,22 @@ class InPlace:
         workers.drop(dropped)
         return len(dropped)
 
-    def start_to_join(self, workers: WorkerProcesses, variables: Mapping[int, Mapping[str, str]]) -> None:
-        """Start workers that are to join a run that is under way. `variables`: those of each, by a rank of its own
-        for the time until then."""
+    def put(self, workers: WorkerProcesses, variables: Mapping[int, Mapping[str, str]]) -> None:
+        """Start processes that wait until the run takes them in. `variables`: those of each, by its rank."""
         for rank, each in variables.items():
-            workers.add(rank, self._start, {**each, REPLACEMENT: "1"})
-            workers.connections.note_replacement(rank)
+            workers.replace(rank, self._start, {**each, REPLACEMENT: "1"}, self._take_spare())
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
-        """Wait until all workers wait for their new ranks. Returns False if one ends, or takes far longer than the
-        others took from their script's beginning to its training; it is killed then."""
-        until = time.monotonic() + max(START_SECONDS, 10 * _script_seconds(workers))
+        """Wait until all workers wait for their new ranks. Returns False if one ends, or takes far longer than earlier
+        ones from its script's beginning to its training; it is killed then. On a machine that joins there were none."""
+        limit = max(START_SECONDS, 10 * self._script_seconds) if self._script_seconds else math.inf
+        until = time.monotonic() + limit
         while True:
             if workers.have_failed() or workers.lost:
                 return False
             if time.monotonic() > until:
                 error = HangError("the script does not come to its training, as it did before")
                 workers.kill(workers.connections.starting(), asdict(failure_record(error, None, HUNG_STATUS)))
-                continue
             waiting = workers.connections.waiting()
             if len(waiting) == len(workers.ranks):
                 return True
@@ -147,8 +146,3 @@ class InPlace:
         if self._spare is not None:
             self._spare.end()
             self._spare = None
-
-
-def _script_seconds(workers: WorkerProcesses) -> float:
-    """The longest time that a worker took from its script's beginning to its training."""
-    return max((each.script_seconds for each in workers.connections.by_rank.values()), default=0.0)

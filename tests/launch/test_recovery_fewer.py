@@ -1,0 +1,108 @@
+"""Recovery in place with fewer processes: for good, or until a new one that takes long joins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launch.test_recovery import script, starts
+
+from lockstep.launch.failures import Ending
+from lockstep.launch.recovery.in_place import InPlace
+
+Starter = Callable[..., Ending]
+
+
+@pytest.fixture(autouse=True)
+def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InPlace, "keep_spare", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left"),
+    [
+        pytest.param([1, 2, 3, 4], [0, 2, 3], id="replicate=auto"),
+        pytest.param([2, 4], [0, 2], id="one more than fits"),
+    ],
+)
+def test_those_that_are_left_go_on_with_fewer(run: Starter, tmp_path: Path, sizes: list[int], left: list[int]) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"):
+                return Path(f"was-{rank}").write_text(f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
+            wait_until(lambda: all(map(times, range(4))))
+            if rank == 1: die()
+            lose_a_peer()
+            """,
+            f"train(7, sizes={sizes})",
+        ),
+        count=4,
+        max_restarts=1,
+        recovery="shrink",
+    )
+    assert (ending.status, ending.finished) == (0, list(range(len(left))))
+    found = {path.name: path.read_text() for path in tmp_path.glob("was-*")}
+    assert found == {f"was-{old}": f"{new} of {len(left)}" for new, old in enumerate(left)}
+
+
+def test_the_others_go_on_until_a_process_that_takes_long_joins(run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE") and os.environ["WORLD_SIZE"] == "2": return
+            wait_until(lambda: times(0) and times(1))
+            if rank == 1: die()
+            lose_a_peer()
+            """,
+            "train(7, sizes=[1, 2])",
+        ),
+        max_restarts=1,
+        recovery="in-place",
+    )
+    assert (ending.status, ending.finished) == (0, [0, 1])
+    ((alone,), (_, newcomer)) = (starts(tmp_path, rank) for rank in range(2))
+    assert len(alone) == 3
+    assert len({start[0] for start in alone}) == 1
+    assert newcomer[0][3] == "a new process joined"
+    assert "lockstep: a new process joins: the workers wait for it\n" in capfd.readouterr().err
+
+
+def test_without_a_process_that_takes_long_and_fails_the_others_go_on(
+    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"):
+                return time.sleep(1.5)
+            wait_until(lambda: times(0) and times(1))
+            if rank == 1: die()
+            lose_a_peer()
+            """,
+            "if rejoin.is_rejoining: raise ImportError('no module')\ntrain(7, sizes=[1, 2])",
+        ),
+        max_restarts=1,
+        recovery="in-place",
+    )
+    assert (ending.status, ending.finished) == (0, [0])
+    assert "ImportError: no module; it was to take the place of a lost one, and the run goes on without it" in capfd.readouterr().err
+
+
+def test_where_fewer_do_not_fit_the_lost_one_is_replaced(run: Starter, tmp_path: Path) -> None:
+    ending = run(
+        script(
+            """
+            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            wait_until(lambda: times(0) and times(1))
+            if rank == 1: die()
+            lose_a_peer()
+            """,
+            "train(7, sizes=[2])",
+        ),
+        max_restarts=1,
+        recovery="shrink",
+    )
+    assert ending.status == 0
+    assert [len(starts(tmp_path, rank)) for rank in range(2)] == [1, 2]
