@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.base.parent_death import die_with_parent
+from lockstep.base.parent import die_with_parent
 from lockstep.data import workers
 from lockstep.launch import worker
 

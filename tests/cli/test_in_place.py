@@ -95,6 +95,16 @@ def test_the_others_go_on_without_the_lost_one_if_asked_to(tmp_path: Path, undis
     assert len(ended.events("recovered")) == 1
 
 
+@pytest.mark.slow
+def test_the_others_keep_their_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))  # inductor leaves a folder there
+    ended = train(tmp_path / "folder", "replicate=auto,compile=yes", 2, "compiles", "1", "13", options=("--recovery", "shrink"))
+    (process,) = ended.processes(0)
+    counts = re.findall(rf"process {process} compiled (\d+) functions", ended.output)
+    assert len(counts) == 2
+    assert int(counts[0]) == int(counts[1]) > 0
+
+
 def test_if_all_are_lost_their_images_are_left(tmp_path: Path, undisturbed: str) -> None:
     ended = train(tmp_path / "folder", "replicate=auto", 2, "all", "0", "13")
     assert ended.fingerprint == undisturbed

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from lockstep.base import parent
 from lockstep.base.errors import LaunchError
 from lockstep.data.loader import Loader, Span
 
@@ -100,6 +101,27 @@ def test_the_longest_folder_that_is_not_refused_works(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     loader = Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
     assert len(list(loader.fetch(spans()))) == 6
+    loader.close()
+
+
+def test_sockets_are_in_the_parents_folder_which_it_removes_however_this_process_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "the system's"))
+    monkeypatch.setattr(parent, "_folder", None)
+    parent.use_parents_folder(str(tmp_path))
+    loader = Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
+    assert len(list(loader.fetch(spans()))) == 6
+    assert len(list(tmp_path.glob("pymp-*/listener-*"))) == 1
+    loader.close()
+
+
+def test_a_parents_folder_with_a_long_name_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(parent, "_folder", None)
+    long = tmp_path / ("a" * 75)
+    long.mkdir()
+    parent.use_parents_folder(str(long))
+    loader = Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
+    assert len(list(tmp_path.glob("pymp-*"))) == 1
     loader.close()
 
 

@@ -91,3 +91,24 @@ def test_images_that_a_worker_gave_last_are_kept(ends_first: bool) -> None:
             found.ends[1].close()
         found.connections.drop([1])
         assert found.held() == ["first of 1", "first kept by 1", "first of 0", "first kept by 0"]
+
+
+def test_a_message_carries_more_descriptors_than_the_system_sends_at_once() -> None:
+    ours, theirs = (Channel(each) for each in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    names = [f"image {number}" for number in range(600)]
+    opened = [os.memfd_create(name) for name in names]
+    ours.send("able", why_not="it")
+    ours.send("images", opened)
+    ours.send("ready", step=7)
+    try:
+        first, second, third = (theirs.receive(1.0) for _ in range(3))
+        assert first == {"kind": "able", "why_not": "it", "descriptors": []}
+        assert third == {"kind": "ready", "step": 7, "descriptors": []}
+        assert second is not None
+        assert [_name(each) for each in second["descriptors"]] == names
+        opened += second["descriptors"]
+    finally:
+        for each in opened:
+            os.close(each)
+        ours.close()
+        theirs.close()

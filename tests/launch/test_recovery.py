@@ -209,7 +209,7 @@ def test_a_user_error_ends_the_run(run: Starter, tmp_path: Path) -> None:
 def test_one_that_does_not_leave_its_step_in_time_is_replaced_too(
     run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_for: str
 ) -> None:
-    monkeypatch.setattr(worker_processes, "HOLD_SECONDS", 60 if waits_for else 0.5)
+    monkeypatch.setattr(worker_processes, "HOLD_SECONDS", 300 if waits_for else 0.5)
     ending = run(
         script(
             f"""

@@ -9,7 +9,7 @@ import pytest
 from launch.test_recovery import script, starts
 
 from lockstep.launch.failures import Ending
-from lockstep.launch.recovery.in_place import InPlace
+from lockstep.launch.recovery.in_place import InPlace, is_quick
 
 Starter = Callable[..., Ending]
 
@@ -106,3 +106,19 @@ def test_where_fewer_do_not_fit_the_lost_one_is_replaced(run: Starter, tmp_path:
     )
     assert ending.status == 0
     assert [len(starts(tmp_path, rank)) for rank in range(2)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("lost", "script_seconds", "import_seconds", "quick"),
+    [
+        pytest.param(1, 3.5, 3.0, True, id="imports are most of the script"),
+        pytest.param(1, 3.5, 2.0, False, id="the script takes long"),
+        pytest.param(1, 0.5, None, False, id="no spare is ready"),
+        pytest.param(2, 3.5, 3.0, False, id="more are lost than there are spares"),
+        pytest.param(0, 3.5, None, True, id="none is lost: another machine joins"),
+    ],
+)
+def test_a_lost_process_is_waited_for_if_a_spare_is_ready_and_the_script_is_short(
+    lost: int, script_seconds: float, import_seconds: float | None, quick: bool
+) -> None:
+    assert is_quick(lost, script_seconds=script_seconds, import_seconds=import_seconds) is quick

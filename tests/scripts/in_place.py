@@ -4,7 +4,7 @@ killed after STEP. Each step is a line: its process, rank and number.
 Cases: "once"; "counts", "counts deep": a hook counts steps, and has no state_dict; "measures": it evaluates before;
 "twice": the second training loses the worker; "evaluates": the worker is lost in an evaluation; "stops": it is stopped
 instead of killed; "sleeps": it does not go on; "all": all workers are killed; "slow": the script takes 3 s before it
-trains.
+trains; "compiles": a line at the end of each start says how many functions have been compiled.
 """
 
 import os
@@ -14,6 +14,7 @@ import time
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
@@ -52,6 +53,10 @@ class Watched(ls.Hook):
         if case == "evaluates":
             die_at(run)
 
+    def on_end(self, run: Run) -> None:
+        if case == "compiles":
+            print(f"process {os.getpid()} compiled {counters['frames']['total']} functions", flush=True)
+
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.mse_loss(output, batch[1])
@@ -70,7 +75,7 @@ recipe = ls.Recipe(
     global_batch=12,
     microbatch=2,
     steps=30,
-    evaluation=ls.Evaluation(data=data, every=7),
+    evaluation=None if case == "compiles" else ls.Evaluation(data=data, every=7),
 )
 if case == "measures":
     ls.evaluate(recipe, plan="numerics=bitwise")

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.base.container import LARGER_SHARED_MEMORY
 from lockstep.base.errors import LaunchError, WorkerError
-from lockstep.base.parent_death import die_with_parent
+from lockstep.base.parent import die_with_parent, temporary_folder
 from lockstep.base.system import signals
 from lockstep.base.torch_private import shut_down_workers
 from lockstep.data.fetch import Fetcher
@@ -46,8 +46,7 @@ class LoaderWorkers:
 
     def __init__(self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2) -> None:
         """`prefetch`: microbatches that each fetches ahead. `pinned`: in pinned memory. Raises `LaunchError`."""
-        _check_temporary_folder()
-        self._folder = tempfile.mkdtemp(prefix=_FOLDER)
+        self._folder = _new_folder()
         self._current = _Current()
         self._loader = DataLoader(
             _Task(fetcher),
@@ -159,16 +158,18 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _check_temporary_folder() -> None:
-    """Raise `LaunchError` if the temporary folder's path is too long: tensors come from workers over sockets in it."""
-    folder = tempfile.gettempdir()
+def _new_folder() -> str:
+    """Make a folder for the sockets over which tensors come from workers. Raises `LaunchError` if its path is too
+    long."""
     limit = _MOST_SOCKET_BYTES - len(f"/{_FOLDER}12345678/listener-12345678")
+    folder = temporary_folder(limit)
     length = len(os.fsencode(folder))
     if get_sharing_strategy() == "file_descriptor" and length > limit:  # type: ignore[no-untyped-call]
         raise LaunchError(
             f"workers with the temporary folder {folder!r} (TMPDIR), whose name has {length} bytes; loader workers make sockets below it, "
             f"whose names the system limits, which leaves {limit} bytes; set TMPDIR to a shorter path, such as /tmp, or plan workers=0"
         )
+    return tempfile.mkdtemp(prefix=_FOLDER, dir=folder)
 
 
 def _set_up(folder: str, parent: int, worker: int) -> None:

@@ -33,8 +33,8 @@ STOP_SECONDS = 3.0
 """Seconds from SIGTERM to SIGKILL for workers that are stopped because another failed."""
 SAVE_SECONDS = 600.0
 """The same for a worker that is saving."""
-HOLD_SECONDS = 60.0
-"""Seconds that a worker has, after another one is lost, to leave its step. It may be computing."""
+HOLD_SECONDS = 300.0
+"""Seconds that a worker has, after another one is lost, to leave its step. It may be computing, or compiling."""
 HOLD_POLL_SECONDS = 0.002
 KILL_SECONDS = 2.0
 """Seconds that the launcher waits for a killed process. One that the kernel holds is left behind."""

@@ -28,7 +28,9 @@ CHANNEL = "LOCKSTEP_CHANNEL"
 ENDED = "the training has ended on this process"
 """Why a worker that has done all it had to cannot recover in place."""
 _MOST_BYTES = 1 << 16
-_MOST_DESCRIPTORS = 253  # in one message, on Linux
+_MOST_DESCRIPTORS = 253
+"""In one message, on Linux. More of them go ahead, in messages of the kind `_AHEAD`."""
+_AHEAD = "descriptors"
 
 
 class Channel:
@@ -36,6 +38,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._ahead: list[int] = []
 
     def fileno(self) -> int:
         return self._end.fileno()
@@ -43,18 +46,29 @@ class Channel:
     def send(self, kind: str, descriptors: Sequence[int] = (), **values: Any) -> None:
         """Send a message. Does nothing if the other process has ended. `descriptors`: open files that it then has
         too."""
+        rest = list(descriptors)
         with suppress(OSError):
-            socket.send_fds(self._end, [json.dumps({"kind": kind, **values}).encode()], descriptors)
+            while len(rest) > _MOST_DESCRIPTORS:
+                socket.send_fds(self._end, [json.dumps({"kind": _AHEAD}).encode()], rest[:_MOST_DESCRIPTORS])
+                del rest[:_MOST_DESCRIPTORS]
+            socket.send_fds(self._end, [json.dumps({"kind": kind, **values}).encode()], rest)
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
         """Return the next message; None after `seconds` without one, or if the other process has ended. `seconds`:
         None waits for as long as that process runs. The receiver closes the message's `descriptors`."""
         self._end.settimeout(seconds)
-        try:
-            text, descriptors, _, _ = socket.recv_fds(self._end, _MOST_BYTES, _MOST_DESCRIPTORS)
-        except (OSError, ValueError):
-            return None
-        return {**json.loads(text), "descriptors": descriptors} if text else None
+        while True:
+            try:
+                text, descriptors, _, _ = socket.recv_fds(self._end, _MOST_BYTES, _MOST_DESCRIPTORS)
+            except (OSError, ValueError):
+                return None
+            self._ahead += descriptors
+            if not text:
+                return None
+            message = json.loads(text)
+            if message["kind"] != _AHEAD:
+                message["descriptors"], self._ahead = self._ahead, []
+                return dict(message)
 
     def close(self) -> None:
         self._end.close()

@@ -16,7 +16,7 @@ from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Start, WorkerProcesses
 
 QUICK_SECONDS = 1.0
-"""The others wait for a process that takes less time from its script's beginning to its training."""
+"""The others wait for a spare process that takes less time from its script's beginning to its training."""
 START_SECONDS = 60.0
 """The least time that a new process has for that."""
 SAME_STEP = 3
@@ -96,9 +96,8 @@ class InPlace:
 
     def _is_quick(self, workers: WorkerProcesses) -> bool:
         """True if new processes come soon to their training."""
-        lost = workers.lost
-        has_all = len(lost) <= (self._spare is not None and self._spare.is_warm())
-        return has_all and self._script_seconds < QUICK_SECONDS
+        imports = self._spare.import_seconds() if self._spare is not None and self._spare.is_alive() else None
+        return is_quick(len(workers.lost), script_seconds=self._script_seconds, import_seconds=imports)
 
     def _take_spare(self) -> Spare | None:
         spare, self._spare = self._spare, None
@@ -146,3 +145,11 @@ class InPlace:
         if self._spare is not None:
             self._spare.end()
             self._spare = None
+
+
+def is_quick(lost: int, *, script_seconds: float, import_seconds: float | None) -> bool:
+    """True if the places of so many lost workers are soon filled by a spare process. `script_seconds`: those of a
+    worker, its imports included. `import_seconds`: those of the spare; None if there is none, or it is not ready."""
+    if lost != 1:
+        return lost == 0
+    return import_seconds is not None and script_seconds - import_seconds < QUICK_SECONDS

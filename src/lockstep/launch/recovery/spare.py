@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, MutableMapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lockstep.base.garbage import freeze_for_good
-from lockstep.base.parent_death import die_with_parent
+from lockstep.base.parent import die_with_parent
 from lockstep.launch.recovery.channel import Channel, open_channel, take_channel, variables
 
 if TYPE_CHECKING:
@@ -26,14 +27,16 @@ class Spare:
         ends = open_channel()
         assert ends is not None, "recovery in place is for Linux"
         self.channel, theirs = ends
-        self._is_warm = False
+        self._import_seconds: float | None = None
         with theirs:
             self.process: WorkerProcess = start({**environment, SPARE: str(os.getpid()), **variables(theirs)})
 
-    def is_warm(self) -> bool:
-        """True once it has imported what a worker needs."""
-        self._is_warm = self._is_warm or self.channel.receive(0.0) is not None
-        return self._is_warm and self.is_alive()
+    def import_seconds(self) -> float | None:
+        """The seconds that the imports took: a worker's script takes them too, and a spare's does not. None before they
+        are done."""
+        if self._import_seconds is None and (message := self.channel.receive(0.0)) is not None:
+            self._import_seconds = message["import_seconds"]
+        return self._import_seconds
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
@@ -53,11 +56,12 @@ def wait_to_start(environ: MutableMapping[str, str]) -> Channel | None:
     if (launcher := environ.pop(SPARE, None)) is None:
         return None
     die_with_parent(int(launcher))
+    began = time.monotonic()
     channel = take_channel(environ)
     assert channel is not None, "a spare is given a connection"
     import_module("lockstep.run")
     prepare_process()
-    channel.send("warm")
+    channel.send("warm", import_seconds=time.monotonic() - began)
     message = channel.receive()
     if message is None:
         os._exit(0)
