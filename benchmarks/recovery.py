@@ -15,7 +15,8 @@ With two machines, which are two launchers here, one launcher is killed, and ano
 the two seconds of silence after which a machine counts as lost.
 
 Beside it: `--recovery restart`, and a script on DistributedDataParallel that saves a snapshot after each step, under
-`torchrun --max-restarts`. Quote numbers only from a machine that did nothing else.
+`torchrun --max-restarts`. If that does not go on after a loss (its new workers now and then fail to connect), it has
+fewer losses in the table. Quote numbers only from a machine that did nothing else.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
@@ -137,17 +139,22 @@ def workers(folder: Path, since: float) -> list[int]:
     return list({int(path.name.partition("-")[0]) for path in paths})
 
 
+class Stalled(Exception):
+    """The run does not go on after a loss."""
+
+
 def wait_until(condition: Callable[[], Any], output: Path) -> Any:
     until = time.monotonic() + LIMIT_SECONDS
     while not (found := condition()):
         if time.monotonic() > until:
-            raise SystemExit(f"the run does not go on; its last output:\n{output.read_text()[-2000:]}")
+            raise Stalled(f"the run does not go on; its last output:\n{output.read_text()[-2000:]}")
         time.sleep(0.005)
     return found
 
 
-def losses(line: Sequence[str], count: int, processes: int, drawn: random.Random) -> list[dict[str, float]]:
-    """Kill a worker of the command `count` times, and measure each."""
+def losses(line: Sequence[str], count: int, processes: int, drawn: random.Random, *, may_stall: bool) -> list[dict[str, float]]:
+    """Kill a worker of the command `count` times, and measure each. `may_stall`: end with those before if the run does
+    not go on after one; else raise `Stalled`."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -165,9 +172,17 @@ def losses(line: Sequence[str], count: int, processes: int, drawn: random.Random
                 os.kill(victim, signal.SIGKILL)
                 wait_until(lambda least=before + 2: furthest(folder) > least, folder / "output")
                 found.append(measured(folder, killed, usual))
+        except Stalled as stalled:
+            if not may_stall:
+                raise
+            print(stalled, file=sys.stderr)
         finally:
-            os.killpg(run.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
             run.wait()
+            for worker in workers(folder, 0.0):  # torchrun's outlive it
+                with suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
     return found
 
 
@@ -245,9 +260,14 @@ def main() -> None:
             return
         print(f"{name}: {count} losses", file=sys.stderr)
         line = [*line, str(Path(__file__).resolve())]
-        rows = figures[name] = losses(line, count, processes, drawn) if processes else machine_losses(line, count, drawn)
+        rows = figures[name] = (
+            losses(line, count, processes, drawn, may_stall="by hand" in name) if processes else machine_losses(line, count, drawn)
+        )
         if options.json is not None:
             options.json.write_text(json.dumps({"load_before": load, **figures}, indent=2) + "\n", encoding="utf-8")
+        if not rows:
+            table.add_row(name, "0", "does not go on")
+            return
         seconds = [row["seconds"] for row in rows]
         parts = [f"{statistics.median(row[part] for row in rows):.3f}" if all(part in row for row in rows) else "" for part in PARTS]
         table.add_row(name, str(len(rows)), f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", *parts)
