@@ -139,7 +139,7 @@ def workers(folder: Path, since: float) -> list[int]:
     return list({int(path.name.partition("-")[0]) for path in paths})
 
 
-class Stalled(Exception):
+class Stalled(SystemExit):
     """The run does not go on after a loss."""
 
 
@@ -152,9 +152,9 @@ def wait_until(condition: Callable[[], Any], output: Path) -> Any:
     return found
 
 
-def losses(line: Sequence[str], count: int, processes: int, drawn: random.Random, *, may_stall: bool) -> list[dict[str, float]]:
-    """Kill a worker of the command `count` times, and measure each. `may_stall`: end with those before if the run does
-    not go on after one; else raise `Stalled`."""
+def losses(line: Sequence[str], count: int, processes: int, drawn: random.Random, *, by_hand: bool) -> list[dict[str, float]]:
+    """Kill a worker of the command `count` times, and measure each. Raises `Stalled` if the run does not go on; one
+    that is `by_hand` has those before, then."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -173,16 +173,17 @@ def losses(line: Sequence[str], count: int, processes: int, drawn: random.Random
                 wait_until(lambda least=before + 2: furthest(folder) > least, folder / "output")
                 found.append(measured(folder, killed, usual))
         except Stalled as stalled:
-            if not may_stall:
+            if not by_hand:
                 raise
             print(stalled, file=sys.stderr)
         finally:
+            if by_hand:  # torchrun's workers outlive it if it is killed
+                run.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    run.wait(60)
             with suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
             run.wait()
-            for worker in workers(folder, 0.0):  # torchrun's outlive it
-                with suppress(ProcessLookupError):
-                    os.kill(worker, signal.SIGKILL)
     return found
 
 
@@ -255,14 +256,13 @@ def main() -> None:
         table.add_column(column, no_wrap=True)
     figures: dict[str, list[dict[str, float]]] = {}
 
-    def measure(name: str, line: Sequence[str], count: int, processes: int) -> None:
+    def measure(name: str, line: Sequence[str], count: int, processes: int, *, by_hand: bool = False) -> None:
         if not count:
             return
         print(f"{name}: {count} losses", file=sys.stderr)
         line = [*line, str(Path(__file__).resolve())]
-        rows = figures[name] = (
-            losses(line, count, processes, drawn, may_stall="by hand" in name) if processes else machine_losses(line, count, drawn)
-        )
+        rows = losses(line, count, processes, drawn, by_hand=by_hand) if processes else machine_losses(line, count, drawn)
+        figures[name] = rows
         if options.json is not None:
             options.json.write_text(json.dumps({"load_before": load, **figures}, indent=2) + "\n", encoding="utf-8")
         if not rows:
@@ -282,8 +282,9 @@ def main() -> None:
             line = [*lockstep, "--nproc", str(CASES[case]), "--plan", case, "--recovery", recovery]
             measure(f"{case}, {recovery}", line, count, CASES[case])
         if case.startswith("replicate"):
-            by_hand = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(CASES[case])]
-            measure(f"{case}, torchrun by hand", [*by_hand, "--max-restarts", "1000"], options.beside, CASES[case])
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(CASES[case])]
+            line = [*torchrun, "--max-restarts", "1000"]
+            measure(f"{case}, torchrun by hand", line, options.beside, CASES[case], by_hand=True)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 

@@ -33,7 +33,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from lockstep.base.errors import LaunchError
-from lockstep.base.parent import die_with_parent
+from lockstep.base.parent import die_with_parent, use_parents_folder
 from lockstep.launch.failures import exit_status, failure_record
 from lockstep.launch.recovery.channel import Channel, take_channel
 from lockstep.launch.recovery.rejoin import use_channel
@@ -70,6 +70,8 @@ def begin(channel: Channel | None = None) -> Path | None:
     files = take_files(os.environ)
     if (agent := os.environ.pop(AGENT, None)) is not None:
         die_with_parent(int(agent))
+    if files is not None:
+        use_parents_folder(str(files.stem.parent))
     use_channel(channel or take_channel(os.environ))
     if files is not None and not faulthandler.is_enabled():
         # Kept open for as long as the process lives: faulthandler writes to the descriptor.

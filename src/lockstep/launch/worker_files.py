@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.base.files import write_atomically
-from lockstep.base.parent import use_parents_folder
 
 if TYPE_CHECKING:
     from lockstep.launch.failures import FailureRecord
@@ -85,8 +84,6 @@ def take_files(environ: MutableMapping[str, str]) -> WorkerFiles | None:
     global _files
     stem = environ.pop(FILES, None)
     _files = WorkerFiles(Path(stem)) if stem is not None else None
-    if _files is not None:
-        use_parents_folder(str(_files.stem.parent))
     return _files
 
 
