@@ -252,6 +252,6 @@ def test_copying_takes_no_more_of_the_time_than_asked(copy_seconds: float, step_
 
 
 def test_the_interval_keeps_copying_at_a_hundredth() -> None:
-    assert image_interval(0.05, 1.0) == 5
-    assert image_interval(0.051, 1.0) == 6
-    assert image_interval(0.001, 1.0) == 1
+    assert image_interval(0.05, 1.0, 0.01) == 5
+    assert image_interval(0.051, 1.0, 0.01) == 6
+    assert image_interval(0.001, 1.0, 0.01) == 1

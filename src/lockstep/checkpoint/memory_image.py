@@ -132,7 +132,7 @@ class ImageWriter:
         self.size_bytes = max(self.size_bytes, 2 * (FILE_START + layout.bytes) + self._buddies.size_bytes)
 
 
-def image_interval(copy_seconds: float, step_seconds: float, limit: float = 0.01) -> int:
+def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> int:
     """Steps from one image to the next, at least 1, with which copying takes at most `limit` of the steps' time.
 
     `step_seconds`: the time of a step without a copy, more than 0. Ranks measure different times: give all of them

@@ -12,10 +12,19 @@ from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.state import KnownTensors, state_of
 
 
+MOST_TIME = 0.01
+"""Share of the time that images take at most, where a lost process may have held a part of the state alone."""
+MOST_TIME_WITH_REPLICAS = 0.002
+"""The same where every process holds all of the state: an image serves only after the loss of all of them."""
+
+
 @dataclass(eq=False)
 class MemoryImages(ControlHook):
-    """Copies this rank's part of the state into memory that outlives the process, as often as it takes at most 1% of
-    the time."""
+    """Copies this rank's part of the state into memory that outlives the process, every few steps.
+
+    As often as it takes a small share of the time. A copy costs about twice its own time: what training had in the
+    caches of the processor has to be read again.
+    """
 
     recovery: Recovery | None
     """None: the run cannot recover in place, and there are no images."""
@@ -55,7 +64,8 @@ class MemoryImages(ControlHook):
         copy, step = self._writer.write(run.step, state.tensors, values, [self._cost, step_seconds])
         self._since, self._cost = time.perf_counter(), time.thread_time() - began + self._writer.sending_seconds
         self._count, self._written = self._count + 1, run.step
-        self._next = run.step + (image_interval(copy, step) if self._count > 2 else 1)  # the first one takes longer than later ones
+        limit = MOST_TIME_WITH_REPLICAS if recovery.is_replica else MOST_TIME
+        self._next = run.step + (image_interval(copy, step, limit) if self._count > 2 else 1)  # the first one takes longer than later ones
         if self._count == 1:
             recovery.offer_images(self._writer.descriptors)
         elif self._count == 2:

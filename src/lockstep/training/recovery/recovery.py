@@ -45,7 +45,7 @@ class Recovery:
         self._is_restored = False
         self.can_replace = False
         """True once the launcher knows that this process can recover in place."""
-        self._is_replica = False  # True if this process has all of the state
+        self.is_replica = False  # True if this process has all of the state
         self._reached = -1  # the most steps that this process has done since its state was last restored; a survivor's
         self._hooks_before: dict[str, dict[str, Any]] = {}
         self.times = 0
@@ -75,7 +75,7 @@ class Recovery:
     def announce(self, run: Run, data: Any) -> None:
         """Tell the launcher whether this process could recover in place from now on. `data`: that of the loop."""
         plan = run.context.plan
-        self._is_replica = plan.shard == plan.tensor == plan.pipeline == 1 and not isinstance(data, Stream)
+        self.is_replica = plan.shard == plan.tensor == plan.pipeline == 1 and not isinstance(data, Stream)
         self._hooks_before = hook_marks(run)
         reason = self._too_late or why_not(run)
         self.can_replace = reason is None
@@ -145,7 +145,7 @@ class Recovery:
         and the images count; in words, why those do not do."""
         if run is not None:
             self._reached = max(self._reached, run.step)
-        if run is not None and self._is_restored and run.is_consistent and self._is_replica:
+        if run is not None and self._is_restored and run.is_consistent and self.is_replica:
             self._held = HeldState.of(run)
         if run is not None and (changed := changed_hooks(self._hooks_before, hook_marks(run))):
             return f"hook {changed[0]} has changed since the start, and has no state_dict: it cannot be set back; add one"
