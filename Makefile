@@ -10,13 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for
 PEERS := build/peers
+ZOO := build/zoo
 CODE := src tests examples benchmarks website
 
 # Processes share the bytecode of what they import. Without it, each of them compiles all modules of lockstep.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test commands slow slurm verify matrix check docs bench peers dist clean
+.PHONY: help venv train test commands slow slurm verify matrix check docs bench peers zoo dist clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +89,15 @@ $(PEERS)/.made: benchmarks/peers/requirements.txt pyproject.toml
 	@echo "installing what lockstep is compared with into $(PEERS) (some minutes)"
 	@$(PYTHON) -m venv --clear $(PEERS)
 	@$(PEERS)/bin/python -m pip install --quiet --requirement benchmarks/peers/requirements.txt --editable .
+	@touch $@
+
+zoo: $(ZOO)/.made ## lockstep audit on scripts with one fault each and their clean twins, in an environment of their own: a table
+	$(ZOO)/bin/python tests/zoo/run.py
+
+$(ZOO)/.made: tests/zoo/requirements.txt pyproject.toml
+	@echo "installing what the scripts of the zoo are written with into $(ZOO) (some minutes)"
+	@$(PYTHON) -m venv --clear $(ZOO)
+	@$(ZOO)/bin/python -m pip install --quiet --requirement tests/zoo/requirements.txt --editable .
 	@touch $@
 
 dist: venv ## the sdist and the wheel in dist/, checked: installed into an empty environment, they train the README's recipe

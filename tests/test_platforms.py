@@ -49,7 +49,13 @@ def test_one_process_trains_and_what_needs_linux_is_refused_in_words(system: str
     if platform != "linux":
         assert found["doctor"].startswith(f"LaunchError: lockstep doctor on {platform}; it reads Linux's /proc")
     if platform == "win32":
-        refused = {"run": "lockstep run", "verify": "lockstep verify", "spawn": "ls.spawn", "torchrun": "a run of 2 processes"}
+        refused = {
+            "run": "lockstep run",
+            "verify": "lockstep verify",
+            "audit": "lockstep audit",
+            "spawn": "ls.spawn",
+            "torchrun": "a run of 2 processes",
+        }
         for name, what in refused.items():
             assert found[name].startswith(f"LaunchError: {what} on Windows; "), found[name]
             assert "train on one process (python train.py)" in found[name]

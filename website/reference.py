@@ -82,7 +82,7 @@ PAGES = {
         names=(
             *("lockstep.testing.pool.WorkerPool", "lockstep.testing.pool.WorkerFailed", "lockstep.testing.leaks.take"),
             *("lockstep.testing.leaks.remaining", "lockstep.testing.leaks.compare", "lockstep.testing.leaks.Snapshot"),
-            "lockstep.testing.leaks.Exempt",
+            *("lockstep.testing.leaks.Exempt", "lockstep.testing.audit.audit", "lockstep.audit.finding.Audit", "lockstep.audit.finding.Finding"),
         ),
     ),
 }

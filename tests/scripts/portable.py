@@ -21,7 +21,7 @@ import lockstep as ls
 from lockstep.base.errors import UserError
 
 LINUX_PARTS = ("lockstep.doctor", "lockstep.testing", "lockstep.launch.worker")
-COMMANDS = ("run", "verify", "evaluate", "report", "doctor", "inspect", "export", "slurm")
+COMMANDS = ("run", "verify", "audit", "evaluate", "report", "doctor", "inspect", "export", "slurm")
 
 
 def data() -> TensorDataset:
@@ -95,6 +95,7 @@ def commands(folder: Path) -> dict[str, Any]:
         "export": status("export", run_dir, str(folder / "model.safetensors")),
         "run": refusal("run", __file__) if sys.platform == "win32" else "",
         "verify": refusal("verify", __file__, "--plans", "replicate=2") if sys.platform == "win32" else "",
+        "audit": refusal("audit", __file__) if sys.platform == "win32" else "",
         "doctor": refusal("doctor") if sys.platform != "linux" else "",
     }
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +15,7 @@ from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError
 from lockstep.base.system import refuse_on_windows
 from lockstep.cli.arguments import check_target, script_arguments
+from lockstep.cli.work_folder import ended_by_signals, work_folder
 from lockstep.verify.jobs import parse_plans
 
 if TYPE_CHECKING:
@@ -96,8 +94,8 @@ def command(
     options = VerifyOptions(plans=parsed, steps=steps, float64=not no_float64, check_microbatch_size=not whole_microbatch_loss)
     line = [*(["-m"] if is_module else []), script, *arguments]
     with (
-        _ended_by_sigterm(),
-        _folder(keep) as folder,
+        ended_by_signals(),
+        work_folder(keep, "lockstep-verify-", "traces") as folder,
         Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), **_reports(quiet=as_json)) as runner,
     ):
         report = Verification(script, options, runner).run()
@@ -187,29 +185,6 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         yield f"  {verdict.plan}: {each.text()}"
     for note in verdict.notes:
         yield f"  note, {verdict.plan}: {note}"
-
-
-@contextmanager
-def _folder(keep: str | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-            yield Path(folder)
-        return
-    path = Path(keep).absolute()
-    if path.exists() and any(path.iterdir()):
-        raise LaunchError(f"--keep {keep}; the directory is not empty; traces go to an empty one; name another, or remove it")
-    path.mkdir(parents=True, exist_ok=True)
-    yield path
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that leaving the `with` blocks ends what was started."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _reports(*, quiet: bool) -> dict[str, Callable[[str], None]]:

@@ -11,7 +11,6 @@ from lockstep.training.hook import ControlHook, Run
 from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.state import KnownTensors, state_of
 
-
 MOST_TIME = 0.01
 """Share of the time that images take at most, where a lost process may have held a part of the state alone."""
 MOST_TIME_WITH_REPLICAS = 0.002

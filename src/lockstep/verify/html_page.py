@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from lockstep.verify.document import document, verdict_class
 from lockstep.verify.verdict import COLUMNS, Report, Verdict
 
 WIDTH, HEIGHT = 320, 180
@@ -16,22 +17,8 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 24
 KINDS = ("gradients", "parameters", "loss")
 
 _STYLE = """
-:root { --ground: #fff; --text: #1b1f24; --faint: #6a737d; --line: #d0d7de; --band: #9ec5f0; --plan: #0b57a4 }
-:root { --good: #1a7f37; --bad: #c62828 }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #14181d; --text: #e4e8ec; --faint: #98a2ad; --line: #353c44; --band: #2d5686; --plan: #7fb8ff }
-  :root { --good: #56d364; --bad: #ff7b72 }
-}
-body { background: var(--ground); color: var(--text); font: 15px/1.5 system-ui, sans-serif }
-body { margin: 2rem auto; max-width: 68rem; padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem }
-table { border-collapse: collapse; width: 100% } th, td { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: left }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
-.good { color: var(--good) } .bad { color: var(--bad) } .faint { color: var(--faint) }
-.wide { overflow-x: auto }
 .charts { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0 } figcaption { color: var(--faint); font-size: .85rem }
 svg text { fill: var(--faint); font-size: 10px }
-pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 30%, transparent); padding: .6rem }
 """
 
 
@@ -40,7 +27,7 @@ def page(report: Report) -> str:
     title = f"lockstep verify {report.script}"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p>{report.steps} steps: <strong class="{_colour(report.passed)}">{report.summary()}</strong>.</p>',
+        f'<p>{report.steps} steps: <strong class="{verdict_class(report.passed)}">{report.summary()}</strong>.</p>',
         _table(report),
         _microbatch_size(report),
         *(f'<p class="faint">{escape(note)}</p>' for note in report.notes),
@@ -50,16 +37,14 @@ def page(report: Report) -> str:
         "last place: it is what rounding alone does to this model. A curve in, near or below the band is right. A plan fails if some "
         f"tensor is more than {report.tolerance:g} × rounding away; a plan with numerics=bitwise fails if any bit differs.</p>",
     ]
-    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-    head += '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-    return f"{head}<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    return document(title, parts, _STYLE)
 
 
 def _table(report: Report) -> str:
     rows = []
     for verdict in report.verdicts:
         plan, processes, outcome, *rest = map(escape, verdict.row(report.tolerance))
-        cells = f'<td>{plan}</td><td class="number">{processes}</td><td class="{_colour(verdict.passed)}">{outcome}</td>'
+        cells = f'<td>{plan}</td><td class="number">{processes}</td><td class="{verdict_class(verdict.passed)}">{outcome}</td>'
         rows.append(f"<tr>{cells}{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>")
     head = "".join(f'<th class="number">{name}</th>' if name == "processes" else f"<th>{name}</th>" for name in COLUMNS)
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
@@ -122,7 +107,3 @@ def chart(title: str, curve: Sequence[float], band: Sequence[tuple[float, float]
     label = f"{title}: relative distance from one process"
     svg = f'<svg role="img" aria-label="{label}" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg>'
     return f"<figure>{svg}<figcaption>{label}</figcaption></figure>"
-
-
-def _colour(good: bool) -> str:
-    return "good" if good else "bad"

@@ -49,8 +49,8 @@ def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]
     start = torch.randn(shape, generator=generator)
     gradients = [torch.randn(shape, generator=generator) for _ in range(STEPS)]
     try:
-        whole = _updated(optimizer, group, start, gradients)
-        halves = [_updated(optimizer, group, *_half(start, gradients, part)) for part in (0, 1)]
+        whole = updated(optimizer, group, start, gradients)
+        halves = [updated(optimizer, group, *_half(start, gradients, part)) for part in (0, 1)]
     except Exception:
         return False
     return bool((whole - torch.cat(halves)).norm() > TOLERANCE * (whole - start).norm())
@@ -60,8 +60,8 @@ def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor
     return start.chunk(2)[part].clone(), [gradient.chunk(2)[part].clone() for gradient in gradients]
 
 
-def _updated(optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """Return the tensor after a step with each of the gradients."""
+def updated(optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Return the tensor after a step with each of the gradients, taken by a copy of the optimizer on this group."""
     parameter = torch.nn.Parameter(start.clone())
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))

@@ -1,0 +1,105 @@
+"""Whether all ranks call the same collectives, take as many steps, and which files they write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.audit.checks.area_result import AreaResult
+from lockstep.audit.checks.samples import loader_passes
+from lockstep.audit.finding import Area, Cause
+from lockstep.audit.records import Records, Row
+
+_ERROR = re.compile(r"^(?:\[\w+\]:\s*)*[\w.]*(?:Error|Exception|Interrupt)\b.*$", re.MULTILINE)
+_BROKEN = re.compile(r"gloo|connection|peer|nccl|process ?group|timed out|timeout|buffer size|size mismatch|collective", re.IGNORECASE)
+
+
+def is_broken_collective(error: str) -> bool:
+    """True if a script failed in a collective on all ranks that failed, and by no error of its own."""
+    errors = _ERROR.findall(error)
+    return bool(errors) and all(_BROKEN.search(each) for each in errors)
+
+
+def check_collectives(records: Records, *, hung: bool, error: str) -> AreaResult:
+    """`error`: the last lines of a script that failed; empty if it did not."""
+    result = AreaResult(Area.COLLECTIVES)
+    failed = is_broken_collective(error)
+    if records.world_size < 2:
+        return result
+    count = sum(len(rank.of("collective")) for rank in records.ranks)
+    if hung or failed:
+        _check_uneven(result, records)
+    if not result.findings:
+        _check_order(result, records, broken=hung or failed)
+    if hung and not result.findings:
+        result.find(Cause.HANG, "the ranks wait: " + "; ".join(_places(records)), line=_last_line(records.ranks[-1].rows))
+    result.right = f"{count} collectives that Python code called, in the same order on all ranks"
+    result.unseen.append("collectives that DistributedDataParallel calls in C++ are not compared")
+    return result
+
+
+def check_files(records: Records) -> AreaResult:
+    result = AreaResult(Area.FILES)
+    writers: dict[str, dict[int, Row]] = {}
+    for rank in records.ranks:
+        for row in rank.of("save"):
+            writers.setdefault(row["path"], {})[rank.rank] = row
+    for path, rows in writers.items():
+        if len(rows) > 1:
+            ranks = ", ".join(map(str, sorted(rows)))
+            result.find(Cause.SAVED_BY_EVERY_RANK, f"ranks {ranks} wrote {path}", line=next(iter(rows.values()))["line"], names=[path])
+    if writers:
+        result.right = f"{len(writers)} files, each saved by one rank"
+    return result
+
+
+def _check_uneven(result: AreaResult, records: Records) -> None:
+    for loader in loader_passes(records):
+        for ranks in loader.passes:
+            counts = [each.batches for each in ranks]
+            ended = [each.is_complete for each in ranks]
+            if loader.is_training and max(counts) > min(counts) and ended[counts.index(min(counts))]:
+                texts = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(counts))
+                result.find(
+                    Cause.UNEVEN_INPUTS, f"pass {ranks[0].begin['number']} over the training data has batches: {texts}", line=loader.line
+                )
+
+
+def _check_order(result: AreaResult, records: Records, *, broken: bool) -> None:
+    groups = {tuple(row["ranks"]) for rank in records.ranks for row in rank.of("collective")}
+    for group in sorted(groups):
+        members = [rank for rank in records.ranks if rank.rank in group]
+        calls = [[row for row in rank.of("collective") if tuple(row["ranks"]) == group] for rank in members]
+        for number, rows in enumerate(zip(*calls, strict=False)):
+            if len({_kind(row) for row in rows}) > 1:
+                texts = ", ".join(f"rank {rank.rank} {_text(row)}" for rank, row in zip(members, rows, strict=True))
+                result.find(Cause.COLLECTIVE_MISMATCH, f"collective {number + 1}: {texts}", line=rows[0]["line"])
+                return
+        counts = [len(each) for each in calls]
+        if max(counts) != min(counts) and (broken or all(rank.has_ended for rank in members)):
+            extra = calls[counts.index(max(counts))][min(counts)]
+            texts = ", ".join(f"{each} on rank {rank.rank}" for rank, each in zip(members, counts, strict=True))
+            result.find(
+                Cause.COLLECTIVE_MISMATCH,
+                f"the ranks called different numbers of collectives ({texts}); the first that not all called: {_text(extra)}",
+                line=extra["line"],
+            )
+            return
+
+
+def _kind(row: Row) -> tuple[Any, ...]:
+    return row["name"], str(row["shape"]), row["operation"]
+
+
+def _text(row: Row) -> str:
+    shape = f" of {'x'.join(map(str, row['shape'][0])) or 'a number'}" if row["shape"] else ""
+    return f"{row['name']}{shape}" + (f" at line {row['line'].rpartition(':')[2]}" if row["line"] else "")
+
+
+def _places(records: Records) -> list[str]:
+    return [f"rank {rank.rank} after {len(rank.steps)} steps" + (", ended" if rank.has_ended else "") for rank in records.ranks]
+
+
+def _last_line(rows: Sequence[Row]) -> str:
+    return next((str(row["line"]) for row in reversed(rows) if row.get("line")), "")

@@ -1,0 +1,323 @@
+"""How the gradients of all ranks enter the one that is applied: read from sketches, which are linear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.audit.checks.area_result import AreaResult
+from lockstep.audit.finding import Area, Cause
+from lockstep.audit.records import Records, Row, Vector, difference, size, vector
+from lockstep.base.errors import first_few
+
+FIT = 0.02
+"""Largest part of a gradient that is left unexplained by the ranks' own."""
+NEGLIGIBLE = 1e-3
+"""Factors relative to the largest one that count as zero; and gradients relative to the whole."""
+MOST_CONDITION = 1e5
+"""Condition from which ranks' gradients are too alike to be told apart."""
+EVEN = 0.02
+"""Relative difference of factors that counts as none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The factors with which one rank's gradient holds those of all ranks, of the same names."""
+
+    names: list[str]
+    values: list[float]
+    residual: float
+
+    @property
+    def fits(self) -> bool:
+        return self.residual < FIT
+
+    @property
+    def even(self) -> float | None:
+        """The factor of all ranks if they have one; else None."""
+        largest, smallest = max(self.values), min(self.values)
+        return float(np.mean(self.values)) if largest > 0 and smallest > (1 - EVEN) * largest else None
+
+    def is_own_only(self, rank: int) -> bool:
+        """True if only this rank's own gradient is in it."""
+        own = abs(self.values[rank])
+        return own > 0 and all(abs(each) < NEGLIGIBLE * own for number, each in enumerate(self.values) if number != rank)
+
+
+def check_gradients(records: Records) -> AreaResult:
+    result = AreaResult(Area.GRADIENTS)
+    seen = steps = 0
+    for rows in records.together():
+        steps += 1
+        step = rows[0]["index"]
+        if rows[0]["several_closures"]:
+            result.unseen.append(f"{rows[0]['type']} computes several gradients in a step")
+            continue
+        _check_stale(result, rows, step)
+        _check_clipping(result, rows, step)
+        if len(rows) < 2:
+            continue
+        _check_unused(result, rows, step)
+        _check_local_clipping(result, rows, step)
+        if _check_reduction(result, rows, step):
+            seen += 1
+    _check_wasted(result, records)
+    _check_untrained(result, records)
+    if steps and all(not sketch[-1] for rows in records.together() for row in rows for sketch in row["applied"].values() if sketch):
+        result.unseen.append("every gradient is zero: the script learns nothing")
+    elif records.world_size > 1 and steps and not seen and not result.findings:
+        result.unseen.append("gradients before their reduction were not seen, or were the same on all ranks")
+    elif steps:
+        result.right = f"{seen or steps} steps apply the gradients of all ranks with one factor"
+    return result
+
+
+def before_clipping(row: Row, name: str) -> list[float] | None:
+    """The sketch of a gradient as it was reduced: before it was clipped, where that was seen."""
+    clip = row["clip"]
+    if clip is not None and clip["reduced"].get(name) is not None:
+        sketch: list[float] = clip["reduced"][name]
+        return sketch
+    return row["applied"].get(name)  # type: ignore[no-any-return]
+
+
+def own_sums(row: Row, names: Iterable[str], backwards: slice = slice(None)) -> dict[str, Vector]:
+    """The sum of what this rank's backwards, or some of them, added to each gradient since the last step."""
+    sums: dict[str, Vector] = {}
+    for name in names:
+        parts = [part for each in list(row["added"].values())[backwards] if (part := vector(each.get(name))) is not None]
+        sums[name] = np.sum(parts, axis=0) if parts else np.zeros(8)
+    return sums
+
+
+def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
+    """The reduced gradient that a rank applies; of a sharded parameter the sum of all ranks' shards."""
+    if name in rows[rank]["sharded"]:
+        shards = [vector(before_clipping(row, name) if row["clip"] is None else row["reduced"].get(name)) for row in rows]
+        present = [each for each in shards if each is not None]
+        return np.sum(present, axis=0) if len(present) == len(shards) else None
+    return vector(before_clipping(rows[rank], name))
+
+
+def factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors | None:
+    """Fit the reduced gradients of these names by the ranks' own. None if those are too alike, or there are none."""
+    sums = [own_sums(row, names) for row in rows]
+    return _fit(rows, rank, names, sums)
+
+
+def last_factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors | None:
+    """The same for the last backward of each rank alone, fitted together with those before it."""
+    sums = [own_sums(row, names, backwards) for backwards in (slice(-1, None), slice(0, -1)) for row in rows]
+    found = _fit(rows, rank, names, sums)
+    return None if found is None else Factors(found.names, found.values[: len(rows)], found.residual)
+
+
+def _fit(rows: Sequence[Row], rank: int, names: Sequence[str], sums: Sequence[dict[str, Vector]]) -> Factors | None:
+    names = [name for name in names if reduced_of(rows, rank, name) is not None]
+    if not names:
+        return None
+    columns = np.stack([np.concatenate([each[name] for name in names]) for each in sums], axis=1)
+    applied = np.concatenate([reduced_of(rows, rank, name) for name in names])
+    norms = np.linalg.norm(columns, axis=0)
+    if not np.linalg.norm(applied) or not norms.any():
+        return None
+    kept = norms > 1e-12 * norms.max()
+    scaled = columns[:, kept] / norms[kept]
+    if np.linalg.cond(scaled) > MOST_CONDITION:
+        return None
+    values = np.zeros(len(sums))
+    values[kept] = np.linalg.lstsq(scaled, applied, rcond=None)[0] / norms[kept]
+    residual = float(np.linalg.norm(applied - columns @ values) / np.linalg.norm(applied))
+    return Factors(list(names), [float(each) for each in values], residual)
+
+
+def shared_names(rows: Sequence[Row]) -> list[str]:
+    """The parameters that every rank has, with a gradient on one of them at least."""
+    common = set.intersection(*(set(row["applied"]) for row in rows))
+    return [name for name in rows[0]["applied"] if name in common and any(row["applied"][name] is not None for row in rows)]
+
+
+def _check_reduction(result: AreaResult, rows: Sequence[Row], step: int) -> bool:
+    """Find parameters whose gradient is not that of all ranks. True if something could be seen."""
+    names = shared_names(rows)
+    seen = False
+    for rank in range(len(rows)):
+        whole = factors(rows, rank, names)
+        if whole is not None and whole.fits and whole.even is not None:
+            seen = True
+        local = [name for name in names if _is_own_only(rows, rank, name) and _matters(rows, rank, name)]
+        if whole is not None and not whole.fits and not local and all(len(row["added"]) > 1 for row in rows):
+            last = last_factors(rows, rank, names)
+            if last is not None and last.fits and last.is_own_only(rank):
+                local = names
+        if local and not all(_is_same(rows, name) for name in local):
+            seen = True
+            clip = rows[rank]["clip"]
+            if clip is not None and _is_reduced_after_clip(rows, rank, local):
+                result.find(
+                    Cause.LOCAL_CLIPPING,
+                    f"step {step}: rank {rank} clipped its own gradient (norm {_text(clip.get('norm'))}), reduced only afterwards",
+                    line=clip["line"],
+                    step=step,
+                )
+                continue
+            part = "every parameter" if len(local) == len(names) else first_few(local)
+            result.find(
+                Cause.NOT_REDUCED,
+                f"step {step}: the gradient that rank {rank} applies to {part} holds its own backward alone: "
+                f"{_list(factors(rows, rank, local[:1]))}",
+                line=rows[rank]["backward_line"] or rows[rank]["line"],
+                step=step,
+                names=local,
+            )
+    return seen
+
+
+def _is_own_only(rows: Sequence[Row], rank: int, name: str) -> bool:
+    found = factors(rows, rank, [name])
+    return found is not None and found.fits and found.is_own_only(rank)
+
+
+def _is_reduced_after_clip(rows: Sequence[Row], rank: int, names: Sequence[str]) -> bool:
+    """True if what is applied, after the clipping, is the same on all ranks."""
+    return all(difference(rows[0]["applied"][name], rows[rank]["applied"][name]) < 1e-4 for name in names) and len(rows) > 1
+
+
+def _matters(rows: Sequence[Row], rank: int, name: str) -> bool:
+    """True if other ranks added to this gradient too: else the rank's own is all there is."""
+    own = [np.linalg.norm(own_sums(row, [name])[name]) for row in rows]
+    return bool(max((each for number, each in enumerate(own) if number != rank), default=0.0) > NEGLIGIBLE * own[rank])
+
+
+def _is_same(rows: Sequence[Row], name: str) -> bool:
+    """True if the ranks' own gradients are equal, so that a reduction would change nothing."""
+    sums = [own_sums(row, [name])[name] for row in rows]
+    return all(np.linalg.norm(each - sums[0]) <= 1e-6 * np.linalg.norm(sums[0]) for each in sums)
+
+
+def _check_stale(result: AreaResult, rows: Sequence[Row], step: int) -> None:
+    for rank, row in enumerate(rows):
+        if row["stale"]:
+            result.find(
+                Cause.STALE_GRADIENTS,
+                f"step {step}: on rank {rank} the gradients of {first_few(row['stale'])} still held those of the step before when the next "
+                "backward added to them",
+                line=row["line"],
+                step=step,
+                names=row["stale"],
+            )
+
+
+def _check_clipping(result: AreaResult, rows: Sequence[Row], step: int) -> None:
+    for row in rows:
+        if row["clip"] is not None and row["clip"]["scaled"]:
+            result.find(
+                Cause.CLIPPED_SCALED,
+                f"step {step}: the norm was taken while gradients were multiplied by the loss scale {row['scale']:g}: "
+                f"{_text(row['clip'].get('norm'))}",
+                line=row["clip"]["line"],
+                step=step,
+            )
+        backwards = [int(number) for number, added in row["added"].items() if added]
+        early = [each for each in row["clipped"] if each["backward"] in backwards and each["backward"] < backwards[-1]]
+        if early:
+            result.find(
+                Cause.LOCAL_CLIPPING,
+                f"step {step}: gradients were clipped after {backwards.index(early[0]['backward']) + 1} of {len(backwards)} microbatches, "
+                "before they were reduced",
+                line=early[0]["line"],
+                step=step,
+            )
+
+
+def _check_unused(result: AreaResult, rows: Sequence[Row], step: int) -> None:
+    for name in set.intersection(*(set(row["applied"]) for row in rows)):
+        missing = [rank for rank, row in enumerate(rows) if row["applied"][name] is None and name not in row["sharded"]]
+        if missing and len(missing) < len(rows):
+            result.find(
+                Cause.UNUSED_PARAMETER,
+                f"step {step}: {name} has a gradient on some ranks, and none on rank {missing[0]}, which does not update it",
+                line=rows[missing[0]]["line"],
+                step=step,
+                names=[name],
+            )
+
+
+def _check_local_clipping(result: AreaResult, rows: Sequence[Row], step: int) -> None:
+    """Find norms of a part of the gradient: ranks then clip by different factors."""
+    norms = [norm for row in rows if row["clip"] is not None and isinstance(norm := row["clip"].get("norm"), float)]
+    line = rows[0]["clip"]["line"] if rows[0]["clip"] is not None else rows[0]["line"]
+    if len(norms) == len(rows) and max(norms) - min(norms) > 1e-4 * max(norms):
+        if not any(row["sharded"] for row in rows) and _check_reduction(AreaResult(Area.GRADIENTS), rows, step) and _is_local(rows):
+            return  # not reduced, or reduced after it: that is said elsewhere
+        texts = ", ".join(f"{each:.4g}" for each in norms)
+        result.find(Cause.LOCAL_CLIPPING, f"step {step}: the norms by which the ranks clipped differ: {texts}", line=line, step=step)
+    ratios = [ratio for row in rows if (ratio := _clip_ratio(row)) is not None]
+    if len(ratios) == len(rows) and max(ratios) - min(ratios) > EVEN * max(ratios):
+        texts = ", ".join(f"{each:.4g}" for each in ratios)
+        result.find(
+            Cause.LOCAL_CLIPPING,
+            f"step {step}: the ranks multiplied their shards of one gradient by different factors: {texts}",
+            line=line,
+            step=step,
+        )
+
+
+def _is_local(rows: Sequence[Row]) -> bool:
+    found = [factors(rows, rank, shared_names(rows)) for rank in range(len(rows))]
+    return any(each is not None and each.fits and each.is_own_only(rank) for rank, each in enumerate(found))
+
+
+def _clip_ratio(row: Row) -> float | None:
+    """The factor between this rank's reduced shards and the shards that it applied."""
+    names = [name for name in row["sharded"] if row["reduced"].get(name) and row["applied"].get(name)]
+    before = np.sqrt(sum(size(row["reduced"][name]) ** 2 for name in names))
+    after = np.sqrt(sum(size(row["applied"][name]) ** 2 for name in names))
+    return float(after / before) if before else None
+
+
+def _check_wasted(result: AreaResult, records: Records) -> None:
+    """Find reductions in microbatches before the last one of a step."""
+    for rank in records.ranks:
+        reduces, line, count, before = False, "", 0, set[str]()
+        for row in rank.rows:
+            if row["kind"] == "ddp_forward":
+                reduces, line = row["reduces"], row["line"]
+            elif row["kind"] == "backward":
+                count, reduces = count + reduces, False
+                before.add(str(row["number"]))
+            elif row["kind"] == "step":
+                several = sum(1 for number, each in row["added"].items() if each and number in before)
+                if count > 1 and several > 1:
+                    result.find(
+                        Cause.REDUCED_EVERY_MICROBATCH,
+                        f"step {row['index']}: rank {rank.rank} reduced its gradients {count} times in a step of {several} backwards",
+                        line=line or row["line"],
+                        step=row["index"],
+                    )
+                count, before = 0, set()
+
+
+def _check_untrained(result: AreaResult, records: Records) -> None:
+    for rank in records.ranks:
+        for row in rank.steps:
+            if names := row.get("untrained"):
+                result.find(
+                    Cause.NOT_TRAINED,
+                    f"{len(names)} parameters of the model have gradients and are in no optimizer: {first_few(names)}",
+                    line=row["line"],
+                    step=row["index"],
+                    names=names,
+                )
+
+
+def _list(found: Factors | None) -> str:
+    if found is None or not found.fits:
+        return "that of its last microbatch is not reduced"
+    return " + ".join(f"{0.0 if abs(value) < 1e-6 else value:.3g} × rank {number}'s" for number, value in enumerate(found.values))
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "not seen"

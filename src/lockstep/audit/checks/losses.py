@@ -1,0 +1,166 @@
+"""The weight of each target in the gradient that is applied: it must be one number for all targets of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.audit.checks.area_result import AreaResult
+from lockstep.audit.checks.gradients import Factors, factors, shared_names
+from lockstep.audit.finding import Area, Cause
+from lockstep.audit.records import Records, Row, Vector, vector
+
+EVEN = 0.01
+"""Relative difference of weights that counts as none."""
+LEAST_ERROR = 0.005
+"""Relative error of a gradient from which a mean of means is a finding."""
+SCALE = 2e-3
+"""Relative difference from a whole factor that counts as that factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A call of a loss function in a step, on one rank."""
+
+    rank: int
+    backward: str
+    place: tuple[str, int]
+    """The line of the call, and its number among those of the backward at that line."""
+    reduction: str
+    count: float
+    """Targets, or elements."""
+    weight: float
+    """Of each target in what the backward began from: not reduced yet."""
+
+
+def check_losses(records: Records) -> AreaResult:
+    result = AreaResult(Area.LOSS)
+    seen = 0
+    for rows in records.together():
+        if rows[0]["several_closures"]:
+            continue
+        terms = [term for rank, row in enumerate(rows) for term in _terms(rank, row)]
+        found = _factors(rows)
+        if not terms or found is None:
+            continue
+        seen += 1
+        places = sorted({term.place for term in terms})
+        for place in places:
+            _check_weights(result, rows, [term for term in terms if term.place == place], found, alone=len(places) == 1)
+        if len(places) == 1 and not result.findings:
+            _check_scale(result, records, rows, terms, found)
+    if seen:
+        result.right = f"in {seen} steps all targets have one weight"
+    elif records.steps:
+        result.unseen.append("no loss function of torch was seen whose weights could be told: the loss is the script's own, or compiled")
+    return result
+
+
+def _factors(rows: Sequence[Row]) -> list[float] | None:
+    """The factor of each rank's gradient in the reduced one; those of a single process are 1."""
+    if len(rows) == 1:
+        return [1.0]
+    found: Factors | None = factors(rows, 0, shared_names(rows))
+    return found.values if found is not None and found.fits and not found.is_own_only(0) else None
+
+
+def _terms(rank: int, row: Row) -> list[Term]:
+    """The calls whose weight is one number; of `reduction="none"` those in which all targets that count weigh alike."""
+    numbers: dict[tuple[int, str], int] = {}
+    terms = []
+    for each in row["losses"]:
+        key = (each["backward"], each["line"])
+        numbers[key] = numbers.get(key, -1) + 1
+        count, weight = each.get("count"), each.get("weight")
+        if each["reduction"] == "none":
+            low, high = each.get("weights", [0.0, 0.0])
+            weight = low if high and abs(high - low) <= EVEN * abs(high) else None
+        elif each["reduction"] == "mean" and weight is not None and count:
+            weight = weight / count
+        if weight and count and str(each["backward"]) in row["added"]:
+            terms.append(Term(rank, str(each["backward"]), (each["line"], numbers[key]), each["reduction"], float(count), float(weight)))
+    return terms
+
+
+def _check_weights(result: AreaResult, rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float], *, alone: bool) -> None:
+    weights = [abs(term.weight * found[term.rank]) for term in terms]
+    counts = [term.count for term in terms]
+    if max(weights) - min(weights) <= EVEN * max(weights) or min(counts) == max(counts):
+        return
+    error = _error(rows, terms, found) if alone else None
+    if error is not None and error < LEAST_ERROR:
+        return
+    step = rows[0]["index"]
+    off = "" if error is None else f"; the gradient is off by {error:.2g} of its size"
+    result.find(
+        Cause.MEAN_OF_MEANS,
+        f"step {step}: between {min(counts):.0f} and {max(counts):.0f} targets a microbatch, each microbatch with its own mean: a target "
+        f"counts up to {max(weights) / min(weights):.3g} times as much as another{off}",
+        line=terms[0].place[0],
+        step=step,
+    )
+
+
+def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> float | None:
+    """The relative distance of the applied gradient from that in which all targets weigh alike."""
+    weight_of = {(term.rank, term.backward): term.weight for term in terms}
+    if len(weight_of) != len(terms):
+        return None
+    total = sum(abs(found[term.rank] * term.weight) * term.count for term in terms) / sum(term.count for term in terms)
+    names = shared_names(rows)
+    applied: Vector = np.zeros(8 * len(names))
+    right: Vector = np.zeros(8 * len(names))
+    for rank, row in enumerate(rows):
+        for backward, sketches in row["added"].items():
+            parts = [vector(sketches.get(name)) for name in names]
+            added = np.concatenate([np.zeros(8) if each is None else each for each in parts])
+            if (rank, backward) not in weight_of:
+                return None
+            applied += found[rank] * added
+            right += total / abs(weight_of[rank, backward]) * added
+    size = float(np.linalg.norm(right))
+    return float(np.linalg.norm(applied - right)) / size if size else None
+
+
+def _check_scale(result: AreaResult, records: Records, rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> None:
+    """Find gradients of a mean that are a whole factor too large or too small."""
+    if any(term.reduction == "sum" for term in terms):
+        return
+    scaled = any(row["clip"] is not None and row["clip"]["scaled"] for row in rows)
+    total = sum(abs(found[term.rank] * term.weight) * term.count for term in terms)
+    ranks, backwards = len(rows), len({term.backward for term in terms if term.rank == 0})
+    step, line = rows[0]["index"], rows[0]["line"]
+    if scaled or not total:
+        return
+    plain = all(abs(term.weight * term.count - 1) < SCALE or term.weight * term.count > 1 for term in terms)
+    if backwards > 1 and _is(total, backwards) and plain:
+        text = f"a step adds up the means of {backwards} microbatches and does not divide: the gradient is {backwards} times too large"
+    elif ranks > 1 and _is(total / ranks, 1.0):
+        text = f"the {ranks} ranks' gradients are added up, and not divided: the gradient is {ranks} times too large"
+    elif backwards > 1 and _is(total, ranks * backwards):
+        text = f"the gradient is {ranks * backwards} times too large: {ranks} ranks and {backwards} microbatches are added up"
+    elif (divisor := _divided_twice(records, total, ranks, backwards)) is not None:
+        text = f"the loss is divided by {divisor:g} once more than the reduction needs: the gradient is {divisor:g} times too small"
+    else:
+        return
+    result.find(Cause.WRONG_SCALE, f"step {step}: {text}", line=_backward_line(records, terms[0]) or line, step=step)
+
+
+def _is(value: float, factor: float) -> bool:
+    return abs(value - factor) < SCALE * factor
+
+
+def _divided_twice(records: Records, total: float, ranks: int, backwards: int) -> float | None:
+    """The number of ranks, or of microbatches, if the script divides by it and the gradient is too small by it."""
+    divisors = {each for row in records.ranks[0].of("backward") for each in row["divisors"]}
+    for number in (ranks, backwards):
+        if number > 1 and _is(total * number, 1.0) and float(number) in divisors:
+            return float(number)
+    return None
+
+
+def _backward_line(records: Records, term: Term) -> str:
+    rows = [row for row in records.ranks[term.rank].of("backward") if str(row["number"]) == term.backward]
+    return str(rows[0]["line"]) if rows else ""

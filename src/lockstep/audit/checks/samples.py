@@ -1,0 +1,232 @@
+"""Which samples each rank was given, in each pass over the data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from typing import Any
+
+from lockstep.audit.checks.area_result import AreaResult
+from lockstep.audit.finding import Area, Cause
+from lockstep.audit.records import Records, Row
+
+LEAST_SAMPLES = 4
+"""Samples of a pass from which its order can be told from another one."""
+MANY = 0.1
+"""Share of equal contents that is no accident of the data: different samples may look alike."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """One rank's pass over the data of a loader."""
+
+    begin: Row
+    indices: list[int] | None = field(default_factory=list)
+    contents: list[str] = field(default_factory=list)
+    batches: int = 0
+    is_complete: bool = False
+    is_training: bool = False
+
+
+@dataclass(slots=True)
+class LoaderPasses:
+    """The passes of one loader, by their number and rank."""
+
+    dataset: list[dict[str, Any]]
+    """The dataset on each rank."""
+    passes: list[list[Pass]]
+
+    @property
+    def line(self) -> str:
+        return str(self.passes[0][0].begin["line"])
+
+    @property
+    def is_training(self) -> bool:
+        return any(each.is_training for ranks in self.passes for each in ranks)
+
+    @property
+    def sampler(self) -> Row:
+        sampler: Row = self.passes[0][0].begin["sampler"]
+        return sampler
+
+    def samples(self, ranks: Sequence[Pass]) -> tuple[list[list[Any]], bool]:
+        """The samples of each rank, and whether they are places in one dataset, which tell them apart for sure."""
+        wholes = {each.get("whole", each["digest"]) for each in self.dataset}
+        if len(wholes) == 1 and not self.dataset[0]["iterable"] and all(each.indices is not None for each in ranks):
+            return [_places(each.indices or [], data.get("subset")) for each, data in zip(ranks, self.dataset, strict=True)], True
+        return [list(each.contents) for each in ranks], False
+
+
+def check_samples(records: Records) -> AreaResult:
+    result = AreaResult(Area.SAMPLES)
+    loaders = loader_passes(records)
+    if not loaders:
+        result.unseen.append("no DataLoader gave batches: samples that a script takes by itself are not seen")
+        return result
+    seen = 0
+    for loader in loaders:
+        for ranks in loader.passes:
+            seen += sum(len(each.contents) for each in ranks)
+            if loader.is_training:
+                if any(each.is_training for each in ranks):  # a script may look at a first batch, and begin again
+                    _check_training_pass(result, loader, ranks)
+            elif all(each.is_complete for each in ranks):
+                _check_evaluation_pass(result, records, loader, ranks)
+        if loader.is_training:
+            _check_orders(result, loader)
+    if all(len(loader.passes) < 2 for loader in loaders if loader.is_training):
+        result.unseen.append("one epoch at most was begun: its order cannot be compared with the next one's (more --steps)")
+    result.right = f"{seen} samples in {sum(len(loader.passes) for loader in loaders)} passes, each on one rank"
+    return result
+
+
+def loader_passes(records: Records) -> list[LoaderPasses]:
+    """The passes of each loader that all ranks have."""
+    by_rank = [_passes_of(rank.rows) for rank in records.ranks]
+    found = []
+    for loader in sorted(by_rank[0]) if by_rank else []:
+        if not all(loader in each for each in by_rank):
+            continue
+        count = min(len(each[loader]) for each in by_rank)
+        passes = [[each[loader][number] for each in by_rank] for number in range(count)]
+        passes = [ranks for ranks in passes if any(each.batches for each in ranks)]
+        datasets = [each[loader][0].begin["dataset"] for each in by_rank]
+        if passes and all(datasets):
+            found.append(LoaderPasses(datasets, passes))
+    return found
+
+
+def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
+    found: dict[int, list[Pass]] = {}
+    by_key: dict[tuple[int, int], Pass] = {}
+    for row in rows:
+        if row["kind"] == "pass":
+            by_key[row["loader"], row["number"]] = made = Pass(row)
+            found.setdefault(row["loader"], []).append(made)
+        elif row["kind"] == "batch" and (current := by_key.get((row["loader"], row["number"]))) is not None:
+            current.batches += 1
+            current.is_complete = current.is_complete or current.batches == current.begin["batches"]
+            current.contents += row["samples"]
+            current.indices = current.indices + row["indices"] if current.indices is not None and row["indices"] is not None else None
+        elif row["kind"] == "pass_end" and (row["loader"], row["number"]) in by_key:
+            by_key[row["loader"], row["number"]].is_complete = True
+        elif row["kind"] == "backward" and (current := by_key.get((row["loader"], row["pass_number"]))) is not None:
+            current.is_training = True
+    return found
+
+
+def _places(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
+    return list(indices) if subset is None else [subset[each] for each in indices if each < len(subset)]
+
+
+def _check_training_pass(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass]) -> None:
+    samples, are_places = loader.samples(ranks)
+    if _draws_with_replacement(loader) and not _all_equal(samples):
+        return
+    number = ranks[0].begin["number"]
+    for (first, one), (second, other) in combinations(enumerate(samples), 2):
+        both = set(one) & set(other)
+        if len(both) > _allowed(len(set(one)), are_places, loader, ranks):
+            result.find(
+                Cause.SAME_SAMPLES,
+                f"pass {number} over the training data: {len(both)} of the {len(set(one))} samples of rank {first} are also rank {second}'s"
+                f" (sampler: {loader.sampler['type']})",
+                line=loader.line,
+            )
+    for rank, one in enumerate(samples):
+        twice = sum(count - 1 for count in Counter(one).values())
+        if twice > _allowed(len(one), are_places, loader, ranks) and not _draws_with_replacement(loader):
+            workers = ranks[rank].begin["workers"]
+            result.find(
+                Cause.SAMPLES_REPEATED,
+                f"pass {number} over the training data: rank {rank} was given {twice} of {len(one)} samples that it had already"
+                + (f" ({workers} loader workers)" if workers else ""),
+                line=loader.line,
+            )
+    if are_places and all(each.is_complete for each in ranks):
+        _check_missing(result, loader, ranks, samples)
+    elif loader.dataset[0]["iterable"] and all(each.is_complete for each in ranks):
+        _check_stream(result, loader, ranks, samples)
+
+
+def _allowed(count: int, are_places: bool, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
+    """The number of equal samples that is no fault: padding to a multiple of the ranks, or data that look alike."""
+    if not are_places:
+        return int(MANY * count)
+    length = loader.dataset[0]["length"] or 0
+    total = loader.sampler.get("total_size", length)
+    return max(0, int(total) - int(length)) if loader.sampler.get("num_replicas") else 0
+
+
+def _check_missing(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], samples: Sequence[Sequence[Any]]) -> None:
+    whole = loader.dataset[0].get("whole_length", loader.dataset[0]["length"])
+    seen = {each for one in samples for each in one}
+    if len({each["digest"] for each in loader.dataset}) == 1:
+        whole = loader.dataset[0]["length"]
+    batch = ranks[0].begin["batch_size"] or max((len(one) for one in samples), default=1)
+    drops = ranks[0].begin["drop_last"] or loader.sampler.get("drop_last")
+    allowed = batch * len(ranks) - 1 if drops else 0
+    capped = loader.sampler.get("num_samples", whole) * (loader.sampler.get("num_replicas") or len(ranks)) < whole - allowed
+    if whole and whole - len(seen) > allowed and not (capped and _draws_with_replacement(loader)):
+        result.find(
+            Cause.SAMPLES_MISSING,
+            f"pass {ranks[0].begin['number']} over the training data: {whole - len(seen)} of {whole} samples were given to no rank",
+            line=loader.line,
+        )
+
+
+def _check_stream(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], samples: Sequence[Sequence[Any]]) -> None:
+    """Find streams that are split over the ranks twice: a library does so, and the dataset itself too."""
+    held, seen = loader.dataset[0]["held"], len({each for one in samples for each in one})
+    batch = max((len(one) // max(1, each.batches) for one, each in zip(samples, ranks, strict=True)), default=1)
+    if held and abs(seen - held / len(ranks)) <= batch and seen < held - batch * len(ranks):
+        result.find(
+            Cause.SAMPLES_MISSING,
+            f"pass {ranks[0].begin['number']} over a stream: the dataset holds {held} samples, and the ranks were given {seen} of "
+            f"them together, one in {len(ranks)}: it is split over the ranks twice",
+            line=loader.line,
+        )
+
+
+def _check_evaluation_pass(result: AreaResult, records: Records, loader: LoaderPasses, ranks: Sequence[Pass]) -> None:
+    samples, are_places = loader.samples(ranks)
+    if not are_places or _all_equal(samples):  # every rank evaluates all: that counts each once too
+        return
+    counts = Counter(each for one in samples for each in one)
+    twice = sum(count - 1 for count in counts.values())
+    dropped = any(row["place"] > ranks[0].begin["place"] for row in records.ranks[0].of("gather_for_metrics"))
+    if twice and not dropped:
+        total = sum(counts.values())
+        result.find(
+            Cause.EVALUATION_REPEATS,
+            f"an evaluation over {len(counts)} samples counted {total}: {twice} of them twice, to give all ranks the same number",
+            line=loader.line,
+        )
+
+
+def _check_orders(result: AreaResult, loader: LoaderPasses) -> None:
+    """Shuffled data must be in another order in each epoch."""
+    passes = [ranks[0] for ranks in loader.passes if ranks[0].is_training]
+    orders = [each.indices if each.indices is not None else each.contents for each in passes]
+    sampler = loader.sampler
+    shuffles = sampler.get("shuffle", sampler["type"] == "RandomSampler") or "Random" in sampler["type"]
+    for number, (one, other) in enumerate(pairwise(orders)):
+        count = min(len(one), len(other))
+        if shuffles and count >= LEAST_SAMPLES and list(one[:count]) == list(other[:count]):
+            begin = passes[number + 1].begin
+            result.find(
+                Cause.SAME_ORDER,
+                f"the first {count} samples of rank 0 are the same in epochs {number} and {number + 1}, in the same order"
+                + (f"; the sampler's epoch was {begin['sampler']['epoch']} in both" if "epoch" in sampler else ""),
+                line=begin["loop"] or loader.line,
+            )
+
+
+def _draws_with_replacement(loader: LoaderPasses) -> bool:
+    return bool(loader.sampler.get("replacement")) or loader.sampler["type"] == "WeightedRandomSampler"
+
+
+def _all_equal(samples: Sequence[Sequence[Any]]) -> bool:
+    return all(sorted(map(str, one)) == sorted(map(str, samples[0])) for one in samples)

@@ -1,0 +1,97 @@
+"""Whether the learning rate follows the optimizer's steps, and is the same on all ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from lockstep.audit.checks.area_result import AreaResult
+from lockstep.audit.finding import Area, Cause
+from lockstep.audit.records import Rank, Records, Row
+
+LEAST_STEPS = 4
+
+
+def check_schedules(records: Records) -> AreaResult:
+    result = AreaResult(Area.SCHEDULE)
+    for rows in records.together():
+        rates = [row["lr"] for row in rows]
+        if any(each != rates[0] for each in rates):
+            texts = ", ".join(f"{each[0]:.4g}" if each and each[0] is not None else "none" for each in rates)
+            result.find(
+                Cause.LEARNING_RATES_DIFFER, f"step {rows[0]['index']}: {texts} on the ranks", line=rows[0]["line"], step=rows[0]["index"]
+            )
+    for rank in records.ranks[:1]:
+        for optimizer in sorted({row["optimizer"] for row in rank.of("schedule")}):
+            _check_speed(result, records, rank, optimizer)
+            _check_skipped(result, rank, optimizer)
+    if records.steps:
+        scheduled = any(rank.of("schedule") for rank in records.ranks)
+        result.right = (
+            "the schedule follows the optimizer's steps" if scheduled else "one learning rate on all ranks; no schedule was stepped"
+        )
+    return result
+
+
+def _check_speed(result: AreaResult, records: Records, rank: Rank, optimizer: int) -> None:
+    between = _calls_between_steps(rank, optimizer)
+    if optimizer < 0:
+        result.unseen.append("a schedule's optimizer was not seen")
+        return
+    if len(between) < LEAST_STEPS:
+        return
+    calls = statistics.median(len(each) for each in between)
+    if calls < 2:
+        return
+    last = next(each for each in reversed(between) if each)[-1]
+    if str(last.get("by", "")).startswith("accelerate") and calls == records.world_size:
+        _check_horizon(result, rank, optimizer, last, int(calls))
+        return
+    result.find(
+        Cause.SCHEDULE_SPEED,
+        f"{last['type']} was stepped {calls:g} times for each step of the optimizer",
+        line=last["line"],
+    )
+
+
+def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, calls: int) -> None:
+    """A schedule that Accelerate steps once per process is right if its length was counted so."""
+    steps = [row for row in rank.steps if row["optimizer"] == optimizer]
+    done = calls * len(steps)
+    if last["horizon"] is None:
+        result.unseen.append(f"Accelerate steps {last['type']} {calls} times a step; whether its length was counted so cannot be seen")
+    elif done > 1.05 * last["horizon"] + calls:
+        result.find(
+            Cause.SCHEDULE_SPEED,
+            f"{last['type']} was stepped {calls} times for each optimizer step, and came to its end (after {last['horizon']}) in step "
+            f"{last['horizon'] // calls} of {len(steps)}",
+            line=last["line"],
+        )
+
+
+def _calls_between_steps(rank: Rank, optimizer: int) -> list[list[Row]]:
+    """The calls of the schedule after each step of its optimizer, up to the next one."""
+    between: list[list[Row]] = []
+    for row in rank.rows:
+        if row["kind"] == "step" and row["optimizer"] == optimizer:
+            between.append([])
+        elif row["kind"] == "schedule" and row["optimizer"] == optimizer and between:
+            between[-1].append(row)
+    return between[:-1] if between and not between[-1] else between
+
+
+def _check_skipped(result: AreaResult, rank: Rank, optimizer: int) -> None:
+    skipped: Sequence[Row] = []
+    for row in rank.rows:
+        if row.get("optimizer") != optimizer:
+            continue
+        if row["kind"] == "step":
+            skipped = []
+        elif row["kind"] == "skipped_step":
+            skipped = [row]
+        elif row["kind"] == "schedule" and skipped:
+            result.find(
+                Cause.SCHEDULE_ON_SKIPPED_STEP,
+                "the loss scale was too large, the optimizer's step was skipped, and the schedule was stepped",
+                line=row["line"],
+            )

@@ -1,0 +1,1 @@
+"""The probes of `lockstep audit`: they watch a training script from within its processes, and change nothing of it."""

@@ -1,0 +1,62 @@
+"""Watches the collectives that Python code calls, in their order, and the process group that they belong to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.audit.probes.gradients import is_compiling
+from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+
+NAMES = (
+    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter"),
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "all_gather_object", "gather_object"),
+    *("broadcast_object_list", "scatter_object_list", "monitored_barrier"),
+)
+SHAPED = {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
+"""Collectives whose tensors must have one shape on all ranks."""
+
+
+class Collectives:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._depth = 0
+
+    def install(self) -> None:
+        wrap(dist, "init_process_group", after=guarded(self._recorder, self._after_init))
+        dist.distributed_c10d.init_process_group = dist.init_process_group
+        for name in NAMES:
+            watched = self._watched(name, getattr(dist, name))
+            setattr(dist, name, watched)
+            setattr(dist.distributed_c10d, name, watched)
+
+    def _after_init(self, *_: Any, **__: Any) -> None:
+        self._recorder.write("rank", rank=dist.get_rank(), world_size=dist.get_world_size(), backend=dist.get_backend())
+
+    def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            if not self._depth:
+                guarded(self._recorder, self._note)(name, args, kwargs)
+            self._depth += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return collective
+
+    def _note(self, name: str, args: Any, kwargs: Any) -> None:
+        group = kwargs.get("group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
+        first = next((each for each in [*args, *kwargs.values()] if isinstance(each, Tensor)), None)
+        shape = [list(first.shape), str(first.dtype).removeprefix("torch.")] if first is not None and name in SHAPED else []
+        ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+        operation = kwargs.get("op") or next((each for each in args if isinstance(each, dist.ReduceOp | dist.ReduceOp.RedOpType)), None)
+        operation = "" if operation is None else str(operation).rpartition(".")[2]
+        self._recorder.write("collective", name=name, ranks=ranks, shape=shape, operation=operation, line=self._recorder.line())

@@ -1,0 +1,154 @@
+"""Watches gradients: what each backward adds on this rank, before any reduction, and what the optimizer is given.
+
+The hook of a parameter sees what a backward adds to its gradient, which DistributedDataParallel reduces after it. FSDP2
+reduces whole gradients that are in no parameter: they are seen where it does so. FSDP1's are not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+from lockstep.audit.probes.sketch import sketch
+from lockstep.base import torch_private
+
+Sketch = list[float]
+
+
+@dataclass(slots=True)
+class Watched:
+    """A parameter that an optimizer has been given."""
+
+    added: list[tuple[int, Sketch]] = field(default_factory=list)
+    """The backward, and what it added, since the optimizer's last step."""
+    is_stale: bool = False
+    """True while the gradient holds what was added before the optimizer's last step."""
+    was_stepped: bool = False
+    """True from the optimizer's step until the next backward adds to the gradient."""
+    reduced: Sketch | None = None
+    """This rank's shard of the gradient after the last backward. None for a parameter that is not sharded."""
+
+
+class Gradients:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._watched: dict[int, Watched] = {}
+        self._parameters: dict[int, Tensor] = {}  # kept: the id of a parameter that is gone may be given to another one
+        self.backward = -1
+        """The number of the last backward."""
+        self.line = ""
+        """The user's line that it was called from."""
+        self._depth = 0
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Watch the parameters of an optimizer. Those that are watched already are not watched twice."""
+        for parameter in parameters:
+            if id(parameter) in self._watched:
+                continue
+            watched = self._watched[id(parameter)] = Watched()
+            self._parameters[id(parameter)] = parameter
+            if parameter.requires_grad and parameter.is_leaf and not torch_private.is_distributed(parameter):
+                hook = guarded(self._recorder, lambda gradient, of=parameter, seen=watched: self._see(of, seen, gradient))
+                parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def take(self, parameter: Tensor) -> Watched:
+        """Return what was seen of a parameter since the last call, which is at the optimizer's step."""
+        watched = self._watched.setdefault(id(parameter), Watched())
+        taken = Watched(watched.added, watched.is_stale, reduced=watched.reduced)
+        watched.added, watched.was_stepped = [], True
+        return taken
+
+    def of(self, parameter: Tensor) -> tuple[Sketch | None, bool]:
+        """Return the sketch of the gradient as it is now, of this rank's part of it; and whether that is a shard."""
+        if parameter.grad is None:
+            return None, False
+        return local_sketch(parameter.grad)
+
+    def install_backward(self, on_backward: Any) -> None:
+        """Number the outermost backwards. `on_backward(roots)` is called before each."""
+
+        def before(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            self._depth += 1
+            if self._depth == 1:
+                self.backward += 1
+                self.line = self._recorder.line()
+                on_backward(tensors)
+
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            guarded(self._recorder, before)(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    guarded(self._recorder, self._see_shards)()
+
+        torch.autograd.backward = backward
+
+    def install_fsdp(self, module: ModuleType) -> None:
+        """Watch FSDP2's reduction of whole gradients, in its module."""
+
+        def before(parameters: Sequence[Any], gradients: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                watched = self._watched.get(id(parameter.sharded_param))
+                if watched is not None:
+                    watched.added.append((self.backward, sketch(gradient)))
+
+        wrap(module, "foreach_reduce", before=guarded(self._recorder, before))
+
+    def _see_shards(self) -> None:
+        for key, parameter in self._parameters.items():
+            if torch_private.is_distributed(parameter) and parameter.grad is not None:
+                self._watched[key].reduced = local_sketch(parameter.grad)[0]
+
+    def _see(self, parameter: Tensor, watched: Watched, gradient: Tensor) -> None:
+        if parameter.grad is None:
+            watched.is_stale = False
+        elif watched.was_stepped:
+            watched.is_stale = bool(parameter.grad.any())
+        watched.was_stepped = False
+        watched.added.append((self.backward, sketch(gradient)))
+
+
+def local_sketch(tensor: Tensor) -> tuple[Sketch | None, bool]:
+    """Return the sketch of a tensor, or of this rank's shard of it, and whether it is a shard. None: a part that does
+    not add up to the whole with those of other ranks alone."""
+    if not torch_private.is_distributed(tensor):
+        return sketch(tensor), False
+    first = torch_private.shard_start(tensor)
+    return (None, True) if first is None else (sketch(torch_private.to_local(tensor), first), True)
+
+
+def scalar(value: Any) -> float | None:
+    """Return a number or a tensor of one element as a float; None for anything else."""
+    if isinstance(value, Tensor) and torch_private.is_distributed(value):
+        return None
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.detach())
+    return float(value) if isinstance(value, int | float) else None
+
+
+def is_compiling() -> bool:
+    return bool(torch.compiler.is_compiling())
+
+
+def divisors(root: Tensor) -> list[float]:
+    """The numbers by which the loss was divided between a loss function and the backward."""
+    found: list[float] = []
+    node = root.grad_fn
+    for _ in range(12):
+        if node is None:
+            break
+        if type(node).__name__ == "DivBackward0" and isinstance(number := torch_private.divisor(node), int | float):
+            found.append(float(number))
+        following = [each for each, _ in node.next_functions if each is not None]
+        node = following[0] if len(following) == 1 else None
+    return found

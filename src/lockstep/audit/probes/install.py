@@ -1,0 +1,74 @@
+"""Installs all probes in this process, and joins what they see into the record of each backward and each step."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.audit.probes.collectives import Collectives
+from lockstep.audit.probes.gradients import Gradients, divisors, scalar
+from lockstep.audit.probes.loaders import Loaders, generator_state
+from lockstep.audit.probes.losses import Losses
+from lockstep.audit.probes.models import Models
+from lockstep.audit.probes.modes import Modes
+from lockstep.audit.probes.optimizers import Optimizers
+from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+from lockstep.audit.probes.schedules import Files, Schedules, Seeds
+from lockstep.audit.request import AuditRequest
+
+_installed: list[Probes] = []
+
+
+class Probes:
+    def __init__(self, request: AuditRequest) -> None:
+        self.recorder = recorder = Recorder(request)
+        self.gradients = Gradients(recorder)
+        self.models = Models(recorder)
+        self.optimizers = Optimizers(recorder, self.gradients, self.models)
+        self.loaders = Loaders(recorder)
+        self.losses = Losses(recorder, self.gradients)
+        self.modes = Modes(recorder, self.loaders)
+        self.others = [Collectives(recorder), *(kind(recorder, self.optimizers) for kind in (Schedules, Seeds, Files))]
+
+    def install(self) -> None:
+        for each in (self.models, self.optimizers, self.loaders, self.losses, self.modes, *self.others):
+            each.install()
+        self.gradients.install_backward(guarded(self.recorder, self._before_backward))
+        self.optimizers.on_step.append(self._add_to_step)
+
+    def _before_backward(self, roots: Any) -> None:
+        root = roots if isinstance(roots, Tensor) else next(iter(roots), None)
+        loader, number = self.loaders.last or (None, None)
+        self.recorder.write(
+            "backward",
+            number=self.gradients.backward,
+            line=self.recorder.line(),
+            value=scalar(root),
+            divisors=divisors(root) if isinstance(root, Tensor) else [],
+            loader=loader,
+            pass_number=number,
+            state=generator_state(),
+            state_at_batch=self.loaders.state,
+            calls=self.modes.take(),
+        )
+
+    def _add_to_step(self, row: dict[str, Any]) -> None:
+        row["losses"] = self.losses.take()
+
+
+def after_import(module: ModuleType, request: AuditRequest) -> None:
+    """Install the probes that a module of torch is needed for, which has just been imported."""
+    if module.__name__ == "torch":
+        _installed.append(Probes(request))
+        _installed[0].install()
+        fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+        if fsdp is not None:
+            _installed[0].gradients.install_fsdp(fsdp)
+    elif _installed and module.__name__ == "accelerate.accelerator":
+        recorder = _installed[0].recorder
+        wrap(module.Accelerator, "gather_for_metrics", before=guarded(recorder, lambda *_, **__: recorder.write("gather_for_metrics")))
+    elif _installed:
+        _installed[0].gradients.install_fsdp(module)

@@ -1,0 +1,250 @@
+"""Watches data loaders: the samples of each batch, its pass over the data, and the random numbers that it took."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+
+from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+from lockstep.base import accelerator, torch_private
+
+MOST_SAMPLES = 512
+"""Samples of a batch that are hashed."""
+MOST_BYTES = 1 << 16
+"""Bytes of a sample's tensor that are hashed; of a larger one, that many are taken evenly."""
+FETCHES = 3
+"""Fetches of a pass whose random states are recorded."""
+
+
+class Loaders:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._passes: dict[int, int] = {}
+        self._of: dict[int, tuple[int, int]] = {}  # by the id of an iterator: its loader and pass
+        self._indices: dict[int, deque[Any]] = {}
+        self._fetches = 0
+        self._is_next = False
+        self.on_batch: list[Callable[[], object]] = []
+        """Called when a batch comes."""
+        self.last: tuple[int, int] | None = None
+        """The loader and the pass of the batch that came last."""
+        self.state = ""
+        """The state of torch's generator when it came."""
+
+    def install(self) -> None:
+        guard, iterator = self._recorder, torch_private.loader_iterator()
+        wrap(DataLoader, "__init__", after=guarded(guard, self._after_init))
+        wrap(DataLoader, "__iter__", before=guarded(guard, self._before_iter), after=guarded(guard, self._after_iter))
+        for name in ("__init__", "_reset"):  # both before indices are drawn ahead for workers
+            wrap(iterator, name, before=guarded(guard, self._before_indices))
+        wrap(iterator, "_next_index", after=guarded(guard, self._after_index))
+        self._wrap_next(iterator)
+        for fetcher in torch_private.fetchers():
+            self._wrap_fetch(fetcher)
+
+    def _after_init(self, _: Any, loader: Any, *__: Any, **___: Any) -> None:
+        self._lines.setdefault(loader, self._recorder.line())
+
+    def _before_iter(self, loader: Any) -> None:
+        self._fetches = 0
+
+    def _after_iter(self, iterator: Any, loader: Any) -> None:
+        number = self._numbers.setdefault(loader, len(self._numbers))
+        current = self._passes[number] = self._passes.get(number, -1) + 1
+        self._of[id(iterator)] = (number, current)
+        self._recorder.write(
+            "pass",
+            loader=number,
+            number=current,
+            line=self._lines.get(loader, ""),
+            loop=self._recorder.line(),
+            workers=loader.num_workers,
+            batches=length_of(loader),
+            batch_size=loader.batch_size,
+            drop_last=bool(loader.drop_last),
+            dataset=describe(loader.dataset) if current == 0 else None,
+            sampler=sampler_of(loader),
+        )
+
+    def _wrap_next(self, kind: Any) -> None:
+        original = kind.__next__
+
+        def following(iterator: Any) -> Any:
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                if (place := self._of.get(id(iterator))) is not None:
+                    self._recorder.write("pass_end", loader=place[0], number=place[1])
+                raise
+            guarded(self._recorder, self._after_batch)(batch, iterator)
+            return batch
+
+        kind.__next__ = following
+
+    def _before_indices(self, iterator: Any, *_: Any, **__: Any) -> None:
+        self._indices[id(iterator)] = deque()
+
+    def _after_index(self, index: Any, iterator: Any) -> None:
+        self._indices.setdefault(id(iterator), deque()).append(index)
+
+    def _after_batch(self, batch: Any, iterator: Any) -> None:
+        place = self._of.get(id(iterator))
+        if place is None:
+            return
+        waiting = self._indices.get(id(iterator))
+        index = waiting.popleft() if waiting else None
+        indices = index if isinstance(index, list | tuple) else [index]
+        numbers = [int(each) for each in indices if isinstance(each, int | np.integer) or (isinstance(each, Tensor) and each.numel() == 1)]
+        self.last, self.state = place, generator_state()
+        for each in self.on_batch:
+            each()
+        self._recorder.write(
+            "batch",
+            loader=place[0],
+            number=place[1],
+            indices=numbers if len(numbers) == len(indices) else None,
+            samples=digests(batch),
+            grad=torch.is_grad_enabled(),
+        )
+
+    def _wrap_fetch(self, fetcher: Any) -> None:
+        """Note random states before a fetch, where it runs: in a worker, or in the process itself."""
+        original = fetcher.fetch
+
+        def fetch(this: Any, index: Any) -> Any:
+            before = guarded(self._recorder, random_states)() if self._fetches < FETCHES else None
+            result = original(this, index)
+            if before is not None:
+                guarded(self._recorder, self._after_fetch)(before)
+            return result
+
+        fetcher.fetch = fetch
+
+    def _after_fetch(self, before: dict[str, str]) -> None:
+        after = random_states()
+        worker = get_worker_info()
+        drawn = {name: state for name, state in before.items() if after.get(name) != state}
+        self._fetches += 1
+        if drawn:
+            self._recorder.write("fetch", worker=None if worker is None else worker.id, number=self._fetches, drawn=drawn)
+
+
+def length_of(loader: Any) -> int | None:
+    """The number of batches of a loader; None for a stream."""
+    try:
+        return None if isinstance(loader.dataset, IterableDataset) else len(loader)
+    except TypeError:
+        return None
+
+
+def generator_state() -> str:
+    """The state of torch's default generator, and of that of the current device, as a digest."""
+    states = [torch.default_generator.get_state()]
+    if accelerator.is_initialized():
+        states.append(accelerator.generator(accelerator.current_device()).get_state())
+    return hashlib.blake2b(b"".join(each.numpy().tobytes() for each in states), digest_size=8).hexdigest()
+
+
+def random_states() -> dict[str, str]:
+    """Digests of the random states of torch, numpy and Python."""
+    states = {"torch": generator_state(), "python": f"{hash(random.getstate()[1]):x}"}
+    if "numpy.random" in sys.modules:
+        kind, keys, place, *_ = np.random.get_state(legacy=True)
+        states["numpy"] = hashlib.blake2b(np.asarray(keys).tobytes() + f"{kind}{place}".encode(), digest_size=8).hexdigest()
+    return states
+
+
+def digests(batch: Any) -> list[str]:
+    """A digest of each sample of a batch, from all its tensors and arrays; of the whole batch where they have no common
+    first dimension."""
+    leaves = [each.detach().to("cpu") if isinstance(each, Tensor) else torch.from_numpy(each) for each in _leaves(batch)]
+    sizes = {len(each) if each.dim() else -1 for each in leaves}
+    if len(sizes) == 1 and -1 not in sizes:
+        return [_digest([each[row] for each in leaves]) for row in range(min(MOST_SAMPLES, sizes.pop()))]
+    return [_digest(leaves)] if leaves else []
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    for leaf in torch_private.tree_leaves(batch if not hasattr(batch, "data") or isinstance(batch, Tensor) else dict(batch)):
+        if isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"):
+            yield leaf
+
+
+def _digest(tensors: list[Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1).to(torch.uint8)
+        if len(flat) > MOST_BYTES:
+            flat = flat[:: -(-len(flat) // MOST_BYTES)]
+        digest.update(flat.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def sampler_of(loader: Any) -> dict[str, Any]:
+    """The settings of a loader's sampler that say which rank has which samples."""
+    sampler = loader.sampler
+    names = ("epoch", "shuffle", "num_replicas", "rank", "drop_last", "replacement", "num_samples", "total_size", "seed")
+    found = {name: getattr(sampler, name) for name in names if isinstance(getattr(sampler, name, None), int | bool)}
+    return {"type": type(sampler).__name__, "batch_type": type(loader.batch_sampler).__name__, **found}
+
+
+def describe(dataset: Any) -> dict[str, Any]:
+    """A dataset as other ranks can compare it: its kind, its length, and a digest of what it holds."""
+    if isinstance(dataset, Subset):
+        inner = describe(dataset.dataset)
+        indices = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
+        base = inner.pop("subset", None)
+        places = [base[each] for each in indices.tolist()] if base is not None else indices.tolist()
+        digest = f"{inner['digest']}/{_digest([indices])}"
+        return {
+            "whole": inner["digest"],
+            "whole_length": inner["length"],
+            **inner,
+            "length": len(dataset),
+            "digest": digest,
+            "subset": places,
+        }
+    is_iterable = isinstance(dataset, IterableDataset)
+    held_in = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        held_in.update(f"{name}={_held(value)};".encode())
+    length = len(dataset) if not is_iterable and hasattr(dataset, "__len__") else None
+    held = held_items(dataset) if is_iterable else None
+    return {"type": type(dataset).__name__, "iterable": is_iterable, "length": length, "held": held, "digest": held_in.hexdigest()}
+
+
+def held_items(dataset: Any, depth: int = 0) -> int:
+    """The items that a stream, or what it wraps, holds in its largest sequence; 0 if it holds none."""
+    values = list(getattr(dataset, "__dict__", {}).values())
+    sizes = [len(each) for each in values if isinstance(each, list | tuple | np.ndarray) or (isinstance(each, Tensor) and each.dim())]
+    inner = [held_items(each, depth + 1) for each in values if isinstance(each, Dataset) and depth < 3]
+    return max([*sizes, *inner], default=0)
+
+
+def _held(value: Any, depth: int = 0) -> str:
+    """What an attribute of a dataset holds, so that equal ones have equal texts."""
+    if isinstance(value, Tensor):
+        return _digest([value.detach().cpu()])
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return _digest([torch.from_numpy(np.ascontiguousarray(value))])
+    if isinstance(value, str | int | float | bool | bytes | None):
+        return repr(value)
+    if isinstance(value, list | tuple) and depth < 3:
+        step = max(1, len(value) // MOST_SAMPLES)
+        return f"{len(value)}:" + ",".join(_held(each, depth + 1) for each in value[::step])
+    if isinstance(value, dict) and depth < 3:
+        return ",".join(f"{key}:{_held(each, depth + 1)}" for key, each in value.items())
+    fingerprint = getattr(value, "_fingerprint", None)
+    return fingerprint if isinstance(fingerprint, str) else type(value).__name__

@@ -1,0 +1,87 @@
+"""Watches the loss functions of torch: how many targets each call has, and with which weight they enter the gradient.
+
+The gradient of the final loss by the function's output is that weight: 1 / accumulation_steps, say.
+With `reduction="none"` it is a tensor, and a mask of the user's own is in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.audit.probes.gradients import Gradients, is_compiling
+from lockstep.audit.probes.recorder import Recorder, guarded
+
+CLASSIFICATION = ("cross_entropy", "nll_loss")
+ELEMENTS = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("gaussian_nll_loss", "poisson_nll_loss", "soft_margin_loss"),
+)
+
+
+class Losses:
+    def __init__(self, recorder: Recorder, gradients: Gradients) -> None:
+        self._recorder, self._gradients = recorder, gradients
+        self._waiting: list[dict[str, Any]] = []
+        self._depth = 0
+
+    def install(self) -> None:
+        for name in (*CLASSIFICATION, *ELEMENTS):
+            if hasattr(F, name):
+                setattr(F, name, self._watched(name, getattr(F, name)))
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the calls whose outputs a backward has come to since the last call of this."""
+        taken = [each for each in self._waiting if "weight" in each or "weights" in each]
+        self._waiting = []
+        return taken
+
+    def _watched(self, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(original)
+        def loss(*args: Any, **kwargs: Any) -> Tensor:
+            if is_compiling():
+                return original(*args, **kwargs)
+            self._depth += 1  # cross_entropy may call nll_loss
+            try:
+                output = original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            if not self._depth and torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad:
+                guarded(self._recorder, self._note)(name, output, args, kwargs)
+            return output
+
+        return loss
+
+    def _note(self, name: str, output: Tensor, args: Any, kwargs: Any) -> None:
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        reduction = kwargs.get("reduction", "mean")
+        row: dict[str, Any] = {"function": name, "line": self._recorder.line(), "reduction": reduction}
+        if isinstance(target, Tensor) and reduction != "none":
+            row["count"] = _count(name, target, args, kwargs)
+            row["targets"] = target.shape[0] if target.dim() else 1
+        self._waiting.append(row)
+        output.register_hook(guarded(self._recorder, lambda gradient: self._weigh(row, gradient)))  # type: ignore[no-untyped-call]
+
+    def _weigh(self, row: dict[str, Any], gradient: Tensor) -> None:
+        """Note the weight of the function's output in the loss that the backward began from."""
+        row["backward"] = self._gradients.backward
+        if row["reduction"] != "none":
+            row["weight"] = float(gradient)
+            return
+        nonzero = gradient.detach()[gradient != 0].to(torch.float64)
+        row["count"] = nonzero.numel()
+        row["weights"] = [float(nonzero.min()), float(nonzero.max())] if row["count"] else [0.0, 0.0]
+
+
+def _count(name: str, target: Tensor, args: Any, kwargs: Any) -> float:
+    """The number that the mean is taken over: of targets that count, by their classes' weights; of elements."""
+    if name not in CLASSIFICATION or target.is_floating_point():
+        return float(target.numel() if name not in CLASSIFICATION else target.shape[0])
+    kept = target[target != kwargs.get("ignore_index", -100)]
+    weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+    return float(kept.numel()) if weight is None else float(weight[kept].sum())

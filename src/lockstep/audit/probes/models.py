@@ -1,0 +1,90 @@
+"""Finds the script's models: the names of parameters, and the wrappers that reduce gradients."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")
+"""Parts of names that wrappers add."""
+
+
+class Models:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._names: dict[int, str] = {}
+        self._roots: list[nn.Module] = []
+        self._wrapped: list[DistributedDataParallel] = []
+
+    def install(self) -> None:
+        wrap(DistributedDataParallel, "__init__", after=guarded(self._recorder, self._after_wrap))
+        wrap(DistributedDataParallel, "forward", before=guarded(self._recorder, self._before_forward))
+
+    def names(self, parameters: Sequence[Tensor], *, again: bool = False) -> list[str]:
+        """The names of parameters in their model, without wrappers' parts. `again`: search the models once more."""
+        if again or any(id(each) not in self._names for each in parameters):
+            self._search(parameters)
+        return [self._names.get(id(each), f"parameter {number}") for number, each in enumerate(parameters)]
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of the models whose parameters are trained."""
+        for root in self._roots:
+            for name, buffer in root.named_buffers():
+                yield plain(name), buffer
+
+    def untrained(self, trained: set[int]) -> list[str]:
+        """The parameters of the models that require a gradient, have one, and are in no optimizer."""
+        return [
+            plain(name)
+            for root in self._roots
+            for name, each in root.named_parameters()
+            if each.requires_grad and each.grad is not None and id(each) not in trained
+        ]
+
+    def _search(self, parameters: Sequence[Tensor]) -> None:
+        """Find the outermost modules that hold the parameters, or else those that hold parameters with gradients: the
+        optimizer's parameters may not be a model's at all."""
+        wanted = {id(each) for each in parameters}
+        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        children = {id(child) for module in modules for child in module.children()}
+        outermost = [module for module in modules if id(module) not in children and not _is_loss(module)]
+        self._roots = [each for each in outermost if any(id(p) in wanted or p.grad is not None for p in each.parameters())]
+        self._names = {}
+        for root in self._roots:
+            for name, parameter in root.named_parameters():
+                self._names.setdefault(id(parameter), plain(name))
+        several: dict[str, int] = {}
+        for key, name in self._names.items():  # a GAN's two models have the same names
+            several[name] = several.get(name, 0) + 1
+            if several[name] > 1:
+                self._names[key] = f"{name} ({several[name]})"
+
+    def _after_wrap(self, _: Any, wrapper: DistributedDataParallel, *__: Any, **___: Any) -> None:
+        self._recorder.write(
+            "ddp",
+            line=self._recorder.line(),
+            broadcast_buffers=bool(wrapper.broadcast_buffers),
+            find_unused_parameters=bool(wrapper.find_unused_parameters),
+        )
+
+    def _before_forward(self, wrapper: DistributedDataParallel, *_: Any, **__: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and wrapper.training:
+            self._recorder.write("ddp_forward", reduces=bool(wrapper.require_backward_grad_sync), line=self._recorder.line())
+
+
+def plain(name: str) -> str:
+    """Return the name of a parameter without what wrappers have added in front or between."""
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _is_loss(module: nn.Module) -> bool:
+    return not any(True for _ in module.parameters()) and not any(True for _ in module.buffers())

@@ -1,0 +1,96 @@
+"""Watches what depends on train and eval mode: dropout, and BatchNorm with its running statistics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.audit.probes.gradients import is_compiling
+from lockstep.audit.probes.loaders import Loaders
+from lockstep.audit.probes.recorder import Recorder, guarded
+from lockstep.audit.probes.sketch import sketch
+
+DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+MOST_STATISTICS = 8
+"""Calls of BatchNorm between two backwards, or evaluation batches, whose statistics are recorded."""
+
+
+class Modes:
+    def __init__(self, recorder: Recorder, loaders: Loaders) -> None:
+        self._recorder, self._loaders = recorder, loaders
+        loaders.on_batch.append(lambda: self.take())
+        self.calls = {"train": 0, "eval": 0, "off": 0}
+        """Calls with gradients since the last batch or backward: in train mode, in eval mode, and of the latter those
+        of dropout behind trained layers."""
+        self._noted: set[Any] = set()
+        self._statistics = 0
+        self._place: Any = None
+
+    def install(self) -> None:
+        for name in DROPOUTS:
+            setattr(F, name, self._watched_dropout(getattr(F, name)))
+        F.batch_norm = self._watched_batch_norm(F.batch_norm)
+
+    def take(self) -> dict[str, int]:
+        """Return the calls since the last call of this, and begin again."""
+        taken, self.calls = self.calls, {"train": 0, "eval": 0, "off": 0}
+        self._statistics = 0
+        return taken
+
+    def _watched_dropout(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(original)
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, *args: Any, **kwargs: Any) -> Tensor:
+            if not is_compiling() and p:
+                guarded(self._recorder, self._note)("dropout", training)
+                self.calls["off"] += not training and torch.is_grad_enabled() and input.requires_grad
+            return original(input, p, training, *args, **kwargs)
+
+        return dropout
+
+    def _watched_batch_norm(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(original)
+        def batch_norm(
+            input: Tensor,
+            running_mean: Tensor | None,
+            running_var: Tensor | None,
+            weight: Tensor | None = None,
+            bias: Tensor | None = None,
+            training: bool = False,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
+            if not is_compiling() and running_mean is not None:
+                guarded(self._recorder, self._note)("batch_norm", training)
+                guarded(self._recorder, self._note_statistics)(running_mean, running_var, training)
+            return original(input, running_mean, running_var, weight, bias, training, *args, **kwargs)
+
+        return batch_norm
+
+    def _note(self, what: str, training: bool) -> None:
+        """Count a call, and write the first of each pass with its mode."""
+        grad = torch.is_grad_enabled()
+        self.calls["train" if training else "eval"] += grad
+        key = (what, training, grad, self._loaders.last)
+        if key not in self._noted:
+            self._noted.add(key)
+            loader, number = self._loaders.last or (None, None)
+            line = self._recorder.line(caller_of_forward=True)
+            self._recorder.write("mode", what=what, training=training, grad=grad, loader=loader, number=number, line=line)
+
+    def _note_statistics(self, mean: Tensor, variance: Tensor | None, training: bool) -> None:
+        """Write the running statistics before they are used, or updated."""
+        place = (torch.is_grad_enabled(), self._loaders.last)
+        if place != self._place:
+            self._place, self._statistics = place, 0
+        self._statistics += 1
+        if self._statistics > MOST_STATISTICS:
+            return
+        loader, number = self._loaders.last or (None, None)
+        sketches = [sketch(mean), *([sketch(variance)] if variance is not None else [])]
+        row = {"training": training, "grad": torch.is_grad_enabled(), "loader": loader, "number": number, "call": self._statistics}
+        self._recorder.write("statistics", sketches=sketches, line=self._recorder.line(caller_of_forward=True), **row)

@@ -1,0 +1,123 @@
+"""Reads the records that the probes wrote. Pure but for the reading; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Row = dict[str, Any]
+Vector = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(slots=True)
+class Rank:
+    """What one rank's process did, in order."""
+
+    rank: int
+    rows: list[Row] = field(default_factory=list)
+
+    def of(self, *kinds: str) -> list[Row]:
+        return [row for row in self.rows if row["kind"] in kinds]
+
+    @property
+    def steps(self) -> list[Row]:
+        return self.of("step")
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.of("end"))
+
+
+@dataclass(slots=True)
+class Records:
+    """The records of a run."""
+
+    ranks: list[Rank] = field(default_factory=list)
+    """By rank: those that took a step or belong to the process group."""
+    fetches: list[Row] = field(default_factory=list)
+    """Reads of a dataset that drew random numbers, with `rank`, in loader workers and in ranks."""
+    problems: list[str] = field(default_factory=list)
+    """Errors of the probes themselves."""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps that every rank took."""
+        return min((max((row["index"] + 1 for row in rank.steps), default=0) for rank in self.ranks), default=0)
+
+    def together(self) -> Iterator[list[Row]]:
+        """The rows of each step that all ranks took, one of each rank, in order."""
+        by_rank = [{(row["optimizer"], row["index"]): row for row in rank.steps} for rank in self.ranks]
+        for key in by_rank[0] if by_rank else []:
+            if all(key in rows for rows in by_rank):
+                yield [rows[key] for rows in by_rank]
+
+
+def read_records(folder: Path) -> Records:
+    """Read all processes' files. The process of a rank is the one that took steps, or joined the process group."""
+    files = [rows for path in sorted(folder.glob("process-*.jsonl")) if (rows := _rows(path))]
+    ranks: dict[int, Rank] = {}
+    by_pid: dict[int, int] = {}
+    others = []
+    for rows in files:
+        joined = next((row["rank"] for row in rows if row["kind"] == "rank"), None)
+        number = joined if joined is not None else rows[0].get("rank")
+        if number is not None and any(row["kind"] in ("rank", "step", "backward") for row in rows):
+            kept = ranks.setdefault(int(number), Rank(int(number)))
+            if len(rows) > len(kept.rows):
+                kept.rows = rows
+            by_pid[rows[0]["pid"]] = int(number)
+        else:
+            others.append(rows)
+    for rank in ranks.values():
+        for place, row in enumerate(rank.rows):
+            row["place"] = place
+    records = Records([ranks[number] for number in sorted(ranks)])
+    for rank in records.ranks:
+        records.fetches += [row | {"rank": rank.rank, "pid": rank.rows[0]["pid"]} for row in rank.of("fetch")]
+    for rows in others:
+        owner = by_pid.get(rows[0]["parent"], rows[0].get("rank"))
+        if owner is not None:
+            records.fetches += [row | {"rank": int(owner), "pid": rows[0]["pid"]} for row in rows if row["kind"] == "fetch"]
+    records.problems = [f"{row['where']}: {row['text']}" for rows in files for row in rows if row["kind"] == "problem"]
+    return records
+
+
+def vector(sketch: list[float] | None) -> Vector | None:
+    """The projections of a sketch; None where there is none or it is not finite."""
+    if sketch is None or not np.isfinite(sketch).all():
+        return None
+    return np.array(sketch[:-1])
+
+
+def size(sketch: list[float]) -> float:
+    """The norm of the tensor."""
+    return float(np.sqrt(max(sketch[-1], 0.0)))
+
+
+def difference(one: list[float] | None, other: list[float] | None) -> float:
+    """The distance of two tensors, relative to the larger one, as their sketches tell it."""
+    first, second = vector(one), vector(other)
+    if first is None or second is None or one is None or other is None:
+        return 0.0 if one == other or one is None or other is None else float("inf")
+    largest = max(size(one), size(other))
+    return float(np.sqrt(np.mean((first - second) ** 2))) / largest if largest else 0.0
+
+
+def _rows(path: Path) -> list[Row]:
+    """The rows of a file. The last line may be cut: its process was ended."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows

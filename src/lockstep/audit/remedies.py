@@ -1,0 +1,231 @@
+"""The texts of each cause: its title, the law that it breaks, and the lines to change. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_EQUIVALENCE = "every step applies the gradient of one loss over one global batch, whatever the number of processes"
+_ONCE = "every sample is seen exactly once in an epoch"
+_STREAMS = "each sample and each microbatch has random numbers of its own"
+_REPLICAS = "all ranks hold the same model"
+_NOTHING_LOST = "a resumed run goes on exactly where it was interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class CauseText:
+    title: str
+    law: str
+    remedy: str
+    """A few lines to change."""
+
+
+CAUSES = {
+    "same_samples": CauseText(
+        "several ranks train on the same samples",
+        _ONCE,
+        "give the loader a sampler that splits the data over the ranks:\n"
+        "    sampler = DistributedSampler(dataset)\n"
+        "    loader = DataLoader(dataset, sampler=sampler, ...)   # and sampler.set_epoch(epoch) at each epoch\n"
+        "an IterableDataset skips the samples of other ranks and workers itself: itertools.islice(samples, shard, None, shards)",
+    ),
+    "same_order": CauseText(
+        "every epoch has the same order",
+        _ONCE,
+        "call set_epoch before each epoch:\n    for epoch in range(epochs):\n        loader.sampler.set_epoch(epoch)",
+    ),
+    "samples_repeated": CauseText(
+        "samples are seen more than once in an epoch",
+        _ONCE,
+        "an IterableDataset is copied into every loader worker; let each yield its own part:\n"
+        "    worker = torch.utils.data.get_worker_info()\n"
+        "    yield from itertools.islice(samples, worker.id, None, worker.num_workers)",
+    ),
+    "samples_missing": CauseText(
+        "samples are left out of every epoch",
+        _ONCE,
+        "split the data so that the parts of all ranks together are the whole: DistributedSampler(dataset), or indices[rank::world_size]",
+    ),
+    "evaluation_repeats": CauseText(
+        "the evaluation counts some samples twice",
+        "an evaluation counts each sample exactly once",
+        "DistributedSampler pads to a multiple of the ranks; give each rank its own part instead, and add up sums and counts:\n"
+        "    part = Subset(dataset, range(rank, len(dataset), world_size))\n"
+        "with Accelerate: accelerator.gather_for_metrics instead of accelerator.gather",
+    ),
+    "not_reduced": CauseText(
+        "gradients are not reduced",
+        _EQUIVALENCE,
+        "call the DistributedDataParallel object, not its .module; leave no_sync before the last microbatch of a step;\n"
+        "a loop of your own must reduce every parameter: for p in model.parameters(): dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)",
+    ),
+    "wrong_scale": CauseText(
+        "the gradient has the wrong scale",
+        _EQUIVALENCE,
+        "divide a sum over ranks by the number of ranks, and the loss of a microbatch by the number of microbatches in a step, once each:\n"
+        "    (loss / accumulation_steps).backward()",
+    ),
+    "reduced_every_microbatch": CauseText(
+        "gradients are reduced in every microbatch, not once a step",
+        "the result is right; bytes and time are wasted",
+        "keep the reduction for the last microbatch:\n"
+        "    with nullcontext() if last else model.no_sync():\n        loss.backward()\n"
+        "with Accelerate: with accelerator.accumulate(model)",
+    ),
+    "unused_parameter": CauseText(
+        "a parameter is used on some ranks only",
+        _EQUIVALENCE,
+        "DistributedDataParallel(model, find_unused_parameters=True); a loop of your own must reduce zeros where p.grad is None,\n"
+        "on every rank and in one order",
+    ),
+    "local_clipping": CauseText(
+        "gradients are clipped by the norm of a part of them",
+        "clipping uses the norm of the whole reduced gradient",
+        "clip after the reduction, and over all shards: torch.nn.utils.clip_grad_norm_(model.parameters(), ...) under DDP and FSDP2,\n"
+        "model.clip_grad_norm_(...) under FSDP1; accelerator.clip_grad_norm_ only if accelerator.sync_gradients",
+    ),
+    "clipped_scaled": CauseText(
+        "gradients are clipped while they are multiplied by the loss scale",
+        "clipping uses the norm of the whole reduced gradient",
+        "unscale first:\n    scaler.unscale_(optimizer)\n    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+    ),
+    "stale_gradients": CauseText(
+        "gradients of earlier steps are still in the sum",
+        _EQUIVALENCE,
+        "clear them after each step: optimizer.zero_grad()",
+    ),
+    "mean_of_means": CauseText(
+        "the loss is a mean of means",
+        _EQUIVALENCE,
+        "divide the sum by the count of the whole step, not each microbatch by its own:\n"
+        "    count = number of targets of this rank's step; dist.all_reduce(count)\n"
+        '    loss = F.cross_entropy(..., reduction="sum") * world_size / count   # DDP divides by world_size',
+    ),
+    "initial_values_differ": CauseText(
+        "ranks begin with different parameters",
+        _REPLICAS,
+        "wrap the model in DistributedDataParallel, which sends rank 0's values to all, or do so yourself:\n"
+        "    for tensor in model.state_dict().values():\n        dist.broadcast(tensor, src=0)",
+    ),
+    "replicas_drift": CauseText(
+        "the parameters of the ranks drift apart",
+        _REPLICAS,
+        "every rank must apply the same gradient with the same settings in the same steps; nothing but the optimizer may change parameters",
+    ),
+    "buffers_differ": CauseText(
+        "buffers differ from rank to rank",
+        _REPLICAS,
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs; DistributedDataParallel(model, broadcast_buffers=True);\n"
+        "or average the running statistics over the ranks before each evaluation and save",
+    ),
+    "optimizer_state_differs": CauseText(
+        "the state of the optimizer differs from rank to rank",
+        _REPLICAS,
+        "every rank must take the same optimizer steps, and load the same optimizer state",
+    ),
+    "optimizer_needs_whole_tensors": CauseText(
+        "the optimizer needs whole tensors, and is given shards",
+        "an optimizer does the same on a part as on the whole",
+        "use an element-wise optimizer (SGD, Adam, AdamW) for sharded parameters, or gather each gradient, update whole, and shard again",
+    ),
+    "not_trained": CauseText(
+        "parameters of the model are not in the optimizer",
+        "the optimizer updates the parameters that the model uses",
+        "build the optimizer last: after fully_shard, after a change of layers, after weights are tied, after moving to a device",
+    ),
+    "same_random_numbers": CauseText(
+        "all ranks draw the same random numbers",
+        _STREAMS,
+        "after the model is built, give each rank a seed of its own: torch.manual_seed(seed + rank)",
+    ),
+    "same_augmentation": CauseText(
+        "augmentation draws the same random numbers for different samples",
+        _STREAMS,
+        "do not set one seed in every worker or on every rank:\n"
+        "    def seed_worker(worker_id):\n        np.random.seed(torch.initial_seed() % 2**32)\n"
+        "and give each rank's loader a generator of its own: generator=torch.Generator().manual_seed(seed + rank)",
+    ),
+    "seed_reset": CauseText(
+        "a seed is set again and again",
+        _STREAMS,
+        "set the seed once, before the training loop",
+    ),
+    "schedule_speed": CauseText(
+        "the learning rate schedule runs too fast",
+        "the learning rate is a function of the optimizer steps",
+        "call scheduler.step() once for each optimizer.step(); with Accelerate, a prepared scheduler steps once per process:\n"
+        "count the training steps before accelerator.prepare, or do not prepare the scheduler",
+    ),
+    "schedule_on_skipped_step": CauseText(
+        "the schedule goes on although the step was skipped",
+        "the learning rate is a function of the optimizer steps",
+        "step the schedule only if the loss scale did not fall:\n"
+        "    scale = scaler.get_scale(); scaler.step(optimizer); scaler.update()\n"
+        "    if scaler.get_scale() >= scale: scheduler.step()",
+    ),
+    "learning_rates_differ": CauseText(
+        "learning rates differ from rank to rank",
+        _REPLICAS,
+        "compute the learning rate from values that all ranks share; a metric that steers it must be reduced first",
+    ),
+    "collective_mismatch": CauseText(
+        "ranks call different collectives",
+        "all ranks call the same collectives in the same order",
+        "move the collective out of the branch that only some ranks take",
+    ),
+    "uneven_inputs": CauseText(
+        "a rank runs out of batches while others go on",
+        "all ranks take the same number of steps",
+        "give all ranks the same number of batches: DistributedSampler, drop_last=True, or torch.distributed.algorithms.Join",
+    ),
+    "hang": CauseText(
+        "the script hangs",
+        "all ranks call the same collectives in the same order",
+        "see which rank the others wait for, and why it does not come to the same call",
+    ),
+    "evaluation_in_train_mode": CauseText(
+        "the evaluation runs in train mode",
+        "dropout and BatchNorm are off in an evaluation",
+        "    model.eval()\n    with torch.no_grad():\n        ...\n    model.train()",
+    ),
+    "training_in_eval_mode": CauseText(
+        "the training goes on in eval mode",
+        "dropout and BatchNorm are on in training",
+        "call model.train() after each evaluation",
+    ),
+    "saved_by_every_rank": CauseText(
+        "every rank writes the same file",
+        "a checkpoint is complete, or it does not exist",
+        "    if dist.get_rank() == 0:\n        torch.save(...)",
+    ),
+    "resume_data": CauseText(
+        "a resumed run sees other samples than the run without interruption",
+        _NOTHING_LOST,
+        "save the epoch and the position in it; on resume call sampler.set_epoch(epoch) and skip the batches that were done",
+    ),
+    "resume_random": CauseText(
+        "a resumed run draws other random numbers",
+        _NOTHING_LOST,
+        "save each rank's torch.get_rng_state(), and that of its device, and set them on resume",
+    ),
+    "resume_schedule": CauseText(
+        "a resumed run has another learning rate",
+        _NOTHING_LOST,
+        "save scheduler.state_dict(), and load it on resume",
+    ),
+    "resume_optimizer": CauseText(
+        "a resumed run begins with another optimizer state",
+        _NOTHING_LOST,
+        "save optimizer.state_dict(), and load it on resume",
+    ),
+    "resume_model": CauseText(
+        "a resumed run begins with other parameters",
+        _NOTHING_LOST,
+        "save model.state_dict() after the optimizer step, and load it before the model is wrapped",
+    ),
+    "depends_on_processes": CauseText(
+        "what is learned depends on the number of processes",
+        _EQUIVALENCE,
+        "mend the other findings first; then look at what the script computes from the rank or the number of processes:\n"
+        "learning rate, batch, seeds, the order of the data",
+    ),
+}

@@ -1,0 +1,24 @@
+"""Python imports this at its start in every process of an audited script: it installs the probes once torch is there.
+
+The folder of this file is first on PYTHONPATH, so that processes that the script starts have the probes too. A
+`sitecustomize` of the user's, which this one hides, is run as well.
+"""
+
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+
+
+def _run_hidden() -> None:
+    here = Path(__file__).resolve().parent
+    path = [each for each in sys.path if not each or Path(each).resolve() != here]
+    spec = PathFinder.find_spec("sitecustomize", path)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+_run_hidden()
+from lockstep.audit.probes.begin import begin  # noqa: E402  # the user's own first
+
+begin()

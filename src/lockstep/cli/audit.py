@@ -1,0 +1,234 @@
+"""`lockstep audit`: is the training of a script right that does not use lockstep?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
+from lockstep.base.system import refuse_on_windows
+from lockstep.cli.arguments import check_target, script_arguments
+from lockstep.cli.work_folder import ended_by_signals, work_folder
+
+if TYPE_CHECKING:
+    from lockstep.audit.compare import CompareOptions
+    from lockstep.audit.finding import Audit, Finding
+    from lockstep.audit.runner import LauncherChoice
+
+_WIDTH = 100
+"""Columns where there is no terminal."""
+
+
+def _numbers(ctx: click.Context, parameter: click.Parameter, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(each.isdecimal() and int(each) for each in parts):
+        raise LaunchError(f"--compare {text}; it takes numbers of processes, separated by commas; write for example --compare 1,2,4")
+    return [int(each) for each in parts]
+
+
+def _compare_options(compare: list[int] | None, global_batch: int | None, per_rank_batch: str | None) -> CompareOptions | None:
+    from lockstep.audit.compare import CompareOptions
+
+    if compare is None and global_batch is None and per_rank_batch is None:
+        return None
+    if compare is None or global_batch is None or per_rank_batch is None:
+        given = {"--compare": compare, "--global-batch": global_batch, "--per-rank-batch": per_rank_batch}
+        missing = [name for name, value in given.items() if value is None]
+        raise LaunchError(f"without {', '.join(missing)}; --compare, --global-batch and --per-rank-batch go together; give all three")
+    return CompareOptions(processes=compare, global_batch=global_batch, per_rank_batch=per_rank_batch)
+
+
+@click.command("audit", context_settings={"allow_interspersed_args": False})
+@click.option("--nproc", default=2, show_default=True, type=click.IntRange(min=1), metavar="N", help="Processes to run the script on.")
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1), metavar="K", help="Optimizer steps to look at.")
+@click.option(
+    "--hang-after",
+    "hang_after_seconds",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    metavar="SECONDS",
+    help="Time without progress on any rank after which the script hangs.",
+)
+@click.option(
+    "--timeout",
+    "timeout_seconds",
+    default=600.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    metavar="SECONDS",
+    help="Longest time of the run.",
+)
+@click.option(
+    "--launcher",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "torchrun", "python"]),
+    help="Start the script by torchrun, or by python if it starts its processes itself.",
+)
+@click.option(
+    "--compare",
+    metavar="N,N...",
+    callback=_numbers,
+    help="Also run the script on these numbers of processes with one global batch, and compare every step with one process.",
+)
+@click.option(
+    "--global-batch", type=click.IntRange(min=1), metavar="N", help="With --compare: samples of a step on all processes together."
+)
+@click.option(
+    "--per-rank-batch", metavar="ARGS", help='With --compare: the script\'s option for the batch of one process, such as "--batch-size {}".'
+)
+@click.option(
+    "--resume-args",
+    metavar="ARGS",
+    help="Arguments with which the script goes on from what it saved: also interrupt it, resume it, and compare with the run without "
+    "interruption.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
+@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with each finding, its source and its remedy.")
+@click.option("--keep", type=click.Path(file_okay=False), metavar="DIR", help="Keep the records of all processes in this new directory.")
+@script_arguments()
+def command(
+    nproc: int,
+    steps: int,
+    launcher: LauncherChoice,
+    compare: list[int] | None,
+    global_batch: int | None,
+    per_rank_batch: str | None,
+    resume_args: str | None,
+    as_json: bool,
+    html: str | None,
+    keep: str | None,
+    is_module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+    **limits: Any,
+) -> int:
+    """Say what is wrong with a training script that does not use lockstep.
+
+    Runs SCRIPT unchanged, as torchrun would (DDP, FSDP, Accelerate, Lightning, a loop of your own), and ends it after K
+    optimizer steps. Looks at each rank's samples, gradients before and after their reduction, parameters, buffers,
+    random numbers, learning rates, collectives and files. Names each fault with the law that it breaks, the evidence,
+    the line of your script, and the lines to change. What was right, and what could not be seen, is said too. All
+    arguments after SCRIPT are the script's.
+
+    \b
+    Examples:
+      lockstep audit train.py --lr 0.1
+      lockstep audit --nproc 4 --steps 50 --html audit.html train.py
+      lockstep audit --compare 1,2,4 --global-batch 32 --per-rank-batch "--batch-size {}" train.py
+      lockstep audit --resume-args "--resume checkpoint.pt" train.py
+      lockstep audit -m project.train --config small.yaml
+
+    Exit status: 0 if nothing is wrong, 1 for findings, 2 if it could not look (a script that fails or takes no
+    optimizer step, a mistake in what lockstep was given).
+    """
+    refuse_on_windows("lockstep audit")
+    check_target(script, is_module=is_module)
+    if html is not None and not Path(html).absolute().parent.is_dir():
+        raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")
+
+    from lockstep.audit.run import run_audit
+    from lockstep.audit.runner import AuditOptions
+
+    options = AuditOptions(
+        script=script,
+        arguments=arguments,
+        is_module=is_module,
+        processes=nproc,
+        steps=steps,
+        launcher=launcher,
+        resume_arguments=None if resume_args is None else shlex.split(resume_args),
+        **limits,
+    )
+    compared = _compare_options(compare, global_batch, per_rank_batch)
+    with ended_by_signals(), work_folder(keep, "lockstep-audit-", "records") as folder:
+        if not as_json:
+            say(f"lockstep audit: {script}, {steps} optimizer steps; its output follows")
+        audit = run_audit(options, folder, compare=compared, echo=None if as_json or sys.stderr is None else sys.stderr.buffer)
+    if html is not None:
+        _write_page(Path(html), audit, options.root)
+    if as_json:
+        print(json.dumps(audit.as_json(), indent=2, allow_nan=False))
+    else:
+        show(audit)
+    return 1 if audit.findings else USER_ERROR_STATUS if audit.error else 0
+
+
+def show(audit: Audit) -> None:
+    """Print the table of findings, each with its law and remedy, and below them what is right and what was not seen."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from lockstep.audit.summary import extent, verdict
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+
+    def say_wrapped(text: str, indent: str = "") -> None:
+        filled = fill(text, console.width, initial_indent=indent, subsequent_indent=f"{indent}   ", break_long_words=False)
+        console.print(Text(filled), soft_wrap=True)
+
+    good = audit.passed and not audit.error
+    console.print(Text.assemble(f"{audit.script}: {extent(audit)}: ", (verdict(audit), "green" if good else "red")))
+    if audit.findings:
+        console.print(_table(audit))
+    for number, finding in enumerate(audit.findings, 1):
+        console.print(Text(f"{number}. {finding.title}{f' ({finding.line})' if finding.line else ''}", style="bold"))
+        for text, is_code in _paragraphs(finding):
+            if is_code:
+                console.print(Text(f"{'':9}{text}"), soft_wrap=True)
+            else:
+                say_wrapped(text, "   ")
+    for line in _lines(audit):
+        say_wrapped(line)
+    if audit.error:
+        console.print(Text(f"the script failed (exit status {audit.status}):\n{audit.error}"), soft_wrap=True)
+
+
+def _table(audit: Audit) -> object:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title_justify="left")
+    for name in ("", "finding", "line", "evidence"):
+        table.add_column(name, justify="left" if name else "right", overflow="fold")
+    for number, finding in enumerate(audit.findings, 1):
+        table.add_row(*map(Text, (str(number), finding.title, finding.line, finding.evidence)))
+    return table
+
+
+def _paragraphs(finding: Finding) -> Iterator[tuple[str, bool]]:
+    """Yield the law and the remedy of a finding: prose, which may be wrapped, and lines of code."""
+    yield f"law: {finding.law}", False
+    head = "remedy: "
+    for is_code, lines in groupby(finding.remedy.splitlines(), key=lambda line: line.startswith("    ")):
+        for text in lines if is_code else [head + " ".join(lines)]:
+            yield text.removeprefix("    ") if is_code else text, is_code
+        head = ""
+
+
+def _lines(audit: Audit) -> Iterator[str]:
+    for area, text in audit.right.items():
+        yield f"right: {area.value}: {text}"
+    for area, texts in audit.unseen.items():
+        for text in texts:
+            yield f"not seen: {area.value}: {text}"
+    for note in audit.notes:
+        yield f"note: {note}"
+
+
+def _write_page(path: Path, audit: Audit, root: str) -> None:
+    from lockstep.audit.html_page import page
+    from lockstep.audit.source import lines_of_files
+
+    path.write_text(page(audit, lines_of_files([each.line for each in audit.findings], [root])), encoding="utf-8")

@@ -1,0 +1,46 @@
+"""`audit`: a test that a training script, which need not use lockstep, trains right on several processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from lockstep.audit.finding import Audit
+from lockstep.audit.run import run_audit
+from lockstep.audit.runner import AuditOptions
+from lockstep.base.system import refuse_on_windows
+from lockstep.launch.script import check_module, check_script
+
+
+def audit(
+    script: str | os.PathLike[str],
+    *arguments: str,
+    nproc: int = 2,
+    steps: int = 20,
+    is_module: bool = False,
+    hang_after_seconds: float = 60.0,
+    timeout_seconds: float = 600.0,
+) -> Audit:
+    """Run `lockstep audit` on a script, or on a module with `is_module`, for a test of your own:
+
+        def test_training_is_right():
+            found = audit("train.py", "--epochs", "1", nproc=2)
+            assert found.passed, found.findings
+
+    The script runs in the working directory. `findings` have causes, lines and evidence. Raises `LaunchError` if there
+    is nothing to look at: the script is missing, fails before its first optimizer step, or takes none.
+    """
+    refuse_on_windows("lockstep.testing.audit")
+    (check_module if is_module else check_script)(os.fspath(script))
+    options = AuditOptions(
+        script=os.fspath(script),
+        arguments=arguments,
+        is_module=is_module,
+        processes=nproc,
+        steps=steps,
+        hang_after_seconds=hang_after_seconds,
+        timeout_seconds=timeout_seconds,
+    )
+    with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as folder:
+        return run_audit(options, Path(folder))

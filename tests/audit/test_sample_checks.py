@@ -1,0 +1,220 @@
+"""Samples that are repeated, missing or in one order are found; what samplers do on purpose is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from audit.given_records import DATASET, DISTRIBUTED, SAMPLER, causes, given, only, passes
+from hypothesis import given as drawn, settings, strategies as st
+
+from lockstep.audit.checks.area_result import AreaResult
+from lockstep.audit.checks.samples import check_samples, loader_passes
+from lockstep.audit.finding import Cause
+from lockstep.audit.records import Row
+
+EVEN, ODD = [0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]
+ALL = list(range(16))
+
+
+def check(*ranks: Sequence[Row]) -> AreaResult:
+    return check_samples(given(*ranks))
+
+
+def dataset(**changes: Any) -> Row:
+    return {**DATASET, **changes}
+
+
+def test_samples_that_are_dealt_to_ranks_are_right() -> None:
+    result = check(passes(EVEN), passes(ODD))
+    assert not result.findings
+    assert result.right == "16 samples in 1 passes, each on one rank"
+    assert result.unseen == ["one epoch at most was begun: its order cannot be compared with the next one's (more --steps)"]
+    assert not check(passes(EVEN, EVEN[::-1]), passes(ODD, ODD[::-1])).unseen
+
+
+@settings(max_examples=40)
+@drawn(st.integers(1, 40), st.integers(2, 4), st.integers(0, 2**32 - 1), st.integers(1, 5))
+def test_whatever_a_distributed_sampler_deals_is_right(length: int, ranks: int, seed: int, batch: int) -> None:
+    """Padding to a multiple of the ranks too."""
+    order = np.random.default_rng(seed).permutation(length).tolist()
+    padded = (order * ranks)[: -(-length // ranks) * ranks]
+    sampler = {**DISTRIBUTED, "num_replicas": ranks, "total_size": len(padded)}
+    rows = [passes(padded[rank::ranks], batch=batch, dataset=dataset(length=length), sampler=sampler) for rank in range(ranks)]
+    assert not check(*rows).findings
+
+
+def test_the_same_samples_on_two_ranks_are_found() -> None:
+    finding = only(check(passes(ALL, sampler=SAMPLER), passes(ALL[::-1], sampler=SAMPLER)))
+    assert (finding.cause, finding.line) == (Cause.SAME_SAMPLES, "train.py:10")
+    assert finding.evidence == ("pass 0 over the training data: 16 of the 16 samples of rank 0 are also rank 1's (sampler: RandomSampler)")
+
+
+def test_the_same_samples_are_found_before_the_end_of_the_pass() -> None:
+    rows = [passes(ALL[:8], sampler=SAMPLER, complete=False), passes(ALL[4:12], sampler=SAMPLER, complete=False)]
+    assert causes(check(*rows)) == {Cause.SAME_SAMPLES}
+
+
+def test_the_same_contents_are_found_where_places_do_not_tell() -> None:
+    """An IterableDataset that yields all of it on every rank."""
+    stream = dataset(iterable=True, length=None)
+    texts = [f"row {number}" for number in ALL]
+    other = [f"row {number + 16}" for number in ALL]
+    finding = only(check(*[passes(ALL, contents=[texts], dataset=stream)] * 2))
+    assert finding.cause is Cause.SAME_SAMPLES
+    assert not check(passes(ALL, contents=[texts], dataset=stream), passes(ALL, contents=[other], dataset=stream)).findings
+
+
+def test_datasets_of_each_rank_may_have_the_same_places() -> None:
+    rows = [
+        passes(ALL, contents=[[f"{rank}/{number}" for number in ALL]], dataset=dataset(digest=f"part {rank}"), sampler=SAMPLER)
+        for rank in range(2)
+    ]
+    for each in rows[0] + rows[1]:
+        if each["kind"] == "batch":
+            each["indices"] = [int(text.rpartition("/")[2]) for text in each["samples"]]
+    assert not check(*rows).findings
+
+
+def test_subsets_of_one_dataset_are_compared_by_the_places_in_it() -> None:
+    def part(rank: int, places: Sequence[int]) -> list[Row]:
+        return passes(
+            list(range(len(places))),
+            dataset=dataset(length=len(places), digest=f"data/{rank}", whole="data", whole_length=16, subset=list(places)),
+            sampler={**SAMPLER, "num_samples": len(places)},
+        )
+
+    assert not check(part(0, EVEN), part(1, ODD)).findings
+    assert causes(check(part(0, EVEN), part(1, EVEN))) == {Cause.SAME_SAMPLES, Cause.SAMPLES_MISSING}
+    finding = only(check(part(0, EVEN), part(1, ODD[:4])))
+    assert (finding.cause, finding.line) == (Cause.SAMPLES_MISSING, "train.py:10")
+    assert "4 of 16 samples were given to no rank" in finding.evidence
+
+
+def test_samples_that_come_twice_on_a_rank_are_found() -> None:
+    """An IterableDataset that each of two loader workers yields whole."""
+    stream = dataset(iterable=True, length=None)
+    twice = [text for number in ALL for text in [f"row {number}"] * 2]
+    finding = only(check(passes(range(32), contents=[twice], dataset=stream, workers=2)))
+    assert (finding.cause, finding.line) == (Cause.SAMPLES_REPEATED, "train.py:10")
+    assert finding.evidence.endswith("rank 0 was given 16 of 32 samples that it had already (2 loader workers)")
+
+
+def test_a_few_samples_that_look_alike_are_no_finding() -> None:
+    stream = dataset(iterable=True, length=None)
+    texts = [["a", *map(str, range(100))], ["a", *map(str, range(100, 200))]]
+    assert not check(*[passes(range(101), contents=[each], dataset=stream) for each in texts]).findings
+
+
+def test_a_sampler_with_replacement_may_repeat_and_leave_out() -> None:
+    drawn = {"type": "WeightedRandomSampler", "batch_type": "BatchSampler", "replacement": True, "num_samples": 8}
+    assert not check(passes([1, 1, 2, 2, 3, 3, 4, 5], sampler=drawn)).findings
+
+
+def test_the_same_draws_with_replacement_on_two_ranks_are_found() -> None:
+    drawn = {"type": "WeightedRandomSampler", "batch_type": "BatchSampler", "replacement": True, "num_samples": 8}
+    assert Cause.SAME_SAMPLES in causes(check(*[passes([1, 1, 2, 2, 3, 3, 4, 5], sampler=drawn)] * 2))
+
+
+def test_missing_samples_are_found_on_one_process_too() -> None:
+    sampler = {"type": "HalfSampler", "batch_type": "BatchSampler"}
+    assert "8 of 16 samples were given to no rank" in only(check(passes(EVEN, sampler=sampler))).evidence
+    assert not check(passes(ALL, sampler=sampler)).findings
+    assert not check(passes(EVEN, sampler=sampler, complete=False)).findings
+
+
+def test_what_drop_last_drops_is_not_missing() -> None:
+    assert not check(passes(ALL[:15], batch=3, drop_last=True, sampler=SAMPLER, dataset=dataset(length=17))).findings
+    dropped = {**DISTRIBUTED, "drop_last": True, "total_size": 16}
+    assert not check(*[passes(each, sampler=dropped, dataset=dataset(length=17)) for each in (EVEN, ODD)]).findings
+
+
+BATCH_SAMPLER = "drop_last of a batch_sampler that the script made is not seen"
+
+
+@pytest.mark.xfail(reason=BATCH_SAMPLER, strict=True)
+def test_what_the_scripts_own_batch_sampler_drops_is_not_missing() -> None:
+    """`DataLoader(dataset, batch_sampler=BatchSampler(sampler, 3, drop_last=True))`: the loader has neither."""
+    assert not check(passes(ALL[:15], batch=3, batch_size=None, sampler=SAMPLER, dataset=dataset(length=17))).findings
+
+
+@pytest.mark.xfail(reason="a split by SubsetRandomSampler is said to leave samples out", strict=True)
+def test_the_rest_of_a_split_by_subset_sampler_is_not_missing() -> None:
+    """One dataset, and two loaders with a sampler of some of its indices each."""
+    sampler = {"type": "SubsetRandomSampler", "batch_type": "BatchSampler"}
+    training = passes(ALL[:12], sampler=sampler)
+    assert not check([*training, *passes(ALL[12:], sampler=sampler, loader=1, training=False)]).findings
+
+
+@pytest.mark.xfail(reason="RandomSampler(num_samples=...) is said to leave samples out", strict=True)
+def test_an_epoch_that_is_meant_to_be_short_has_no_missing_samples() -> None:
+    assert not check(passes(EVEN, sampler={**SAMPLER, "num_samples": 8})).findings
+
+
+# Evaluations
+
+
+def evaluated(*ranks: Sequence[int], **options: Any) -> list[list[Row]]:
+    return [passes(each, loader=1, training=False, **options) for each in ranks]
+
+
+def test_an_evaluation_that_counts_padding_is_found() -> None:
+    finding = only(check(*evaluated([0, 2, 4], [1, 3, 0], dataset=dataset(length=5))))
+    assert (finding.cause, finding.line) == (Cause.EVALUATION_REPEATS, "train.py:10")
+    assert finding.evidence == "an evaluation over 5 samples counted 6: 1 of them twice, to give all ranks the same number"
+
+
+def test_an_evaluation_of_each_sample_once_is_right() -> None:
+    assert not check(*evaluated([0, 2, 4], [1, 3], dataset=dataset(length=5))).findings
+    assert not check(*evaluated([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], dataset=dataset(length=5))).findings, "each rank all of it"
+    assert not check(*evaluated([0, 2, 4], [1, 3, 0], dataset=dataset(length=5), complete=False)).findings
+
+
+def test_padding_that_accelerate_takes_away_is_right() -> None:
+    ranks = evaluated([0, 2, 4], [1, 3, 0], dataset=dataset(length=5))
+    for each in ranks:
+        each.append({"kind": "gather_for_metrics"})
+    assert not check(*ranks).findings
+
+
+# Orders
+
+
+def test_one_order_in_two_epochs_is_found() -> None:
+    finding = only(check(passes(EVEN, EVEN), passes(ODD, ODD)))
+    assert (finding.cause, finding.line) == (Cause.SAME_ORDER, "train.py:12")
+    assert finding.evidence.endswith("in the same order; the sampler's epoch was 0 in both")
+    assert not check(passes(EVEN, EVEN[::-1], epochs=[0, 1]), passes(ODD, ODD[::-1], epochs=[0, 1])).findings
+
+
+def test_data_that_are_not_shuffled_have_one_order() -> None:
+    plain = {"type": "SequentialSampler", "batch_type": "BatchSampler"}
+    assert not check(passes(ALL, ALL, sampler=plain)).findings
+    unshuffled = {**DISTRIBUTED, "shuffle": False}
+    assert not check(passes(EVEN, EVEN, sampler=unshuffled), passes(ODD, ODD, sampler=unshuffled)).findings
+
+
+def test_the_beginning_of_an_epoch_is_enough_for_its_order() -> None:
+    rows = [passes(each, sampler=SAMPLER) + passes(each[:4], sampler=SAMPLER, complete=False) for each in (ALL,)]
+    for each in rows[0][-2 - 1 :]:
+        each["number" if each["kind"] != "backward" else "pass_number"] = 1
+    assert causes(check(*rows)) == {Cause.SAME_ORDER}
+
+
+# Loaders
+
+
+def test_without_a_loader_nothing_is_said() -> None:
+    result = check([], [])
+    assert (result.findings, result.right) == ([], "")
+    assert "samples that a script takes by itself are not seen" in result.unseen[0]
+
+
+def test_passes_without_a_batch_and_loaders_of_some_ranks_are_left_out() -> None:
+    assert loader_passes(given(passes([]), passes([]))) == []
+    assert loader_passes(given(passes(EVEN), passes(ODD, loader=2))) == []
+    (loader,) = loader_passes(given(passes(EVEN, EVEN), passes(ODD)))
+    assert len(loader.passes) == 1
+    assert loader.is_training

@@ -1,0 +1,70 @@
+"""Runs a script in a process with the probes, and reads the record that they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.audit.records import Row
+from lockstep.audit.request import AuditRequest
+from lockstep.audit.runner import SITE
+
+SCRIPTS = Path(__file__).parent / "watched_scripts"
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A script that has ended, and the records of its processes."""
+
+    path: Path
+    status: int
+    output: str
+    errors: str
+    processes: list[list[Row]]
+    """That of the script itself first."""
+
+    def rows(self, kind: str, at: str = "") -> list[Row]:
+        """The script's rows of a kind, from the line that has the comment `at`."""
+        return [row for row in self.processes[0] if row["kind"] == kind and (not at or row["line"] == self.line(at))]
+
+    def line(self, mark: str) -> str:
+        """The one line of the script that ends with `# mark`, as the probes write it."""
+        numbers = [number for number, line in enumerate(self.path.read_text().splitlines(), 1) if line.endswith(f"# {mark}")]
+        assert len(numbers) == 1, mark
+        return f"{self.path}:{numbers[0]}"
+
+    def step(self, at: str) -> Row:
+        (row,) = self.rows("step", at)
+        return row
+
+    @property
+    def printed(self) -> dict[str, Any]:
+        """The JSON that the script has printed last."""
+        found: dict[str, Any] = json.loads(self.output.splitlines()[-1])
+        return found
+
+
+def watch(name: str, folder: Path, *, steps: int = 1000, path: str = "", **environ: str) -> Watched:
+    """Run a script of `watched_scripts`. `path`: more of PYTHONPATH."""
+    script = SCRIPTS / name
+    request = AuditRequest(folder=folder, steps=steps, roots=[str(SCRIPTS)])
+    places = os.pathsep.join(filter(None, [str(SITE), path]))
+    done = run(script, folder, {**request.variables(), "PYTHONPATH": places, **environ})
+    return Watched(script, done.returncode, done.stdout, done.stderr, list(_records(folder, done.args[-1])))
+
+
+def run(script: Path, folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FOLDER": str(folder), **environ}
+    return subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=170, cwd=folder, check=False)
+
+
+def _records(folder: Path, script: str) -> Iterator[list[Row]]:
+    found = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("process-*.jsonl")]
+    parents = {rows[0]["pid"] for rows in found}
+    return iter(sorted(found, key=lambda rows: (rows[0]["parent"] in parents, rows[0]["pid"])))

@@ -1,0 +1,77 @@
+"""Trains a classifier under DDP; rank 0 alone evaluates and logs, and the evaluation has an all-reduce in it.
+
+Cause: collective_mismatch
+Source: radixark/miles #2684: a metric is all-reduced in a logging function that one rank calls, the others never
+  come.
+"""
+
+import argparse
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def make_dataset(seed, size=144, features=10):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, features, generator=generator)
+    planes = torch.randn(features, 2, generator=generator)
+    return TensorDataset(inputs, ((inputs @ planes) > 0).long() @ torch.tensor([1, 2]))
+
+
+@torch.no_grad()
+def evaluate(model, loader):
+    """Accuracy over the samples of all ranks."""
+    model.eval()
+    counts = torch.zeros(2)
+    for inputs, targets in loader:
+        predicted = model(inputs).argmax(dim=1)
+        counts += torch.tensor([(predicted == targets).sum().item(), len(targets)])
+    dist.all_reduce(counts)  # here
+    model.train()
+    return (counts[0] / counts[1]).item()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed)
+
+    dataset = make_dataset(args.seed)
+    train_set, test_set = Subset(dataset, range(108)), Subset(dataset, range(108, 144))
+    sampler = DistributedSampler(train_set, seed=args.seed)
+    train_loader = DataLoader(train_set, batch_size=args.batch_size, sampler=sampler, drop_last=True)
+    test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size=args.batch_size)
+
+    model = DDP(nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 4)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for inputs, targets in train_loader:
+            loss = F.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        accuracy = evaluate(model.module, test_loader)  # clean
+        if rank == 0:
+            accuracy = evaluate(model.module, test_loader)  # fault
+            print(f"epoch {epoch}: loss {loss.item():.4f}, accuracy {accuracy:.3f}")
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
