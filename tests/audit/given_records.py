@@ -43,8 +43,8 @@ def sketched(values: Any) -> list[float]:
 def step(index: int = 0, **changes: Any) -> Row:
     row: Row = {"kind": "step", "optimizer": 0, "type": "SGD", "index": index, "line": "train.py:20", "made_at": "train.py:5"}
     row |= {"backward_line": "train.py:19", "lr": [0.1], "scale": None, "clip": None, "several_closures": False, "losses": []}
-    row |= {"applied": {}, "added": {}, "reduced": {}, "sharded": [], "stale": [], "unused": []}
-    return row | {"before": {}, "parameters": {}, "states": {}, "buffers": {}} | changes
+    row |= {"applied": {}, "added": {}, "reduced": {}, "sharded": [], "stale": [], "unused": [], "clipped": []}
+    return row | {"before": {}, "states_before": {}, "parameters": {}, "states": {}, "buffers": {}} | changes
 
 
 def backward(number: int = 0, **changes: Any) -> Row:
@@ -107,7 +107,7 @@ DISTRIBUTED: Row = {
     "total_size": 16,
     "epoch": 0,
 }
-DATASET: Row = {"type": "TensorDataset", "iterable": False, "length": 16, "digest": "data"}
+DATASET: Row = {"type": "TensorDataset", "iterable": False, "length": 16, "held": None, "digest": "data"}
 
 
 def passes(

@@ -24,10 +24,10 @@ from audit.given_records import (
 )
 from hypothesis import given as drawn, settings, strategies as st
 
-from lockstep.audit.checks.gradients import check_gradients, factors, last_factors, shared_names
+from lockstep.audit.checks.gradients import LEAST_ALIKE, check_gradients, factors, last_factors, shared_names
 from lockstep.audit.finding import Cause
-from lockstep.audit.probes.sketch import PROJECTIONS, sketch
-from lockstep.audit.records import Row, difference, size
+from lockstep.audit.probes.sketch import sketch
+from lockstep.audit.records import Row
 
 runs = {"seed": st.integers(0, 2**32 - 1), "ranks": st.integers(2, 4), "backwards": st.integers(1, 4)}
 some = settings(max_examples=40)
@@ -35,65 +35,6 @@ some = settings(max_examples=40)
 
 def found(rows: Sequence[Row]) -> set[Cause]:
     return causes(check_gradients(given(*[[each] for each in rows])))
-
-
-# Sketches
-
-
-@some
-@drawn(st.integers(0, 2**32 - 1), st.integers(1, 300), st.floats(-5, 5), st.floats(-5, 5))
-def test_sketches_are_linear(seed: int, count: int, a: float, b: float) -> None:
-    x, y = torch.randn(2, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    both = a * np.array(sketch(x)[:-1]) + b * np.array(sketch(y)[:-1])
-    np.testing.assert_allclose(sketch(a * x + b * y)[:-1], both, atol=1e-10 * count)
-
-
-@some
-@drawn(st.lists(st.integers(0, 200_000), max_size=4), st.integers(0, 3))
-def test_sketches_of_shards_add_up_to_the_whole_ones(cuts: list[int], extra: int) -> None:
-    whole = torch.randn(131_072 + extra * 30_000, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    places = sorted({0, *(min(cut, len(whole)) for cut in cuts), len(whole)})
-    parts = [sketch(whole[start:end], start) for start, end in zip(places, places[1:], strict=False)]
-    np.testing.assert_allclose(np.sum(parts, axis=0), sketch(whole), rtol=1e-9, atol=1e-8)
-
-
-@pytest.mark.parametrize(("start", "count"), [(65_535, 1), (65_535, 2), (65_536, 65_536), (1, 65_536), (70_000, 0), (3 * 65_536, 5)])
-def test_a_shard_at_the_border_of_a_chunk_has_the_signs_of_its_place(start: int, count: int) -> None:
-    whole = torch.zeros(4 * 65_536, dtype=torch.float64)
-    part = whole[start : start + count] = torch.arange(1.0, count + 1, dtype=torch.float64)
-    np.testing.assert_allclose(sketch(part, start), sketch(whole), rtol=1e-12)
-
-
-def test_a_sketch_is_of_the_values_and_not_of_their_layout() -> None:
-    x = torch.randn(6, 5)
-    assert sketch(x) == sketch(x.reshape(-1)) == sketch(x.t().contiguous().t())
-    assert sketch(x.to_sparse()) == sketch(x)
-    assert sketch(torch.tensor(3.0))[-1] == 9.0
-    assert len(sketch(torch.empty(0))) == PROJECTIONS + 1
-    assert sketch(torch.tensor([1 + 2j]))[-1] == 5.0
-
-
-@some
-@drawn(st.integers(0, 2**32 - 1), st.floats(1e-6, 1.0))
-def test_the_difference_of_two_tensors_is_told_within_the_accuracy_of_a_sketch(seed: int, share: float) -> None:
-    random = np.random.default_rng(seed)
-    x, y = random.standard_normal((2, 400))
-    other = x + share * y
-    true = np.linalg.norm(other - x) / max(np.linalg.norm(x), np.linalg.norm(other))
-    assert 0.2 < difference(sketched(x), sketched(other)) / true < 2.2
-    assert size(sketched(x)) == pytest.approx(np.linalg.norm(x))
-
-
-def test_tensors_that_are_equal_or_not_there_do_not_differ() -> None:
-    assert difference(sketched([1.0, 2.0]), sketched([1.0, 2.0])) == 0.0
-    assert difference(None, sketched([1.0])) == difference(None, None) == 0.0
-    assert difference(sketched([0.0]), sketched([0.0])) == 0.0
-    assert difference(sketched([np.nan]), sketched([1.0])) == float("inf")
-
-
-@pytest.mark.xfail(reason="a loss that is NaN on all ranks alike is said to be a drift", strict=True)
-def test_tensors_that_are_not_finite_on_any_rank_do_not_differ() -> None:
-    assert difference(sketched([np.nan, 1.0]), sketched([np.nan, 1.0])) == 0.0
 
 
 # Reduction
@@ -192,6 +133,22 @@ def test_equal_gradients_cannot_be_told_apart() -> None:
     assert not result.right
 
 
+def test_equal_gradients_in_several_steps_are_of_the_same_samples() -> None:
+    ranks: list[list[Row]] = [[], []]
+    for index in range(LEAST_ALIKE):
+        one = random_gradients(index, ranks=1, backwards=1)[0]
+        assert not check_gradients(given(*ranks)).findings
+        for rank, each in zip(ranks, trained([one, one], [one[0], one[0]], index=index), strict=True):
+            rank.append(each)
+    finding = only(check_gradients(given(*ranks)))
+    assert (finding.cause, finding.line, finding.step) == (Cause.SAME_SAMPLES, "train.py:19", LEAST_ALIKE - 1)
+
+
+def test_gradients_that_are_all_zero_are_said() -> None:
+    zero = [[{"w": np.zeros(4)}]]
+    assert check_gradients(given(trained(zero, zero[0]))).unseen == ["every gradient is zero: the script learns nothing"]
+
+
 def test_a_parameter_of_one_element_is_judged_with_the_others() -> None:
     added = [[{"w": np.array([1.0, 2.0, 3.0]), "b": np.array([1.0])}], [{"w": np.array([-2.0, 0.5, 1.0]), "b": np.array([3.0])}]]
     assert found(trained(added, mean_over_ranks(added))) == set()
@@ -219,7 +176,7 @@ def test_stale_gradients_are_found_on_one_process_too() -> None:
     result = check_gradients(given([step(), step(1, stale=["w", "b"])]))
     assert (only(result).cause, only(result).step, only(result).line) == (Cause.STALE_GRADIENTS, 1, "train.py:20")
     assert list(only(result).names) == ["w", "b"]
-    assert check_gradients(given([step(), step(1)])).right
+    assert not check_gradients(given([step(), step(1)])).findings
 
 
 def clip(**changes: object) -> Row:
@@ -254,6 +211,18 @@ def test_clipping_after_the_reduction_is_right() -> None:
     added = random_gradients(1, ranks=2, backwards=2)
     means = mean_over_ranks(added)
     assert found(clipped(added, means, [scaled(each, 0.1) for each in means])) == set()
+
+
+def test_clipping_in_each_microbatch_is_found_on_one_process_too() -> None:
+    (rows,) = [trained(added, [total(added[0])]) for added in [random_gradients(1, ranks=1, backwards=3)]]
+    rows[0]["clipped"] = [clip(backward=number) for number in range(3)]
+    finding = only(check_gradients(given(rows)))
+    assert (finding.cause, finding.line, finding.step) == (Cause.LOCAL_CLIPPING, "train.py:18", 0)
+    assert finding.evidence == "step 0: gradients were clipped after 1 of 3 microbatches, before they were reduced"
+    rows[0]["clipped"] = [clip(backward=2)]
+    assert not check_gradients(given(rows)).findings
+    rows[0]["clipped"] = [clip(backward=7)]  # another model's
+    assert not check_gradients(given(rows)).findings
 
 
 def test_norms_of_shards_are_found() -> None:

@@ -100,7 +100,12 @@ def test_ranks_that_read_in_their_own_process_are_compared() -> None:
 
 
 def test_reads_that_draw_numbers_of_their_own_are_right() -> None:
-    rows = [fetch(worker, rank=rank, pid=2 * rank + worker, number=number, numpy=f"{rank}{worker}{number}") for rank in (0, 1) for worker in (0, 1) for number in (1, 2)]
+    rows = [
+        fetch(worker, rank=rank, pid=2 * rank + worker, number=number, numpy=f"{rank}{worker}{number}")
+        for rank in (0, 1)
+        for worker in (0, 1)
+        for number in (1, 2)
+    ]
     result = fetched(*rows)
     assert not result.findings
     assert result.right == "0 forwards and 8 reads of data drew random numbers, each its own"

@@ -46,7 +46,10 @@ def test_initial_values_that_differ_are_found() -> None:
 
 
 def test_initial_values_that_differ_are_blamed_on_the_seed() -> None:
-    rows = [[row("seed", "train.py:3", seed=7, step=0), row("seed", "train.py:4", seed=rank, step=0), stepped(before=W * rank)] for rank in (1, 2)]
+    rows = [
+        [row("seed", "train.py:3", seed=7, step=0), row("seed", "train.py:4", seed=rank, step=0), stepped(before=W * rank)]
+        for rank in (1, 2)
+    ]
     assert only(check_replicas(given(*rows))).line == "train.py:4"
     rows = [[row("seed", "train.py:3", seed=7, step=0), stepped(before=W * rank)] for rank in (1, 2)]
     assert only(check_replicas(given(*rows))).line == "train.py:5"
@@ -91,7 +94,9 @@ def experts(*, exchanged: bool, own: bool) -> list[list[Row]]:
     """Each rank has an expert of its own, which no reduction sees, or one that should be the same."""
     added = random_gradients(1, ranks=2, backwards=1, names=2)
     mean = (added[0][0]["layer0.weight"] + added[1][0]["layer0.weight"]) / 2
-    expert = [each[0]["layer1.weight"] for each in added] if own else [(added[0][0]["layer1.weight"] + added[1][0]["layer1.weight"]) / 2] * 2
+    expert = (
+        [each[0]["layer1.weight"] for each in added] if own else [(added[0][0]["layer1.weight"] + added[1][0]["layer1.weight"]) / 2] * 2
+    )
     rows = trained(added, [{"layer0.weight": mean, "layer1.weight": each} for each in expert])
     for rank, each in enumerate(rows):
         each["before"] = each["parameters"] = {"layer0.weight": sketched(W), "layer1.weight": sketched(W * (1 + rank))}
@@ -114,7 +119,10 @@ def test_what_is_no_expert_is_a_replica(exchanged: bool, own: bool) -> None:
 
 
 def test_running_statistics_that_differ_are_found_where_they_are_used() -> None:
-    rows = [[row("ddp", "train.py:8", broadcast_buffers=False), statistics(W * (1 + rank), training=False, grad=False), stepped()] for rank in range(2)]
+    rows = [
+        [row("ddp", "train.py:8", broadcast_buffers=False), statistics(W * (1 + rank), training=False, grad=False), stepped()]
+        for rank in range(2)
+    ]
     finding = only(check_replicas(given(*rows)))
     assert (finding.cause, finding.line) == (Cause.BUFFERS_DIFFER, "train.py:8")
     assert finding.evidence == "in an evaluation BatchNorm's running statistics differ by 0.5 of their size from rank to rank"
@@ -134,7 +142,9 @@ def test_statistics_of_other_calls_are_not_compared() -> None:
 
 
 def test_a_buffer_that_differs_is_found_unless_it_is_broadcast() -> None:
-    rows = [[row("ddp", "train.py:8", broadcast_buffers=False), stepped(buffers={"codebook": sketched(W * (1 + rank))})] for rank in range(2)]
+    rows = [
+        [row("ddp", "train.py:8", broadcast_buffers=False), stepped(buffers={"codebook": sketched(W * (1 + rank))})] for rank in range(2)
+    ]
     finding = only(check_replicas(given(*rows)))
     assert (finding.cause, finding.step, list(finding.names)) == (Cause.BUFFERS_DIFFER, 0, ["codebook"])
     for each in rows:

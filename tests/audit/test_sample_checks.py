@@ -102,6 +102,18 @@ def test_samples_that_come_twice_on_a_rank_are_found() -> None:
     assert finding.evidence.endswith("rank 0 was given 16 of 32 samples that it had already (2 loader workers)")
 
 
+@pytest.mark.parametrize(("ranks", "step", "held", "found"), [(2, 4, 64, True), (2, 2, 64, False), (4, 16, 64, True), (2, 4, 0, False)])
+def test_a_stream_that_is_split_over_the_ranks_twice_is_found(ranks: int, step: int, held: int, found: bool) -> None:
+    """By a library, and by the dataset itself. `step`: the distance of a rank's samples; `held`: the items in it."""
+    stream = dataset(iterable=True, length=None, held=held)
+    parts = [range(rank * step // ranks, 64, step) for rank in range(ranks)]
+    rows = [passes(part, contents=[[f"row {each}" for each in part]], dataset=stream, batch=2) for part in parts]
+    result = check(*rows)
+    assert causes(result) == ({Cause.SAMPLES_MISSING} if found else set())
+    if found:
+        assert f"holds 64 samples, and the ranks were given {64 // ranks} of them together, one in {ranks}" in only(result).evidence
+
+
 def test_a_few_samples_that_look_alike_are_no_finding() -> None:
     stream = dataset(iterable=True, length=None)
     texts = [["a", *map(str, range(100))], ["a", *map(str, range(100, 200))]]
@@ -197,10 +209,8 @@ def test_data_that_are_not_shuffled_have_one_order() -> None:
 
 
 def test_the_beginning_of_an_epoch_is_enough_for_its_order() -> None:
-    rows = [passes(each, sampler=SAMPLER) + passes(each[:4], sampler=SAMPLER, complete=False) for each in (ALL,)]
-    for each in rows[0][-2 - 1 :]:
-        each["number" if each["kind"] != "backward" else "pass_number"] = 1
-    assert causes(check(*rows)) == {Cause.SAME_ORDER}
+    assert causes(check(passes(ALL, ALL[:4], sampler=SAMPLER, complete=False))) == {Cause.SAME_ORDER}
+    assert not check(passes(ALL, ALL[:2], sampler=SAMPLER, complete=False)).findings, "too few to be no accident"
 
 
 # Loaders

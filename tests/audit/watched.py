@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lockstep.audit.records import Row
 from lockstep.audit.request import AuditRequest
@@ -56,15 +57,39 @@ def watch(name: str, folder: Path, *, steps: int = 1000, path: str = "", **envir
     request = AuditRequest(folder=folder, steps=steps, roots=[str(SCRIPTS)])
     places = os.pathsep.join(filter(None, [str(SITE), path]))
     done = run(script, folder, {**request.variables(), "PYTHONPATH": places, **environ})
-    return Watched(script, done.returncode, done.stdout, done.stderr, list(_records(folder, done.args[-1])))
+    return Watched(script, done.returncode, done.stdout, done.stderr, _records(folder))
+
+
+def watched(name: str, folder: Path, *, path: str = "") -> Watched:
+    """Run a script that ends by itself, with status 0."""
+    found = watch(name, folder, path=path)
+    assert found.status == 0, found.errors
+    return found
+
+
+def problems(found: Watched) -> list[str]:
+    return [row["text"] for rows in found.processes for row in rows if row["kind"] == "problem"]
+
+
+def added(row: Row) -> list[float]:
+    """The projections of what all backwards added to the first parameter."""
+    total: list[float] = np.sum([each[next(iter(row["applied"]))][:-1] for each in row["added"].values()], axis=0).tolist()
+    return total
+
+
+def applied(row: Row) -> list[float]:
+    found: list[float] = next(iter(row["applied"].values()))[:-1]
+    return found
 
 
 def run(script: Path, folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FOLDER": str(folder), **environ}
-    return subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=170, cwd=folder, check=False)
+    places = {"FOLDER": str(folder), "TMPDIR": str(folder)}  # loader workers leave a folder there
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **places, **environ}
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, cwd=folder, check=False)
 
 
-def _records(folder: Path, script: str) -> Iterator[list[Row]]:
+def _records(folder: Path) -> list[list[Row]]:
     found = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("process-*.jsonl")]
     parents = {rows[0]["pid"] for rows in found}
-    return iter(sorted(found, key=lambda rows: (rows[0]["parent"] in parents, rows[0]["pid"])))
+    return sorted(found, key=lambda rows: (rows[0]["parent"] in parents, rows[0]["pid"]))

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
 from lockstep.base import torch_private
@@ -358,6 +358,38 @@ def test_schedule_losses(group):
     stage = PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"))
     for schedule in (Schedule1F1B(stage, 1, loss_fn=print), ScheduleInterleavedZeroBubble([stage], 1, loss_fn=print)):
         assert torch_private.schedule_losses(schedule) == []
+
+
+def test_loader_classes():
+    kind, fetchers = torch_private.loader_classes()
+    for options in ({}, {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}):
+        loader = DataLoader([1, 2], **options)
+        batches = iter(loader)
+        assert isinstance(batches, kind)
+        assert list(batches) == [1, 2]
+        torch_private.shut_down_workers(loader, batches if options else None)
+    assert all(callable(getattr(kind, name)) for name in ("__init__", "_reset", "_next_index", "__next__"))
+    assert not {"__next__", "_next_index"} & vars(type(batches)).keys(), "not overridden: a wrapper would see nothing"
+    used = [type(iter(DataLoader(dataset))._dataset_fetcher) for dataset in ([1, 2], Stream())]
+    assert used == list(fetchers)
+    assert all("fetch" in vars(each) for each in used)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield 1
+
+
+def test_divisor():
+    x = torch.ones(3, requires_grad=True)
+    assert [torch_private.divisor((x.sum() / by).grad_fn) for by in (4, 2.5, torch.tensor(3.0), torch.tensor([1.0, 2.0]))] == [
+        4,
+        2.5,
+        3,
+        None,
+    ]
+    assert type((x / 2).grad_fn).__name__ == "DivBackward0"
+    assert torch_private.divisor((x + 1).grad_fn) is None
 
 
 def is_private(name):

@@ -70,7 +70,8 @@ def judge(folder: Path, audit: Audit, hang: HangStacks | None) -> None:
 
 def add_result(audit: Audit, result: AreaResult) -> None:
     """Add what was seen of one area."""
-    audit.findings += map(_with_short_line, result.findings)
+    known = {finding.cause for finding in audit.findings}
+    audit.findings += [_with_short_line(finding) for finding in result.findings if finding.cause not in known]
     if result.right and not result.findings:
         audit.right[result.area] = result.right
     if result.unseen:

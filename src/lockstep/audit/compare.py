@@ -14,7 +14,7 @@ from lockstep.audit.checks.compare import check_compare
 from lockstep.audit.finding import Area, Audit
 from lockstep.audit.records import Records, read_records
 from lockstep.audit.runner import AuditOptions, run_script
-from lockstep.base.errors import LaunchError
+from lockstep.base.errors import LaunchError, say
 
 PERTURBED_RUNS = 2
 
@@ -49,6 +49,8 @@ def add_compare(audit: Audit, options: AuditOptions, compare: CompareOptions, fo
     """Run the script as often as it takes, and add what depends on the number of processes."""
 
     def run(name: str, processes: int, perturb: int = 0) -> Records | None:
+        if echo is not None:
+            say(f"lockstep audit: the script runs on {processes} process{'es' if processes > 1 else ''} ({name})")
         (folder / name).mkdir()
         arguments = [*options.arguments, *compare.arguments(processes)]
         changed = replace(options, processes=processes, arguments=arguments, perturb=perturb)

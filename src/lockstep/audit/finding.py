@@ -75,7 +75,7 @@ class Finding:
     cause: Cause
     area: Area
     evidence: str
-    """What was seen, with its numbers, ranks and samples."""
+    """The facts that were seen, with their numbers, ranks and samples."""
     line: str = ""
     """File and line of the user's script, as `train.py:12`. Empty if no line of it is concerned."""
     step: int | None = None

@@ -16,7 +16,7 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(slots=True)
 class Rank:
-    """What one rank's process did, in order."""
+    """The record of one rank's process, in order."""
 
     rank: int
     rows: list[Row] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Records:
     """The records of a run."""
 
     ranks: list[Rank] = field(default_factory=list)
-    """By rank: those that took a step or belong to the process group."""
+    """In the order of ranks: those that took a step or belong to the process group."""
     fetches: list[Row] = field(default_factory=list)
     """Reads of a dataset that drew random numbers, with `rank`, in loader workers and in ranks."""
     problems: list[str] = field(default_factory=list)

@@ -56,7 +56,8 @@ CAUSES = {
         "gradients are not reduced",
         _EQUIVALENCE,
         "call the DistributedDataParallel object, not its .module; leave no_sync before the last microbatch of a step;\n"
-        "a loop of your own must reduce every parameter: for p in model.parameters(): dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)",
+        "a loop of your own must reduce every parameter:\n"
+        "    for p in model.parameters():\n        dist.all_reduce(p.grad)\n        p.grad /= dist.get_world_size()",
     ),
     "wrong_scale": CauseText(
         "the gradient has the wrong scale",

@@ -12,8 +12,9 @@ from lockstep.audit.checks.resume import check_resume
 from lockstep.audit.finding import Area, Audit
 from lockstep.audit.records import Records, read_records
 from lockstep.audit.runner import AuditOptions, run_script
+from lockstep.base.errors import say
 
-STEPS = 4
+STEPS = 8
 """Steps that are compared after the resume."""
 
 
@@ -28,6 +29,8 @@ def add_resume(audit: Audit, options: AuditOptions, folder: Path, *, torchrun: b
         return
     _remove_new_files(whole)
     for name, steps, more in (("interrupted", saved, ()), ("resumed", STEPS, options.resume_arguments or ())):
+        if echo is not None:
+            say(f"lockstep audit: the script is {name}, for {steps} steps")
         (folder / name).mkdir()
         changed = replace(options, steps=steps, arguments=[*options.arguments, *more])
         run = run_script(changed, folder / name, torchrun=torchrun, echo=echo)

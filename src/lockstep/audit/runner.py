@@ -66,7 +66,7 @@ class AuditOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangStacks:
-    """What was seen of a script that hangs."""
+    """The stacks of a script that hangs."""
 
     seconds: float
     """Seconds without progress."""

@@ -386,41 +386,15 @@ def schedule_losses(schedule: Any) -> list[Tensor]:
     return losses
 
 
-def shard_start(tensor: Tensor) -> int | None:
-    """Return the place of a DTensor's local part in the whole one, in row-major order. None if the part is not one run
-    of elements, or is a partial sum, or if other ranks hold it as well and this one is not the first of them."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
+    """Return the class that all iterators of a `DataLoader` are subclasses of, with `_next_index` and `__next__`; and
+    those whose `fetch` reads a batch of a dataset, in a worker or in the process itself."""
+    from torch.utils.data import _utils, dataloader
 
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    coordinates = mesh.get_coordinate() or [0] * mesh.ndim
-    for place, coordinate in zip(placements, coordinates, strict=True):
-        if isinstance(place, Replicate) and coordinate == 0:
-            continue
-        if not (isinstance(place, Shard) and place.dim == 0):
-            return None
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    row = 1
-    for size in tensor.shape[1:]:
-        row *= size
-    return int(offset[0]) * row if len(offset) else 0
+    return dataloader._BaseDataLoaderIter, (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
 
 
-def loader_iterator() -> type[Any]:
-    """Return the class that all iterators of a `DataLoader` are subclasses of, with `_next_index` and `__next__`."""
-    from torch.utils.data import dataloader
-
-    return dataloader._BaseDataLoaderIter
-
-
-def fetchers() -> tuple[type[Any], ...]:
-    """Return the classes whose `fetch` reads a batch of a dataset, in a worker or in the process itself."""
-    from torch.utils.data._utils import fetch
-
-    return fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher
-
-
-def divisor(node: Any) -> Any:
-    """Return the number by which a node of the autograd graph divides; None if it divides by a tensor that requires
-    no saving."""
-    return getattr(node, "_saved_other", None)
+def divisor(node: Any) -> float | None:
+    """Return the number by which a division in the autograd graph divides; None if it is no number in host memory."""
+    other = getattr(node, "_saved_other", None)
+    return float(other) if isinstance(other, Tensor) and other.numel() == 1 and other.device.type == "cpu" else None

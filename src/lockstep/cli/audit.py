@@ -21,7 +21,6 @@ from lockstep.cli.work_folder import ended_by_signals, work_folder
 if TYPE_CHECKING:
     from lockstep.audit.compare import CompareOptions
     from lockstep.audit.finding import Audit, Finding
-    from lockstep.audit.runner import LauncherChoice
 
 _WIDTH = 100
 """Columns where there is no terminal."""
@@ -49,7 +48,9 @@ def _compare_options(compare: list[int] | None, global_batch: int | None, per_ra
 
 
 @click.command("audit", context_settings={"allow_interspersed_args": False})
-@click.option("--nproc", default=2, show_default=True, type=click.IntRange(min=1), metavar="N", help="Processes to run the script on.")
+@click.option(
+    "--nproc", "processes", default=2, show_default=True, type=click.IntRange(min=1), metavar="N", help="Processes to run the script on."
+)
 @click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1), metavar="K", help="Optimizer steps to look at.")
 @click.option(
     "--hang-after",
@@ -99,9 +100,6 @@ def _compare_options(compare: list[int] | None, global_batch: int | None, per_ra
 @click.option("--keep", type=click.Path(file_okay=False), metavar="DIR", help="Keep the records of all processes in this new directory.")
 @script_arguments()
 def command(
-    nproc: int,
-    steps: int,
-    launcher: LauncherChoice,
     compare: list[int] | None,
     global_batch: int | None,
     per_rank_batch: str | None,
@@ -112,7 +110,7 @@ def command(
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
-    **limits: Any,
+    **given: Any,
 ) -> int:
     """Say what is wrong with a training script that does not use lockstep.
 
@@ -141,20 +139,12 @@ def command(
     from lockstep.audit.run import run_audit
     from lockstep.audit.runner import AuditOptions
 
-    options = AuditOptions(
-        script=script,
-        arguments=arguments,
-        is_module=is_module,
-        processes=nproc,
-        steps=steps,
-        launcher=launcher,
-        resume_arguments=None if resume_args is None else shlex.split(resume_args),
-        **limits,
-    )
+    resume = None if resume_args is None else shlex.split(resume_args)
+    options = AuditOptions(script=script, arguments=arguments, is_module=is_module, resume_arguments=resume, **given)
     compared = _compare_options(compare, global_batch, per_rank_batch)
     with ended_by_signals(), work_folder(keep, "lockstep-audit-", "records") as folder:
         if not as_json:
-            say(f"lockstep audit: {script}, {steps} optimizer steps; its output follows")
+            say(f"lockstep audit: {script}, {options.steps} optimizer steps; its output follows")
         audit = run_audit(options, folder, compare=compared, echo=None if as_json or sys.stderr is None else sys.stderr.buffer)
     if html is not None:
         _write_page(Path(html), audit, options.root)

@@ -58,8 +58,8 @@ model.eval()
 with torch.no_grad():
     model(x)  # evaluation
 F.cross_entropy(model(x), y).backward()  # backward in eval mode
-ones = torch.ones(64)
-defaults = [name for name in ("dropout", "alpha_dropout", "feature_alpha_dropout") if not torch.equal(getattr(F, name)(ones.view(8, 8)), ones.view(8, 8))]
+ones = torch.ones(8, 8)
+defaults = [name for name in ("dropout", "alpha_dropout", "feature_alpha_dropout") if not torch.equal(getattr(F, name)(ones), ones)]
 F.dropout(ones, 0.0)
 
 # Files
@@ -102,4 +102,5 @@ F.cross_entropy = lambda *args, **kwargs: calls.append("loss") or original_loss(
 F.cross_entropy(small(x), y).backward()  # loss replaced
 sums = [float(p.detach().double().sum()) for p in model.parameters()]
 dist.destroy_process_group()
-print(json.dumps({"defaults": defaults, "errors": errors, "calls": calls, "sums": sums, "mine": os.environ.get("MINE"), "random": torch.rand(1).item()}))
+found = {"defaults": defaults, "errors": errors, "calls": calls, "sums": sums, "mine": os.environ.get("MINE")}
+print(json.dumps(found | {"random": torch.rand(1).item()}))

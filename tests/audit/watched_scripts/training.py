@@ -138,4 +138,5 @@ try:
     optimizer.step()
 except RuntimeError:
     optimizer.step()  # after a failure
-print(json.dumps({"sums": [float(p.detach().double().sum()) for model in kept for p in model.parameters()], "random": torch.rand(1).item()}))
+sums = [float(p.detach().double().sum()) for model in kept for p in model.parameters()]
+print(json.dumps({"sums": sums, "random": torch.rand(1).item()}))

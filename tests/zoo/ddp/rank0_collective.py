@@ -1,8 +1,8 @@
-"""Trains a classifier under DDP; rank 0 alone evaluates and logs, and the evaluation has an all-reduce in it.
+"""Trains a classifier under DDP; rank 0 alone evaluates and logs, and the evaluation has an all-gather in it.
 
 Cause: collective_mismatch
-Source: radixark/miles #2684: a metric is all-reduced in a logging function that one rank calls, the others never
-  come.
+Source: radixark/miles #2684: a function that only one rank calls, for its log, contains a collective, and the others
+  never come to it.
 """
 
 import argparse
@@ -32,9 +32,11 @@ def evaluate(model, loader):
     for inputs, targets in loader:
         predicted = model(inputs).argmax(dim=1)
         counts += torch.tensor([(predicted == targets).sum().item(), len(targets)])
-    dist.all_reduce(counts)  # here
+    gathered = [torch.zeros(2) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, counts)  # here
     model.train()
-    return (counts[0] / counts[1]).item()
+    correct, count = torch.stack(gathered).sum(dim=0).tolist()
+    return correct / count
 
 
 def main():

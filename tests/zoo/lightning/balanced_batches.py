@@ -49,7 +49,7 @@ class Blobs(pl.LightningDataModule):
 
     def setup(self, stage):
         generator = torch.Generator().manual_seed(self.seed)
-        centres = 1.5 * torch.randn(CLASSES, 16, generator=generator)
+        centres = 0.5 * torch.randn(CLASSES, 16, generator=generator)
         labels = torch.arange(CLASSES).repeat(32)
         points = centres[labels] + torch.randn(len(labels), 16, generator=generator)
         self.train = TensorDataset(points, labels)

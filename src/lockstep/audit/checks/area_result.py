@@ -12,13 +12,21 @@ class AreaResult:
     area: Area
     findings: list[Finding] = field(default_factory=list)
     right: str = ""
-    """What was seen and is right. Empty if nothing was seen."""
+    """The facts that were seen and are right. Empty if nothing was seen."""
     unseen: list[str] = field(default_factory=list)
+    _badness: dict[Cause, float] = field(default_factory=dict)
 
     def find(self, cause: Cause, evidence: str, *, line: str = "", step: int | None = None, names: list[str] | None = None) -> None:
         """Add a finding; only the first of each cause is kept, which is the earliest."""
         if all(each.cause is not cause for each in self.findings):
             self.findings.append(Finding(cause=cause, area=self.area, evidence=evidence, line=line, step=step, names=names or []))
+
+    def find_worst(self, cause: Cause, evidence: str, *, line: str, step: int, badness: float) -> None:
+        """Add a finding in place of one of the same cause that is less bad."""
+        if badness > self._badness.get(cause, 0.0):
+            self._badness[cause] = badness
+            self.findings = [each for each in self.findings if each.cause is not cause]
+            self.find(cause, evidence, line=line, step=step)
 
     def has(self, *causes: Cause) -> bool:
         return any(each.cause in causes for each in self.findings)

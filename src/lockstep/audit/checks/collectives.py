@@ -1,4 +1,4 @@
-"""Whether all ranks call the same collectives, take as many steps, and which files they write."""
+"""Checks collectives, which all ranks call in one order, and files, which one rank writes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_collectives(records: Records, *, hung: bool, error: str) -> AreaResult
         _check_order(result, records, broken=hung or failed)
     if hung and not result.findings:
         result.find(Cause.HANG, "the ranks wait: " + "; ".join(_places(records)), line=_last_line(records.ranks[-1].rows))
-    result.right = f"{count} collectives that Python code called, in the same order on all ranks"
+    result.right = f"{count} collectives that Python code called, in the same order on all ranks" if count else ""
     result.unseen.append("collectives that DistributedDataParallel calls in C++ are not compared")
     return result
 
@@ -50,7 +50,7 @@ def check_files(records: Records) -> AreaResult:
             ranks = ", ".join(map(str, sorted(rows)))
             result.find(Cause.SAVED_BY_EVERY_RANK, f"ranks {ranks} wrote {path}", line=next(iter(rows.values()))["line"], names=[path])
     if writers:
-        result.right = f"{len(writers)} files, each saved by one rank"
+        result.right = f"files that were saved, each by one rank: {len(writers)}"
     return result
 
 

@@ -13,7 +13,7 @@ from lockstep.verify.tolerance import MINIMUM_ULPS, TOLERANCE
 from lockstep.verify.trace_reader import EPS
 
 KINDS = {"gradient": "applied", "parameter": "parameters"}
-"""What is compared in each step, in this order: the fault is in the first that differs."""
+"""Tensors that are compared in each step, in this order: the fault is in the first that differs."""
 
 
 def check_compare(reference: Records, perturbed: Sequence[Records], others: Mapping[int, Records], likely: str) -> AreaResult:
@@ -54,7 +54,7 @@ def _first_difference(
 
 
 def _differences(kind: str, runs: Sequence[Sequence[Row]], other: Sequence[Row]) -> list[tuple[float, float, str]]:
-    """Of each tensor: its distance in multiples of rounding and relative to its size, and its name."""
+    """The distance of each tensor, in multiples of rounding and relative to its size, and its name."""
     found = []
     names = [name for name in runs[0][0]["parameters"] if name in other[0]["parameters"]]
     typical = max((_norm(_tensor(kind, runs[0], name)) for name in names), default=0.0)

@@ -1,4 +1,4 @@
-"""How the gradients of all ranks enter the one that is applied: read from sketches, which are linear."""
+"""Checks gradients: the factors with which those of all ranks enter the applied one, read from linear sketches."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ NEGLIGIBLE = 1e-3
 """Factors relative to the largest one that count as zero; and gradients relative to the whole."""
 MOST_CONDITION = 1e5
 """Condition from which ranks' gradients are too alike to be told apart."""
+LEAST_ALIKE = 2
+"""Steps with equal gradients on all ranks from which they are no accident."""
 EVEN = 0.02
 """Relative difference of factors that counts as none."""
 
@@ -48,13 +50,16 @@ class Factors:
 
 def check_gradients(records: Records) -> AreaResult:
     result = AreaResult(Area.GRADIENTS)
-    seen = steps = 0
+    seen = steps = alike = 0
     for rows in records.together():
         steps += 1
         step = rows[0]["index"]
         if rows[0]["several_closures"]:
             result.unseen.append(f"{rows[0]['type']} computes several gradients in a step")
             continue
+        if broken := [name for row in rows for name, sketch in row["applied"].items() if sketch and not np.isfinite(sketch).all()]:
+            result.unseen.append(f"gradients are NaN or infinite in step {step}: {first_few(list(dict.fromkeys(broken)))}")
+            break
         _check_stale(result, rows, step)
         _check_clipping(result, rows, step)
         if len(rows) < 2:
@@ -63,6 +68,14 @@ def check_gradients(records: Records) -> AreaResult:
         _check_local_clipping(result, rows, step)
         if _check_reduction(result, rows, step):
             seen += 1
+        alike += _are_alike(rows)
+        if alike == LEAST_ALIKE:
+            result.find(
+                Cause.SAME_SAMPLES,
+                f"step {step}: the backwards of all ranks gave the same gradient, to the last digits: all ranks have the same batch",
+                line=rows[0]["backward_line"] or rows[0]["line"],
+                step=step,
+            )
     _check_wasted(result, records)
     _check_untrained(result, records)
     if steps and all(not sketch[-1] for rows in records.together() for row in rows for sketch in row["applied"].values() if sketch):
@@ -183,6 +196,12 @@ def _is_own_only(rows: Sequence[Row], rank: int, name: str) -> bool:
 def _is_reduced_after_clip(rows: Sequence[Row], rank: int, names: Sequence[str]) -> bool:
     """True if what is applied, after the clipping, is the same on all ranks."""
     return all(difference(rows[0]["applied"][name], rows[rank]["applied"][name]) < 1e-4 for name in names) and len(rows) > 1
+
+
+def _are_alike(rows: Sequence[Row]) -> bool:
+    """True if the own gradients of all ranks are equal, and not zero."""
+    names = shared_names(rows)
+    return bool(names) and any(own_sums(rows[0], names)[name].any() for name in names) and all(_is_same(rows, name) for name in names)
 
 
 def _matters(rows: Sequence[Row], rank: int, name: str) -> bool:

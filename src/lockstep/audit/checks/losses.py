@@ -32,7 +32,7 @@ class Term:
     count: float
     """Targets, or elements."""
     weight: float
-    """Of each target in what the backward began from: not reduced yet."""
+    """The weight of each target in the loss that the backward began from: not reduced yet."""
 
 
 def check_losses(records: Records) -> AreaResult:
@@ -94,12 +94,13 @@ def _check_weights(result: AreaResult, rows: Sequence[Row], terms: Sequence[Term
         return
     step = rows[0]["index"]
     off = "" if error is None else f"; the gradient is off by {error:.2g} of its size"
-    result.find(
+    result.find_worst(
         Cause.MEAN_OF_MEANS,
         f"step {step}: between {min(counts):.0f} and {max(counts):.0f} targets a microbatch, each microbatch with its own mean: a target "
         f"counts up to {max(weights) / min(weights):.3g} times as much as another{off}",
         line=terms[0].place[0],
         step=step,
+        badness=max(weights) / min(weights) - 1 if error is None else error,
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether each rank, worker and step draws random numbers of its own, and what depends on train and eval mode."""
+"""Checks random numbers, of which each rank, worker and step draws its own, and train and eval mode."""
 
 from __future__ import annotations
 

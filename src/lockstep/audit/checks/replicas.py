@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same model: parameters, optimizer states, buffers, running statistics."""
+"""Checks that all ranks hold the same model: parameters, optimizer states, buffers, running statistics."""
 
 from __future__ import annotations
 

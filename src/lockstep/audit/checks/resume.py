@@ -1,8 +1,9 @@
-"""Whether a resumed run goes on as the run without interruption did."""
+"""Checks that a resumed run goes on as the run without interruption did."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.finding import Area, Cause
@@ -27,15 +28,25 @@ def check_resume(whole: Records, interrupted: Records, resumed: Records, saved: 
             continue
         line = _load_line(again) or first["line"]
         _check_tensors(result, before, first, rank.rank, line)
-        if first["lr"] != after["lr"]:
-            texts = f"{after['lr'][0]} without interruption, {first['lr'][0]} resumed"
-            result.find(Cause.RESUME_SCHEDULE, f"rank {rank.rank}: the learning rate of step {saved} is {texts}", line=line, step=saved)
+        _check_rates(result, rank, again, saved, line)
         if _samples(rank)[: len(_samples(stopped))] == _samples(stopped):
             _check_batches(result, rank, again, after, first, saved)
         else:
             result.unseen.append("each start of the script has other samples (no seed): whether a resume repeats some cannot be seen")
     result.right = f"the script goes on after step {saved} as the run without interruption did"
     return result
+
+
+def _check_rates(result: AreaResult, rank: Rank, again: Rank, saved: int, line: str) -> None:
+    """Compare the learning rates of all steps after the resume: an optimizer's state has that of the first one."""
+    rates = {(row["optimizer"], row["index"]): row["lr"] for row in rank.steps}
+    for row in again.steps:
+        step = saved + row["index"]
+        expected: Any = rates.get((row["optimizer"], step), row["lr"])
+        if row["lr"] != expected:
+            texts = f"{expected[0]} without interruption, {row['lr'][0]} resumed"
+            result.find(Cause.RESUME_SCHEDULE, f"rank {rank.rank}: the learning rate of step {step} is {texts}", line=line, step=step)
+            return
 
 
 def _samples(rank: Rank) -> list[list[object]]:

@@ -78,7 +78,8 @@ def check_samples(records: Records) -> AreaResult:
             _check_orders(result, loader)
     if all(len(loader.passes) < 2 for loader in loaders if loader.is_training):
         result.unseen.append("one epoch at most was begun: its order cannot be compared with the next one's (more --steps)")
-    result.right = f"{seen} samples in {sum(len(loader.passes) for loader in loaders)} passes, each on one rank"
+    passes = sum(len(loader.passes) for loader in loaders)
+    result.right = f"{seen} samples, in passes over the data: {passes}; none on two ranks, and none twice in a pass"
     return result
 
 

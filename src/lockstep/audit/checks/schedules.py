@@ -1,4 +1,4 @@
-"""Whether the learning rate follows the optimizer's steps, and is the same on all ranks."""
+"""Checks that the learning rate follows the optimizer's steps, and is the same on all ranks."""
 
 from __future__ import annotations
 

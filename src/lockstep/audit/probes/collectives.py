@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.audit.probes.gradients import is_compiling
-from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 
 NAMES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter"),
@@ -22,7 +22,7 @@ SHAPED = {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce
 
 
 class Collectives:
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: RecordWriter) -> None:
         self._recorder = recorder
         self._depth = 0
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 from lockstep.audit.probes.sketch import sketch
 from lockstep.base import torch_private
 
@@ -36,7 +36,7 @@ class Watched:
 
 
 class Gradients:
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: RecordWriter) -> None:
         self._recorder = recorder
         self._watched: dict[int, Watched] = {}
         self._parameters: dict[int, Tensor] = {}  # kept: the id of a parameter that is gone may be given to another one
@@ -123,8 +123,26 @@ def local_sketch(tensor: Tensor) -> tuple[Sketch | None, bool]:
     not add up to the whole with those of other ranks alone."""
     if not torch_private.is_distributed(tensor):
         return sketch(tensor), False
-    first = torch_private.shard_start(tensor)
+    first = shard_start(tensor)
     return (None, True) if first is None else (sketch(torch_private.to_local(tensor), first), True)
+
+
+def shard_start(tensor: Any) -> int | None:
+    """Return the place of a DTensor's local part in the whole one, in row-major order.
+
+    None if the part is not one run of rows, or if other ranks hold it as well and this one is not the first of them.
+    """
+    coordinates = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+    rows, first = tensor.shape[0] if tensor.dim() else 1, 0
+    for axis, (place, coordinate) in enumerate(zip(tensor.placements, coordinates, strict=True)):
+        if place.is_replicate() and coordinate == 0:
+            continue
+        if not place.is_shard(0):
+            return None
+        part = -(-rows // tensor.device_mesh.size(axis))  # as torch.chunk splits
+        first += min(coordinate * part, rows)
+        rows = max(0, min(part, rows - coordinate * part))
+    return int(first * (tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1))
 
 
 def scalar(value: Any) -> float | None:
@@ -147,8 +165,8 @@ def divisors(root: Tensor) -> list[float]:
     for _ in range(12):
         if node is None:
             break
-        if type(node).__name__ == "DivBackward0" and isinstance(number := torch_private.divisor(node), int | float):
-            found.append(float(number))
+        if type(node).__name__ == "DivBackward0" and (number := scalar(torch_private.divisor(node))) is not None:
+            found.append(number)
         following = [each for each, _ in node.next_functions if each is not None]
         node = following[0] if len(following) == 1 else None
     return found

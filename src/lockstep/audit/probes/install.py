@@ -15,8 +15,8 @@ from lockstep.audit.probes.losses import Losses
 from lockstep.audit.probes.models import Models
 from lockstep.audit.probes.modes import Modes
 from lockstep.audit.probes.optimizers import Optimizers
-from lockstep.audit.probes.recorder import Recorder, guarded, wrap
-from lockstep.audit.probes.schedules import Files, Schedules, Seeds
+from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
+from lockstep.audit.probes.schedules import SavedFiles, Schedules, Seeds
 from lockstep.audit.request import AuditRequest
 
 _installed: list[Probes] = []
@@ -24,14 +24,14 @@ _installed: list[Probes] = []
 
 class Probes:
     def __init__(self, request: AuditRequest) -> None:
-        self.recorder = recorder = Recorder(request)
+        self.recorder = recorder = RecordWriter(request)
         self.gradients = Gradients(recorder)
         self.models = Models(recorder)
         self.optimizers = Optimizers(recorder, self.gradients, self.models)
         self.loaders = Loaders(recorder)
         self.losses = Losses(recorder, self.gradients)
         self.modes = Modes(recorder, self.loaders)
-        self.others = [Collectives(recorder), *(kind(recorder, self.optimizers) for kind in (Schedules, Seeds, Files))]
+        self.others = [Collectives(recorder), *(kind(recorder, self.optimizers) for kind in (Schedules, Seeds, SavedFiles))]
 
     def install(self) -> None:
         for each in (self.models, self.optimizers, self.loaders, self.losses, self.modes, *self.others):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
-from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 from lockstep.base import accelerator, torch_private
 
 MOST_SAMPLES = 512
@@ -27,7 +27,7 @@ FETCHES = 3
 
 
 class Loaders:
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: RecordWriter) -> None:
         self._recorder = recorder
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -44,14 +44,14 @@ class Loaders:
         """The state of torch's generator when it came."""
 
     def install(self) -> None:
-        guard, iterator = self._recorder, torch_private.loader_iterator()
+        guard, (iterator, fetchers) = self._recorder, torch_private.loader_classes()
         wrap(DataLoader, "__init__", after=guarded(guard, self._after_init))
         wrap(DataLoader, "__iter__", before=guarded(guard, self._before_iter), after=guarded(guard, self._after_iter))
         for name in ("__init__", "_reset"):  # both before indices are drawn ahead for workers
             wrap(iterator, name, before=guarded(guard, self._before_indices))
         wrap(iterator, "_next_index", after=guarded(guard, self._after_index))
         self._wrap_next(iterator)
-        for fetcher in torch_private.fetchers():
+        for fetcher in fetchers:
             self._wrap_fetch(fetcher)
 
     def _after_init(self, _: Any, loader: Any, *__: Any, **___: Any) -> None:
@@ -234,7 +234,7 @@ def held_items(dataset: Any, depth: int = 0) -> int:
 
 
 def _held(value: Any, depth: int = 0) -> str:
-    """What an attribute of a dataset holds, so that equal ones have equal texts."""
+    """A text of an attribute of a dataset, equal for equal values."""
     if isinstance(value, Tensor):
         return _digest([value.detach().cpu()])
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":

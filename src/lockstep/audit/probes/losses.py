@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.audit.probes.gradients import Gradients, is_compiling
-from lockstep.audit.probes.recorder import Recorder, guarded
+from lockstep.audit.probes.recorder import RecordWriter, guarded
 
 CLASSIFICATION = ("cross_entropy", "nll_loss")
 ELEMENTS = (
@@ -25,7 +25,7 @@ ELEMENTS = (
 
 
 class Losses:
-    def __init__(self, recorder: Recorder, gradients: Gradients) -> None:
+    def __init__(self, recorder: RecordWriter, gradients: Gradients) -> None:
         self._recorder, self._gradients = recorder, gradients
         self._waiting: list[dict[str, Any]] = []
         self._depth = 0

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")
 """Parts of names that wrappers add."""
 
 
 class Models:
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: RecordWriter) -> None:
         self._recorder = recorder
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lockstep.audit.probes.gradients import is_compiling
 from lockstep.audit.probes.loaders import Loaders
-from lockstep.audit.probes.recorder import Recorder, guarded
+from lockstep.audit.probes.recorder import RecordWriter, guarded
 from lockstep.audit.probes.sketch import sketch
 
 DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
@@ -21,7 +21,7 @@ MOST_STATISTICS = 8
 
 
 class Modes:
-    def __init__(self, recorder: Recorder, loaders: Loaders) -> None:
+    def __init__(self, recorder: RecordWriter, loaders: Loaders) -> None:
         self._recorder, self._loaders = recorder, loaders
         loaders.on_batch.append(lambda: self.take())
         self.calls = {"train": 0, "eval": 0, "off": 0}

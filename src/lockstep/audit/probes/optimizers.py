@@ -13,14 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lockstep.audit.probes.gradients import Gradients, Sketch, local_sketch, scalar
 from lockstep.audit.probes.models import Models
-from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 from lockstep.audit.probes.sharded_trial import updates_shards_as_wholes
 from lockstep.base import torch_private
 from lockstep.verify.perturb import perturb_parameters
 
 
 class Optimizers:
-    def __init__(self, recorder: Recorder, gradients: Gradients, models: Models) -> None:
+    def __init__(self, recorder: RecordWriter, gradients: Gradients, models: Models) -> None:
         self._recorder, self._gradients, self._models = recorder, gradients, models
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._steps: dict[int, int] = {}

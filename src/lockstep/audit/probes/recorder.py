@@ -22,7 +22,7 @@ _LIBRARIES = tuple({os.path.realpath(path) for path in (os.path.dirname(os.__fil
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Recorder:
+class RecordWriter:
     """The record of this process. Made once; a forked child goes on with a file of its own."""
 
     def __init__(self, request: AuditRequest) -> None:
@@ -102,7 +102,7 @@ def _end_children() -> None:
             child.kill()
 
 
-def guarded(recorder: Recorder, function: Function) -> Function:
+def guarded(recorder: RecordWriter, function: Function) -> Function:
     """Return `function` with its exceptions noted, not raised: a fault of a probe is not one of the script."""
 
     @functools.wraps(function)

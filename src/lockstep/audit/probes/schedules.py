@@ -11,11 +11,11 @@ import torch
 from torch.optim import lr_scheduler
 
 from lockstep.audit.probes.optimizers import Optimizers
-from lockstep.audit.probes.recorder import Recorder, guarded, wrap
+from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 
 
 class Schedules:
-    def __init__(self, recorder: Recorder, optimizers: Optimizers) -> None:
+    def __init__(self, recorder: RecordWriter, optimizers: Optimizers) -> None:
         self._recorder, self._optimizers = recorder, optimizers
         self._depth = 0  # of schedules that step others; and 1 while a schedule is made, which steps it too
 
@@ -68,7 +68,7 @@ def horizon(schedule: Any) -> int | None:
 class Seeds:
     """Watches `torch.manual_seed`."""
 
-    def __init__(self, recorder: Recorder, optimizers: Optimizers) -> None:
+    def __init__(self, recorder: RecordWriter, optimizers: Optimizers) -> None:
         self._recorder, self._optimizers = recorder, optimizers
 
     def install(self) -> None:
@@ -81,10 +81,10 @@ class Seeds:
             self._recorder.write("seed", seed=int(seed), line=line, step=self._optimizers.steps)
 
 
-class Files:
+class SavedFiles:
     """Watches `torch.save` and `torch.load`."""
 
-    def __init__(self, recorder: Recorder, optimizers: Optimizers) -> None:
+    def __init__(self, recorder: RecordWriter, optimizers: Optimizers) -> None:
         self._recorder, self._optimizers = recorder, optimizers
 
     def install(self) -> None:

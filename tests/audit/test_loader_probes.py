@@ -1,0 +1,133 @@
+"""The probes of loaders see the samples of each batch, the passes, and the random numbers that reads of data draw."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from audit.watched import Watched, problems, watched
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from lockstep.audit.probes.loaders import describe, digests
+from lockstep.audit.records import Row
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    return watched("data.py", tmp_path_factory.mktemp("records"))
+
+
+def test_no_probe_fails(data: Watched) -> None:
+    assert problems(data) == []
+
+
+def passed(data: Watched, mark: str) -> list[list[Row]]:
+    """The batches of each pass of the loader that was made at a line."""
+    begun = data.rows("pass", mark)
+    assert begun
+    return [[row for row in data.rows("batch") if (row["loader"], row["number"]) == (each["loader"], each["number"])] for each in begun]
+
+
+def indices(batches: list[Row]) -> list[list[int]]:
+    return [row["indices"] for row in batches]
+
+
+def test_indices_are_those_of_the_batches(data: Watched) -> None:
+    seen = data.printed["seen"]
+    shuffled = passed(data, "shuffled")
+    assert [indices(each) for each in shuffled[:2]] == seen[:2]
+    assert indices(passed(data, "subset")[0]) == [[0, 1], [2]]
+    assert data.rows("pass", "subset")[0]["dataset"]["subset"] == [9, 3, 5]
+    assert indices(passed(data, "unbatched")[0]) == [[each] for each in range(10)]
+    assert [indices(shuffled[2])[0], indices(shuffled[2])[1]] == [seen[6][0], seen[6][2]], "two loaders in turn"
+
+
+def test_indices_of_workers_are_those_of_the_batches_in_each_pass(data: Watched) -> None:
+    assert [indices(each) for each in passed(data, "workers")] == data.printed["seen"][4:6]
+
+
+def test_a_sample_has_one_digest_wherever_it_comes(data: Watched) -> None:
+    found: dict[int, set[str]] = {}
+    for mark in ("shuffled", "workers", "left"):
+        for batch in (row for each in passed(data, mark) for row in each):
+            for index, digest in zip(batch["indices"], batch["samples"], strict=True):
+                found.setdefault(index, set()).add(digest)
+    assert {len(each) for each in found.values()} == {1}
+    assert len(set.union(*found.values())) == len(found) == 10
+    subset = [digest for row in passed(data, "subset")[0] for digest in row["samples"]]
+    assert [{each} for each in subset] == [found[index] for index in (9, 3, 5)]
+
+
+def test_the_end_of_a_pass_is_seen_unless_the_loop_was_left(data: Watched) -> None:
+    ended = {(row["loader"], row["number"]) for row in data.rows("pass_end")}
+    for mark, complete in {"shuffled": [True, True, False], "left": [False], "workers": [True, True], "stream": [True]}.items():
+        assert [(row["loader"], row["number"]) in ended for row in data.rows("pass", mark)] == complete
+
+
+def test_a_pass_names_its_lines_its_data_and_its_sampler(data: Watched) -> None:
+    first, second, _ = data.rows("pass", "shuffled")
+    assert (first["number"], second["number"], first["loader"]) == (0, 1, second["loader"])
+    assert first["loop"] == data.line("the loop")
+    assert (first["batches"], first["batch_size"], first["drop_last"], first["workers"]) == (3, 4, False, 0)
+    assert first["sampler"] == {"type": "RandomSampler", "batch_type": "BatchSampler", "replacement": False, "num_samples": 10}
+    assert (first["dataset"]["type"], first["dataset"]["length"]) == ("TensorDataset", 10)
+    assert second["dataset"] is None
+    (stream,) = data.rows("pass", "stream")
+    assert (stream["dataset"]["iterable"], stream["dataset"]["length"], stream["batches"]) == (True, None, None)
+
+
+def test_a_stream_has_contents_and_no_indices(data: Watched) -> None:
+    (batches,) = passed(data, "stream")
+    assert [row["indices"] for row in batches] == [None, None]
+    assert [len(row["samples"]) for row in batches] == [4, 2]
+    (texts,) = passed(data, "texts")
+    assert [row["samples"] for row in texts] == [[], [], []]
+
+
+def test_reads_that_draw_random_numbers_are_seen_in_the_workers(data: Watched) -> None:
+    workers = [[row for row in rows if row["kind"] == "fetch"] for rows in data.processes[1:]]
+    workers = [rows for rows in workers if rows]
+    assert sorted(rows[0]["worker"] for rows in workers) == [0, 0, 1, 1], "two workers in each of two passes"
+    assert all(set(row["drawn"]) == {"numpy"} and row["number"] <= 3 for rows in workers for row in rows)
+    assert len({row["drawn"]["numpy"] for rows in workers for row in rows}) == 8
+    assert {rows[0]["parent"] for rows in data.processes[1:]} == {data.processes[0][0]["pid"]}
+    assert data.rows("fetch") == []
+
+
+def held(*tensors: torch.Tensor) -> str:
+    digest: str = describe(TensorDataset(*tensors))["digest"]
+    return digest
+
+
+def test_datasets_are_told_apart_by_what_they_hold() -> None:
+    one = torch.arange(4.0)
+    assert held(one) == held(one.clone())
+    assert held(one) != held(one + 1)
+    assert held(torch.zeros(300_000)) == held(torch.zeros(300_000))
+    subset = describe(Subset(Subset(TensorDataset(one), [3, 1, 0]), [2, 0]))
+    assert (subset["subset"], subset["whole"], subset["whole_length"], subset["length"]) == ([0, 3], held(one), 4, 2)
+
+
+@pytest.mark.xfail(reason="of objects that a dataset holds only the class is seen: parts of ranks look alike", strict=True)
+def test_datasets_are_told_apart_by_what_their_parts_hold() -> None:
+    one = torch.arange(4.0)
+    first, second = (describe(ConcatDataset([TensorDataset(each)])) for each in (one, one + 1))
+    assert first["digest"] != second["digest"]
+
+
+def test_samples_are_told_apart_by_all_their_tensors() -> None:
+    x, y = torch.zeros(3, 2), torch.tensor([0, 1, 0])
+    first, second, third = digests([x, y])
+    assert first == third != second
+    assert digests({"x": x, "y": y.numpy(), "name": "a"}) == digests([x, y])
+    assert len(digests([x, torch.tensor(1.0)])) == 1
+    assert digests(["a", 1]) == digests([]) == []
+    assert digests(torch.zeros(2, 100_000))[0] == digests(torch.zeros(1, 100_000))[0]
+
+
+@pytest.mark.xfail(reason="the number of a loader that is gone is given to another one, which may be the number of a third", strict=True)
+def test_loaders_have_numbers_of_their_own(data: Watched) -> None:
+    rows = data.rows("pass", "made in a loop")
+    others = {row["loader"] for row in data.rows("pass") if row["line"] != data.line("made in a loop")}
+    assert not {row["loader"] for row in rows} & others
