@@ -28,7 +28,7 @@ class TrainerConfig:
 def make_dataset(seed, size=96, features=10):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
-    teacher = 2.0 * torch.randn(features, 1, generator=generator)
+    teacher = torch.randn(features, 1, generator=generator) / 2
     return TensorDataset(inputs, inputs @ teacher)
 
 
@@ -62,7 +62,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=0.05)
+    parser.add_argument("--learning-rate", type=float, default=0.1)
     parser.add_argument("--grad-norm-clip", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     config = TrainerConfig(**vars(parser.parse_args()))

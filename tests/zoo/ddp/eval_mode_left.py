@@ -77,6 +77,7 @@ def main():
         if rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}, validation loss {validation_loss:.4f}")
 
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -69,6 +69,7 @@ def main():
                 scheduler.step(validation_loss)  # here
         print(f"rank {rank}, epoch {epoch}: validation loss {validation_loss:.4f}, lr {optimizer.param_groups[0]['lr']:.4f}")
 
+    dist.barrier()
     dist.destroy_process_group()
 
 

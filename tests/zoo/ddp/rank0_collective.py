@@ -72,6 +72,7 @@ def main():
             accuracy = evaluate(model.module, test_loader)  # fault
             print(f"epoch {epoch}: loss {loss.item():.4f}, accuracy {accuracy:.3f}")
 
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -57,6 +57,7 @@ def train(rank, world_size, port, args):
             optimizer.step()  # here
         print(f"rank {rank}, epoch {epoch}: loss {loss.item():.4f}")
 
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -78,6 +78,7 @@ def main():
         if rank == 0:
             print(f"epoch {epoch}: validation loss {loss:.4f}, accuracy {accuracy:.4f}")
 
+    dist.barrier()
     dist.destroy_process_group()
 
 

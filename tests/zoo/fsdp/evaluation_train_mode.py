@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 def make_dataset(seed, size=144, features=8):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
-    return TensorDataset(inputs, (inputs[:, :4].sum(dim=1) * inputs[:, 4] > 0).long())
+    return TensorDataset(inputs, (inputs[:, :4].sum(dim=1) + inputs[:, 4].square() > 1).long())
 
 
 class Block(nn.Module):
@@ -89,6 +89,7 @@ def main():
         if rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}, test loss {test_loss:.4f}")
 
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -68,6 +68,7 @@ def main():
             optimizer.step()
         print(f"rank {rank}, epoch {epoch}: loss {loss.item():.4f}, gradient norm {grad_norm.item():.4f}")
 
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -92,6 +92,7 @@ def main():
         if rank == 0:
             print(f"epoch {epoch}: loss of the last microbatch {loss.item():.4f}")
 
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -41,6 +41,7 @@ class Probes:
 
     def _before_backward(self, roots: Any) -> None:
         root = roots if isinstance(roots, Tensor) else next(iter(roots), None)
+        self.models.note_backward()
         loader, number = self.loaders.last or (None, None)
         self.recorder.write(
             "backward",

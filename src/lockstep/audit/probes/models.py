@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,11 +22,11 @@ class Models:
         self._recorder = recorder
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
-        self._wrapped: list[DistributedDataParallel] = []
+        self._within: list[DistributedDataParallel] = []  # wrappers whose forward is running, without a backward in it
 
     def install(self) -> None:
         wrap(DistributedDataParallel, "__init__", after=guarded(self._recorder, self._after_wrap))
-        wrap(DistributedDataParallel, "forward", before=guarded(self._recorder, self._before_forward))
+        self._watch_forward()
 
     def names(self, parameters: Sequence[Tensor], *, again: bool = False) -> list[str]:
         """The names of parameters in their model, without wrappers' parts. `again`: search the models once more."""
@@ -74,9 +75,33 @@ class Models:
             find_unused_parameters=bool(wrapper.find_unused_parameters),
         )
 
-    def _before_forward(self, wrapper: DistributedDataParallel, *_: Any, **__: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and wrapper.training:
-            self._recorder.write("ddp_forward", reduces=bool(wrapper.require_backward_grad_sync), line=self._recorder.line())
+    def note_backward(self) -> None:
+        """Note a backward that begins within a forward, as in Lightning's manual optimization."""
+        for wrapper in self._within:
+            self._write_forward(wrapper)
+        self._within = []
+
+    def _watch_forward(self) -> None:
+        """A wrapper decides at the end of its forward if the backward reduces."""
+        original = DistributedDataParallel.forward
+
+        @functools.wraps(original)
+        def forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and wrapper.training):
+                return original(wrapper, *args, **kwargs)
+            self._within.append(wrapper)
+            try:
+                result = original(wrapper, *args, **kwargs)
+                if any(each is wrapper for each in self._within):
+                    guarded(self._recorder, self._write_forward)(wrapper)
+                return result
+            finally:
+                self._within = [each for each in self._within if each is not wrapper]
+
+        DistributedDataParallel.forward = forward  # type: ignore[assignment, method-assign]
+
+    def _write_forward(self, wrapper: DistributedDataParallel) -> None:
+        self._recorder.write("ddp_forward", reduces=bool(wrapper.require_backward_grad_sync), line=self._recorder.line())
 
 
 def plain(name: str) -> str:
