@@ -83,7 +83,7 @@ class Models:
 
     def _watch_forward(self) -> None:
         """A wrapper decides at the end of its forward if the backward reduces."""
-        original = DistributedDataParallel.forward
+        original: Any = DistributedDataParallel.forward
 
         @functools.wraps(original)
         def forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
