@@ -82,7 +82,12 @@ PAGES = {
         names=(
             *("lockstep.testing.pool.WorkerPool", "lockstep.testing.pool.WorkerFailed", "lockstep.testing.leaks.take"),
             *("lockstep.testing.leaks.remaining", "lockstep.testing.leaks.compare", "lockstep.testing.leaks.Snapshot"),
-            *("lockstep.testing.leaks.Exempt", "lockstep.testing.audit.audit", "lockstep.audit.finding.Audit", "lockstep.audit.finding.Finding"),
+            *(
+                "lockstep.testing.leaks.Exempt",
+                "lockstep.testing.audit.audit",
+                "lockstep.audit.finding.Audit",
+                "lockstep.audit.finding.Finding",
+            ),
         ),
     ),
 }

@@ -75,7 +75,7 @@ def test_the_divisors_of_a_loss_are_found_on_its_way() -> None:
     x = torch.ones(3, requires_grad=True)
     assert divisors((x.sum() / 4 * 2.0) / 2) == [2.0, 4.0]
     assert divisors(x.mean()) == []
-    assert divisors(x.sum() / torch.tensor(3.0)) == []
+    assert divisors(x.sum() / torch.tensor(3.0)) == [3.0]
     assert divisors(torch.ones(())) == []
 
 

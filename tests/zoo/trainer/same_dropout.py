@@ -39,7 +39,16 @@ def main() -> None:
 
     set_seed(args.seed)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
     )
     model = GPT2LMHeadModel(config)
     with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,18 @@ from lockstep.audit.probes.sketch import sketch
 DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
 MOST_STATISTICS = 8
 """Calls of BatchNorm between two backwards, or evaluation batches, whose statistics are recorded."""
+
+
+class Arguments:
+    """Some arguments of a function, by name, from a call of it."""
+
+    def __init__(self, function: Callable[..., Any], *names: str) -> None:
+        parameters = inspect.signature(function).parameters
+        self._places = [(name, list(parameters).index(name), parameters[name].default) for name in names]
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The values of the arguments in a call, or their defaults."""
+        return [kwargs.get(name, args[place] if place < len(args) else default) for name, place, default in self._places]
 
 
 class Modes:
@@ -43,33 +56,36 @@ class Modes:
         return taken
 
     def _watched_dropout(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        values = Arguments(original, "input", "p", "training")
+
         @functools.wraps(original)
-        def dropout(input: Tensor, p: float = 0.5, training: bool = True, *args: Any, **kwargs: Any) -> Tensor:
-            if not is_compiling() and p:
-                guarded(self._recorder, self._note)("dropout", training)
-                self.calls["off"] += not training and torch.is_grad_enabled() and input.requires_grad
-            return original(input, p, training, *args, **kwargs)
+        def dropout(*args: Any, **kwargs: Any) -> Tensor:
+            if not is_compiling():
+                guarded(self._recorder, self._note_dropout)(*values.of(args, kwargs))
+            return original(*args, **kwargs)
 
         return dropout
 
     def _watched_batch_norm(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        values = Arguments(original, "running_mean", "running_var", "training")
+
         @functools.wraps(original)
-        def batch_norm(
-            input: Tensor,
-            running_mean: Tensor | None,
-            running_var: Tensor | None,
-            weight: Tensor | None = None,
-            bias: Tensor | None = None,
-            training: bool = False,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Tensor:
-            if not is_compiling() and running_mean is not None:
-                guarded(self._recorder, self._note)("batch_norm", training)
-                guarded(self._recorder, self._note_statistics)(running_mean, running_var, training)
-            return original(input, running_mean, running_var, weight, bias, training, *args, **kwargs)
+        def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
+            if not is_compiling():
+                guarded(self._recorder, self._note_batch_norm)(*values.of(args, kwargs))
+            return original(*args, **kwargs)
 
         return batch_norm
+
+    def _note_dropout(self, input: Tensor, p: float, training: bool) -> None:
+        if p:
+            self._note("dropout", training)
+            self.calls["off"] += not training and torch.is_grad_enabled() and input.requires_grad
+
+    def _note_batch_norm(self, mean: Tensor | None, variance: Tensor | None, training: bool) -> None:
+        if mean is not None:
+            self._note("batch_norm", training)
+            self._note_statistics(mean, variance, training)
 
     def _note(self, what: str, training: bool) -> None:
         """Count a call, and write the first of each pass with its mode."""
