@@ -109,7 +109,6 @@ def test_datasets_are_told_apart_by_what_they_hold() -> None:
     assert (subset["subset"], subset["whole"], subset["whole_length"], subset["length"]) == ([0, 3], held(one), 4, 2)
 
 
-@pytest.mark.xfail(reason="of objects that a dataset holds only the class is seen: parts of ranks look alike", strict=True)
 def test_datasets_are_told_apart_by_what_their_parts_hold() -> None:
     one = torch.arange(4.0)
     first, second = (describe(ConcatDataset([TensorDataset(each)])) for each in (one, one + 1))
@@ -126,7 +125,6 @@ def test_samples_are_told_apart_by_all_their_tensors() -> None:
     assert digests(torch.zeros(2, 100_000))[0] == digests(torch.zeros(1, 100_000))[0]
 
 
-@pytest.mark.xfail(reason="the number of a loader that is gone is given to another one, which may be the number of a third", strict=True)
 def test_loaders_have_numbers_of_their_own(data: Watched) -> None:
     rows = data.rows("pass", "made in a loop")
     others = {row["loader"] for row in data.rows("pass") if row["line"] != data.line("made in a loop")}

@@ -189,5 +189,5 @@ def test_a_file_that_several_ranks_write_is_found() -> None:
 def test_files_of_one_rank_each_are_right() -> None:
     result = check_files(given([save("/tmp/a.pt"), save("/tmp/a.pt")], [save("/tmp/b.pt")]))
     assert not result.findings
-    assert result.right == "2 files, each saved by one rank"
+    assert result.right == "files that were saved, each by one rank: 2"
     assert check_files(given([], [])).right == ""

@@ -134,31 +134,24 @@ def test_a_critic_whose_gradients_are_set_to_none_later_has_no_stale_ones(traini
     assert [row["stale"] for row in training.rows("step", "the maker")] == [[]] * 4
 
 
-@pytest.mark.xfail(reason="gradients that another backward added to, and that were then set to zero, are said to be stale", strict=True)
 def test_a_critic_whose_gradients_are_set_to_zero_later_has_no_stale_ones(training: Watched) -> None:
     assert [row["stale"] for row in training.rows("step", "the critic")[2:]] == [[], []]
 
 
-@pytest.mark.xfail(reason="what was added before the gradients were cleared is still in the record", strict=True)
 def test_what_was_cleared_is_not_added(training: Watched) -> None:
     for row in training.rows("step", "the critic"):
         assert added(row) == pytest.approx(applied(row), rel=1e-4)
 
 
-@pytest.mark.xfail(reason="autograd.grad runs the hooks of parameters and adds nothing to their gradients", strict=True)
 def test_autograd_grad_adds_nothing(training: Watched) -> None:
     row = training.step("after autograd.grad")
     assert added(row) == pytest.approx(applied(row), rel=1e-4)
 
 
-@pytest.mark.xfail(reason="a step that raises is never ended: no later one is seen", strict=True)
 def test_steps_after_a_failed_one_are_seen(training: Watched) -> None:
     assert training.rows("step", "after a failure")
 
 
-@pytest.mark.xfail(
-    reason="the number of an optimizer that is gone is given to another one, which may be the number of a third", strict=True
-)
 def test_optimizers_have_numbers_of_their_own(training: Watched) -> None:
     rows = training.rows("step", "one after the other")
     assert [row["index"] for row in rows] == [0, 0, 0]

@@ -53,7 +53,7 @@ def _table(findings: Sequence[Finding]) -> str:
         f'<td class="number">{"" if each.step is None else each.step}</td></tr>'
         for number, each in enumerate(findings, 1)
     )
-    head = '<tr><th class="number"></th><th>finding</th><th>line</th><th class="number">first step</th></tr>'
+    head = '<tr><th class="number"></th><th>finding</th><th>line</th><th class="number">step</th></tr>'
     return f'<div class="wide"><table>{head}{rows}</table></div>' if findings else ""
 
 

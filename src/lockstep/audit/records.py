@@ -107,7 +107,7 @@ def difference(one: list[float] | None, other: list[float] | None) -> float:
     """The distance of two tensors, relative to the larger one, as their sketches tell it."""
     first, second = vector(one), vector(other)
     if first is None or second is None or one is None or other is None:
-        return 0.0 if one == other or one is None or other is None else float("inf")
+        return float("inf") if (first is None) != (second is None) and one is not None and other is not None else 0.0
     largest = max(size(one), size(other))
     return float(np.sqrt(np.mean((first - second) ** 2))) / largest if largest else 0.0
 

@@ -1,4 +1,4 @@
-"""Trains an MLP on tabular data with accelerate; each microbatch waits for all processes, so accumulation saves nothing.
+"""Trains an MLP on tables with accelerate; each microbatch waits for all processes, so accumulation saves nothing.
 
 Cause: reduced_every_microbatch
 Source: the habit of accumulating by a counter, which is right on one process; accelerate's guide on gradient

@@ -36,9 +36,9 @@ class BalancedBatches(Sampler):
         yield from batches[self.rank :: self.world_size]  # clean
 
     def __len__(self):
-        batches = len(self.members[0]) // self.per_class
-        return batches  # fault
-        return batches // self.world_size  # clean
+        per_epoch = len(self.members[0]) // self.per_class
+        return per_epoch  # fault
+        return per_epoch // self.world_size  # clean
 
 
 class Blobs(pl.LightningDataModule):

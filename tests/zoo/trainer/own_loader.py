@@ -1,8 +1,8 @@
 """Trains a regression with the Trainer and a loader of its own; both processes train on the same batches.
 
 Cause: same_samples
-Source: the habit of overriding get_train_dataloader with a plain DataLoader. The Trainer sets one seed on all processes,
-so all shuffle alike; huggingface/transformers issue 34365 shows how unclear it is who splits the data
+Source: the habit of overriding get_train_dataloader with a plain DataLoader: the Trainer sets one seed everywhere, so
+all shuffle alike. huggingface/transformers issue 34365 shows how unclear it is who splits the data
 """
 
 import argparse
@@ -42,15 +42,10 @@ class PriceTrainer(Trainer):
     """Keeps the last batch out if it is not whole."""
 
     def get_train_dataloader(self) -> DataLoader:
-        loader = DataLoader(  # here
-            self.train_dataset,
-            batch_size=self.args.per_device_train_batch_size,
-            shuffle=True,
-            drop_last=True,
-            collate_fn=self.data_collator,
-        )
-        return loader  # fault
-        return self.accelerator.prepare(loader)  # clean
+        batch_size = self.args.per_device_train_batch_size
+        options = {"batch_size": batch_size, "shuffle": True, "drop_last": True, "collate_fn": self.data_collator}
+        return DataLoader(self.train_dataset, **options)  # fault
+        return self.accelerator.prepare(DataLoader(self.train_dataset, **options))  # clean
 
 
 def main() -> None:

@@ -62,7 +62,6 @@ def main() -> None:
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
             average_tokens_across_devices=False,  # fault
-            average_tokens_across_devices=True,  # clean
             learning_rate=args.lr,
             logging_strategy="epoch",
             save_strategy="no",

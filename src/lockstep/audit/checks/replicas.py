@@ -32,7 +32,7 @@ def check_replicas(records: Records) -> AreaResult:
     _check_statistics(result, records)
     if not any(row.get("broadcast_buffers") for rank in records.ranks for row in rank.of("ddp")):
         for rows in steps:
-            _check_buffers(result, rows)
+            _check_buffers(result, rows, _wrap_line(records))
     names = [name for name in rows[0]["parameters"] if name not in own]
     result.right = f"{len(names)} parameters are the same on all ranks after each of {len(steps)} steps"
     if own:
@@ -99,12 +99,11 @@ def _check_statistics(result: AreaResult, records: Records) -> None:
                 difference(one, other) for each in others[1:] for one, other in zip(others[0]["sketches"], each["sketches"], strict=False)
             )
             if worst > 1e-4:
-                wrapped = [row["line"] for row in records.ranks[0].of("ddp") if not row["broadcast_buffers"]]
                 where = "in an evaluation" if not others[0]["training"] else "in training"
                 result.find(
                     Cause.BUFFERS_DIFFER,
                     f"{where} BatchNorm's running statistics differ by {worst:.2g} of their size from rank to rank",
-                    line=wrapped[0] if wrapped else others[0]["line"],
+                    line=_wrap_line(records) or others[0]["line"],
                 )
 
 
@@ -115,7 +114,12 @@ def _statistics(rows: Iterable[Row]) -> dict[tuple[object, ...], list[Row]]:
     return found
 
 
-def _check_buffers(result: AreaResult, rows: Sequence[Row]) -> None:
+def _wrap_line(records: Records) -> str:
+    """The line that wrapped a model without its buffers being sent to all ranks; empty if none did."""
+    return next((str(row["line"]) for row in records.ranks[0].of("ddp") if not row["broadcast_buffers"]), "")
+
+
+def _check_buffers(result: AreaResult, rows: Sequence[Row], line: str) -> None:
     names = [name for name in rows[0]["buffers"] if name.rpartition(".")[2] not in STATISTICS]
     worst, name = _worst(rows, "buffers", names)
     if worst > DRIFT:
@@ -123,7 +127,7 @@ def _check_buffers(result: AreaResult, rows: Sequence[Row]) -> None:
         result.find(
             Cause.BUFFERS_DIFFER,
             f"after step {step} the buffer {name} differs by {worst:.2g} of its size from rank to rank",
-            line=rows[0]["line"],
+            line=line or rows[0]["line"],
             step=step,
             names=[name],
         )

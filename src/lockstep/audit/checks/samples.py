@@ -167,10 +167,11 @@ def _check_missing(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pas
     if len({each["digest"] for each in loader.dataset}) == 1:
         whole = loader.dataset[0]["length"]
     batch = ranks[0].begin["batch_size"] or max((len(one) for one in samples), default=1)
-    drops = ranks[0].begin["drop_last"] or loader.sampler.get("drop_last")
+    sampler, own = loader.sampler, loader.dataset[0]["length"] or 0
+    is_part = sampler["type"] == "SubsetRandomSampler" or sampler.get("num_samples", own) * sampler.get("num_replicas", 1) < own
+    drops = ranks[0].begin["drop_last"] or sampler.get("drop_last") or ranks[0].begin["batch_size"] is None
     allowed = batch * len(ranks) - 1 if drops else 0
-    capped = loader.sampler.get("num_samples", whole) * (loader.sampler.get("num_replicas") or len(ranks)) < whole - allowed
-    if whole and whole - len(seen) > allowed and not (capped and _draws_with_replacement(loader)):
+    if whole and whole - len(seen) > allowed and not is_part:
         result.find(
             Cause.SAMPLES_MISSING,
             f"pass {ranks[0].begin['number']} over the training data: {whole - len(seen)} of {whole} samples were given to no rank",

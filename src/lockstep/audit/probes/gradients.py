@@ -64,6 +64,12 @@ class Gradients:
         watched.added, watched.was_stepped = [], True
         return taken
 
+    def clear(self, parameters: Iterable[Tensor]) -> None:
+        """Forget what was added to gradients that have been set to zero, or to None."""
+        for parameter in parameters:
+            if (watched := self._watched.get(id(parameter))) is not None:
+                watched.added, watched.is_stale, watched.was_stepped = [], False, False
+
     def of(self, parameter: Tensor) -> tuple[Sketch | None, bool]:
         """Return the sketch of the gradient as it is now, of this rank's part of it; and whether that is a shard."""
         if parameter.grad is None:
@@ -110,8 +116,10 @@ class Gradients:
                 self._watched[key].reduced = local_sketch(parameter.grad)[0]
 
     def _see(self, parameter: Tensor, watched: Watched, gradient: Tensor) -> None:
+        if not self._depth:
+            return  # autograd.grad runs hooks too, and adds nothing to a gradient
         if parameter.grad is None:
-            watched.is_stale = False
+            watched.is_stale, watched.added = False, []
         elif watched.was_stepped:
             watched.is_stale = bool(parameter.grad.any())
         watched.was_stepped = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.audit.probes.collectives import Collectives
@@ -15,7 +17,7 @@ from lockstep.audit.probes.losses import Losses
 from lockstep.audit.probes.models import Models
 from lockstep.audit.probes.modes import Modes
 from lockstep.audit.probes.optimizers import Optimizers
-from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
+from lockstep.audit.probes.recorder import RecordWriter, guarded, originals, wrap
 from lockstep.audit.probes.schedules import SavedFiles, Schedules, Seeds
 from lockstep.audit.request import AuditRequest
 
@@ -37,6 +39,7 @@ class Probes:
         for each in (self.models, self.optimizers, self.loaders, self.losses, self.modes, *self.others):
             each.install()
         self.gradients.install_backward(guarded(self.recorder, self._before_backward))
+        _watch_torchscript()
         self.optimizers.on_step.append(self._add_to_step)
 
     def _before_backward(self, roots: Any) -> None:
@@ -58,6 +61,18 @@ class Probes:
 
     def _add_to_step(self, row: dict[str, Any]) -> None:
         row["losses"] = self.losses.take()
+
+
+def _watch_torchscript() -> None:
+    """Have TorchScript compile torch's own functions rather than probes."""
+    original = torch.jit.script
+
+    @functools.wraps(original)
+    def script(*args: Any, **kwargs: Any) -> Any:
+        with originals():
+            return original(*args, **kwargs)
+
+    torch.jit.script = script
 
 
 def after_import(module: ModuleType, request: AuditRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import sys
 import weakref
@@ -30,6 +31,7 @@ class Loaders:
     def __init__(self, recorder: RecordWriter) -> None:
         self._recorder = recorder
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._count = itertools.count()
         self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._passes: dict[int, int] = {}
         self._of: dict[int, tuple[int, int]] = {}  # by the id of an iterator: its loader and pass
@@ -61,7 +63,9 @@ class Loaders:
         self._fetches = 0
 
     def _after_iter(self, iterator: Any, loader: Any) -> None:
-        number = self._numbers.setdefault(loader, len(self._numbers))
+        number = self._numbers.get(loader)
+        if number is None:
+            number = self._numbers[loader] = next(self._count)
         current = self._passes[number] = self._passes.get(number, -1) + 1
         self._of[id(iterator)] = (number, current)
         self._recorder.write(
@@ -241,10 +245,12 @@ def _held(value: Any, depth: int = 0) -> str:
         return _digest([torch.from_numpy(np.ascontiguousarray(value))])
     if isinstance(value, str | int | float | bool | bytes | None):
         return repr(value)
-    if isinstance(value, list | tuple) and depth < 3:
+    if isinstance(value, list | tuple) and depth < 8:
         step = max(1, len(value) // MOST_SAMPLES)
         return f"{len(value)}:" + ",".join(_held(each, depth + 1) for each in value[::step])
-    if isinstance(value, dict) and depth < 3:
+    if isinstance(value, dict) and depth < 8:
         return ",".join(f"{key}:{_held(each, depth + 1)}" for key, each in value.items())
+    if isinstance(value, Dataset) and depth < 8:
+        return _held(vars(value), depth + 1)
     fingerprint = getattr(value, "_fingerprint", None)
     return fingerprint if isinstance(fingerprint, str) else type(value).__name__

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.audit.probes.gradients import Gradients, is_compiling
-from lockstep.audit.probes.recorder import RecordWriter, guarded
+from lockstep.audit.probes.recorder import RecordWriter, guarded, replace
 
 CLASSIFICATION = ("cross_entropy", "nll_loss")
 ELEMENTS = (
@@ -33,7 +33,7 @@ class Losses:
     def install(self) -> None:
         for name in (*CLASSIFICATION, *ELEMENTS):
             if hasattr(F, name):
-                setattr(F, name, self._watched(name, getattr(F, name)))
+                replace(F, name, self._watched(name, getattr(F, name)))
 
     def take(self) -> list[dict[str, Any]]:
         """Return the calls whose outputs a backward has come to since the last call of this."""

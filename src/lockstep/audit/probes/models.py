@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "_checkpoint_wrapped_module.")
-"""Parts of names that wrappers add."""
+WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
+"""Parts of names that wrappers add anywhere; DistributedDataParallel adds `module` in front."""
 
 
 class Models:
@@ -106,9 +106,8 @@ class Models:
 
 def plain(name: str) -> str:
     """Return the name of a parameter without what wrappers have added in front or between."""
-    for part in WRAPPERS:
-        name = name.replace(part, "")
-    return name
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
 
 
 def _is_loss(module: nn.Module) -> bool:

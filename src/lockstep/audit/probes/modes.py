@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lockstep.audit.probes.gradients import is_compiling
 from lockstep.audit.probes.loaders import Loaders
-from lockstep.audit.probes.recorder import RecordWriter, guarded
+from lockstep.audit.probes.recorder import RecordWriter, guarded, replace
 from lockstep.audit.probes.sketch import sketch
 
 DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
@@ -46,8 +46,8 @@ class Modes:
 
     def install(self) -> None:
         for name in DROPOUTS:
-            setattr(F, name, self._watched_dropout(getattr(F, name)))
-        F.batch_norm = self._watched_batch_norm(F.batch_norm)
+            replace(F, name, self._watched_dropout(getattr(F, name)))
+        replace(F, "batch_norm", self._watched_batch_norm(F.batch_norm))
 
     def take(self) -> dict[str, int]:
         """Return the calls since the last call of this, and begin again."""

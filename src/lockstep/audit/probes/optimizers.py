@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,14 +21,18 @@ from lockstep.audit.probes.sharded_trial import updates_shards_as_wholes
 from lockstep.base import torch_private
 from lockstep.verify.perturb import perturb_parameters
 
+_OPTIMIZER_FILE = inspect.getfile(Optimizer)
+"""The file with the function that torch wraps every optimizer's step in."""
+
 
 class Optimizers:
     def __init__(self, recorder: RecordWriter, gradients: Gradients, models: Models) -> None:
         self._recorder, self._gradients, self._models = recorder, gradients, models
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._count = itertools.count()
         self._steps: dict[int, int] = {}
         self._made_at: dict[int, str] = {}
-        self._depth = 0
+        self._stepping: list[int] = []  # optimizers in whose step this process is: the outermost first
         self._row: dict[str, Any] = {}
         self._clip: dict[str, Any] | None = None
         self._clipped: list[dict[str, Any]] = []  # since the last step
@@ -45,11 +52,15 @@ class Optimizers:
             if not hasattr(optimizer, "optimizer"):
                 return -1
             optimizer = optimizer.optimizer
-        return self._numbers.setdefault(optimizer, len(self._numbers))
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = next(self._count)
+        return self._numbers[optimizer]
 
     def install(self) -> None:
         guard = self._recorder
         wrap(Optimizer, "add_param_group", after=guarded(guard, self._after_group))
+        wrap(Optimizer, "zero_grad", after=guarded(guard, self._after_zero_grad))
+        wrap(torch.nn.Module, "zero_grad", after=guarded(guard, lambda _, module, *__, **___: self._gradients.clear(module.parameters())))
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(guarded(guard, self._after_step))
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -70,9 +81,16 @@ class Optimizers:
             perturb_parameters(torch.nn.ParameterList(given), self._recorder.request.perturb)
         self._gradients.watch(given)
 
+    def _after_zero_grad(self, _: Any, optimizer: Optimizer, *__: Any, **___: Any) -> None:
+        self._gradients.clear(each for group in optimizer.param_groups for each in group["params"])
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        self._depth += 1
-        if self._depth > 1 or self._recorder.is_suspended:
+        if self._recorder.is_suspended:
+            return None
+        if _steps_on_the_stack() < 2:
+            self._stepping.clear()  # of a step that has raised
+        self._stepping.append(id(optimizer))
+        if len(self._stepping) > 1:
             return None
         if self.steps >= self._recorder.request.steps and self._steps.get(self.number(optimizer), 0) >= self._recorder.request.steps:
             self._recorder.flush_and_end("steps")
@@ -136,8 +154,8 @@ class Optimizers:
                 self._row["shards_right"] = self._try_shards(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth or not self._row:
+        self._stepping = self._stepping[: self._stepping.index(id(optimizer))] if id(optimizer) in self._stepping else []
+        if self._stepping or not self._row:
             return
         row, self._row = self._row, {}
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -163,11 +181,9 @@ class Optimizers:
 
     def _try_shards(self, optimizer: Optimizer) -> bool | None:
         self._recorder.is_suspended = True
-        depth, self._depth = self._depth, 0
         try:
             return updates_shards_as_wholes(optimizer)
         finally:
-            self._depth = depth
             self._recorder.is_suspended = False
 
     # Clipping and the loss scale
@@ -217,3 +233,12 @@ class Optimizers:
 
     def _scale(self) -> float | None:
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else None
+
+
+def _steps_on_the_stack() -> int:
+    """The number of optimizers' steps that are being run, one within the other: an optimizer may wrap another one."""
+    count, frame = 0, sys._getframe(1).f_back
+    while frame is not None:
+        count += frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _OPTIMIZER_FILE
+        frame = frame.f_back
+    return count

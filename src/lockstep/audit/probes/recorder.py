@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, TypeVar
@@ -116,6 +117,29 @@ def guarded(recorder: RecordWriter, function: Function) -> Function:
             return None
 
     return call  # type: ignore[return-value]
+
+
+_replaced: list[tuple[Any, str, Any]] = []
+"""Functions that `replace` has replaced: their owner, name, and what they were."""
+
+
+def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace a function that TorchScript may come to, which cannot compile a probe."""
+    _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, function)
+
+
+@contextmanager
+def originals() -> Iterator[None]:
+    """Put back, for a while, all that was replaced by `replace`."""
+    probes = [getattr(owner, name) for owner, name, _ in _replaced]
+    for owner, name, original in _replaced:
+        setattr(owner, name, original)
+    try:
+        yield
+    finally:
+        for (owner, name, _), probe in zip(_replaced, probes, strict=True):
+            setattr(owner, name, probe)
 
 
 def wrap(owner: Any, name: str, *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:
