@@ -38,7 +38,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=6)
-    parser.add_argument("--validate-every", type=int, default=2, help="steps")
+    parser.add_argument("--validate-every", type=int, default=3, help="steps")
     parser.add_argument("--lr", type=float, default=0.15)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -47,7 +47,7 @@ def main():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
-    train_set, validation_set = make_dataset(args.seed, 144), make_dataset(args.seed + 10_000, 24)
+    train_set, validation_set = make_dataset(args.seed, 144), make_dataset(args.seed + 10_000, 12)
     sampler = DistributedSampler(train_set, seed=args.seed)
     train_loader = DataLoader(train_set, batch_size=args.batch_size, sampler=sampler, drop_last=True)
     part = Subset(validation_set, range(rank, len(validation_set), world_size))

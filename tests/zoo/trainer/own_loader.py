@@ -73,9 +73,7 @@ def main() -> None:
             dataloader_pin_memory=False,
             seed=args.seed,
         )
-        trainer = PriceTrainer(
-            model=model, args=arguments, train_dataset=Houses(128, args.seed), eval_dataset=Houses(32, args.seed + 1000)
-        )
+        trainer = PriceTrainer(model=model, args=arguments, train_dataset=Houses(128, args.seed), eval_dataset=Houses(32, args.seed + 1000))
         trainer.train()  # here
 
 

@@ -252,7 +252,8 @@ def _check_clipping(result: AreaResult, rows: Sequence[Row], step: int) -> None:
 
 
 def _check_unused(result: AreaResult, rows: Sequence[Row], step: int) -> None:
-    for name in set.intersection(*(set(row["applied"]) for row in rows)):
+    common = set.intersection(*(set(row["applied"]) for row in rows))
+    for name in (name for name in rows[0]["applied"] if name in common):
         missing = [rank for rank, row in enumerate(rows) if row["applied"][name] is None and name not in row["sharded"]]
         if missing and len(missing) < len(rows):
             result.find(

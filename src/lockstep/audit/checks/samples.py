@@ -158,6 +158,8 @@ def _allowed(count: int, are_places: bool, loader: LoaderPasses, ranks: Sequence
         return int(MANY * count)
     length = loader.dataset[0]["length"] or 0
     total = loader.sampler.get("total_size", length)
+    if loader.sampler["batch_type"] == "BatchSamplerShard":  # Accelerate's, which pads with whole batches
+        return max(len(each.contents) // max(1, each.batches) for each in ranks) * len(ranks)
     return max(0, int(total) - int(length)) if loader.sampler.get("num_replicas") else 0
 
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, TypeVar
@@ -76,7 +76,8 @@ class RecordWriter:
         """End this process at once: other ranks are at the same place, and the script must not go on."""
         self.write("end", reason=reason)
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with suppress(Exception):  # nobody reads it any more
+                stream.flush()
         _end_children()
         os._exit(0)
 
