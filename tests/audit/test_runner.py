@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lockstep.audit.request import AuditRequest
-from lockstep.audit.runner import SITE, AuditOptions, RecordGrowth, ScriptRun, environment, failure_in, run_script
+from lockstep.audit.runner import SITE, AuditOptions, RecordGrowth, ScriptRun, aborted_at_exit, environment, failure_in, run_script
 
 WRITES = """
 import json, os, subprocess, sys, time
@@ -164,3 +164,10 @@ def test_the_failure_is_the_ranks_without_what_torchrun_adds() -> None:
     assert failure_in("\n".join(map(str, range(100)))).splitlines() == list(map(str, range(70, 100)))
     only = "E1125 10:00:00.2 7 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: -11) local_rank: 1\n"
     assert failure_in(only) == only.strip()
+
+
+def test_an_abort_after_the_end_of_the_script_is_no_failure() -> None:
+    abort = "epoch 2: loss 0.1\nterminate called without an active exception"
+    assert aborted_at_exit(abort)
+    assert not aborted_at_exit(f"Traceback (most recent call last):\n  ...\nValueError: a\n{abort}")
+    assert not aborted_at_exit("")

@@ -27,6 +27,7 @@ def test_images_are_offered_after_the_first_and_older_ones_given_up_at_the_secon
         offer_images=lambda descriptors: said.append(len(descriptors)),
         note_all_offered=lambda: said.append("all offered"),
         raise_if_lost=lambda: None,
+        is_replica=False,
     )
     hook, run = MemoryImages(recovery), a_run(7, recovered_from)
     hook.before_steps(run)

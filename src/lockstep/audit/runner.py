@@ -160,7 +160,15 @@ def run_script(options: AuditOptions, folder: Path, *, torchrun: bool, echo: Bin
         status = process.returncode if process.returncode is not None else -signal.SIGKILL
     status = status if status >= 0 else 128 - status
     error = "" if hang is not None or timed_out or status == 0 else failure_in(output.read_text(encoding="utf-8", errors="replace"))
+    if aborted_at_exit(error):
+        status, error = 0, ""
     return ScriptRun(status=status, seconds=time.monotonic() - started, error=error, hang=hang, timed_out=timed_out)
+
+
+def aborted_at_exit(error: str) -> bool:
+    """True if a process aborted after its script had ended, as Python destroyed a process group that was still alive:
+    torch does so now and then, and it says nothing about the training."""
+    return "terminate called without an active exception" in error and "Traceback (most recent call last)" not in error
 
 
 def failure_in(output: str) -> str:
