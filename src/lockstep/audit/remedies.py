@@ -30,7 +30,7 @@ CAUSES = {
     ),
     "same_order": CauseText(
         "every epoch has the same order",
-        _ONCE,
+        "each epoch has an order of its own",
         "call set_epoch before each epoch:\n    for epoch in range(epochs):\n        loader.sampler.set_epoch(epoch)",
     ),
     "samples_repeated": CauseText(
