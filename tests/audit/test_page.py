@@ -62,7 +62,7 @@ def test_a_finding_has_its_law_its_evidence_its_source_and_its_remedy() -> None:
         "Found right",
         "Not seen",
     ]
-    assert "Law: every sample is seen exactly once in an epoch." in read.texts["p"]
+    assert "Law: each epoch has an order of its own." in read.texts["p"]
     assert "epochs 0 and 1 <same>" in read.texts["p"]
     assert "Concerned: a, b" in read.texts["p"]
     assert "call set_epoch before each epoch:" in read.texts["p"]
