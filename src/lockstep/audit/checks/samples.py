@@ -173,10 +173,12 @@ def _check_missing(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pas
     is_part = sampler["type"] == "SubsetRandomSampler" or sampler.get("num_samples", own) * sampler.get("num_replicas", 1) < own
     drops = ranks[0].begin["drop_last"] or sampler.get("drop_last") or ranks[0].begin["batch_size"] is None
     allowed = batch * len(ranks) - 1 if drops else 0
-    if whole and whole - len(seen) > allowed and not is_part:
+    missing = sorted(set(range(whole or 0)) - seen)
+    is_chosen = len({each["digest"] for each in loader.dataset}) > 1 and missing and missing[-1] - missing[0] >= len(missing)
+    if whole and len(missing) > allowed and not is_part and not is_chosen:  # scattered ones are left out on purpose
         result.find(
             Cause.SAMPLES_MISSING,
-            f"pass {ranks[0].begin['number']} over the training data: {whole - len(seen)} of {whole} samples were given to no rank",
+            f"pass {ranks[0].begin['number']} over the training data: {len(missing)} of {whole} samples were given to no rank",
             line=loader.line,
         )
 
