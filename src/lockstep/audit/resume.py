@@ -46,6 +46,7 @@ def _remove_new_files(records: Records) -> None:
     seen: set[str] = set()
     for row in (row for rank in records.ranks for row in rank.of("save")):
         if row["path"] not in seen and not row["existed"]:
+            say(f"lockstep audit: {row['path']}, which the first run saved, is removed")
             Path(row["path"]).unlink(missing_ok=True)
         seen.add(row["path"])
 

@@ -27,6 +27,3 @@ class AreaResult:
             self._badness[cause] = badness
             self.findings = [each for each in self.findings if each.cause is not cause]
             self.find(cause, evidence, line=line, step=step)
-
-    def has(self, *causes: Cause) -> bool:
-        return any(each.cause in causes for each in self.findings)
