@@ -77,6 +77,10 @@ def test_a_pass_names_its_lines_its_data_and_its_sampler(data: Watched) -> None:
     assert (stream["dataset"]["iterable"], stream["dataset"]["length"], stream["batches"]) == (True, None, None)
 
 
+def test_a_loader_that_a_library_makes_from_another_one_has_the_line_of_that(data: Watched) -> None:
+    assert len(data.rows("pass", "remade by a library")) == 1
+
+
 def test_a_stream_has_contents_and_no_indices(data: Watched) -> None:
     (batches,) = passed(data, "stream")
     assert [row["indices"] for row in batches] == [None, None]

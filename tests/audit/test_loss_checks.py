@@ -147,6 +147,13 @@ def test_a_scale_that_is_too_large_is_found(ranks: int, backwards: int, weight: 
     assert text in finding.evidence
 
 
+def test_gradients_that_the_script_adds_up_itself_have_the_line_of_its_all_reduce() -> None:
+    ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[8], [8]], weight=1.0, factor=1.0)
+    for rank in ranks:
+        rank.insert(1, {"kind": "collective", "name": "all_reduce", "line": "train.py:33"})
+    assert only(check(*ranks)).line == "train.py:33"
+
+
 def test_a_loss_that_is_divided_once_more_than_needed_is_found() -> None:
     added = random_gradients(1, ranks=2, backwards=1)
     ranks = weighed(added, [[8], [8]], weight=0.5)

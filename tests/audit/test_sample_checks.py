@@ -115,6 +115,23 @@ def test_a_stream_that_is_split_over_the_ranks_twice_is_found(ranks: int, step: 
         assert f"holds 64 samples, and the ranks were given {64 // ranks} of them together, one in {ranks}" in only(result).evidence
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_stream_that_one_rank_reads_for_all_is_checked_too(is_split: bool) -> None:
+    """Accelerate reads it on rank 0, and sends each rank its batches: the dataset must not split itself too."""
+    given_samples = range(0, 64, 2 if is_split else 1)
+    stream = dataset(iterable=True, length=None, held=64)
+    first = passes(given_samples, contents=[[f"row {each}" for each in given_samples]], dataset=stream, batch=2)
+    for second in ([], passes([], dataset=stream, complete=False)):
+        assert causes(check(first, second)) == ({Cause.SAMPLES_MISSING} if is_split else set())
+
+
+def test_loaders_of_one_line_have_the_same_number_on_all_ranks() -> None:
+    """Rank 0 begins with a loader of its own, so that the numbers of its loaders are others than rank 1's."""
+    first = [*passes(EVEN[:2], loader=0, training=False, line="train.py:5"), *passes(EVEN, loader=1)]
+    (loader,) = loader_passes(given(first, passes(ODD, loader=0)))
+    assert [each.indices for each in loader.passes[0]] == [EVEN, ODD]
+
+
 def test_a_few_samples_that_look_alike_are_no_finding() -> None:
     stream = dataset(iterable=True, length=None)
     texts = [["a", *map(str, range(100))], ["a", *map(str, range(100, 200))]]
@@ -217,9 +234,9 @@ def test_without_a_loader_nothing_is_said() -> None:
     assert "samples that a script takes by itself are not seen" in result.unseen[0]
 
 
-def test_passes_without_a_batch_and_loaders_of_some_ranks_are_left_out() -> None:
+def test_passes_without_a_batch_and_evaluations_on_one_rank_are_left_out() -> None:
     assert loader_passes(given(passes([]), passes([]))) == []
-    assert loader_passes(given(passes(EVEN), passes(ODD, loader=2))) == []
+    assert loader_passes(given(passes(EVEN, training=False), [])) == []
     (loader,) = loader_passes(given(passes(EVEN, EVEN), passes(ODD)))
     assert len(loader.passes) == 1
     assert loader.is_training

@@ -47,4 +47,9 @@ for _ in range(3):
     list(fresh)
 one, other = iter(shuffled), iter(DataLoader(data, batch_size=5))  # interleaved
 seen.append([next(each)[1].tolist() for each in (one, other, one, other)])
+library = {}
+exec(compile("def remade(loader): return type(loader)(loader.dataset, batch_size=loader.batch_size)", "<library>", "exec"), library)
+inner = DataLoader(data, batch_size=2)  # remade by a library
+remade = library["remade"](inner)
+list(remade)
 print(json.dumps({"seen": seen, "random": torch.rand(1).item()}))

@@ -56,7 +56,7 @@ def main():
 
     for epoch in range(args.epochs):  # here
         sampler.set_epoch(epoch)  # clean
-        for batch in loader:
+        for batch in loader:  # here
             loss = F.cross_entropy(model(batch["points"]), batch["labels"])
             loss.backward()
             optimizer.step()

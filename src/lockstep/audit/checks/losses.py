@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -132,13 +133,14 @@ def _check_scale(result: AreaResult, records: Records, rows: Sequence[Row], term
     scaled = any(row["clip"] is not None and row["clip"]["scaled"] for row in rows)
     total = sum(abs(found[term.rank] * term.weight) * term.count for term in terms)
     ranks, backwards = len(rows), len({term.backward for term in terms if term.rank == 0})
-    step, line = rows[0]["index"], rows[0]["line"]
+    step, line = rows[0]["index"], _backward_line(records, terms[0]) or rows[0]["line"]
     if scaled or not total:
         return
     plain = all(abs(term.weight * term.count - 1) < SCALE or term.weight * term.count > 1 for term in terms)
     if backwards > 1 and _is(total, backwards) and plain:
         text = f"a step adds up the means of {backwards} microbatches and does not divide: the gradient is {backwards} times too large"
     elif ranks > 1 and _is(total / ranks, 1.0):
+        line = _reduction_line(records, terms[0]) or line
         text = f"the {ranks} ranks' gradients are added up, and not divided: the gradient is {ranks} times too large"
     elif backwards > 1 and _is(total, ranks * backwards):
         text = f"the gradient is {ranks * backwards} times too large: {ranks} ranks and {backwards} microbatches are added up"
@@ -146,7 +148,7 @@ def _check_scale(result: AreaResult, records: Records, rows: Sequence[Row], term
         text = f"the loss is divided by {divisor:g} once more than the reduction needs: the gradient is {divisor:g} times too small"
     else:
         return
-    result.find(Cause.WRONG_SCALE, f"step {step}: {text}", line=_backward_line(records, terms[0]) or line, step=step)
+    result.find(Cause.WRONG_SCALE, f"step {step}: {text}", line=line, step=step)
 
 
 def _is(value: float, factor: float) -> bool:
@@ -165,3 +167,11 @@ def _divided_twice(records: Records, total: float, ranks: int, backwards: int) -
 def _backward_line(records: Records, term: Term) -> str:
     rows = [row for row in records.ranks[term.rank].of("backward") if str(row["number"]) == term.backward]
     return str(rows[0]["line"]) if rows else ""
+
+
+def _reduction_line(records: Records, term: Term) -> str:
+    """The line of the first all-reduce after the backward, if the script reduces its gradients itself; else empty."""
+    rows = records.ranks[term.rank].of("backward", "collective", "step")
+    begin = next((number for number, row in enumerate(rows) if str(row.get("number")) == term.backward), len(rows))
+    following = takewhile(lambda row: row["kind"] == "collective", rows[begin + 1 :])
+    return next((str(row["line"]) for row in following if row["name"] == "all_reduce"), "")

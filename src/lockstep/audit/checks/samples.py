@@ -35,8 +35,9 @@ class LoaderPasses:
     """The passes of one loader, by their number and rank."""
 
     dataset: list[dict[str, Any]]
-    """The dataset on each rank."""
+    """The dataset on each rank that reads it."""
     passes: list[list[Pass]]
+    world_size: int
 
     @property
     def line(self) -> str:
@@ -84,22 +85,24 @@ def check_samples(records: Records) -> AreaResult:
 
 
 def loader_passes(records: Records) -> list[LoaderPasses]:
-    """The passes of each loader that all ranks have."""
+    """The passes of each loader that all ranks have, or that one rank reads for the training of all (Accelerate does so
+    with streams)."""
     by_rank = [_passes_of(rank.rows) for rank in records.ranks]
     found = []
-    for loader in sorted(by_rank[0]) if by_rank else []:
-        if not all(loader in each for each in by_rank):
+    for loader in by_rank[0] if by_rank else ():
+        readers = [each[loader] for each in by_rank if any(one.batches or one.is_complete for one in each.get(loader, ()))]
+        if len(readers) < len(by_rank) and (len(readers) > 1 or not any(each.is_training for each in readers[0])):
             continue
-        count = min(len(each[loader]) for each in by_rank)
-        passes = [[each[loader][number] for each in by_rank] for number in range(count)]
+        passes = [list(ranks) for ranks in zip(*readers, strict=False)]
         passes = [ranks for ranks in passes if any(each.batches for each in ranks)]
-        datasets = [each[loader][0].begin["dataset"] for each in by_rank]
+        datasets = [each[0].begin["dataset"] for each in readers]
         if passes and all(datasets):
-            found.append(LoaderPasses(datasets, passes))
+            found.append(LoaderPasses(datasets, passes, records.world_size))
     return found
 
 
-def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
+def _passes_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Pass]]:
+    """The passes of each loader, by the line that made it and its number among those of that line."""
     found: dict[int, list[Pass]] = {}
     by_key: dict[tuple[int, int], Pass] = {}
     for row in rows:
@@ -115,7 +118,13 @@ def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
             by_key[row["loader"], row["number"]].is_complete = True
         elif row["kind"] == "backward" and (current := by_key.get((row["loader"], row["pass_number"]))) is not None:
             current.is_training = True
-    return found
+    numbers: Counter[str] = Counter()
+    by_line = {}
+    for passes in found.values():
+        line = str(passes[0].begin["line"])
+        by_line[line, numbers[line]] = passes
+        numbers[line] += 1
+    return by_line
 
 
 def _places(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
@@ -187,11 +196,11 @@ def _check_stream(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass
     """Find streams that are split over the ranks twice: a library does so, and the dataset itself too."""
     held, seen = loader.dataset[0]["held"], len({each for one in samples for each in one})
     batch = max((len(one) // max(1, each.batches) for one, each in zip(samples, ranks, strict=True)), default=1)
-    if held and abs(seen - held / len(ranks)) <= batch and seen < held - batch * len(ranks):
+    if held and abs(seen - held / loader.world_size) <= batch and seen < held - batch * loader.world_size:
         result.find(
             Cause.SAMPLES_MISSING,
             f"pass {ranks[0].begin['number']} over a stream: the dataset holds {held} samples, and the ranks were given {seen} of "
-            f"them together, one in {len(ranks)}: it is split over the ranks twice",
+            f"them together, one in {loader.world_size}: it is split over the ranks twice",
             line=loader.line,
         )
 

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,17 @@ class Loaders:
             self._wrap_fetch(fetcher)
 
     def _after_init(self, _: Any, loader: Any, *__: Any, **___: Any) -> None:
-        self._lines.setdefault(loader, self._recorder.line())
+        self._lines.setdefault(loader, self._origin())
+
+    def _origin(self) -> str:
+        """The line of the loader from which a library (Accelerate, Lightning) makes this one; else the user's line."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not self._recorder.is_users_file(frame.f_code.co_filename):
+            for value in frame.f_locals.values():
+                if isinstance(value, DataLoader) and value in self._lines:
+                    return self._lines[value]
+            frame = frame.f_back
+        return self._recorder.line()
 
     def _before_iter(self, loader: Any) -> None:
         self._fetches = 0
