@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from audit.given_records import causes, collective, given, only, passes, row, schedule, step
+from audit.given_records import backward, causes, collective, given, only, passes, row, schedule, step
 
 from lockstep.audit.checks.collectives import check_collectives, check_files, is_broken_collective
 from lockstep.audit.checks.schedules import check_schedules
@@ -146,6 +146,16 @@ def test_a_rank_that_runs_out_of_batches_is_found(hung: bool, error: str) -> Non
     assert (finding.cause, finding.line) == (Cause.UNEVEN_INPUTS, "train.py:10")
     assert finding.evidence == "pass 0 over the training data has batches: 3 on rank 0, 2 on rank 1"
     assert collectives(*rows) == set(), "it may go on"
+
+
+def test_a_rank_that_ends_while_the_others_go_on_is_found() -> None:
+    stays = [backward(0), step(), backward(1, line="train.py:20")]
+    leaves = [backward(0), step(line="train.py:21")]
+    finding = only(check_collectives(given(stays, leaves), hung=False, error=GLOO))
+    assert (finding.cause, finding.line) == (Cause.RANK_LEFT, "train.py:21")
+    assert finding.evidence.startswith("rank 1 ended after 1 steps and 1 backwards; the others began backward 2")
+    assert collectives(stays, leaves) == collectives(stays, leaves, error="ValueError: boom") == set()
+    assert collectives(stays, stays, error=GLOO) == set()
 
 
 def test_a_rank_that_is_only_behind_does_not_run_out_of_batches() -> None:

@@ -40,6 +40,7 @@ class Cause(Enum):
     LEARNING_RATES_DIFFER = "learning_rates_differ"
     COLLECTIVE_MISMATCH = "collective_mismatch"
     UNEVEN_INPUTS = "uneven_inputs"
+    RANK_LEFT = "rank_left"
     HANG = "hang"
     EVALUATION_IN_TRAIN_MODE = "evaluation_in_train_mode"
     TRAINING_IN_EVAL_MODE = "training_in_eval_mode"

@@ -178,6 +178,11 @@ CAUSES = {
         "all ranks take the same number of steps",
         "give all ranks the same number of batches: DistributedSampler, drop_last=True, or torch.distributed.algorithms.Join",
     ),
+    "rank_left": CauseText(
+        "a rank ends while the others go on",
+        "all ranks take the same number of steps",
+        "let no rank leave the loop alone: reduce the condition of an exit, break or return over all ranks first",
+    ),
     "hang": CauseText(
         "the script hangs",
         "all ranks call the same collectives in the same order",
@@ -186,7 +191,7 @@ CAUSES = {
     "evaluation_in_train_mode": CauseText(
         "the evaluation runs in train mode",
         "dropout and BatchNorm are off in an evaluation",
-        "    model.eval()\n    with torch.no_grad():\n        ...\n    model.train()",
+        "call model.eval() before it, and model.train() after it:\n    model.eval()\n    with torch.no_grad():\n        ...\n    model.train()",
     ),
     "training_in_eval_mode": CauseText(
         "the training goes on in eval mode",
@@ -196,7 +201,7 @@ CAUSES = {
     "saved_by_every_rank": CauseText(
         "every rank writes the same file",
         "a checkpoint is complete, or it does not exist",
-        "    if dist.get_rank() == 0:\n        torch.save(...)",
+        "write it on one rank:\n    if dist.get_rank() == 0:\n        torch.save(...)",
     ),
     "resume_data": CauseText(
         "a resumed run sees other samples than the run without interruption",

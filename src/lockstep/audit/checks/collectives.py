@@ -32,6 +32,8 @@ def check_collectives(records: Records, *, hung: bool, error: str) -> AreaResult
         _check_uneven(result, records)
     if not result.findings:
         _check_order(result, records, broken=hung or failed)
+    if failed and not result.findings:
+        _check_left(result, records)
     if hung and not result.findings:
         result.find(Cause.HANG, "the ranks wait: " + "; ".join(_places(records)), line=_last_line(records.ranks[-1].rows))
     result.right = f"{count} collectives that Python code called, in the same order on all ranks" if count else ""
@@ -64,6 +66,20 @@ def _check_uneven(result: AreaResult, records: Records) -> None:
                 result.find(
                     Cause.UNEVEN_INPUTS, f"pass {ranks[0].begin['number']} over the training data has batches: {texts}", line=loader.line
                 )
+
+
+def _check_left(result: AreaResult, records: Records) -> None:
+    """Find ranks that ended by themselves, before a backward that the others began."""
+    counts = [len(rank.of("backward")) for rank in records.ranks]
+    left = [rank for rank, count in zip(records.ranks, counts, strict=True) if count < max(counts)]
+    if left:
+        numbers = ", ".join(str(rank.rank) for rank in left)
+        result.find(
+            Cause.RANK_LEFT,
+            f"rank {numbers} ended after {len(left[0].steps)} steps and {min(counts)} backwards; the others began backward {max(counts)}, "
+            "and its reduction failed without that rank",
+            line=_last_line(left[0].rows),
+        )
 
 
 def _check_order(result: AreaResult, records: Records, *, broken: bool) -> None:
