@@ -191,7 +191,8 @@ CAUSES = {
     "evaluation_in_train_mode": CauseText(
         "the evaluation runs in train mode",
         "dropout and BatchNorm are off in an evaluation",
-        "call model.eval() before it, and model.train() after it:\n    model.eval()\n    with torch.no_grad():\n        ...\n    model.train()",
+        "call model.eval() before it, and model.train() after it:\n"
+        "    model.eval()\n    with torch.no_grad():\n        ...\n    model.train()",
     ),
     "training_in_eval_mode": CauseText(
         "the training goes on in eval mode",
