@@ -164,6 +164,8 @@ def test_the_failure_is_the_ranks_without_what_torchrun_adds() -> None:
     assert failure_in("\n".join(map(str, range(100)))).splitlines() == list(map(str, range(70, 100)))
     only = "E1125 10:00:00.2 7 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: -11) local_rank: 1\n"
     assert failure_in(only) == only.strip()
+    banner = f"{'*' * 41}\nSetting OMP_NUM_THREADS environment variable for each process to be 1 in default. \n{'*' * 41}\n"
+    assert failure_in(f"{banner}boom") == "boom"
 
 
 def test_an_abort_after_the_end_of_the_script_is_no_failure() -> None:

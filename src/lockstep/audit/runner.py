@@ -30,6 +30,7 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 _FAILED = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic/multiprocessing/", re.MULTILINE)
 """Head of the first line that torchrun itself prints about a failed worker."""
 _AGENT_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:  .*\n)*?.*torch/distributed/(?:run|launcher)", re.MULTILINE)
+_THREADS_BANNER = re.compile(r"^\*+\nSetting OMP_NUM_THREADS.*\n\*+\n", re.MULTILINE)
 _RANK_LINE = re.compile(r'"kind":\s*"rank"')
 
 
@@ -173,6 +174,7 @@ def aborted_at_exit(error: str) -> bool:
 
 def failure_in(output: str) -> str:
     """Return the last lines that a failed script has printed, without those that torchrun adds."""
+    output = _THREADS_BANNER.sub("", output)
     heads = [found.start() for pattern in (_FAILED, _AGENT_TRACEBACK) if (found := pattern.search(output)) is not None]
     text = output[: min(heads)].rstrip() if heads else ""
     return "\n".join((text or output.rstrip()).splitlines()[-TAIL_LINES:])
