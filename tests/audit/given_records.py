@@ -49,7 +49,8 @@ def step(index: int = 0, **changes: Any) -> Row:
 
 def backward(number: int = 0, **changes: Any) -> Row:
     row: Row = {"kind": "backward", "number": number, "line": "train.py:19", "value": 1.0, "divisors": [], "loader": 0, "pass_number": 0}
-    return row | {"state": "a", "state_at_batch": "a", "calls": calls()} | changes
+    row |= {"state": "a", "state_at_batch": "a", "calls": calls()} | changes
+    return {"passes": [] if row["loader"] is None else [(row["loader"], row["pass_number"])], **row}
 
 
 def calls(train: int = 0, evaluation: int = 0, off: int = 0) -> Row:
@@ -154,7 +155,7 @@ def collective(name: str = "all_reduce", line: str = "train.py:30", **changes: A
 
 
 def schedule(**changes: Any) -> Row:
-    return row("schedule", "train.py:21", type="StepLR", optimizer=0, epoch=0, horizon=None, by="__main__") | changes
+    return row("schedule", "train.py:21", type="StepLR", schedule=1, optimizer=0, epoch=0, horizon=None, by="__main__") | changes
 
 
 def statistics(values: Sequence[float], **changes: Any) -> Row:

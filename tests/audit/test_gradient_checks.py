@@ -266,7 +266,7 @@ def accumulated(*reduces: bool) -> list[Row]:
     """A rank that accumulates over microbatches, with what DistributedDataParallel does in each."""
     rows = []
     for number, each in enumerate(reduces):
-        rows += [row("ddp_forward", "train.py:16", reduces=each), backward(number)]
+        rows += [row("ddp_forward", "train.py:16", wrapper=1, reduces=each), backward(number)]
     return [*rows, step(added={str(number): {"w": sketched([1.0])} for number in range(len(reduces))})]
 
 
@@ -274,6 +274,14 @@ def test_reductions_in_every_microbatch_are_found() -> None:
     finding = only(check_gradients(given(accumulated(True, True, True))))
     assert (finding.cause, finding.line, finding.step) == (Cause.REDUCED_EVERY_MICROBATCH, "train.py:16", 0)
     assert "3 times in a step of 3 backwards" in finding.evidence
+
+
+def test_two_wrappers_reduce_once_each() -> None:
+    rows = []
+    for number in range(2):
+        rows += [row("ddp_forward", "train.py:16", wrapper=number, reduces=True), backward(number)]
+    added = {str(number): {"w": sketched([1.0])} for number in range(2)}
+    assert not check_gradients(given([*rows, step(added=added)])).findings
 
 
 @pytest.mark.parametrize("reduces", [(False, False, True), (True,), (False, False)])

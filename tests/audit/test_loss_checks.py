@@ -147,6 +147,40 @@ def test_a_scale_that_is_too_large_is_found(ranks: int, backwards: int, weight: 
     assert text in finding.evidence
 
 
+def test_the_scale_of_a_loss_over_gathered_values_is_not_judged() -> None:
+    ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[8], [8]], weight=1.0, factor=1.0)
+    for rank in ranks:
+        rank.insert(0, {"kind": "collective", "name": "all_gather", "line": "train.py:33"})
+    result = check(*ranks)
+    assert not result.findings
+    assert "its scale is not judged" in result.unseen[0]
+
+
+def test_two_losses_with_a_backward_each_are_not_microbatches() -> None:
+    ranks = weighed(random_gradients(1, ranks=2, backwards=2), [[8, 8], [8, 8]], weight=1.0)
+    assert causes(check(*ranks)) == {Cause.WRONG_SCALE}
+    for rank in ranks:
+        rank[-1]["losses"][1]["function"] = "l1_loss"
+    assert not check(*ranks).findings
+
+
+def test_gradients_of_several_microbatches_that_are_seen_together_have_the_weights_of_all() -> None:
+    """FSDP2 with `set_requires_gradient_sync(False)` shows the sum of all microbatches in the last backward."""
+    ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[8, 8], [8, 8]], weight=0.5)
+    for rank in ranks:
+        rank[-1]["added"] = {"1": rank[-1]["added"].pop("0")}
+        rank[-1]["sharded"] = list(rank[-1]["applied"])
+        rank[-1]["applied"] = {name: [each / 2 for each in whole] for name, whole in rank[-1]["applied"].items()}
+    assert not check(*ranks).findings
+
+
+def test_class_weights_are_named() -> None:
+    ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[4], [12]], weight=1.0)
+    for rank in ranks:
+        rank[-1]["losses"][0]["has_class_weights"] = True
+    assert "between 4 and 12 sums of class weights a microbatch" in only(check(*ranks)).evidence
+
+
 def test_gradients_that_the_script_adds_up_itself_have_the_line_of_its_all_reduce() -> None:
     ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[8], [8]], weight=1.0, factor=1.0)
     for rank in ranks:

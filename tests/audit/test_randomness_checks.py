@@ -14,7 +14,11 @@ from lockstep.audit.records import Row
 
 
 def draws(*states: str) -> list[Row]:
-    return [backward(number, state=f"{state}'", state_at_batch=state) for number, state in enumerate(states)]
+    """Forwards of one batch each."""
+    rows = []
+    for number, state in enumerate(states):
+        rows += [row("batch"), backward(number, state=f"{state}'", state_at_batch=state)]
+    return rows
 
 
 def seed(value: int = 7, *, at: int = 0, line: str = "train.py:4") -> Row:
@@ -48,7 +52,7 @@ def test_forwards_that_draw_nothing_may_have_equal_states() -> None:
     same = [backward(number) for number in range(4)]
     result = check_randomness(given([step(), *same], [step(), *same]))
     assert not result.findings
-    assert result.right == "no forward and no read of data drew random numbers"
+    assert result.right == "no forward drew random numbers of torch, and no read of data any"
 
 
 def test_a_seed_that_is_set_again_is_found_instead_of_its_consequences() -> None:
@@ -60,6 +64,15 @@ def test_a_seed_that_is_set_again_is_found_instead_of_its_consequences() -> None
     )
     assert only(check_randomness(given(draws("a", "a", "a")))).line == "train.py:19"
     assert not check_randomness(given(draws("a", "a", "b"))).findings
+
+
+def test_two_backwards_of_one_forward_drew_its_numbers_once() -> None:
+    """A GAN draws noise once, and takes a step of each of its models."""
+    rows = []
+    for number, state in enumerate(["a", "b", "c"]):
+        both = {"state": f"{state}'", "state_at_batch": state}
+        rows += [row("batch"), backward(2 * number, **both), backward(2 * number + 1, **both)]
+    assert not check_randomness(given(rows)).findings
 
 
 # Reads of data

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from audit.given_records import DATASET, DISTRIBUTED, SAMPLER, causes, given, only, passes
+from audit.given_records import DATASET, DISTRIBUTED, SAMPLER, backward, causes, given, only, passes
 from hypothesis import given as drawn, settings, strategies as st
 
 from lockstep.audit.checks.area_result import AreaResult
@@ -149,10 +149,62 @@ def test_the_same_draws_with_replacement_on_two_ranks_are_found() -> None:
 
 
 def test_missing_samples_are_found_on_one_process_too() -> None:
-    sampler = {"type": "HalfSampler", "batch_type": "BatchSampler"}
-    assert "8 of 16 samples were given to no rank" in only(check(passes(EVEN, sampler=sampler))).evidence
-    assert not check(passes(ALL, sampler=sampler)).findings
-    assert not check(passes(EVEN, sampler=sampler, complete=False)).findings
+    assert "8 of 16 samples were given to no rank" in only(check(passes(EVEN, sampler=SAMPLER))).evidence
+    assert not check(passes(ALL, sampler=SAMPLER)).findings
+    assert not check(passes(EVEN, sampler=SAMPLER, complete=False)).findings
+
+
+# Samplers of the script's own
+
+OWN = {"type": "OwnSampler", "batch_type": "BatchSampler"}
+
+
+def test_a_sampler_of_the_scripts_own_may_leave_out_samples_and_repeat_them() -> None:
+    assert not check(passes(EVEN, sampler=OWN)).findings
+    assert not check(passes(EVEN[:4] * 2, sampler=OWN), passes(EVEN[2:6] * 2, sampler=OWN)).findings, "with replacement"
+
+
+def test_a_sampler_without_an_end_is_looked_at_for_one_epoch() -> None:
+    endless = [passes([*EVEN, *ODD], sampler=OWN, complete=False), passes([*ODD, *EVEN], sampler=OWN, complete=False)]
+    assert not check(*endless).findings
+    assert causes(check(*[passes([*ALL, *ALL], sampler=OWN, complete=False)] * 2)) == {Cause.SAME_SAMPLES}
+
+
+def test_a_batch_sampler_of_the_scripts_own_is_one_too() -> None:
+    endless = {**DISTRIBUTED, "batch_type": "_RepeatSampler"}
+    rows = [passes([*EVEN, *ODD], sampler=endless, complete=False), passes([*ODD, *EVEN], sampler=endless, complete=False)]
+    assert not check(*rows).findings
+
+
+# What datasets hold
+
+
+def test_samples_of_datasets_that_cannot_be_read_are_told_by_their_contents() -> None:
+    unread = dataset(digest="")
+    texts = [[f"rank {rank} row {number}" for number in range(8)] for rank in range(2)]
+    rows = [passes(range(8), dataset=unread, sampler=SAMPLER) for _ in texts]
+    for own, contents in zip(rows, texts, strict=True):
+        for number, each in enumerate([row for row in own if row["kind"] == "batch"]):
+            each["samples"] = contents[4 * number : 4 * number + 4]
+    assert not check(*rows).findings
+    assert causes(check(rows[0], rows[0])) == {Cause.SAME_SAMPLES}
+
+
+def test_samples_that_look_alike_are_not_told_apart() -> None:
+    stream = dataset(iterable=True, length=None)
+    contents = [[f"row {number % 5}" for number in range(40)]]
+    result = check(*[passes(range(40), contents=contents, dataset=stream)] * 2)
+    assert not result.findings
+    assert "samples of the training data look alike: they cannot be told apart" in result.unseen
+
+
+def test_two_loaders_of_one_step_are_both_training() -> None:
+    """Two loaders in turn, and one backward of both: neither is an evaluation."""
+    first, second = (passes(ALL, loader=number, line=f"train.py:1{number}", training=False) for number in range(2))
+    rows = [*first, *second, backward(passes=[(0, 0), (1, 0)])]
+    loaders = loader_passes(given(rows, rows))
+    assert [each.is_training for each in loaders] == [True, True]
+    assert causes(check(rows, rows)) == {Cause.SAME_SAMPLES}
 
 
 def test_what_drop_last_drops_is_not_missing() -> None:

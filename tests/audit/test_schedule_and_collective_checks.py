@@ -40,7 +40,12 @@ def test_a_schedule_that_is_stepped_in_each_microbatch_is_found() -> None:
 def test_a_schedule_of_epochs_and_one_of_another_optimizer_are_right() -> None:
     rows = [*scheduled(5, 0), schedule(), *[step(index) for index in range(5, 10)], schedule()]
     assert not check_schedules(given(rows)).findings
-    rows = [each for index in range(6) for each in (step(index), schedule(), step(index, optimizer=1), schedule(optimizer=1))]
+    rows = [each for index in range(6) for each in (step(index), schedule(), step(index, optimizer=1), schedule(optimizer=1, schedule=2))]
+    assert not check_schedules(given(rows)).findings
+
+
+def test_two_schedules_of_one_optimizer_are_counted_apart() -> None:
+    rows = [each for index in range(6) for each in (step(index), schedule(schedule=1), schedule(schedule=2))]
     assert not check_schedules(given(rows)).findings
 
 
@@ -156,6 +161,14 @@ def test_a_rank_that_ends_while_the_others_go_on_is_found() -> None:
     assert finding.evidence.startswith("rank 1 ended after 1 steps and 1 backwards; the others began backward 2")
     assert collectives(stays, leaves) == collectives(stays, leaves, error="ValueError: boom") == set()
     assert collectives(stays, stays, error=GLOO) == set()
+
+
+def test_under_join_ranks_take_different_numbers_of_steps() -> None:
+    rows = [row("join"), *passes(range(12), complete=False)], passes(range(8), line="train.py:10")
+    result = check_collectives(given(*rows), hung=False, error=GLOO)
+    assert not result.findings
+    assert "under Join ranks take different numbers of steps" in result.unseen[0]
+    assert list(given([step(), row("join"), step(1)], [step(), row("join"), step(1)]).together())[1:] == []
 
 
 def test_a_rank_that_is_only_behind_does_not_run_out_of_batches() -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.checks.collectives import check_collectives, check_files
+from lockstep.audit.checks.collectives import check_collectives, check_files, is_broken_collective
 from lockstep.audit.checks.gradients import check_gradients
 from lockstep.audit.checks.losses import check_losses
 from lockstep.audit.checks.randomness import check_modes, check_randomness
@@ -43,6 +43,9 @@ CONSEQUENCES = {
 def judge(folder: Path, audit: Audit, hang: HangStacks | None) -> None:
     """Fill in what was found, what is right and what could not be seen, from the records in `folder`."""
     records = read_records(folder)
+    if is_broken_collective(audit.error) and any(rank.has_ended for rank in records.ranks):
+        audit.error, audit.status = "", 0  # the audit itself ended a rank, and the others missed it
+        audit.notes.append("the ranks did not take the same number of steps; all were ended when the first of them had taken enough")
     audit.steps = records.steps
     if records.world_size:
         audit.processes = records.world_size

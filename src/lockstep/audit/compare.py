@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from lockstep.audit.finding import Area, Audit
 from lockstep.audit.records import Records, read_records
 from lockstep.audit.runner import AuditOptions, run_script
 from lockstep.base.errors import LaunchError, say
+from lockstep.base.system import shell_words
 
 PERTURBED_RUNS = 2
 
@@ -35,6 +35,7 @@ class CompareOptions:
                 f"--per-rank-batch {self.per_rank_batch!r}; it is the script's option for one process's batch, with {{}} for the number; "
                 'write for example --per-rank-batch "--batch-size {}"'
             )
+        shell_words("--per-rank-batch", self.per_rank_batch)
         if uneven := [each for each in self.processes if each < 1 or self.global_batch % each]:
             raise LaunchError(
                 f"--compare {','.join(map(str, self.processes))} with --global-batch {self.global_batch}; it must be a multiple of "
@@ -42,7 +43,7 @@ class CompareOptions:
             )
 
     def arguments(self, processes: int) -> list[str]:
-        return shlex.split(self.per_rank_batch.replace("{}", str(self.global_batch // processes)))
+        return shell_words("--per-rank-batch", self.per_rank_batch.replace("{}", str(self.global_batch // processes)))
 
 
 def add_compare(audit: Audit, options: AuditOptions, compare: CompareOptions, folder: Path, *, echo: BinaryIO | None) -> None:

@@ -50,14 +50,20 @@ class Records:
 
     @property
     def steps(self) -> int:
-        """The optimizer steps that every rank took."""
-        return min((max((row["index"] + 1 for row in rank.steps), default=0) for rank in self.ranks), default=0)
+        """The optimizer steps that every rank took that has an optimizer."""
+        return min((max(row["index"] + 1 for row in rank.steps) for rank in self.ranks if rank.steps), default=0)
+
+    @property
+    def joined_at(self) -> float:
+        """The place from which `Join` lets ranks take different numbers of steps; infinite if there is none."""
+        return min((float(row["place"]) for rank in self.ranks for row in rank.of("join")), default=float("inf"))
 
     def together(self) -> Iterator[list[Row]]:
-        """The rows of each step that all ranks took, one of each rank, in order."""
+        """The rows of each step that all ranks took together, one of each rank, in order."""
         by_rank = [{(row["optimizer"], row["index"]): row for row in rank.steps} for rank in self.ranks]
+        joined = self.joined_at
         for key in by_rank[0] if by_rank else []:
-            if all(key in rows for rows in by_rank):
+            if all(key in rows and rows[key]["place"] < joined for rows in by_rank):
                 yield [rows[key] for rows in by_rank]
 
 

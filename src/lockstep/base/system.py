@@ -1,9 +1,11 @@
-"""The parts of the operating system that not every system has: signals, processes, the peak of memory."""
+"""The parts of the operating system that not every system has: signals, processes, the peak of memory; the words of a
+shell."""
 
 from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import sys
 
@@ -41,3 +43,11 @@ def peak_memory_bytes() -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def shell_words(option: str, text: str) -> list[str]:
+    """Return the words of an option that holds arguments, as a shell reads them. Raises `LaunchError`."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"{option} {text!r}: {error}; it is read as a shell reads it; close each quotation mark") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from itertools import groupby
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
-from lockstep.base.system import refuse_on_windows
+from lockstep.base.system import refuse_on_windows, shell_words
 from lockstep.cli.arguments import check_target, script_arguments
 from lockstep.cli.work_folder import ended_by_signals, work_folder
 
@@ -139,19 +138,19 @@ def command(
     from lockstep.audit.run import run_audit
     from lockstep.audit.runner import AuditOptions
 
-    resume = None if resume_args is None else shlex.split(resume_args)
+    resume = None if resume_args is None else shell_words("--resume-args", resume_args)
     options = AuditOptions(script=script, arguments=arguments, is_module=is_module, resume_arguments=resume, **given)
     compared = _compare_options(compare, global_batch, per_rank_batch)
     with ended_by_signals(), work_folder(keep, "lockstep-audit-", "records") as folder:
         if not as_json:
             say(f"lockstep audit: {script}, {options.steps} optimizer steps; its output follows")
         audit = run_audit(options, folder, compare=compared, echo=None if as_json or sys.stderr is None else sys.stderr.buffer)
-    if html is not None:
-        _write_page(Path(html), audit, options.root)
     if as_json:
         print(json.dumps(audit.as_json(), indent=2, allow_nan=False))
     else:
         show(audit)
+    if html is not None:
+        _write_page(Path(html), audit, options.root)
     return 1 if audit.findings else USER_ERROR_STATUS if audit.error else 0
 
 
@@ -221,4 +220,8 @@ def _write_page(path: Path, audit: Audit, root: str) -> None:
     from lockstep.audit.html_page import page
     from lockstep.audit.source import lines_of_files
 
-    path.write_text(page(audit, lines_of_files([each.line for each in audit.findings], [root])), encoding="utf-8")
+    text = page(audit, lines_of_files([each.line for each in audit.findings], [root]))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"--html {path}; it cannot be written ({error.strerror}); name another file") from error

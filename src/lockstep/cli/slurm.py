@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import click
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.system import shell_words
 from lockstep.base.units import seconds
 from lockstep.cli import run as run_command
 from lockstep.launch.script import check_script
@@ -70,7 +70,7 @@ def command(
 
     Exit status: 0; 2 for a mistake; with --submit that of the job: 0 if it completed, else that of its script, or 1.
     """
-    given = _words(run_options)
+    given = shell_words("--run", run_options)
     _check_run(given, run_options, script, arguments, must_exist=is_sent)
     for option in sbatch:
         if not option.startswith("-") or "\n" in option:
@@ -110,13 +110,6 @@ def _check_run(given: Sequence[str], run_options: str, script: str, arguments: S
         )
     if must_exist and not asked.params["is_module"]:
         check_script(script)
-
-
-def _words(run_options: str) -> list[str]:
-    try:
-        return shlex.split(run_options)
-    except ValueError as error:
-        raise LaunchError(f"--run {run_options!r}: {error}; it is read as a shell reads it; close each quotation mark") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ def check_gradients(records: Records) -> AreaResult:
         _check_local_clipping(result, rows, step)
         if _check_reduction(result, rows, step):
             seen += 1
-        alike += _are_alike(rows)
+        alike += _are_alike(rows) and _have_equal_losses(records, rows)
         if alike == LEAST_ALIKE:
             result.find(
                 Cause.SAME_SAMPLES,
@@ -78,7 +79,9 @@ def check_gradients(records: Records) -> AreaResult:
             )
     _check_wasted(result, records)
     _check_untrained(result, records)
-    if steps and all(not sketch[-1] for rows in records.together() for row in rows for sketch in row["applied"].values() if sketch):
+    if records.steps and not steps:
+        result.unseen.append("no optimizer step was taken by all ranks together")
+    elif steps and all(not sketch[-1] for rows in records.together() for row in rows for sketch in row["applied"].values() if sketch):
         result.unseen.append("every gradient is zero: the script learns nothing")
     elif records.world_size > 1 and steps and not seen and not result.findings:
         result.unseen.append("gradients before their reduction were not seen, or were the same on all ranks")
@@ -204,6 +207,16 @@ def _are_alike(rows: Sequence[Row]) -> bool:
     return bool(names) and any(own_sums(rows[0], names)[name].any() for name in names) and all(_is_same(rows, name) for name in names)
 
 
+def _have_equal_losses(records: Records, rows: Sequence[Row]) -> bool:
+    """True if the last backwards of all ranks began from one value. (A hook of the script may reduce gradients before
+    they are seen: then they are alike, although the batches are not.)"""
+    values = []
+    for rank, row in zip(records.ranks, rows, strict=True):
+        last = max(int(number) for number in row["added"])
+        values.append(next((each["value"] for each in rank.of("backward") if each["number"] == last), None))
+    return all(each == values[0] for each in values)
+
+
 def _matters(rows: Sequence[Row], rank: int, name: str) -> bool:
     """True if other ranks added to this gradient too: else the rank's own is all there is."""
     own = [np.linalg.norm(own_sums(row, [name])[name]) for row in rows]
@@ -301,14 +314,17 @@ def _clip_ratio(row: Row) -> float | None:
 def _check_wasted(result: AreaResult, records: Records) -> None:
     """Find reductions in microbatches before the last one of a step."""
     for rank in records.ranks:
-        reduces, line, count, before = False, "", 0, set[str]()
+        reducing, line, counts, before = set[int](), "", Counter[int](), set[str]()
         for row in rank.rows:
             if row["kind"] == "ddp_forward":
-                reduces, line = row["reduces"], row["line"]
+                line = row["line"]
+                reducing = reducing | {row["wrapper"]} if row["reduces"] else reducing - {row["wrapper"]}
             elif row["kind"] == "backward":
-                count, reduces = count + reduces, False
+                counts.update(reducing)
+                reducing = set()
                 before.add(str(row["number"]))
             elif row["kind"] == "step":
+                count = max(counts.values(), default=0)
                 several = sum(1 for number, each in row["added"].items() if each and number in before)
                 if count > 1 and several > 1:
                     result.find(
@@ -317,7 +333,7 @@ def _check_wasted(result: AreaResult, records: Records) -> None:
                         line=line or row["line"],
                         step=row["index"],
                     )
-                count, before = 0, set()
+                counts, before = Counter(), set()
 
 
 def _check_untrained(result: AreaResult, records: Records) -> None:

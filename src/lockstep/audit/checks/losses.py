@@ -27,11 +27,14 @@ class Term:
 
     rank: int
     backward: str
-    place: tuple[str, int]
-    """The line of the call, and its number among those of the backward at that line."""
+    place: tuple[str, int, str]
+    """The line of the call, its number among those of the backward at that line, and its function."""
     reduction: str
     count: float
     """Targets, or elements."""
+    microbatch: int
+    """The backward that the loss function's output was in, if gradients of several are first seen together (FSDP2)."""
+    unit: str
     weight: float
     """The weight of each target in the loss that the backward began from: not reduced yet."""
 
@@ -80,8 +83,21 @@ def _terms(rank: int, row: Row) -> list[Term]:
             weight = low if high and abs(high - low) <= EVEN * abs(high) else None
         elif each["reduction"] == "mean" and weight is not None and count:
             weight = weight / count
-        if weight and count and str(each["backward"]) in row["added"]:
-            terms.append(Term(rank, str(each["backward"]), (each["line"], numbers[key]), each["reduction"], float(count), float(weight)))
+        backward = next((number for number in row["added"] if int(number) >= each["backward"]), "")
+        is_together = bool(row["sharded"])  # gradients that are reduced later are seen with those of the backward that reduces
+        if weight and count and backward and (is_together or int(backward) == each["backward"]):
+            terms.append(
+                Term(
+                    rank=rank,
+                    backward=backward,
+                    place=(each["line"], numbers[key], each["function"]),
+                    reduction=each["reduction"],
+                    count=float(count),
+                    microbatch=each["backward"],
+                    unit="sums of class weights" if each.get("has_class_weights") else "targets",
+                    weight=float(weight),
+                )
+            )
     return terms
 
 
@@ -97,8 +113,8 @@ def _check_weights(result: AreaResult, rows: Sequence[Row], terms: Sequence[Term
     off = "" if error is None else f"; the gradient is off by {error:.2g} of its size"
     result.find_worst(
         Cause.MEAN_OF_MEANS,
-        f"step {step}: between {min(counts):.0f} and {max(counts):.0f} targets a microbatch, each microbatch with its own mean: a target "
-        f"counts up to {max(weights) / min(weights):.3g} times as much as another{off}",
+        f"step {step}: between {min(counts):.0f} and {max(counts):.0f} {terms[0].unit} a microbatch, each microbatch with its own mean: "
+        f"a target counts up to {max(weights) / min(weights):.3g} times as much as another{off}",
         line=terms[0].place[0],
         step=step,
         badness=max(weights) / min(weights) - 1 if error is None else error,
@@ -132,9 +148,12 @@ def _check_scale(result: AreaResult, records: Records, rows: Sequence[Row], term
         return
     scaled = any(row["clip"] is not None and row["clip"]["scaled"] for row in rows)
     total = sum(abs(found[term.rank] * term.weight) * term.count for term in terms)
-    ranks, backwards = len(rows), len({term.backward for term in terms if term.rank == 0})
+    ranks, backwards = len(rows), len({term.microbatch for term in terms if term.rank == 0})
     step, line = rows[0]["index"], _backward_line(records, terms[0]) or rows[0]["line"]
     if scaled or not total:
+        return
+    if _gathers_before(records, terms[0]):
+        result.unseen.append("the loss is taken over what all ranks gathered: its scale is not judged")
         return
     plain = all(abs(term.weight * term.count - 1) < SCALE or term.weight * term.count > 1 for term in terms)
     if backwards > 1 and _is(total, backwards) and plain:
@@ -162,6 +181,16 @@ def _divided_twice(records: Records, total: float, ranks: int, backwards: int) -
         if number > 1 and _is(total * number, 1.0) and float(number) in divisors:
             return float(number)
     return None
+
+
+def _gathers_before(records: Records, term: Term) -> bool:
+    """True if the forward of a term gathered tensors of other ranks, as a contrastive loss does."""
+    gathers = False
+    for row in records.ranks[term.rank].of("backward", "collective", "step"):
+        if row["kind"] == "backward" and str(row["number"]) == term.backward:
+            return gathers
+        gathers = row["kind"] == "collective" and (gathers or row["name"] in ("all_gather", "all_gather_into_tensor"))
+    return False
 
 
 def _backward_line(records: Records, term: Term) -> str:

@@ -15,7 +15,7 @@ LEAST = 2
 
 def check_randomness(records: Records) -> AreaResult:
     result = AreaResult(Area.RANDOM)
-    drawing = [[row for row in rank.of("backward") if _draws(row)] for rank in records.ranks]
+    drawing = [_forwards(rank) for rank in records.ranks]
     _check_reset(result, records, drawing)
     if not result.findings:
         _check_ranks(result, records, drawing)
@@ -23,7 +23,7 @@ def check_randomness(records: Records) -> AreaResult:
     if any(drawing) or records.fetches:
         result.right = f"{sum(map(len, drawing))} forwards and {len(records.fetches)} reads of data drew random numbers, each its own"
     elif records.steps:
-        result.right = "no forward and no read of data drew random numbers"
+        result.right = "no forward drew random numbers of torch, and no read of data any"
     return result
 
 
@@ -32,7 +32,7 @@ def check_modes(records: Records) -> AreaResult:
     result = AreaResult(Area.MODE)
     seen = False
     for rank in records.ranks:
-        training = {row["loader"] for row in rank.of("backward") if row["loader"] is not None}
+        training = {loader for row in rank.of("backward") for loader, _ in row["passes"]}
         for row in rank.of("mode"):
             seen = True
             if row["training"] and row["loader"] is not None and row["loader"] not in training and training:
@@ -55,7 +55,7 @@ def _check_training_mode(result: AreaResult, rank: Rank, backwards: Sequence[Row
     first = backwards[0]["calls"]
     for row in backwards:
         calls = row["calls"]
-        if calls["off"] or (calls["eval"] > first["eval"] and calls["train"] < first["train"]):
+        if (calls["off"] and not calls["train"]) or (calls["eval"] > first["eval"] and calls["train"] < first["train"]):
             step = sum(1 for each in rank.steps if each["place"] < row["place"])
             modes = [each for each in rank.of("mode") if each["place"] < row["place"] and each["grad"] and not each["training"]]
             text = f"rank {rank.rank}: step {step} ran {calls['eval']} calls of dropout and BatchNorm in eval mode"
@@ -64,9 +64,18 @@ def _check_training_mode(result: AreaResult, rank: Rank, backwards: Sequence[Row
             return
 
 
-def _draws(row: Row) -> bool:
-    """True if random numbers were drawn between the batch and its backward."""
-    return bool(row["state_at_batch"]) and row["state"] != row["state_at_batch"]
+def _forwards(rank: Rank) -> list[Row]:
+    """The backwards between whose batch and which random numbers were drawn; of several after one forward the first."""
+    found: list[Row] = []
+    state = None
+    for row in rank.of("batch", "backward"):
+        if row["kind"] == "batch":
+            state = None
+        elif row["state"] != state:
+            state = row["state"]
+            if row["state_at_batch"] and row["state"] != row["state_at_batch"]:
+                found.append(row)
+    return found
 
 
 def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]]) -> None:

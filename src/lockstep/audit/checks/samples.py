@@ -14,6 +14,13 @@ from lockstep.audit.records import Records, Row
 
 LEAST_SAMPLES = 4
 """Samples of a pass from which its order can be told from another one."""
+SAMPLERS = {
+    *("RandomSampler", "SequentialSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler"),
+    *("_InfiniteConstantSampler", "SeedableRandomSampler", "LengthGroupedSampler", "DistributedLengthGroupedSampler"),
+    *("UnrepeatedDistributedSampler", "DistributedSamplerWrapper", "UnrepeatedDistributedSamplerWrapper"),
+}
+"""Types of samplers that give each sample once in a pass, or say that they do not: torch's and libraries'."""
+BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}
 MANY = 0.1
 """Share of equal contents that is no accident of the data: different samples may look alike."""
 
@@ -48,6 +55,11 @@ class LoaderPasses:
         return any(each.is_training for ranks in self.passes for each in ranks)
 
     @property
+    def has_own_sampler(self) -> bool:
+        """True if the sampler is not torch's or a library's: it may leave out, repeat, and go on without an end."""
+        return self.sampler["type"] not in SAMPLERS or self.sampler["batch_type"] not in BATCH_SAMPLERS
+
+    @property
     def sampler(self) -> Row:
         sampler: Row = self.passes[0][0].begin["sampler"]
         return sampler
@@ -55,7 +67,7 @@ class LoaderPasses:
     def samples(self, ranks: Sequence[Pass]) -> tuple[list[list[Any]], bool]:
         """The samples of each rank, and whether they are places in one dataset, which tell them apart for sure."""
         wholes = {each.get("whole", each["digest"]) for each in self.dataset}
-        if len(wholes) == 1 and not self.dataset[0]["iterable"] and all(each.indices is not None for each in ranks):
+        if len(wholes) == 1 and all(wholes) and not self.dataset[0]["iterable"] and all(each.indices is not None for each in ranks):
             return [_places(each.indices or [], data.get("subset")) for each, data in zip(ranks, self.dataset, strict=True)], True
         return [list(each.contents) for each in ranks], False
 
@@ -116,8 +128,10 @@ def _passes_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Pass]]:
             current.indices = current.indices + row["indices"] if current.indices is not None and row["indices"] is not None else None
         elif row["kind"] == "pass_end" and (row["loader"], row["number"]) in by_key:
             by_key[row["loader"], row["number"]].is_complete = True
-        elif row["kind"] == "backward" and (current := by_key.get((row["loader"], row["pass_number"]))) is not None:
-            current.is_training = True
+        elif row["kind"] == "backward":
+            for place in row["passes"]:
+                if (current := by_key.get(tuple(place))) is not None:
+                    current.is_training = True
     numbers: Counter[str] = Counter()
     by_line = {}
     for passes in found.values():
@@ -127,14 +141,33 @@ def _passes_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Pass]]:
     return by_line
 
 
+def _first_epoch(loader: LoaderPasses, samples: Sequence[list[Any]]) -> list[list[Any]]:
+    """Of each rank the samples of the first epoch: a sampler of the script's own may go on into the next one."""
+    length = loader.dataset[0].get("whole_length", loader.dataset[0]["length"]) or 0
+    return [one[: max(1, length // len(samples))] for one in samples]
+
+
+def _look_alike(ranks: Sequence[Pass], samples: Sequence[Sequence[Any]]) -> bool:
+    """True if a rank was given one content more often than loader workers explain."""
+    most = max(2, *(int(each.begin["workers"]) for each in ranks)) if ranks else 2
+    return any(max(Counter(one).values(), default=0) > most for one in samples)
+
+
 def _places(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
     return list(indices) if subset is None else [subset[each] for each in indices if each < len(subset)]
 
 
 def _check_training_pass(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass]) -> None:
     samples, are_places = loader.samples(ranks)
+    if loader.has_own_sampler and are_places:
+        samples = _first_epoch(loader, samples)
     if _draws_with_replacement(loader) and not _all_equal(samples):
         return
+    if not are_places and _look_alike(ranks, samples):
+        result.unseen.append("samples of the training data look alike: they cannot be told apart")
+        return
+    if loader.has_own_sampler and any(len(set(one)) < len(one) for one in samples) and not _all_equal(samples):
+        return  # it repeats samples on purpose
     number = ranks[0].begin["number"]
     for (first, one), (second, other) in combinations(enumerate(samples), 2):
         both = set(one) & set(other)
@@ -179,7 +212,8 @@ def _check_missing(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pas
         whole = loader.dataset[0]["length"]
     batch = ranks[0].begin["batch_size"] or max((len(one) for one in samples), default=1)
     sampler, own = loader.sampler, loader.dataset[0]["length"] or 0
-    is_part = sampler["type"] == "SubsetRandomSampler" or sampler.get("num_samples", own) * sampler.get("num_replicas", 1) < own
+    is_drawn = sampler.get("num_samples", own) * sampler.get("num_replicas", 1) < own
+    is_part = loader.has_own_sampler or sampler["type"] == "SubsetRandomSampler" or is_drawn
     drops = ranks[0].begin["drop_last"] or sampler.get("drop_last") or ranks[0].begin["batch_size"] is None
     allowed = batch * len(ranks) - 1 if drops else 0
     missing = sorted(set(range(whole or 0)) - seen)

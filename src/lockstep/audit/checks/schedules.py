@@ -34,10 +34,14 @@ def check_schedules(records: Records) -> AreaResult:
 
 
 def _check_speed(result: AreaResult, records: Records, rank: Rank, optimizer: int) -> None:
-    between = _calls_between_steps(rank, optimizer)
     if optimizer < 0:
         result.unseen.append("a schedule's optimizer was not seen")
         return
+    for schedule in dict.fromkeys(row["schedule"] for row in rank.of("schedule") if row["optimizer"] == optimizer):
+        _check_calls(result, records, rank, optimizer, _calls_between_steps(rank, optimizer, schedule))
+
+
+def _check_calls(result: AreaResult, records: Records, rank: Rank, optimizer: int, between: Sequence[Sequence[Row]]) -> None:
     if len(between) < LEAST_STEPS:
         return
     calls = statistics.median(len(each) for each in between)
@@ -69,13 +73,13 @@ def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, ca
         )
 
 
-def _calls_between_steps(rank: Rank, optimizer: int) -> list[list[Row]]:
-    """The calls of the schedule after each step of its optimizer, up to the next one."""
+def _calls_between_steps(rank: Rank, optimizer: int, schedule: int) -> list[list[Row]]:
+    """The calls of a schedule after each step of its optimizer, up to the next one."""
     between: list[list[Row]] = []
     for row in rank.rows:
         if row["kind"] == "step" and row["optimizer"] == optimizer:
             between.append([])
-        elif row["kind"] == "schedule" and row["optimizer"] == optimizer and between:
+        elif row["kind"] == "schedule" and row["schedule"] == schedule and between:
             between[-1].append(row)
     return between[:-1] if between and not between[-1] else between
 

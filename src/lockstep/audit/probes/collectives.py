@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join
 
 from lockstep.audit.probes.gradients import is_compiling
 from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
@@ -29,6 +30,7 @@ class Collectives:
     def install(self) -> None:
         wrap(dist, "init_process_group", after=guarded(self._recorder, self._after_init))
         dist.distributed_c10d.init_process_group = dist.init_process_group
+        wrap(Join, "__enter__", before=guarded(self._recorder, lambda *_: self._recorder.write("join", line=self._recorder.line())))
         for name in NAMES:
             watched = self._watched(name, getattr(dist, name))
             setattr(dist, name, watched)

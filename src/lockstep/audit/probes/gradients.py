@@ -118,10 +118,10 @@ class Gradients:
     def _see(self, parameter: Tensor, watched: Watched, gradient: Tensor) -> None:
         if not self._depth:
             return  # autograd.grad runs hooks too, and adds nothing to a gradient
-        if parameter.grad is None:
-            watched.is_stale, watched.added = False, []
+        if parameter.grad is None or ((watched.is_stale or watched.was_stepped) and not parameter.grad.any()):
+            watched.is_stale, watched.added = False, []  # set to zero by the script itself, perhaps
         elif watched.was_stepped:
-            watched.is_stale = bool(parameter.grad.any())
+            watched.is_stale = True
         watched.was_stepped = False
         watched.added.append((self.backward, sketch(gradient)))
 

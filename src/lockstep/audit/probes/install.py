@@ -54,6 +54,7 @@ class Probes:
             divisors=divisors(root) if isinstance(root, Tensor) else [],
             loader=loader,
             pass_number=number,
+            passes=self.loaders.take(),
             state=generator_state(),
             state_at_batch=self.loaders.state,
             calls=self.modes.take(),
@@ -69,6 +70,7 @@ def _watch_torchscript() -> None:
 
     @functools.wraps(original)
     def script(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1  # names are looked up in the frame of the caller
         with originals():
             return original(*args, **kwargs)
 

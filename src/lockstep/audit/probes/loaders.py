@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
+import os
 import random
 import sys
 import weakref
-from collections import deque
+from collections import Counter, UserDict, deque
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -43,6 +45,7 @@ class Loaders:
         """Called when a batch comes."""
         self.last: tuple[int, int] | None = None
         """The loader and the pass of the batch that came last."""
+        self._since: Counter[tuple[int, int]] = Counter()  # batches since the last backward, of passes that go on
         self.state = ""
         """The state of torch's generator when it came."""
 
@@ -56,6 +59,13 @@ class Loaders:
         self._wrap_next(iterator)
         for fetcher in fetchers:
             self._wrap_fetch(fetcher)
+
+    def take(self) -> list[tuple[int, int]]:
+        """Return the passes that a backward is of: that of the last batch, and each that gave one batch since the last
+        backward. (An evaluation between two backwards gives several, or has come to its end.)"""
+        taken = [place for place, count in self._since.items() if count == 1 or place == self.last]
+        self._since.clear()
+        return taken or ([self.last] if self.last is not None else [])
 
     def _after_init(self, _: Any, loader: Any, *__: Any, **___: Any) -> None:
         self._lines.setdefault(loader, self._origin())
@@ -102,6 +112,7 @@ class Loaders:
             except StopIteration:
                 if (place := self._of.get(id(iterator))) is not None:
                     self._recorder.write("pass_end", loader=place[0], number=place[1])
+                    self._since.pop(place, None)
                 raise
             guarded(self._recorder, self._after_batch)(batch, iterator)
             return batch
@@ -123,6 +134,7 @@ class Loaders:
         indices = index if isinstance(index, list | tuple) else [index]
         numbers = [int(each) for each in indices if isinstance(each, int | np.integer) or (isinstance(each, Tensor) and each.numel() == 1)]
         self.last, self.state = place, generator_state()
+        self._since[place] += 1
         for each in self.on_batch:
             each()
         self._recorder.write(
@@ -184,7 +196,7 @@ def random_states() -> dict[str, str]:
 def digests(batch: Any) -> list[str]:
     """A digest of each sample of a batch, from all its tensors and arrays; of the whole batch where they have no common
     first dimension."""
-    leaves = [each.detach().to("cpu") if isinstance(each, Tensor) else torch.from_numpy(each) for each in _leaves(batch)]
+    leaves = [each.detach().to("cpu") if isinstance(each, Tensor) else _from_numpy(each) for each in _leaves(batch)]
     sizes = {len(each) if each.dim() else -1 for each in leaves}
     if len(sizes) == 1 and -1 not in sizes:
         return [_digest([each[row] for each in leaves]) for row in range(min(MOST_SAMPLES, sizes.pop()))]
@@ -192,9 +204,18 @@ def digests(batch: Any) -> list[str]:
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
-    for leaf in torch_private.tree_leaves(batch if not hasattr(batch, "data") or isinstance(batch, Tensor) else dict(batch)):
+    if isinstance(batch, UserDict):  # a BatchEncoding of transformers
+        batch = batch.data
+    elif dataclasses.is_dataclass(batch):
+        batch = vars(batch)
+    for leaf in torch_private.tree_leaves(batch):
         if isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"):
             yield leaf
+
+
+def _from_numpy(array: Any) -> Tensor:
+    """A tensor of an array; torch warns of arrays that cannot be written to."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _digest(tensors: list[Tensor]) -> str:
@@ -216,13 +237,16 @@ def sampler_of(loader: Any) -> dict[str, Any]:
 
 
 def describe(dataset: Any) -> dict[str, Any]:
-    """A dataset as other ranks can compare it: its kind, its length, and a digest of what it holds."""
+    """A dataset as other ranks can compare it: its kind, its length, and a digest of what it holds. The digest is empty
+    if that cannot be read, so that only the contents of batches tell samples apart."""
     if isinstance(dataset, Subset):
         inner = describe(dataset.dataset)
         indices = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
         base = inner.pop("subset", None)
         places = [base[each] for each in indices.tolist()] if base is not None else indices.tolist()
         digest = f"{inner['digest']}/{_digest([indices])}"
+        if not inner["digest"]:
+            digest = ""
         return {
             "whole": inner["digest"],
             "whole_length": inner["length"],
@@ -232,12 +256,14 @@ def describe(dataset: Any) -> dict[str, Any]:
             "subset": places,
         }
     is_iterable = isinstance(dataset, IterableDataset)
-    held_in = hashlib.blake2b(digest_size=8)
-    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        held_in.update(f"{name}={_held(value)};".encode())
+    try:
+        held_values = _held_by(dataset) if hasattr(dataset, "__dict__") else _held(dataset)
+        digest = hashlib.blake2b(held_values.encode(), digest_size=8).hexdigest()
+    except _Unreadable:
+        digest = ""
     length = len(dataset) if not is_iterable and hasattr(dataset, "__len__") else None
     held = held_items(dataset) if is_iterable else None
-    return {"type": type(dataset).__name__, "iterable": is_iterable, "length": length, "held": held, "digest": held_in.hexdigest()}
+    return {"type": type(dataset).__name__, "iterable": is_iterable, "length": length, "held": held, "digest": digest}
 
 
 def held_items(dataset: Any, depth: int = 0) -> int:
@@ -248,20 +274,36 @@ def held_items(dataset: Any, depth: int = 0) -> int:
     return max([*sizes, *inner], default=0)
 
 
-def _held(value: Any, depth: int = 0) -> str:
-    """A text of an attribute of a dataset, equal for equal values."""
+class _Unreadable(Exception):
+    """What a dataset holds cannot be read: it may differ from rank to rank."""
+
+
+def _held_by(owner: Any, depth: int = 0) -> str:
+    """A text of what an object holds in its attributes."""
+    if isinstance(fingerprint := getattr(owner, "_fingerprint", None), str):  # of the datasets library
+        return fingerprint
+    return ";".join(f"{name}={_held(value, depth + 1)}" for name, value in sorted(vars(owner).items()))
+
+
+def _held(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
+    """A text of an attribute of a dataset, or of an item of one, equal for equal values."""
     if isinstance(value, Tensor):
         return _digest([value.detach().cpu()])
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return _digest([torch.from_numpy(np.ascontiguousarray(value))])
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufUS":
+        return hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
     if isinstance(value, str | int | float | bool | bytes | None):
         return repr(value)
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
     if isinstance(value, list | tuple) and depth < 8:
         step = max(1, len(value) // MOST_SAMPLES)
-        return f"{len(value)}:" + ",".join(_held(each, depth + 1) for each in value[::step])
+        return f"{len(value)}:" + ",".join(_held(each, depth + 1, is_item=True) for each in value[::step])
     if isinstance(value, dict) and depth < 8:
-        return ",".join(f"{key}:{_held(each, depth + 1)}" for key, each in value.items())
+        return ",".join(f"{key}:{_held(each, depth + 1, is_item=True)}" for key, each in value.items())
     if isinstance(value, Dataset) and depth < 8:
-        return _held(vars(value), depth + 1)
-    fingerprint = getattr(value, "_fingerprint", None)
-    return fingerprint if isinstance(fingerprint, str) else type(value).__name__
+        return _held_by(value, depth)
+    if isinstance(fingerprint := getattr(value, "_fingerprint", None), str):
+        return fingerprint
+    if (is_item or hasattr(value, "__len__")) and not callable(value):  # a table, or one of many objects
+        raise _Unreadable
+    return type(value).__name__

@@ -64,6 +64,7 @@ class Losses:
         if isinstance(target, Tensor) and reduction != "none":
             row["count"] = _count(name, target, args, kwargs)
             row["targets"] = target.shape[0] if target.dim() else 1
+            row["has_class_weights"] = _class_weights(name, args, kwargs) is not None
         self._waiting.append(row)
         output.register_hook(guarded(self._recorder, lambda gradient: self._weigh(row, gradient)))  # type: ignore[no-untyped-call]
 
@@ -83,5 +84,10 @@ def _count(name: str, target: Tensor, args: Any, kwargs: Any) -> float:
     if name not in CLASSIFICATION or target.is_floating_point():
         return float(target.numel() if name not in CLASSIFICATION else target.shape[0])
     kept = target[target != kwargs.get("ignore_index", -100)]
-    weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+    weight = _class_weights(name, args, kwargs)
     return float(kept.numel()) if weight is None else float(weight[kept].sum())
+
+
+def _class_weights(name: str, args: Any, kwargs: Any) -> Tensor | None:
+    found = kwargs.get("weight", args[2] if len(args) > 2 else None) if name in CLASSIFICATION else None
+    return found if isinstance(found, Tensor) else None

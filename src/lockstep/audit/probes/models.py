@@ -101,7 +101,9 @@ class Models:
         DistributedDataParallel.forward = forward  # type: ignore[assignment, method-assign]
 
     def _write_forward(self, wrapper: DistributedDataParallel) -> None:
-        self._recorder.write("ddp_forward", reduces=bool(wrapper.require_backward_grad_sync), line=self._recorder.line())
+        self._recorder.write(
+            "ddp_forward", wrapper=id(wrapper), reduces=bool(wrapper.require_backward_grad_sync), line=self._recorder.line()
+        )
 
 
 def plain(name: str) -> str:

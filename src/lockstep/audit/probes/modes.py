@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim import swa_utils
 
 from lockstep.audit.probes.gradients import is_compiling
 from lockstep.audit.probes.loaders import Loaders
-from lockstep.audit.probes.recorder import RecordWriter, guarded, replace
+from lockstep.audit.probes.recorder import RecordWriter, guarded, replace, wrap
 from lockstep.audit.probes.sketch import sketch
 
 DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
@@ -43,11 +44,19 @@ class Modes:
         self._noted: set[Any] = set()
         self._statistics = 0
         self._place: Any = None
+        self._is_updating = False
+        """True while statistics are taken anew with `update_bn`, which is in train mode and no evaluation."""
 
     def install(self) -> None:
         for name in DROPOUTS:
             replace(F, name, self._watched_dropout(getattr(F, name)))
         replace(F, "batch_norm", self._watched_batch_norm(F.batch_norm))
+        wrap(
+            swa_utils,
+            "update_bn",
+            before=guarded(self._recorder, lambda *_, **__: setattr(self, "_is_updating", True)),
+            after=guarded(self._recorder, lambda *_, **__: setattr(self, "_is_updating", False)),
+        )
 
     def take(self) -> dict[str, int]:
         """Return the calls since the last call of this, and begin again."""
@@ -83,7 +92,7 @@ class Modes:
             self.calls["off"] += not training and torch.is_grad_enabled() and input.requires_grad
 
     def _note_batch_norm(self, mean: Tensor | None, variance: Tensor | None, training: bool) -> None:
-        if mean is not None:
+        if mean is not None and not self._is_updating:
             self._note("batch_norm", training)
             self._note_statistics(mean, variance, training)
 

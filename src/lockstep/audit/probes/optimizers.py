@@ -120,7 +120,8 @@ class Optimizers:
         for parameter, name in zip(parameters, names, strict=True):
             seen = self._gradients.take(parameter)
             for backward, each in seen.added:
-                added.setdefault(backward, {})[name] = each
+                sums = added.setdefault(backward, {})
+                sums[name] = [a + b for a, b in zip(sums[name], each, strict=True)] if name in sums else each
             if seen.is_stale:
                 row["stale"].append(name)
             row["applied"][name], is_shard = self._gradients.of(parameter)

@@ -46,6 +46,7 @@ class Schedules:
         self._recorder.write(
             "schedule",
             type=type(schedule).__name__,
+            schedule=id(schedule),
             optimizer=self._optimizers.number(schedule.optimizer),
             epoch=getattr(schedule, "last_epoch", None),
             horizon=horizon(schedule),
