@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import UserDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from audit.watched import Watched, problems, watched
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.audit.probes.loaders import describe, digests
 from lockstep.audit.records import Row
@@ -117,6 +123,43 @@ def test_datasets_are_told_apart_by_what_their_parts_hold() -> None:
     one = torch.arange(4.0)
     first, second = (describe(ConcatDataset([TensorDataset(each)])) for each in (one, one + 1))
     assert first["digest"] != second["digest"]
+
+
+class Rows(Dataset[object]):
+    def __init__(self, rows: object) -> None:
+        self.rows = rows
+
+
+class Table:
+    def __len__(self) -> int:
+        return 4
+
+
+def test_texts_paths_and_lists_are_read() -> None:
+    for one, other in [(["a"], ["b"]), ([Path("a")], [Path("b")]), (np.array(["a"]), np.array(["b"])), ({"a": 1}, {"a": 2})]:
+        assert describe(Rows(one))["digest"] == describe(Rows(one))["digest"] != describe(Rows(other))["digest"] != ""
+    assert describe([1, 2])["digest"] != describe([1, 3])["digest"]
+
+
+def test_what_cannot_be_read_has_no_digest() -> None:
+    """A table of pandas, a list of objects: they may differ from rank to rank."""
+    assert describe(Rows(Table()))["digest"] == describe(Rows([object()]))["digest"] == ""
+    assert describe(Subset(Rows(Table()), [0]))["digest"] == ""
+    assert describe(Rows(len))["digest"] and describe(Rows(object()))["digest"], "transforms"
+
+
+@dataclass
+class Batch:
+    data: torch.Tensor
+    name: str = "a batch"
+
+
+def test_samples_of_a_batch_of_any_kind_are_told_apart() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    read_only = x.numpy().copy()
+    read_only.flags.writeable = False
+    with warnings.catch_warnings(action="error"):
+        assert digests(Batch(x)) == digests(UserDict(x=x)) == digests(x.numpy()) == digests(read_only) == digests([x])
 
 
 def test_samples_are_told_apart_by_all_their_tensors() -> None:

@@ -97,7 +97,7 @@ def test_seeds_are_noted_with_their_step(everything: Watched) -> None:
 def test_forwards_that_draw_random_numbers_have_states(everything: Watched) -> None:
     states = [row["state"] for row in everything.rows("backward")]
     assert len(set(states[:4])) == 4
-    assert all(row["state_at_batch"] == "" for row in everything.rows("backward")), "no batch of a loader came"
+    assert all(row["state_at_batch"] == "" for row in everything.rows("backward", "backward")), "no batch of a loader came"
 
 
 def test_files_are_noted_with_their_keys(everything: Watched) -> None:
@@ -114,6 +114,21 @@ def test_modes_are_counted_between_backwards(everything: Watched) -> None:
     assert evaluation["calls"] == {"train": 0, "eval": 2, "off": 1}
     modes = everything.rows("mode", "evaluation")
     assert [(row["what"], row["training"], row["grad"]) for row in modes] == [("batch_norm", False, False), ("dropout", False, False)]
+
+
+def test_dropout_of_a_frozen_model_is_not_off(everything: Watched) -> None:
+    (row,) = everything.rows("backward", "backward through a frozen model")
+    assert (row["calls"]["eval"] > 0, row["calls"]["off"]) == (True, 0)
+
+
+def test_update_bn_is_no_evaluation(everything: Watched) -> None:
+    assert everything.rows("mode", "update_bn") == everything.rows("statistics", "update_bn") == []
+
+
+def test_a_backward_is_of_all_loaders_of_its_step(everything: Watched) -> None:
+    first, second = everything.rows("backward", "backward of two loaders")
+    assert len(first["passes"]) == len(second["passes"]) == 2
+    assert [len(row["passes"]) for row in everything.rows("backward", "backward after an evaluation")] == [1, 1]
 
 
 def test_running_statistics_are_noted_before_they_are_used(everything: Watched) -> None:

@@ -11,8 +11,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader, TensorDataset
 
 folder = os.environ["FOLDER"]
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
 torch.manual_seed(7)  # seed
 model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)))  # wrapped
@@ -61,6 +69,18 @@ F.cross_entropy(model(x), y).backward()  # backward in eval mode
 ones = torch.ones(8, 8)
 defaults = [name for name in ("dropout", "alpha_dropout", "feature_alpha_dropout") if not torch.equal(getattr(F, name)(ones), ones)]
 F.dropout(ones, 0.0)
+frozen, prompt = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval().requires_grad_(False), torch.zeros(4, requires_grad=True)
+frozen(x + prompt).sum().backward()  # backward through a frozen model
+batches = DataLoader(TensorDataset(x), batch_size=4)
+norm = nn.Sequential(nn.BatchNorm1d(4))
+update_bn(DataLoader(TensorDataset(x), batch_size=8), norm)  # update_bn
+twin = DataLoader(TensorDataset(x), batch_size=4)
+for (one,), (two,) in zip(batches, twin, strict=True):
+    model(torch.cat([one, two])).sum().backward()  # backward of two loaders
+for (one,) in batches:
+    with torch.no_grad():
+        list(DataLoader(TensorDataset(x), batch_size=2))
+    model(one).sum().backward()  # backward after an evaluation
 
 # Files
 
@@ -76,6 +96,12 @@ errors = []
 try:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)))
     scripted(x)
+
+    @torch.jit.script
+    class Doubles:
+        def __init__(self, x: torch.Tensor):
+            self.doubled = twice(x)
+
 except Exception as error:
     errors.append(f"{type(error).__name__}: {error}"[-300:])
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import swa_utils
 
@@ -89,7 +91,7 @@ class Modes:
     def _note_dropout(self, input: Tensor, p: float, training: bool) -> None:
         if p:
             self._note("dropout", training)
-            self.calls["off"] += not training and torch.is_grad_enabled() and input.requires_grad
+            self.calls["off"] += not training and torch.is_grad_enabled() and input.requires_grad and not _is_frozen()
 
     def _note_batch_norm(self, mean: Tensor | None, variance: Tensor | None, training: bool) -> None:
         if mean is not None and not self._is_updating:
@@ -119,3 +121,14 @@ class Modes:
         sketches = [sketch(mean), *([sketch(variance)] if variance is not None else [])]
         row = {"training": training, "grad": torch.is_grad_enabled(), "loader": loader, "number": number, "call": self._statistics}
         self._recorder.write("statistics", sketches=sketches, line=self._recorder.line(caller_of_forward=True), **row)
+
+
+def _is_frozen() -> bool:
+    """True if the innermost module with parameters that runs trains none of them: it may be in eval mode on purpose."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and (parameters := list(module.parameters())):
+            return not any(each.requires_grad for each in parameters)
+        frame = frame.f_back
+    return False
