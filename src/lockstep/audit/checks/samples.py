@@ -142,7 +142,7 @@ def _passes_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Pass]]:
 
 
 def _first_epoch(loader: LoaderPasses, samples: Sequence[list[Any]]) -> list[list[Any]]:
-    """Of each rank the samples of the first epoch: a sampler of the script's own may go on into the next one."""
+    """Each rank's samples of the first epoch: a sampler of the script's own may go on into the next one."""
     length = loader.dataset[0].get("whole_length", loader.dataset[0]["length"]) or 0
     return [one[: max(1, length // len(samples))] for one in samples]
 

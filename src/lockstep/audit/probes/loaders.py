@@ -275,7 +275,7 @@ def held_items(dataset: Any, depth: int = 0) -> int:
 
 
 class _Unreadable(Exception):
-    """What a dataset holds cannot be read: it may differ from rank to rank."""
+    """A dataset holds what cannot be read, and may differ from rank to rank."""
 
 
 def _held_by(owner: Any, depth: int = 0) -> str:
