@@ -150,7 +150,10 @@ def test_a_scale_that_is_too_large_is_found(ranks: int, backwards: int, weight: 
 def test_the_scale_of_a_loss_over_gathered_values_is_not_judged() -> None:
     ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[8], [8]], weight=1.0, factor=1.0)
     for rank in ranks:
-        rank.insert(0, {"kind": "collective", "name": "all_gather", "line": "train.py:33"})
+        rank.insert(0, {"kind": "collective", "name": "all_gather", "floats": 1, "line": "train.py:33"})
+    assert causes(check(*ranks)) == {Cause.WRONG_SCALE}, "one number: the count of a rank's tokens, say"
+    for rank in ranks:
+        rank[0]["floats"] = 64
     result = check(*ranks)
     assert not result.findings
     assert "its scale is not judged" in result.unseen[0]

@@ -161,6 +161,8 @@ OWN = {"type": "OwnSampler", "batch_type": "BatchSampler"}
 
 def test_a_sampler_of_the_scripts_own_may_leave_out_samples_and_repeat_them() -> None:
     assert not check(passes(EVEN, sampler=OWN)).findings
+    assert causes(check(passes(ALL[:8], sampler=OWN))) == {Cause.SAMPLES_MISSING}, "a run at the end: a remainder"
+    assert not check(passes(ALL[:8], sampler={**OWN, "type": "list"})).findings, "a fold"
     assert not check(passes(EVEN[:4] * 2, sampler=OWN), passes(EVEN[2:6] * 2, sampler=OWN)).findings, "with replacement"
 
 

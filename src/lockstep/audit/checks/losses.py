@@ -19,6 +19,7 @@ LEAST_ERROR = 0.005
 """Relative error of a gradient from which a mean of means is a finding."""
 SCALE = 2e-3
 """Relative difference from a whole factor that counts as that factor."""
+GATHERS = ("all_gather", "all_gather_into_tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +185,12 @@ def _divided_twice(records: Records, total: float, ranks: int, backwards: int) -
 
 
 def _gathers_before(records: Records, term: Term) -> bool:
-    """True if the forward of a term gathered tensors of other ranks, as a contrastive loss does."""
+    """True if the forward of a term gathered tensors of other ranks, as a contrastive loss does, and not one number."""
     gathers = False
     for row in records.ranks[term.rank].of("backward", "collective", "step"):
         if row["kind"] == "backward" and str(row["number"]) == term.backward:
             return gathers
-        gathers = row["kind"] == "collective" and (gathers or row["name"] in ("all_gather", "all_gather_into_tensor"))
+        gathers = row["kind"] == "collective" and (gathers or (row["name"] in GATHERS and row["floats"] > 1))
     return False
 
 

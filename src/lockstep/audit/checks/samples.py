@@ -20,6 +20,8 @@ SAMPLERS = {
     *("UnrepeatedDistributedSampler", "DistributedSamplerWrapper", "UnrepeatedDistributedSamplerWrapper"),
 }
 """Types of samplers that give each sample once in a pass, or say that they do not: torch's and libraries'."""
+PARTS = {"SubsetRandomSampler", "list", "tuple", "range", "ndarray", "Tensor"}
+"""Types of samplers that are given the samples of a part, such as a fold."""
 BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}
 MANY = 0.1
 """Share of equal contents that is no accident of the data: different samples may look alike."""
@@ -213,11 +215,12 @@ def _check_missing(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pas
     batch = ranks[0].begin["batch_size"] or max((len(one) for one in samples), default=1)
     sampler, own = loader.sampler, loader.dataset[0]["length"] or 0
     is_drawn = sampler.get("num_samples", own) * sampler.get("num_replicas", 1) < own
-    is_part = loader.has_own_sampler or sampler["type"] == "SubsetRandomSampler" or is_drawn
+    is_part = sampler["type"] in PARTS or is_drawn
     drops = ranks[0].begin["drop_last"] or sampler.get("drop_last") or ranks[0].begin["batch_size"] is None
     allowed = batch * len(ranks) - 1 if drops else 0
     missing = sorted(set(range(whole or 0)) - seen)
-    is_chosen = len({each["digest"] for each in loader.dataset}) > 1 and missing and missing[-1] - missing[0] >= len(missing)
+    may_choose = loader.has_own_sampler or len({each["digest"] for each in loader.dataset}) > 1
+    is_chosen = may_choose and missing and missing[-1] - missing[0] >= len(missing)
     if whole and len(missing) > allowed and not is_part and not is_chosen:  # scattered ones are left out on purpose
         result.find(
             Cause.SAMPLES_MISSING,

@@ -56,9 +56,12 @@ class Collectives:
 
     def _note(self, name: str, args: Any, kwargs: Any) -> None:
         group = kwargs.get("group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
-        first = next((each for each in [*args, *kwargs.values()] if isinstance(each, Tensor)), None)
+        tensors = [each for each in [*args, *kwargs.values()] if isinstance(each, Tensor)]
+        first = tensors[0] if tensors else None
+        floats = min((each.numel() for each in tensors if each.is_floating_point()), default=0)
         shape = [list(first.shape), str(first.dtype).removeprefix("torch.")] if first is not None and name in SHAPED else []
         ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
         operation = kwargs.get("op") or next((each for each in args if isinstance(each, dist.ReduceOp | dist.ReduceOp.RedOpType)), None)
         operation = "" if operation is None else str(operation).rpartition(".")[2]
-        self._recorder.write("collective", name=name, ranks=ranks, shape=shape, operation=operation, line=self._recorder.line())
+        line = self._recorder.line()
+        self._recorder.write("collective", name=name, ranks=ranks, shape=shape, floats=floats, operation=operation, line=line)
