@@ -163,7 +163,11 @@ def test_a_sampler_of_the_scripts_own_may_leave_out_samples_and_repeat_them() ->
     assert not check(passes(EVEN, sampler=OWN)).findings
     assert causes(check(passes(ALL[:8], sampler=OWN))) == {Cause.SAMPLES_MISSING}, "a run at the end: a remainder"
     assert not check(passes(ALL[:8], sampler={**OWN, "type": "list"})).findings, "a fold"
-    assert not check(passes(EVEN[:4] * 2, sampler=OWN), passes(EVEN[2:6] * 2, sampler=OWN)).findings, "with replacement"
+    repeats = check(passes(EVEN[:4] * 2, sampler=OWN), passes(EVEN[2:6] * 2, sampler=OWN))
+    assert (repeats.findings, repeats.right) == ([], "")
+    assert "OwnSampler repeats samples" in repeats.unseen[0]
+    uneven = [passes(ALL[:9], sampler=OWN), passes(ALL[9:], sampler=OWN)]
+    assert not check(*uneven).findings
 
 
 def test_a_sampler_without_an_end_is_looked_at_for_one_epoch() -> None:
@@ -203,10 +207,12 @@ def test_samples_that_look_alike_are_not_told_apart() -> None:
 def test_two_loaders_of_one_step_are_both_training() -> None:
     """Two loaders in turn, and one backward of both: neither is an evaluation."""
     first, second = (passes(ALL, loader=number, line=f"train.py:1{number}", training=False) for number in range(2))
-    rows = [*first, *second, backward(passes=[(0, 0), (1, 0)])]
+    rows = [*first, *second, *[backward(number, loader=1, passes=[(0, 0), (1, 0)]) for number in range(2)]]
     loaders = loader_passes(given(rows, rows))
     assert [each.is_training for each in loaders] == [True, True]
     assert causes(check(rows, rows)) == {Cause.SAME_SAMPLES}
+    rows = [*first, *second, backward(loader=1, passes=[(0, 0), (1, 0)])]
+    assert [each.is_training for each in loader_passes(given(rows, rows))] == [False, True], "a look at other data"
 
 
 def test_what_drop_last_drops_is_not_missing() -> None:

@@ -1,8 +1,8 @@
 """python tests/zoo/run.py [--family ddp] [--name no_sampler] [--seeds 3] [--jobs 1] [--json FILE]: audits the zoo.
 
 Each script and its clean twin is audited once a seed. Prints, by family: how many faults were found, how many with the
-right cause, how many with the right line too, and how many clean twins had a finding. Beside it, how many faults a
-comparison of final losses catches (see losses.py). Exit status 1 if fewer than 95% were found, or fewer than 90% with
+right cause, how many with the right line too, and how many clean twins had a finding. (losses.py says how many a
+comparison of final losses catches.) Exit status 1 if fewer than 95% were found, or fewer than 90% with
 cause and line, or any twin had a finding.
 """
 

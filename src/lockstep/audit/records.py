@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Records:
 
     @property
     def steps(self) -> int:
-        """The optimizer steps that every rank took that has an optimizer."""
+        """The optimizer steps that were taken by every rank that has an optimizer."""
         return min((max(row["index"] + 1 for row in rank.steps) for rank in self.ranks if rank.steps), default=0)
 
     @property
@@ -95,6 +96,15 @@ def read_records(folder: Path) -> Records:
             records.fetches += [row | {"rank": int(owner), "pid": rows[0]["pid"]} for row in rows if row["kind"] == "fetch"]
     records.problems = [f"{row['where']}: {row['text']}" for rows in files for row in rows if row["kind"] == "problem"]
     return records
+
+
+def training_passes(rows: Sequence[Row]) -> set[tuple[int, int]]:
+    """The loaders and passes that backwards are of: that of the last batch before one, and those that gave a batch for
+    several (of `zip(labelled, unlabelled)`; one batch alone may be a look at other data)."""
+    backwards = [row for row in rows if row["kind"] == "backward"]
+    counts = Counter(tuple(place) for row in backwards for place in row["passes"])
+    last = {(row["loader"], row["pass_number"]) for row in backwards if row["loader"] is not None}
+    return last | {place for place, count in counts.items() if count > 1}
 
 
 def vector(sketch: list[float] | None) -> Vector | None:

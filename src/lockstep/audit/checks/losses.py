@@ -20,6 +20,7 @@ LEAST_ERROR = 0.005
 SCALE = 2e-3
 """Relative difference from a whole factor that counts as that factor."""
 GATHERS = ("all_gather", "all_gather_into_tensor")
+"""Collectives with which a loss is taken over the values of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Term:
     microbatch: int
     """The backward that the loss function's output was in, if gradients of several are first seen together (FSDP2)."""
     unit: str
+    """The name of what is counted."""
     weight: float
     """The weight of each target in the loss that the backward began from: not reduced yet."""
 

@@ -7,7 +7,7 @@ from itertools import combinations
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Rank, Records, Row
+from lockstep.audit.records import Rank, Records, Row, training_passes
 
 LEAST = 2
 """Backwards with equal random states from which they are no accident."""
@@ -32,7 +32,7 @@ def check_modes(records: Records) -> AreaResult:
     result = AreaResult(Area.MODE)
     seen = False
     for rank in records.ranks:
-        training = {loader for row in rank.of("backward") for loader, _ in row["passes"]}
+        training = {loader for loader, _ in training_passes(rank.rows)}
         for row in rank.of("mode"):
             seen = True
             if row["training"] and row["loader"] is not None and row["loader"] not in training and training:

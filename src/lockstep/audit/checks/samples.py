@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Records, Row
+from lockstep.audit.records import Records, Row, training_passes
 
 LEAST_SAMPLES = 4
 """Samples of a pass from which its order can be told from another one."""
@@ -80,13 +80,13 @@ def check_samples(records: Records) -> AreaResult:
     if not loaders:
         result.unseen.append("no DataLoader gave batches: samples that a script takes by itself are not seen")
         return result
-    seen = 0
+    seen, judged = 0, True
     for loader in loaders:
         for ranks in loader.passes:
             seen += sum(len(each.contents) for each in ranks)
             if loader.is_training:
                 if any(each.is_training for each in ranks):  # a script may look at a first batch, and begin again
-                    _check_training_pass(result, loader, ranks)
+                    judged = _check_training_pass(result, loader, ranks) and judged
             elif all(each.is_complete for each in ranks):
                 _check_evaluation_pass(result, records, loader, ranks)
         if loader.is_training:
@@ -94,7 +94,8 @@ def check_samples(records: Records) -> AreaResult:
     if all(len(loader.passes) < 2 for loader in loaders if loader.is_training):
         result.unseen.append("one epoch at most was begun: its order cannot be compared with the next one's (more --steps)")
     passes = sum(len(loader.passes) for loader in loaders)
-    result.right = f"{seen} samples, in passes over the data: {passes}; none on two ranks, and none twice in a pass"
+    if judged:
+        result.right = f"{seen} samples, in passes over the data: {passes}; none on two ranks, and none twice in a pass"
     return result
 
 
@@ -130,10 +131,9 @@ def _passes_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Pass]]:
             current.indices = current.indices + row["indices"] if current.indices is not None and row["indices"] is not None else None
         elif row["kind"] == "pass_end" and (row["loader"], row["number"]) in by_key:
             by_key[row["loader"], row["number"]].is_complete = True
-        elif row["kind"] == "backward":
-            for place in row["passes"]:
-                if (current := by_key.get(tuple(place))) is not None:
-                    current.is_training = True
+    for place in training_passes(rows):
+        if (current := by_key.get(place)) is not None:
+            current.is_training = True
     numbers: Counter[str] = Counter()
     by_line = {}
     for passes in found.values():
@@ -151,7 +151,7 @@ def _first_epoch(loader: LoaderPasses, samples: Sequence[list[Any]]) -> list[lis
 
 def _look_alike(ranks: Sequence[Pass], samples: Sequence[Sequence[Any]]) -> bool:
     """True if a rank was given one content more often than loader workers explain."""
-    most = max(2, *(int(each.begin["workers"]) for each in ranks)) if ranks else 2
+    most = max(2, *(int(each.begin["workers"]) for each in ranks))
     return any(max(Counter(one).values(), default=0) > most for one in samples)
 
 
@@ -159,17 +159,20 @@ def _places(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
     return list(indices) if subset is None else [subset[each] for each in indices if each < len(subset)]
 
 
-def _check_training_pass(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass]) -> None:
+def _check_training_pass(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass]) -> bool:
+    """Find samples that come twice, or not at all. False if they cannot be judged, which is said."""
     samples, are_places = loader.samples(ranks)
     if loader.has_own_sampler and are_places:
         samples = _first_epoch(loader, samples)
-    if _draws_with_replacement(loader) and not _all_equal(samples):
-        return
+    repeats = loader.has_own_sampler and any(len(set(one)) < len(one) for one in samples)
+    if (repeats or _draws_with_replacement(loader)) and not _all_equal(samples):
+        result.unseen.append(f"{loader.sampler['type']} repeats samples, on purpose perhaps: those of the training are not compared")
+        return False
     if not are_places and _look_alike(ranks, samples):
         result.unseen.append("samples of the training data look alike: they cannot be told apart")
-        return
-    if loader.has_own_sampler and any(len(set(one)) < len(one) for one in samples) and not _all_equal(samples):
-        return  # it repeats samples on purpose
+        return False
+    if not are_places and not loader.dataset[0]["iterable"]:
+        result.unseen.append("what the dataset holds cannot be read: samples are compared by their contents, and missing ones not seen")
     number = ranks[0].begin["number"]
     for (first, one), (second, other) in combinations(enumerate(samples), 2):
         both = set(one) & set(other)
@@ -191,9 +194,10 @@ def _check_training_pass(result: AreaResult, loader: LoaderPasses, ranks: Sequen
                 line=loader.line,
             )
     if are_places and all(each.is_complete for each in ranks):
-        _check_missing(result, loader, ranks, samples)
+        _check_missing(result, loader, ranks, loader.samples(ranks)[0])
     elif loader.dataset[0]["iterable"] and all(each.is_complete for each in ranks):
         _check_stream(result, loader, ranks, samples)
+    return True
 
 
 def _allowed(count: int, are_places: bool, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
