@@ -42,6 +42,7 @@ class Session:
     _evaluations: Mapping[str, Evaluation] | None = None  # those of `train`; None in a script's own session
     _resolve: Callable[[Opened], Context] | None = None  # replaces the settings that `train` measures
     _recovery: Recovery | None = None  # that of `train`, if the run can recover in place
+    _open: Callable[[RunRequest, Termination, ExitStack, Recovery | None], Opened] = staticmethod(open_run)
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Session:
 
     def __enter__(self) -> Session:
         with ExitStack() as stack:
-            opened = open_run(self._request, self._termination, stack, self._recovery)
+            opened = self._open(self._request, self._termination, stack, self._recovery)
             self.house = HouseHooks(
                 opened, self._termination, hooks=self.hooks, evaluations=self._evaluations or {}, recovery=self._recovery
             )

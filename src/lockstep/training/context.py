@@ -36,7 +36,7 @@ class Probe(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
-    """Changes to a run that its script does not make, for `lockstep verify`. The default changes nothing."""
+    """Changes to a run that its script does not make, for `lockstep verify` and `lockstep plan`. The default: none."""
 
     precision: Precision | None = None
     gradient_compression: str | None = None
@@ -46,6 +46,7 @@ class Overrides:
     """Called with each model that pretrained weights were loaded into."""
     change_batch: Callable[[Microbatch, Any], Any] | None = None  # called with each batch of a step, on the device
     probe: Probe | None = None
+    without_values: bool = False  # parameters and buffers are left empty, for `lockstep plan`
     bare: bool = False
     """True: no checkpoints, autotuning or loggers, and only those of lockstep's hooks that training itself needs."""
 

@@ -60,7 +60,8 @@ def build_model(
             context.overrides.change_model(model)
         return model
 
-    built = InitialModel.build(changed_factory, key(context.seed, RandomStream.MODEL, number), mesh)
+    model_key = key(context.seed, RandomStream.MODEL, number)
+    built = InitialModel.build(changed_factory, model_key, mesh, without_values=context.overrides.without_values)
     model = built.module
     optim.check_gradients(model, optim.trainable(model), bitwise=context.bitwise)
     pretrained = None if weights is None else PretrainedWeights.of(weights, model, context.world)

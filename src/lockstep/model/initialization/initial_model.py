@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.torch_private import own_buffers, own_parameters
+from lockstep.base.torch_private import FakeTensor, disable_current_modes, own_buffers, own_parameters
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.model.consistency import check_checksums, check_structure, checksum, checksums_of
@@ -33,20 +33,24 @@ class InitialModel:
     """First names of the tensors whose values are loaded later; their initial values are not computed."""
 
     @classmethod
-    def build(cls, factory: Callable[[], Any], key: int, mesh: Mesh) -> InitialModel:
+    def build(cls, factory: Callable[[], Any], key: int, mesh: Mesh, *, without_values: bool = False) -> InitialModel:
         """Call the factory. The values follow from `key` alone, not from the plan. Every rank calls it.
-        Raises `RecipeError` if two ranks' models differ in their structure."""
+        `without_values`: tensors are left empty, and a factory that cannot be deferred is called under the modes that
+        are entered. Raises `RecipeError` if two ranks' models differ in their structure."""
         deferred, reason = None, None
-        if mesh.torch_mesh is not None:
+        if mesh.torch_mesh is not None or without_values:
             try:
-                deferred = DeferredModel.build(factory, key)
+                with disable_current_modes():
+                    deferred = DeferredModel.build(factory, key)
             except CannotDefer as error:
                 reason = str(error)
             reason = next((each for each in mesh.world.gather_values(reason) if each is not None), None)
             deferred = deferred if reason is None else None  # if one rank cannot defer, none does
         initial = cls(build(factory, key) if deferred is None else deferred.module, deferred, reason)
         check_structure(initial.module, mesh.world)
-        if deferred is None and mesh.world.size > 1:
+        if without_values:
+            initial.given = frozenset() if deferred is None else frozenset(deferred.names.values())
+        elif deferred is None and mesh.world.size > 1:
             initial.checksums = checksums_of(initial.module)
         return initial
 
@@ -83,6 +87,7 @@ class InitialModel:
             value = value.to(device)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, tensor.requires_grad)
-        value.__class__ = tensor.__class__
+        if not isinstance(value, FakeTensor):
+            value.__class__ = tensor.__class__
         value.__dict__.update(tensor.__dict__)
         return value

@@ -132,12 +132,11 @@ class Pipeline:
             self._schedules[key] = self._build_schedule(stop - start, schedule, self._routes[start], backward)
         run, stages = self._schedules[key]
         for stage in stages:
-            stage.routes, stage.losses = self._routes[start:stop], schedule_losses(run)
+            stage.first, stage.routes, stage.losses = start, self._routes[start:stop], schedule_losses(run)
             stage.around = lambda chunk: self._forwards.computing(self._microbatches[start + chunk])
             stage.on_missing_gradient = partial(self._missing_gradient, stage.stage_index)
-        indices = torch.arange(start, stop)
         try:
-            run.step(index=indices, target=indices if backward else None, return_outputs=False)
+            run.step(target=torch.arange(stop - start) if backward else None, return_outputs=False)
         except RuntimeError:
             if self._forwards.lockstep_ranks is None or self._failure.error is None:
                 raise
@@ -226,10 +225,12 @@ class _StageModule(nn.Module):
         self.compute = compute
         self.received: tuple[Tensor, ...] = ()
         """Inputs of the latest forward."""
+        self.index = 0
+        """The number of the microbatch that the next forward computes."""
 
-    def forward(self, *received: Tensor, index: Tensor) -> Any:
+    def forward(self, *received: Tensor) -> Any:
         self.received = received
-        return self.compute(int(index), received)
+        return self.compute(self.index, received)
 
 
 def _signatures(route: Sequence[Boundary]) -> tuple[Any, ...]:

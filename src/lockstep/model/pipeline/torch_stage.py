@@ -25,6 +25,8 @@ class VariableShapeStage(PipelineStage):
     routes: Sequence[Sequence[Boundary]]
     """For each microbatch of the call, the boundary after each stage but the last."""
     losses: list[Tensor]
+    first: int
+    """The number of the call's first microbatch."""
     around: Callable[[int], AbstractContextManager[Any]]
     """The context of a microbatch's backward."""
     on_missing_gradient: Callable[[], None]
@@ -45,6 +47,7 @@ class VariableShapeStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.index = self.first + fwd_chunk_id
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.has_backward:
             self.received[fwd_chunk_id] = self.submod.received

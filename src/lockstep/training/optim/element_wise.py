@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import disable_current_modes
 from lockstep.plan import Plan
 
 ROWS, COLUMNS, STEPS = 8, 12, 3
@@ -45,15 +46,16 @@ def is_element_wise(optimizer: Optimizer) -> bool:
 
 
 def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(shape, generator=generator)
-    gradients = [torch.randn(shape, generator=generator) for _ in range(STEPS)]
-    try:
-        whole = updated(optimizer, group, start, gradients)
-        halves = [updated(optimizer, group, *_half(start, gradients, part)) for part in (0, 1)]
-    except Exception:
-        return False
-    return bool((whole - torch.cat(halves)).norm() > TOLERANCE * (whole - start).norm())
+    with disable_current_modes():  # a trial needs values, also where the model has none
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(shape, generator=generator)
+        gradients = [torch.randn(shape, generator=generator) for _ in range(STEPS)]
+        try:
+            whole = updated(optimizer, group, start, gradients)
+            halves = [updated(optimizer, group, *_half(start, gradients, part)) for part in (0, 1)]
+        except Exception:
+            return False
+        return bool((whole - torch.cat(halves)).norm() > TOLERANCE * (whole - start).norm())
 
 
 def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor, list[Tensor]]:
