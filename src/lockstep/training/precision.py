@@ -19,10 +19,11 @@ STEPS_TO_DOUBLE = 2000
 """Steps in a row without an overflow after which the loss scale doubles, as in torch's GradScaler."""
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """The context manager for forwards. Backwards run outside of it."""
+def autocast(precision: Precision, device: torch.device, *, is_sharded: bool = False) -> AbstractContextManager[Any]:
+    """The context manager for forwards. Backwards run outside of it. `is_sharded`: do not keep the cast weights until
+    the end of the forward; they would be those of the full model."""
     dtype = AUTOCAST.get(precision)
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=not is_sharded)
 
 
 class LossScale:
