@@ -1,0 +1,1 @@
+"""Published training steps, and what the planner's cost model says of them."""

@@ -1,0 +1,95 @@
+"""Fits the few numbers of `fitted.toml` to published steps: the most likely ones, given a prior for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+
+import numpy as np
+from scipy.optimize import minimize
+
+from lockstep.planner.machines.fitted import Fitted
+from published.rows import Row
+from published.step import predict
+
+PRIOR: Mapping[str, tuple[float, float]] = {
+    "matmul.Ampere": (0.95, 0.05),
+    "matmul.Hopper": (0.88, 0.05),
+    "matmul.Blackwell": (0.80, 0.05),
+    "attention": (1.0, 0.1),
+    "backward_attention": (0.75, 0.1),
+    "memory": (0.88, 0.1),
+    "inner": (150.0, 0.3),
+    "waves": (0.4, 0.3),
+    "misaligned": (0.15, 0.3),
+    "eager": (1.5, 0.3),
+    "contention": (0.15, 0.3),
+    "tensor_overlap": (0.6, 0.15),
+    "jitter": (0.003, 0.4),
+}
+"""The median of each number before the fit, and the standard deviation of its logarithm."""
+NOISE = 0.08
+"""Standard deviation of the logarithm of a published step over a predicted one, and where outliers begin."""
+OTHER = 0.9
+"""`matmul` of generations without rows to fit."""
+
+
+def fitted_of(values: Sequence[float]) -> Fitted:
+    """Return the numbers as the cost model takes them, from those in PRIOR's order."""
+    named = dict(zip(PRIOR, values, strict=True))
+    matmul = {key.partition(".")[2]: value for key, value in named.items() if "." in key}
+    return Fitted(matmul={**matmul, "other": OTHER}, **{key: value for key, value in named.items() if "." not in key})
+
+
+def prior() -> Fitted:
+    """Return the numbers before any fit."""
+    return fitted_of([median for median, _ in PRIOR.values()])
+
+
+def fit(rows: Sequence[Row]) -> Fitted:
+    """Return the numbers that fit the rows. A source of n rows counts as sqrt(n) independent ones.
+
+    The rows of a source share its machines and its software, so that most of their errors are shared as well.
+    """
+    timed = [row for row in rows if row.seconds]
+    counts = {row.repository: sum(other.repository == row.repository for other in timed) for row in timed}
+    weights = np.array([1 / math.sqrt(counts[row.repository]) for row in timed])
+    measured = np.log([row.seconds for row in timed])
+    medians = np.log([median for median, _ in PRIOR.values()])
+    widths = np.array([width for _, width in PRIOR.values()])
+
+    def loss(shift: np.ndarray) -> float:
+        fitted = fitted_of(np.exp(medians + shift * widths))
+        error = (np.log([predict(row, fitted).seconds for row in timed]) - measured) / NOISE
+        return float(np.sum(weights * (np.sqrt(1 + error**2) - 1)) + 0.5 * np.sum(shift**2))
+
+    bounds = [(-2.5, 2.5)] * len(PRIOR)
+    found = minimize(loss, np.zeros(len(PRIOR)), method="L-BFGS-B", bounds=bounds, options={"maxiter": 25, "eps": 1e-3})
+    return fitted_of(np.exp(medians + found.x * widths))
+
+
+def fit_link(times: Sequence[tuple[int, int, float]], bytes_per_second: float) -> dict[str, float]:
+    """Return a link's numbers from times of all-reduces inside a node: (ranks, bytes, seconds) each."""
+    ranks, sizes, seconds = (np.array(column, dtype=float) for column in zip(*times, strict=True))
+
+    def loss(logs: np.ndarray) -> float:
+        latency, hop, fraction, few = np.exp(logs)
+        moving = 2 * sizes * (ranks - 1) / ranks / (bytes_per_second * fraction) * (1 + few / ranks)
+        return float(np.mean(np.abs(np.log((latency + hop * (ranks - 2) + moving) / seconds))))
+
+    found = minimize(loss, np.log([40e-6, 7e-6, 0.8, 0.5]), method="Nelder-Mead", options={"maxiter": 4000, "maxfev": 4000})
+    names = ("latency_seconds", "hop_seconds", "fraction", "few_ranks")
+    return dict(zip(names, np.exp(found.x).tolist(), strict=True)) | {"error": float(found.fun)}
+
+
+def toml_of(fitted: Fitted, table: str) -> str:
+    """Return the numbers as a table of TOML."""
+    plain = {key: value for key, value in asdict(fitted).items() if key != "matmul"}
+    lines = [f"[{table}]", *(f"{key} = {value:.4g}" for key, value in plain.items()), "", f"[{table}.matmul]"]
+    return "\n".join([*lines, *(f"{key} = {value:.4g}" for key, value in fitted.matmul.items())]) + "\n"
+
+
+def from_table(table: Mapping[str, object]) -> Fitted:
+    """Return the numbers of a table that `toml_of` wrote."""
+    return Fitted(**{each.name: table[each.name] for each in fields(Fitted)})  # type: ignore[arg-type]

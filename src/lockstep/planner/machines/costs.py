@@ -1,0 +1,102 @@
+"""Time of an operation on a device and of a collective on a cluster: a roofline with tiles, and latency with bandwidth.
+
+Rates are the data sheet's peak, times the part of it that the best kernel reaches (`hardware.py`), times what was
+fitted to published steps (`fitted.toml`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ceil, log2
+
+from lockstep.planner.machines.fitted import Fitted, load_fitted
+from lockstep.planner.machines.hardware import Cluster, Device, Link
+from lockstep.planner.operations import Collective, Operation, sent_bytes
+
+FITTED, INTERVALS = load_fitted()
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
+"""Rows and columns of the tiles that libraries choose from, and the rate of a multiprocessor on each."""
+ATTENTION_KEYS, ATTENTION_HEAD = 400, 32
+"""Number of keys, and head dimension, at which fused attention runs at half its rate."""
+CONVOLUTION = 0.6
+"""Rate of convolutions to that of matrix multiplications."""
+
+
+def operation_seconds(operation: Operation, device: Device, fitted: Fitted = FITTED) -> float:
+    """Return the time of an operation: the longer of its arithmetic and its bytes, and at least a kernel's launch."""
+    moving = operation.bytes / (device.memory_bytes_per_second * device.memory_fraction * fitted.memory)
+    return max(_arithmetic_seconds(operation, device, fitted), moving, device.launch_seconds)
+
+
+def collective_seconds(collective: Collective, cluster: Cluster) -> float:
+    """Return the time of a collective that has its links to itself, among the ranks that run it at the same time.
+
+    Ranks of a node follow each other. A group with several ranks in each of its nodes uses the adapters of all of
+    them, as rings and trees that enter and leave a node at each of its ranks do.
+    """
+    n = collective.ranks
+    if n < 2:
+        return 0.0
+    near = max(1, min(n, cluster.devices_per_node // collective.stride))
+    nodes = ceil(n / near)
+    rounds = 2 if collective.kind == "all_reduce" else 1
+    inside = cluster.inside.latency_seconds + cluster.inside.hop_seconds * (near - 2) if near > 1 else 0.0
+    between = cluster.between.latency_seconds + cluster.between.hop_seconds * log2(nodes) if nodes > 1 else 0.0
+    return (inside + between) * rounds / 2 + _moving_seconds(collective, cluster, near, nodes)
+
+
+def _arithmetic_seconds(operation: Operation, device: Device, fitted: Fitted) -> float:
+    if not operation.flops:
+        return 0.0
+    peak = device.peak_flops.get(operation.dtype, device.peak_flops["float32"])
+    best = peak * device.matmul_fraction * fitted.matmul.get(device.generation, fitted.matmul["other"])
+    match operation.kind:
+        case "matmul" if operation.shape:
+            return operation.flops / (best * matmul_rate(operation.shape, operation.dtype, device, fitted))
+        case "attention" if operation.shape:
+            return operation.flops / (peak * _attention_rate(operation, device, fitted))
+        case "convolution":
+            return operation.flops / (best * CONVOLUTION)
+        case _:
+            return operation.flops / best
+
+
+def matmul_rate(shape: tuple[int, ...], dtype: str, device: Device, fitted: Fitted = FITTED) -> float:
+    """Return the rate of a matrix multiplication of shape (batch, m, n, k) to that of the best shape, at most 1."""
+    _, _, n, k = shape
+    line = 4 if dtype == "float32" else 8
+    aligned = 1.0 if n % line == 0 and k % line == 0 else fitted.misaligned
+    lost = fitted.waves * (1 / _filled(shape, device.multiprocessors) - 1)
+    return k / (k + fitted.inner) / (1 + lost) * aligned
+
+
+@cache
+def _filled(shape: tuple[int, ...], multiprocessors: int) -> float:
+    """The part of the multiprocessors' time that a result's tiles fill, with the best tiles."""
+    batch, m, n, _ = shape
+    time = min(ceil(batch * ceil(m / a) * ceil(n / b) / multiprocessors) * a * b / rate for a, b, rate in TILES)
+    return min(1.0, batch * m * n / multiprocessors / time)
+
+
+def _attention_rate(operation: Operation, device: Device, fitted: Fitted) -> float:
+    _, _, keys, head = operation.shape
+    kernel = "cudnn" if "cudnn" in operation.name else "flash"
+    direction = fitted.backward_attention if operation.phase == "backward" else 1.0
+    shape = keys / (keys + ATTENTION_KEYS) * head / (head + ATTENTION_HEAD) * (128 + ATTENTION_HEAD) / 128
+    return device.attention_fraction[kernel] * fitted.attention * direction * min(1.0, shape)
+
+
+def _moving_seconds(collective: Collective, cluster: Cluster, near: int, nodes: int) -> float:
+    sent = sent_bytes(collective)
+    if nodes == 1:
+        gain = cluster.inside.all_reduce_gain if collective.kind == "all_reduce" else 1.0
+        return sent / _bandwidth(cluster.inside) / gain * (1 + cluster.inside.few_ranks / collective.ranks)
+    if collective.kind == "all_to_all":
+        away = sent * (collective.ranks - near) / (collective.ranks - 1)
+        return max(away / _bandwidth(cluster.between), (sent - away) / _bandwidth(cluster.inside))
+    width = 1 if collective.kind in ("broadcast", "send") else near
+    return sent / min(_bandwidth(cluster.inside) if near > 1 else float("inf"), width * _bandwidth(cluster.between))
+
+
+def _bandwidth(link: Link) -> float:
+    return link.bytes_per_second * link.fraction

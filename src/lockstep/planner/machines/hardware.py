@@ -1,0 +1,156 @@
+"""Devices, links between them and clusters: data sheets as values, and the text that names a cluster.
+
+The figures lie in TOML files beside this module, `devices/` and `links/`, each with its source. A file of the user's
+own with the same keys may be named instead, by its path.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.base.errors import PlanError
+
+FOLDER = Path(__file__).parent
+TARGET = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?(\S.*?)(?:\s+over\s+(\S.*?))?\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator, or one core of a CPU."""
+
+    name: str
+    generation: str
+    peak_flops: Mapping[str, float] = field(hash=False)
+    """FLOP/s of dense matrix multiplications by the dtype of their operands, from the data sheet."""
+    matmul_fraction: float
+    """Part of the peak that the best shape of a matrix multiplication reaches."""
+    attention_fraction: Mapping[str, float] = field(hash=False)
+    """Part of the peak that fused attention reaches on long sequences, by kernel: `flash`, `cudnn`."""
+    memory_bytes: int
+    memory_bytes_per_second: float
+    memory_fraction: float
+    """Part of the memory's bandwidth that a kernel which only moves bytes reaches."""
+    launch_seconds: float
+    """Least time of a kernel."""
+    multiprocessors: int
+    """Number of units that work on a tile of a matrix each."""
+    devices_per_node: int
+    inside: str
+    """Name of the link between the devices of a node."""
+    between: str
+    """Name of the link between nodes."""
+    aliases: tuple[str, ...] = ()
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection between devices."""
+
+    name: str
+    bytes_per_second: float
+    """In one direction, a device."""
+    fraction: float
+    """Part of the bandwidth that large collectives reach."""
+    latency_seconds: float
+    """Time of a collective of no bytes between two ranks."""
+    hop_seconds: float
+    """Added to that by each further rank, or for links between nodes by each doubling of the nodes."""
+    few_ranks: float = 0.0
+    """Groups of n ranks take 1 + few_ranks / n times as long: a small group uses fewer channels."""
+    all_reduce_gain: float = 1.0
+    """Rate of an all-reduce inside a node to that of the other collectives: switches that sum what passes."""
+    aliases: tuple[str, ...] = ()
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A number of equal devices in nodes, with one kind of link inside a node and one between nodes."""
+
+    device: Device
+    count: int
+    devices_per_node: int
+    inside: Link
+    between: Link
+
+
+T = TypeVar("T", Device, Link)
+
+
+def parse_target(text: str) -> Cluster:
+    """Return the cluster that a text such as `64 x H100`, `A100-80GB` or `16 x B200 over Ethernet` names.
+
+    Instead of a device's or a link's name, the path of a TOML file with the same keys may be given.
+    """
+    match = TARGET.fullmatch(text)
+    if not match:
+        raise PlanError(f"target {text!r}: it is a count and a device, such as `64 x H100`; devices: {', '.join(known_devices())}")
+    count, name, link = int(match[1] or 1), match[2], match[3]
+    if count < 1:
+        raise PlanError(f"target {text!r}: the number of devices is {count}, and must be at least 1")
+    device = load_device(name)
+    between = load_link(link) if link else load_link(device.between)
+    return Cluster(device, count, min(count, device.devices_per_node), load_link(device.inside), between)
+
+
+def known_devices() -> list[str]:
+    """The names of the devices whose data sheets come with the library, sorted."""
+    return sorted(each["name"] for each in _sheets("devices"))
+
+
+def known_links() -> list[str]:
+    """The names of the links whose data come with the library, sorted."""
+    return sorted(each["name"] for each in _sheets("links"))
+
+
+def load_device(name: str) -> Device:
+    """Return the device of this name, or of the TOML file at this path."""
+    return _built(Device, _sheet("devices", "device", name), name)
+
+
+def load_link(name: str) -> Link:
+    """Return the link of this name, or of the TOML file at this path."""
+    return _built(Link, _sheet("links", "link", name), name)
+
+
+def _sheet(folder: str, kind: str, name: str) -> dict[str, Any]:
+    if name.endswith(".toml"):
+        return _read(Path(name), kind)
+    wanted = _plain(name)
+    for sheet in _sheets(folder):
+        if wanted in map(_plain, [sheet["name"], *sheet.get("aliases", ())]):
+            return sheet
+    names = ", ".join(sorted(each["name"] for each in _sheets(folder)))
+    raise PlanError(f"{kind} {name!r} is not known; known: {names}; or give the path of a .toml file with its figures")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
+
+
+@cache
+def _sheets(folder: str) -> tuple[dict[str, Any], ...]:
+    return tuple(tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted((FOLDER / folder).glob("*.toml")))
+
+
+def _read(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"the {kind}'s file {str(path)!r} cannot be read: {error}; give a TOML file, or the name of a {kind}") from error
+
+
+def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
+    known = {each.name: each for each in fields(kind)}
+    missing = [key for key in known if key not in sheet and key not in ("aliases", "few_ranks", "all_reduce_gain")]
+    if missing or (unknown := sorted(set(sheet) - set(known))):
+        wrong = f"lacks {', '.join(missing)}" if missing else f"has the unknown keys {', '.join(unknown)}"
+        raise PlanError(f"the sheet of {name!r} {wrong}; its keys are {', '.join(known)}")
+    return kind(**{**sheet, "aliases": tuple(sheet.get("aliases", ()))})
