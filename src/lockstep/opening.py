@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.base.errors import CheckpointError, PlanError
+from lockstep.base.errors import CheckpointError, PlanError, RecipeError
 from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import Storage
@@ -31,7 +31,7 @@ from lockstep.logging.loggers import Logger
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.model.parallelize import check_devices
-from lockstep.options import check_run_dir, check_shared_options
+from lockstep.options import check_run_dir, check_shared_options, variable
 from lockstep.plan import Plan
 from lockstep.recipe.checks import Precision, check_compression, check_count, check_precision, check_seed
 from lockstep.recipe.recipe import Evaluation
@@ -143,6 +143,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
     """Every rank calls it. `stack` closes what it opens. `recovery`: that of the run, if it can recover in place.
     Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
     check_torch(torch.__version__)
+    _refuse_own_loop(os.environ)
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
     note_options_read()
@@ -198,6 +199,14 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
     opened = Opened(context, environment, hooks, asked, given, taken)
     _record_start(opened, request)
     return opened
+
+
+def _refuse_own_loop(environ: Mapping[str, str]) -> None:
+    if variable("instead_of_training") in environ:
+        raise RecipeError(
+            "lockstep plan on a script with its own loop; a step is planned from a recipe, whose model, loss and data it knows; call "
+            "ls.train(recipe)"
+        )
 
 
 def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from lockstep.base.errors import LockstepError, PlanError, RecipeError, UserError
@@ -91,6 +92,8 @@ def train(
     """
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=..., data=..., loss=..., ...)")
+    if (instead := os.environ.get(variable("instead_of_training"))) is not None:  # a command has started the script
+        import_module(instead).train(recipe)
     if (weights := os.environ.get(variable("evaluate"))) is not None:
         return _evaluate(recipe, weights, plan=plan, run_dir=run_dir)
     given: dict[str, Any] = {"run_dir": run_dir, "plan": plan, "log_every": log_every, "hooks": hooks, "saving": saving, "resume": resume}
@@ -99,9 +102,9 @@ def train(
     rejoin = connect(abort_collectives, lambda: active_calls() or None)
     if rejoin is not None:
         return _train_with_recovery(recipe, Recovery(rejoin), given)
-    session = _RecipeSession(resolved, **given)
+    session = RecipeSession(resolved, **given)
     with session:
-        return _train(resolved[0], session)
+        return train_in(session, resolved[0])
 
 
 def _train_with_recovery(recipe: Recipe, recovery: Recovery, given: dict[str, Any]) -> Result:
@@ -127,8 +130,8 @@ def _train_with_recovery(recipe: Recipe, recovery: Recovery, given: dict[str, An
 
 def _opened_and_trained(recipe: Recipe, recovery: Recovery, given: dict[str, Any]) -> Result:
     resolved = [recipe]
-    with _RecipeSession(resolved, recovery, **given) as session:
-        return _train(resolved[0], session)
+    with RecipeSession(resolved, recovery, **given) as session:
+        return train_in(session, resolved[0])
 
 
 def evaluate(
@@ -155,7 +158,7 @@ def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, 
     measured = {name.removesuffix("/"): replace(each, weights="current") for name, each in recipe.evaluations.items()}
     recipe = replace(recipe, evaluation=measured.get("", measured), weights=recipe.weights if weights is None else weights)
     resolved = [recipe]
-    with _RecipeSession(resolved, run_dir=run_dir, plan=plan, resume="never") as session:
+    with RecipeSession(resolved, run_dir=run_dir, plan=plan, resume="never") as session:
         _prepare(resolved[0], session)
         assert session.house.evaluation is not None, "the recipe has one"
         began = time.perf_counter()
@@ -164,7 +167,7 @@ def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, 
         return _result(session, time.perf_counter() - began, is_trained=False)
 
 
-class _RecipeSession(Session):
+class RecipeSession(Session):
     """The session of a recipe. Its `auto` settings are measured on entering, and then in `recipes[0]`."""
 
     def __init__(self, recipes: list[Recipe], recovery: Recovery | None = None, **options: Any) -> None:
@@ -179,7 +182,8 @@ class _RecipeSession(Session):
         )
 
 
-def _train(recipe: Recipe, session: Session) -> Result:
+def train_in(session: Session, recipe: Recipe) -> Result:
+    """Train in a session that has been entered. `recipe`: the session's, with every `auto` resolved."""
     run, evaluation = session.run, session.house.evaluation
     recipe = _prepare(recipe, session)
     assert recipe.microbatch != "auto", "_resolve has chosen one"

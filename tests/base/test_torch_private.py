@@ -1,5 +1,5 @@
-"""Every private name of torch that lockstep uses is in this torch, does what it is used for, and is used through one
-module."""
+"""Every private name of torch that lockstep uses is in this torch, does what it is used for, and is used through one of
+two modules: for the names of the other see test_torch_fakes.py."""
 
 import ast
 import gc
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
 from lockstep.base import torch_private
+from lockstep.planner.tracing import torch_fakes
 from lockstep.testing.worker import loopback_store
 
 PACKAGE = Path(lockstep.__file__).parent
@@ -432,9 +433,10 @@ def private_names_of_torch(tree, known, own):
 
 def test_no_other_module_has_private_names_of_torch():
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    home = trees.pop(Path(torch_private.__file__))
-    known = {node.attr for node in ast.walk(home) if isinstance(node, ast.Attribute) and is_private(node.attr)}
-    known |= {node.value for node in ast.walk(home) if isinstance(node, ast.Constant) and is_private(str(node.value))}
+    homes = [trees.pop(Path(module.__file__)) for module in (torch_private, torch_fakes)]
+    nodes = [node for home in homes for node in ast.walk(home)]
+    known = {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)}
+    known |= {node.value for node in nodes if isinstance(node, ast.Constant) and is_private(str(node.value))}
     known -= {name for names in torch_private.SUBCLASSED.values() for name in names} | {"_HOME"}
     own = set(defined_in(trees.values())) | {"_enclosure"}
     found = {path.name: list(private_names_of_torch(tree, known, own)) for path, tree in trees.items()}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.base.errors import LaunchError
 from lockstep.base.system import require_linux
 from lockstep.cli.arguments import launch_option, options_from
 from lockstep.cli.run import count_gpus
@@ -36,8 +37,9 @@ _WIDTH = 100
 @launch_option("nnodes", help="Machines, as for lockstep run. Give the same command on each. Default: 1.")
 @launch_option("rdzv")
 @launch_option("run_dir", help="The directory that runs will write to. Default: the working directory.")
+@click.option("--write", type=click.Path(dir_okay=False), metavar="FILE", help="Only measure this machine, for lockstep plan --on FILE.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of tables.")
-def command(as_json: bool, **given: Any) -> int:
+def command(write: str | None, as_json: bool, **given: Any) -> int:
     """Say whether this machine, or these machines, are fit to train.
 
     Looks at versions, devices, shared memory, threads, limits, clocks, the network interface, environment variables
@@ -49,6 +51,7 @@ def command(as_json: bool, **given: Any) -> int:
     Examples:
       lockstep doctor
       lockstep doctor --nproc 8 --run-dir /shared/runs
+      lockstep doctor --nproc 4 --write my-machine.toml
       lockstep doctor --nnodes 2 --rdzv node1:29400 --run-dir /shared/runs
 
     Exit status: 0 if all is well, 1 if something is wrong or slow, 2 for a mistake in the command.
@@ -60,6 +63,10 @@ def command(as_json: bool, **given: Any) -> int:
     machines = Machines.parse(options)
     automatic = options.nproc == "auto"
     count = (count_gpus() or 2) if automatic else count_processes(options.nproc, None, count_gpus, name="--nproc ")
+
+    if write is not None:
+        _write(Path(write), count)
+        return 0
 
     from lockstep.doctor.diagnose import diagnose  # imports torch: after all that can be checked without it
 
@@ -76,6 +83,22 @@ def command(as_json: bool, **given: Any) -> int:
     if diagnosis.ending.first is not None and not diagnosis.results.get("statuses"):
         print(f"lockstep: {diagnosis.ending.report()}", file=sys.stderr)
     return diagnosis.status
+
+
+def _write(path: Path, processes: int) -> None:
+    """Measure what operations and collectives take in so many processes, and write it. Raises `LaunchError`."""
+    if count_gpus():
+        raise LaunchError(
+            "--write on a machine with GPUs; it measures processes that compute on CPUs; for a GPU, copy the file of one in "
+            "lockstep/planner/machines/devices, change its figures, and name it: lockstep plan --on '8 x my-gpu.toml'"
+        )
+    if not path.absolute().parent.is_dir():
+        raise LaunchError(f"--write {path}; its directory is not there; name a file in a directory that is")
+    from lockstep.launch.environment import threads_per_process
+    from lockstep.planner.machines.this_machine import measure_machine
+
+    path.write_text(measure_machine(processes, threads_per_process(processes)).as_toml(), encoding="utf-8")
+    print(f"{path}: this machine with {processes} processes; lockstep plan --on {path} SCRIPT")
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import click
 from lockstep.base.errors import USER_ERROR_STATUS
 from lockstep.base.version import __version__
 
-_COMMANDS = ("run", "verify", "audit", "evaluate", "report", "doctor", "inspect", "export", "slurm")
+_COMMANDS = ("run", "verify", "audit", "plan", "evaluate", "report", "doctor", "inspect", "export", "slurm")
 
 
 class _Commands(click.Group):
@@ -48,6 +48,7 @@ def _commands() -> None:
       lockstep run --nproc 2 train.py
       lockstep verify train.py --plans "replicate=2"
       lockstep audit --nproc 2 train.py
+      lockstep plan train.py --on "64 x H100"
       lockstep evaluate runs/a
       lockstep report runs/a
       lockstep doctor --nproc 2

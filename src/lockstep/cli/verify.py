@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,26 +15,15 @@ from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError
 from lockstep.base.system import refuse_on_windows
 from lockstep.cli.arguments import check_target, script_arguments
+from lockstep.cli.plans_option import PlansCommand
 from lockstep.cli.work_folder import ended_by_signals, work_folder
 from lockstep.verify.jobs import parse_plans
 
 if TYPE_CHECKING:
     from lockstep.verify.verdict import Report, Verdict
 
-_FLAGS = {"--bitwise", "--json", "--no-float64", "--whole-microbatch-loss", "-m", "-h", "--help"}
 
-
-class _Command(click.Command):
-    """A command whose `--plans` takes several values. Arguments between SCRIPT and `--plans` are the script's."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, rearranged(args))
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return ["SCRIPT [ARGS]... --plans PLAN... [OPTIONS]"]
-
-
-@click.command("verify", cls=_Command, context_settings={"allow_interspersed_args": False})
+@click.command("verify", cls=PlansCommand, context_settings={"allow_interspersed_args": False})
 @click.option("--plans", multiple=True, metavar="PLAN...", help='Plans to verify: "replicate=2" "shard=2,numerics=bitwise" ...')
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(min=1), metavar="K", help="Steps to compare.")
 @click.option("--bitwise", is_flag=True, help="Require the same bits under every plan (numerics=bitwise).")
@@ -110,42 +99,6 @@ def command(
     if any(not verdict.ran and verdict.exit_status == USER_ERROR_STATUS for verdict in report.verdicts):
         return USER_ERROR_STATUS
     return 0 if report.passed else 1
-
-
-def rearranged(args: Sequence[str]) -> list[str]:
-    """Return `args` with the options first, a `--plans` before each plan, then `--`, the script and its arguments."""
-    own, rest = _own(args, 0)
-    script, after = args[rest : rest + 1], list(args[rest + 1 :])
-    if "--plans" not in own:
-        place = next((i for i, arg in enumerate(after) if arg == "--plans" or arg.startswith("--plans=")), len(after))
-        more, stop = _own(after, place)
-        if stop < len(after):
-            raise LaunchError(
-                f"{after[stop]!r} is behind --plans and is no plan; a plan is KEY=VALUE[,KEY=VALUE...], and SCRIPT's arguments come before "
-                "--plans; write for example --plans replicate=2 shard=2"
-            )
-        own, after = own + more, after[:place]
-    return [*own, *(["--"] if script else []), *script, *after]
-
-
-def _own(args: Sequence[str], start: int) -> tuple[list[str], int]:
-    """Return the options that begin at `start`, and the position behind them."""
-    found: list[str] = []
-    place = start
-    while place < len(args) and args[place].startswith("-"):
-        option, place = args[place], place + 1
-        if option == "--":
-            break
-        if option == "--plans":
-            while place < len(args) and "=" in args[place] and not args[place].startswith("-"):
-                found += ["--plans", args[place]]
-                place += 1
-        elif option in _FLAGS or "=" in option:
-            found.append(option)
-        else:
-            found += [option, *args[place : place + 1]]
-            place += 1
-    return found, place
 
 
 def show(report: Report) -> None:

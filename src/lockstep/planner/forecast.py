@@ -1,0 +1,188 @@
+"""The text of `lockstep plan`: the plans in order, with intervals, days, cost and goodput. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.base.units import size
+from lockstep.planner.machines.fitted import Interval
+from lockstep.planner.machines.hardware import Cluster
+from lockstep.planner.prediction import Budget, Prediction, budget
+from lockstep.planner.search import Outcome, closest
+
+HOURS_BETWEEN_FAILURES = 50_000.0
+"""Those of one device: 419 failures in 54 days on 16,384 GPUs (arXiv 2407.21783, "The Llama 3 Herd of Models")."""
+SAVE_SECONDS = 10.0
+"""Time that a checkpoint holds up training, if it is written in the background."""
+RESTART_SECONDS = 300.0
+LIMITS = {
+    "matmul": "arithmetic",
+    "attention": "arithmetic (attention)",
+    "convolution": "arithmetic",
+    "memory": "memory bandwidth",
+    "launches": "launches (the host)",
+    "bubble": "pipeline bubbles",
+    "offload": "copies to the host",
+    "communication": "network",
+    "contention": "network (beside computation)",
+}
+"""Names of limits. A mesh axis stands for its communication."""
+HEAD = ("plan", "step", "80% of such plans", "samples/s", "memory", "limited by", "twice the network")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The outcomes of all plans for one script and one cluster."""
+
+    script: str
+    target: str
+    outcomes: Sequence[Outcome]
+    """The fastest that fits first."""
+    interval: Interval
+    """Quantiles of measured over predicted seconds."""
+    devices: int
+    tokens: float | None
+    price_per_hour: float | None
+
+    @classmethod
+    def of(
+        cls,
+        script: str,
+        cluster: Cluster,
+        outcomes: Sequence[Outcome],
+        interval: Interval,
+        *,
+        tokens: float | None,
+        price_per_hour: float | None,
+    ) -> Forecast:
+        """Return the forecast. `tokens`: to train on; None: the recipe's steps. `price_per_hour`: of a device."""
+        return cls(
+            script=script,
+            target=f"{cluster.count} x {cluster.device.name}",
+            outcomes=sorted(outcomes, key=lambda each: (each.seconds, each.plan)),
+            interval=interval,
+            devices=cluster.count,
+            tokens=tokens,
+            price_per_hour=price_per_hour,
+        )
+
+    @property
+    def fitting(self) -> list[Prediction]:
+        """The plans that fit, the fastest first."""
+        return [each.prediction for each in self.outcomes if each.prediction is not None and each.reason is None]
+
+    @property
+    def title(self) -> str:
+        """The headline."""
+        return f"{self.script} on {self.target}: {len(self.fitting)} of {len(self.outcomes)} plans fit"
+
+    def bounds(self, prediction: Prediction) -> tuple[float, float]:
+        """The seconds between which 80% of measured steps were, where others were predicted."""
+        return prediction.seconds * self.interval.low, prediction.seconds * self.interval.high
+
+    def rows(self, most: int) -> Iterator[tuple[str, ...]]:
+        """Yield the table's rows, of the fastest plans that fit."""
+        for each in self.fitting[:most]:
+            low, high = self.bounds(each)
+            faster = each.seconds / each.seconds_with_twice["network"]
+            yield (
+                *(each.plan, duration(each.seconds), f"{duration(low)} to {duration(high)}", f"{each.samples / each.seconds:.3g}"),
+                *(size(each.needed_bytes), limit_in_words(each.limit), f"{faster:.2f} times as fast"),
+            )
+
+    def lines(self, most: int) -> Iterator[str]:
+        """Yield what is said below the table."""
+        if not self.fitting:
+            yield from self._nothing_fits()
+            return
+        best = self.fitting[0]
+        yield f"{best.plan}: {', '.join(self._parts(best))}"
+        causes = ", ".join(f"{cause} {size(each)}" for cause, each in list(best.peak.by_cause.items())[:5])
+        where = f"memory of rank {best.peak.rank}, at its peak in {best.peak.moment}"
+        yield f"{where}: {causes}; with what libraries take and a margin: {size(best.needed_bytes)}"
+        gains = {what: best.seconds / seconds for what, seconds in best.seconds_with_twice.items()}
+        yield "; ".join(f"twice the {what}: {gain:.2f} times as fast" for what, gain in gains.items())
+        yield from self._budget(best)
+        if best.note is not None:
+            yield f"note: {best.note}"
+        for outcome in [each for each in self.outcomes if each.reason is not None][:most]:
+            yield f"not {outcome.plan}: {outcome.reason}"
+
+    def _parts(self, best: Prediction) -> Iterator[str]:
+        total = sum(best.by_limit.values())
+        for name, seconds in best.by_limit.items():
+            if seconds >= 0.02 * total:
+                yield f"{limit_in_words(name)} {100 * seconds / total:.0f}%"
+
+    def _nothing_fits(self) -> Iterator[str]:
+        nearest = closest(self.outcomes)
+        if nearest is not None and nearest.prediction is not None:
+            causes = ", ".join(f"{cause} {size(each)}" for cause, each in list(nearest.prediction.peak.by_cause.items())[:4])
+            yield f"no plan fits; {nearest.plan} comes closest: it {nearest.reason} ({causes})"
+            yield "more devices, a smaller microbatch, or devices with more memory would do"
+        for outcome in self.outcomes:
+            if outcome is not nearest:
+                yield f"not {outcome.plan}: {outcome.reason}"
+
+    def budget(self, prediction: Prediction) -> Budget | None:
+        """Days, cost and goodput of the whole training; None if nobody knows its length."""
+        steps: float | None = prediction.steps
+        if self.tokens is not None:
+            steps = None if prediction.tokens is None else self.tokens / prediction.tokens
+        if steps is None:
+            return None
+        return budget(
+            prediction.seconds,
+            steps=steps,
+            devices=self.devices,
+            price_per_hour=self.price_per_hour,
+            hours_between_failures=HOURS_BETWEEN_FAILURES,
+            save_seconds=SAVE_SECONDS,
+            restart_seconds=RESTART_SECONDS,
+        )
+
+    def _budget(self, best: Prediction) -> Iterator[str]:
+        found = self.budget(best)
+        if found is None:
+            if self.tokens is not None:
+                yield "days for a number of tokens: the recipe has no Recipe.weight, which counts them"
+            return
+        cost = "" if found.cost is None else f", costs {found.cost:,.0f}"
+        what = f"{self.tokens:.3g} tokens" if self.tokens is not None else f"{best.steps} steps"
+        yield f"{what}: {_days(found.days)}, {found.device_hours:,.1f} device-hours{cost}; goodput {found.goodput:.3f}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as JSON."""
+        return {
+            "script": self.script,
+            "on": self.target,
+            "interval": {"low": self.interval.low, "high": self.interval.high},
+            "plans": [self._json(each) for each in self.outcomes],
+        }
+
+    def _json(self, outcome: Outcome) -> dict[str, Any]:
+        if outcome.prediction is None:
+            return {"plan": outcome.plan, "fits": False, "reason": outcome.reason}
+        found = self.budget(outcome.prediction)
+        low, high = self.bounds(outcome.prediction)
+        told = {"days": found.days, "device_hours": found.device_hours, "cost": found.cost, "goodput": found.goodput} if found else None
+        return {**outcome.prediction.as_json(), "reason": outcome.reason, "seconds_low": low, "seconds_high": high, "budget": told}
+
+
+def duration(seconds: float) -> str:
+    """Return a time to three digits: 81.2 ms, 1.25 s."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def limit_in_words(name: str) -> str:
+    """Return what a limit is called."""
+    return LIMITS.get(name, f"network ({name})")
+
+
+def _days(days: float) -> str:
+    seconds = days * 86400
+    if seconds < 3600:
+        return duration(seconds)
+    return f"{days:.3g} days" if days >= 1 else f"{days * 24:.3g} hours"

@@ -1,0 +1,217 @@
+"""Predicts a recipe's step under a plan: traces its ranks, and simulates them on a cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.assignment import MicrobatchAssignment, total_steps
+from lockstep.base.errors import PlanError
+from lockstep.plan import Plan
+from lockstep.planner.machines.costs import FITTED, collective_seconds, operation_seconds
+from lockstep.planner.machines.hardware import Cluster
+from lockstep.planner.operations import Collective, Operation
+from lockstep.planner.prediction import Prediction, RankPeak
+from lockstep.planner.simulate import Costs, StepTime, fused, repeated, simulate
+from lockstep.planner.trace import ON_HOST, Mark, TracedStep, offloaded, peak
+from lockstep.planner.tracing.tracer import TraceOptions, stage_split, trace_step
+from lockstep.recipe.recipe import Recipe
+
+HOST_SECONDS = 7e-6
+"""Time in which Python and torch put an operation on a GPU's stream."""
+OVERHEAD_BYTES = 1_300_000_000
+"""Memory of a GPU that its driver's context and the libraries of matrix products and collectives take."""
+PCIE_BYTES_PER_SECOND = 25e9
+"""Rate of copies from pinned memory over PCIe 4.0 x16: https://en.wikipedia.org/wiki/PCI_Express gives 31.5e9."""
+HOST_BYTES_PER_SECOND = 25e9
+"""Part of a host's memory bandwidth of 200e9 that each of eight devices has."""
+TRACED = 3
+"""Microbatches that are traced: a first, a middle one that is repeated, and a last."""
+ROUNDS = 3
+"""Times that the microbatches in a pipeline's trace fill it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The machines that a plan is to run on."""
+
+    cluster: Cluster
+    costs: Costs
+    capacity_bytes: int | None
+    overhead_bytes: int
+    is_gpu: bool = True
+    contention: float = 0.0
+    """Part of the communication beside computation that costs time all the same."""
+    jitter: float = 0.0
+    """Part of a step that each doubling of the devices adds."""
+
+    @classmethod
+    def of(cls, cluster: Cluster, memory_bytes: int | None) -> Machine:
+        """The machines of a data sheet. `memory_bytes`: of a device, if it is not the data sheet's."""
+
+        def collective(each: Collective) -> float:
+            return collective_seconds(each, cluster)
+
+        costs = Costs(lambda each: operation_seconds(each, cluster.device), collective, HOST_SECONDS)
+        return cls(
+            cluster=cluster,
+            costs=costs,
+            capacity_bytes=memory_bytes or cluster.device.memory_bytes,
+            overhead_bytes=OVERHEAD_BYTES,
+            contention=FITTED.contention,
+            jitter=FITTED.jitter,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The layout of a recipe's step under a plan."""
+
+    microbatch: int
+    count: int
+    """Microbatches of the rank with the most."""
+    traced: int
+    """Microbatches of that rank in the trace."""
+    recipe: Recipe
+    """The recipe of the trace."""
+    plan: Plan
+
+
+def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = True) -> Prediction:
+    """Predict a step. `plan`: with sizes for the whole cluster, or `auto`. `is_fake=False`: compute it with values on
+    this CPU. Raises `PlanError` and `RecipeError`, as a run would, and `ValueNeeded`."""
+    shape = _shape(recipe, plan.resolve(machine.cluster.count))
+    traces = _traces(shape, machine, is_fake)
+    whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.count)]
+    if shape.plan.compile:
+        whole = [fused(trace) for trace in whole]
+    if shape.plan.offload:
+        traces = [offloaded(trace) for trace in traces]
+    step = _simulated(whole, machine.costs, shape, machine)
+    twice = {name: _simulated(whole, _twice(machine.costs, name), shape, machine).seconds for name in ("arithmetic", "memory", "network")}
+    distinct = list({trace.rank: trace for trace in traces}.values())
+    return Prediction(
+        plan=str(shape.plan).replace(",numerics=fast", ""),
+        microbatch=shape.microbatch,
+        microbatches=shape.count,
+        seconds=step.seconds,
+        by_limit=step.by_limit,
+        seconds_with_twice=twice,
+        samples=recipe.global_batch or 0,
+        tokens=None if whole[0].tokens_per_sample is None else whole[0].tokens_per_sample * (recipe.global_batch or 0),
+        steps=_steps(recipe),
+        memory=[_memory(trace) for trace in distinct],
+        capacity_bytes=machine.capacity_bytes,
+        overhead_bytes=machine.overhead_bytes,
+        sent_bytes=whole[0].sent_bytes(),
+    )
+
+
+def _steps(recipe: Recipe) -> int | None:
+    if recipe.steps is not None:
+        return recipe.steps
+    if recipe.epochs is None or recipe.global_batch is None or not hasattr(recipe.data, "__len__"):
+        return None
+    return total_steps(
+        length=len(recipe.data), global_batch=recipe.global_batch, steps=None, epochs=recipe.epochs, drop_last=recipe.drop_last
+    )
+
+
+def _shape(recipe: Recipe, plan: Plan) -> _Shape:
+    if recipe.global_batch is None or recipe.batch_loss is not None:
+        raise PlanError("a recipe with batch_sampler or batch_loss; a step is planned from microbatches of one size; give global_batch")
+    data, ranks = int(plan.replicate or 1) * int(plan.shard or 1), int(plan.pipeline or 1)
+    if recipe.microbatch == "auto":
+        raise PlanError("microbatch='auto' is measured on the machine; a plan needs a number; give Recipe.microbatch one, or None")
+    given = recipe.microbatch or max(1, recipe.global_batch // data)
+    microbatch = max(1, -(-min(given, recipe.global_batch) // 2**plan.microbatch_splits))
+    total = -(-recipe.global_batch // microbatch)
+    count = max(len(share) for share in MicrobatchAssignment(data, round_robin=int(plan.shard or 1) > 1).indices_by_rank(total)[:1])
+    most = TRACED if ranks == 1 else ROUNDS * ranks
+    traced = count if plan.schedule == "gpipe" and ranks > 1 else min(count, most)
+    batch = recipe.global_batch if traced == count else microbatch * data * traced
+    changed = replace(
+        recipe, global_batch=batch, microbatch=microbatch, precision="fp32" if recipe.precision == "auto" else recipe.precision
+    )
+    return _Shape(microbatch, count, traced, changed, replace(plan, microbatch_splits=0))
+
+
+def _traces(shape: _Shape, machine: Machine, is_fake: bool) -> list[TracedStep]:
+    """Return the trace of each stage's rank, in order; without a pipeline one trace."""
+    cluster = machine.cluster
+    options = TraceOptions(world_size=cluster.count, local_size=cluster.devices_per_node, is_gpu=machine.is_gpu, is_fake=is_fake)
+    if shape.plan.pipeline == 1:
+        return [trace_step(shape.recipe, shape.plan, options)]
+    split = stage_split(shape.recipe, shape.plan, options)
+    options = replace(options, boundaries=split.boundaries)
+    ranks, stride = len(split.kinds), cluster.count // len(split.kinds)
+    known: dict[object, TracedStep] = {}
+    traces = []
+    for place, kind in enumerate(split.kinds):
+        key = kind, "first" if place == 0 else "last" if place == ranks - 1 else "middle"
+        if key not in known:
+            known[key] = trace_step(shape.recipe, shape.plan, replace(options, rank=place * stride))
+        traces.append(known[key])
+    return traces
+
+
+def _simulated(traces: Sequence[TracedStep], costs: Costs, shape: _Shape, machine: Machine) -> StepTime:
+    """Simulate the step. Communication beside computation slows it, and the slowest of many devices is waited for."""
+    step = simulate(traces, costs)
+    if shape.plan.pipeline != 1:
+        step = _extended(step, shape)
+    slowed = machine.contention * step.overlapped_seconds
+    if shape.plan.offload:
+        copied = _offload_seconds(traces[0], shape)
+        step = replace(step, seconds=step.seconds + copied, by_limit={**step.by_limit, "offload": copied})
+    seconds = (step.seconds + slowed) * (1 + machine.jitter * math.log2(machine.cluster.count))
+    return replace(step, seconds=seconds, by_limit={**step.by_limit, "contention": slowed})
+
+
+def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
+    """The time of copies between the device and the CPU, and of the optimizer there; nothing overlaps it. Parameters
+    are copied for each forward and backward, gradients after each."""
+    held = {
+        cause: sum(each.bytes for each in trace.allocations if each.bytes > 0 and trace.causes[each.number] == cause) for cause in ON_HOST
+    }
+    copies = (2 * held["parameters"] + held["gradients"]) * shape.count / PCIE_BYTES_PER_SECOND
+    return copies + 2 * sum(held.values()) / HOST_BYTES_PER_SECOND
+
+
+def _extended(step: StepTime, shape: _Shape) -> StepTime:
+    """Add the microbatches of a pipeline that were not traced: each takes as long as the slowest stage computes it."""
+    more = shape.count / shape.traced - 1
+    added = {name: 0.0 if name == "bubble" else seconds * more for name, seconds in step.by_limit.items()}
+    by_limit = {name: seconds + added[name] for name, seconds in step.by_limit.items()}
+    overlapped = step.overlapped_seconds * (1 + more)
+    return replace(step, seconds=step.seconds + sum(added.values()), by_limit=by_limit, overlapped_seconds=overlapped)
+
+
+def _twice(costs: Costs, what: str) -> Costs:
+    """The costs where one thing is twice as fast."""
+
+    def operation(each: Operation) -> float:
+        faster = (what == "memory") == (each.kind == "memory")
+        return costs.operation(each) / (2 if faster else 1)
+
+    if what == "network":
+        return replace(costs, collective=lambda each: costs.collective(each) / 2)
+    return replace(costs, operation=operation)
+
+
+def _memory(trace: TracedStep) -> RankPeak:
+    most = peak(trace)
+    return RankPeak(rank=trace.rank, bytes=most.bytes, by_cause=dict[str, int](most.by_cause.items()), moment=_moment(trace, most.at))
+
+
+def _moment(trace: TracedStep, at: int) -> str:
+    """Say where in the step an item is."""
+    marks = [item.name for item in trace.items[:at] if isinstance(item, Mark)]
+    if "update" in marks:
+        return "the optimizer's step"
+    phases = [item.operation.phase for item in trace.items[:at] if not isinstance(item, Mark) and hasattr(item, "operation")]
+    where = {"forward": "the forward", "backward": "the backward", "recompute": "the backward"}.get(
+        phases[-1] if phases else "", "the step"
+    )
+    return f"{where} of microbatch {marks.count('microbatch')}"

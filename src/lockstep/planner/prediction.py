@@ -1,0 +1,136 @@
+"""A prediction of a plan, and the arithmetic from a step to days, cost and goodput. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MARGIN = 0.08
+"""Part of a device's memory that a plan must leave free: fragmentation, and what libraries take as they run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPeak:
+    """The most memory that a rank needs."""
+
+    rank: int
+    bytes: int
+    by_cause: Mapping[str, int]
+    moment: str
+    """The place in the step, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The predicted step of a recipe under a plan."""
+
+    plan: str
+    microbatch: int
+    """Samples of a microbatch."""
+    microbatches: int
+    """Microbatches of the rank with the most of them in a step."""
+    seconds: float
+    by_limit: Mapping[str, float]
+    """Seconds of the slowest rank, by what they go to."""
+    seconds_with_twice: Mapping[str, float]
+    """Seconds of a step where one thing is twice as fast: `arithmetic`, `memory`, `network`."""
+    samples: int
+    """Samples of a step."""
+    tokens: float | None
+    """Sum of the weights of a step; None without `Recipe.weight`."""
+    steps: int | None
+    """Steps of the recipe; None if it counts epochs of data without a length."""
+    memory: Sequence[RankPeak]
+    """One for each kind of rank."""
+    capacity_bytes: int | None
+    """The memory of a device that may be used; None: nobody asks."""
+    overhead_bytes: int = 0
+    """Memory that the device's libraries take."""
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that rank 0 sends in a step, by collective and axis."""
+    note: str | None = None
+    """Said of how the step was traced, if not without values."""
+
+    @property
+    def peak(self) -> RankPeak:
+        """The rank that needs the most memory."""
+        return max(self.memory, key=lambda each: each.bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that a device must have."""
+        return math.ceil((self.peak.bytes + self.overhead_bytes) / (1 - MARGIN))
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity_bytes is None or self.needed_bytes <= self.capacity_bytes
+
+    @property
+    def limit(self) -> str:
+        """The part of the step that takes most of the time, in a word."""
+        return max(self.by_limit, key=lambda name: self.by_limit[name])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the prediction as JSON."""
+        return {
+            "plan": self.plan,
+            "fits": self.fits,
+            "seconds": self.seconds,
+            "limit": self.limit,
+            "by_limit": dict(self.by_limit),
+            "seconds_with_twice": dict(self.seconds_with_twice),
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "microbatch": self.microbatch,
+            "microbatches": self.microbatches,
+            "needed_bytes": self.needed_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "overhead_bytes": self.overhead_bytes,
+            "memory": [
+                {"rank": each.rank, "bytes": each.bytes, "by_cause": dict(each.by_cause), "moment": each.moment} for each in self.memory
+            ],
+            "sent_bytes": dict(self.sent_bytes),
+            "note": self.note,
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Prediction:
+        """Read what `as_json` returned."""
+        derived = ("fits", "limit", "needed_bytes", "memory")
+        return cls(
+            **{name: value for name, value in told.items() if name not in derived}, memory=[RankPeak(**each) for each in told["memory"]]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The time and the cost of a training."""
+
+    days: float
+    device_hours: float
+    cost: float | None
+    goodput: float
+    """Part of the time in which steps are done that are not lost again."""
+
+
+def budget(
+    seconds: float,
+    *,
+    steps: float,
+    devices: int,
+    price_per_hour: float | None,
+    hours_between_failures: float,
+    save_seconds: float,
+    restart_seconds: float,
+) -> Budget:
+    """Return the budget of a training of `steps`. `hours_between_failures`: of one device. Checkpoints are as often as
+    is best: Young, "A first order approximation to the optimum checkpoint interval", 1974."""
+    rate = devices / (hours_between_failures * 3600)
+    # At the interval √(2 × save_seconds / rate), saving takes as long as the steps that a failure loses.
+    goodput = max(0.0, 1 - math.sqrt(2 * save_seconds * rate) - rate * restart_seconds)
+    total = math.inf if goodput == 0 else seconds * steps / goodput
+    hours = total * devices / 3600
+    return Budget(days=total / 86400, device_hours=hours, cost=None if price_per_hour is None else hours * price_per_hour, goodput=goodput)

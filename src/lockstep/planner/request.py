@@ -1,0 +1,38 @@
+"""The request of `lockstep plan` to the process that runs the script, and the files with its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "LOCKSTEP_PLAN_REQUEST"
+OUTCOMES = "outcomes.jsonl"
+ENDED = "ended.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """A request, as JSON in a file that the environment names."""
+
+    target: str
+    """The devices, in the words of the command line: `64 x H100`, or `this`."""
+    plans: tuple[str, ...]
+    """Empty: search."""
+    memory_bytes: int | None
+    slots: int
+    """Plans that are predicted at once."""
+    folder: str
+
+    def write(self) -> dict[str, str]:
+        """Write the request. Returns the environment variables for the process."""
+        path = Path(self.folder) / "request.json"
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        return {VARIABLE: str(path), "LOCKSTEP_INSTEAD_OF_TRAINING": "lockstep.planner.worker"}
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> PlanRequest:
+        told: dict[str, Any] = json.loads(Path(environ[VARIABLE]).read_text(encoding="utf-8"))
+        return cls(**{**told, "plans": tuple(told["plans"])})

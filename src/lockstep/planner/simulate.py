@@ -1,0 +1,283 @@
+"""Simulates a step from its traces, event by event: streams, groups of ranks, and messages between pipeline stages."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lockstep.planner.operations import Collective, Operation
+from lockstep.planner.trace import Await, AwaitEvent, Communicate, Compute, Item, Mark, RecordEvent, TracedStep
+
+PIPELINE = "pipeline"
+COMPUTED = ("matmul", "attention", "convolution", "memory")
+ON_DEVICE = (*COMPUTED, "launches", "bubble")
+"""Parts of a step's time beside communication."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The machine, as far as the simulation asks."""
+
+    operation: Callable[[Operation], float]
+    """Seconds of a kernel on the device."""
+    collective: Callable[[Collective], float]
+    """Seconds of a collective, once all its ranks are there."""
+    host_seconds: float = 0.0
+    """Seconds that the host needs to put a kernel on a stream."""
+    is_synchronous: bool = False
+    """True if the host computes itself, as on a CPU."""
+    mark_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Mark -> seconds that the host computes at it beside operations."""
+    message_seconds: float = 0.0
+    """Seconds that the host computes at a message, on each of its sides."""
+    processes: int = 1
+    """Processes of the run that share the cores."""
+    cores: float = math.inf
+    """Number of processes that compute at full speed at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The simulated time of a step."""
+
+    seconds: float
+    by_limit: dict[str, float]
+    """Seconds of the slowest rank by what they go to: `matmul`, `attention`, `convolution`, `memory`, `launches`,
+    `bubble`, and the name of a mesh axis for communication that nothing overlaps."""
+    overlapped_seconds: float = 0.0
+    """Seconds of communication that runs beside computation."""
+    marks: dict[str, float] = field(default_factory=dict)
+    """The time of each mark, the last of a name."""
+
+    @property
+    def limit(self) -> str:
+        """The part of the step that takes most of the time."""
+        return max(self.by_limit, key=lambda name: self.by_limit[name])
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank in the simulation."""
+
+    place: int
+    items: Sequence[Item]
+    shift: int
+    """Added to the places of its messages' peers: its trace is that of another rank."""
+    position: int = 0
+    host: float = 0.0
+    streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    groups: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    events: dict[int, tuple[float, str]] = field(default_factory=dict)
+    ends: dict[int, tuple[float, str]] = field(default_factory=dict)
+    last_axis: dict[int, str] = field(default_factory=lambda: defaultdict(lambda: "communication"))
+    messages: Counter[int] = field(default_factory=Counter)
+    received: Counter[int] = field(default_factory=Counter)
+    expected: dict[int, tuple[tuple[int, int, int], float]] = field(default_factory=dict)
+    """Messages that were asked for and are not yet waited for, and when they were asked for."""
+    shared: Counter[str] = field(default_factory=Counter)
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    marks: dict[str, float] = field(default_factory=dict)
+    communication: float = 0.0
+
+    @property
+    def end(self) -> float:
+        return max([self.host, *self.streams.values(), *(end for end, _ in self.ends.values())])
+
+
+class Simulation:
+    """The ranks of one pipeline, or one rank without."""
+
+    def __init__(self, ranks: Sequence[_Rank], costs: Costs) -> None:
+        self._ranks, self._costs = ranks, costs
+        self._sent: dict[tuple[int, int, int], float] = {}
+        self._arrived: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+
+    def run(self) -> StepTime:
+        """Let each rank go on until it waits for another, in turns, until all have ended."""
+        while any(rank.position < len(rank.items) for rank in self._ranks):
+            if not sum(self._advance(rank) for rank in self._ranks):
+                raise AssertionError("the ranks of a pipeline wait for each other")
+        slowest = max(self._ranks, key=lambda rank: sum(rank.spent.values()) - rank.spent["bubble"])
+        seconds = max(rank.end for rank in self._ranks)
+        spent = dict(slowest.spent)
+        spent["bubble"] = spent.get("bubble", 0.0) + max(0.0, seconds - sum(spent.values()))
+        waited = sum(each for name, each in spent.items() if name not in ON_DEVICE)
+        by_limit = {name: each for name, each in sorted(spent.items(), key=lambda each: -each[1]) if each}
+        return StepTime(seconds, by_limit, max(0.0, slowest.communication - waited), slowest.marks)
+
+    def _advance(self, rank: _Rank) -> bool:
+        before = rank.position
+        while rank.position < len(rank.items) and self._step(rank, rank.items[rank.position]):
+            rank.position += 1
+        return rank.position > before
+
+    def _step(self, rank: _Rank, item: Item) -> bool:
+        """Simulate an item. Returns False if it needs what another rank has not done yet."""
+        match item:
+            case Compute(operation, stream):
+                self._compute(rank, operation, stream)
+            case Communicate():
+                return self._communicate(rank, item)
+            case Await(number) if number in rank.expected:
+                return self._receive(rank, number, item.stream)
+            case Await(number, stream) if number in rank.ends:
+                self._wait(rank, stream, *rank.ends[number])
+            case RecordEvent(event, stream):
+                rank.events[event] = max(rank.streams[stream], rank.host), rank.last_axis[stream]
+            case AwaitEvent(event, stream) if event in rank.events:
+                self._wait(rank, stream, *rank.events[event])
+            case Mark(name):
+                seconds = self._costs.mark_seconds.get(name, 0.0)
+                rank.streams[0] += seconds
+                rank.host += seconds
+                rank.spent["launches"] += seconds
+                rank.marks[name] = rank.streams[0]
+        return True
+
+    def _compute(self, rank: _Rank, operation: Operation, stream: int) -> None:
+        rank.host += self._costs.host_seconds
+        start, seconds = max(rank.streams[stream], rank.host), self._costs.operation(operation)
+        if stream == 0:
+            rank.spent["launches"] += start - rank.streams[stream]
+            rank.spent[operation.kind] += seconds
+        rank.streams[stream] = start + seconds
+        if self._costs.is_synchronous:
+            rank.host = rank.streams[stream]
+
+    def _wait(self, rank: _Rank, stream: int, until: float, axis: str) -> None:
+        if until > rank.streams[stream]:
+            if stream == 0:
+                rank.spent[axis] += until - rank.streams[stream]
+            rank.streams[stream] = until
+            rank.last_axis[stream] = axis
+        if self._costs.is_synchronous:
+            rank.host = max(rank.host, rank.streams[stream])
+
+    def _communicate(self, rank: _Rank, item: Communicate) -> bool:
+        ready = max(rank.streams[item.stream], rank.host)
+        seconds = self._costs.collective(item.collective)
+        axis = item.collective.axis or "communication"
+        if item.peer is not None:
+            return self._exchange(rank, item, ready, seconds)
+        if len(self._ranks) > 1 and axis == PIPELINE:
+            place = rank.shared[item.group]
+            arrived = self._arrived[item.group, place]
+            arrived[rank.place] = ready
+            if len(arrived) < len(self._ranks):
+                return False
+            ready = max(arrived.values())
+            rank.shared[item.group] += 1
+        start = max(ready, rank.groups[item.group])
+        rank.groups[item.group] = start + seconds
+        rank.communication += seconds
+        rank.ends[item.number] = start + seconds, axis
+        return True
+
+    def _receive(self, rank: _Rank, number: int, stream: int) -> bool:
+        key, asked = rank.expected[number]
+        if key not in self._sent:
+            return False
+        del rank.expected[number]
+        rank.ends[number] = max(self._sent[key], asked), "bubble"
+        self._wait(rank, stream, *rank.ends[number])
+        return True
+
+    def _exchange(self, rank: _Rank, item: Communicate, ready: float, seconds: float) -> bool:
+        assert item.peer is not None, "a message has one"
+        peer = item.peer + rank.shift
+        rank.host += self._costs.message_seconds
+        rank.streams[item.stream] += self._costs.message_seconds
+        rank.spent["launches"] += self._costs.message_seconds
+        ready += self._costs.message_seconds
+        if item.receives:
+            rank.expected[item.number] = (peer, rank.place, rank.received[peer]), ready
+            rank.received[peer] += 1
+            return True
+        self._sent[rank.place, peer, rank.messages[peer]] = ready + seconds
+        rank.messages[peer] += 1
+        rank.ends[item.number] = ready + seconds, PIPELINE
+        return True
+
+
+def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
+    """Return the time of a step. `traces`: one of each stage's rank, in order; one alone without a pipeline. A trace
+    may stand for the ranks after it: give it again, and its messages go to the neighbours of its place."""
+    first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
+    ranks = [_Rank(place, trace.items, place - first[id(trace)]) for place, trace in enumerate(traces)]
+    return _on_cores(Simulation(ranks, _sharing(costs, len(ranks))).run(), ranks, costs)
+
+
+def _sharing(costs: Costs, stages: int) -> Costs:
+    """The costs where the processes that always compute together, those of one stage, share the cores."""
+    slower = max(1.0, costs.processes / stages / costs.cores)
+    if slower == 1:
+        return costs
+    marks = {name: seconds * slower for name, seconds in costs.mark_seconds.items()}
+    return replace(costs, operation=lambda each: costs.operation(each) * slower, mark_seconds=marks)
+
+
+def _on_cores(step: StepTime, ranks: Sequence[_Rank], costs: Costs) -> StepTime:
+    """The step if there are too few cores for all stages at a time: no shorter than the cores need for all work."""
+    slower = max(1.0, costs.processes / len(ranks) / costs.cores)
+    work = sum(seconds for rank in ranks for name, seconds in rank.spent.items() if name in (*COMPUTED, "launches"))
+    least = work / slower * costs.processes / len(ranks) / costs.cores
+    if least <= step.seconds:
+        return step
+    return replace(step, seconds=least, by_limit={**step.by_limit, "bubble": step.by_limit.get("bubble", 0.0) + least - step.seconds})
+
+
+def fused(trace: TracedStep) -> TracedStep:
+    """Return the trace with each run of kernels that only move bytes made one, as torch.compile makes them. It moves as
+    many bytes as the largest of them."""
+    items: list[Item] = []
+    for item in trace.items:
+        last = items[-1] if items else None
+        if isinstance(item, Compute) and isinstance(last, Compute) and _fuses(item, last):
+            items[-1] = last if last.operation.bytes >= item.operation.bytes else item
+        else:
+            items.append(item)
+    return replace(trace, items=items)
+
+
+def _fuses(one: Compute, other: Compute) -> bool:
+    kinds = {one.operation.kind, other.operation.kind}
+    return kinds == {"memory"} and one.stream == other.stream and one.operation.phase == other.operation.phase != "update"
+
+
+def repeated(trace: TracedStep, microbatches: int) -> TracedStep:
+    """Return the trace of a step of `microbatches`, from one of three: the second is repeated."""
+    starts = [place for place, item in enumerate(trace.items) if isinstance(item, Mark) and item.name == "microbatch"]
+    if len(starts) >= microbatches:
+        return trace
+    assert len(starts) == 3, "a shorter step is traced with three microbatches"
+    _, second, third = starts
+    middle = trace.items[second:third]
+    beyond = 1 + max([0, *(_number(item) or 0 for item in trace.items)])
+    own = {(type(item) in (RecordEvent, AwaitEvent), _number(item)) for item in middle if isinstance(item, Communicate | RecordEvent)}
+    items = list(trace.items[:third])
+    for copy in range(1, microbatches - 2):
+        items += [_renumbered(item, copy * beyond, own) for item in middle]
+    return replace(trace, items=[*items, *trace.items[third:]])
+
+
+def _number(item: Item) -> int | None:
+    match item:
+        case Communicate() | Await():
+            return item.number
+        case RecordEvent() | AwaitEvent():
+            return item.event
+    return None
+
+
+def _renumbered(item: Item, shift: int, own: set[tuple[bool, int | None]]) -> Item:
+    is_event = isinstance(item, RecordEvent | AwaitEvent)
+    if (is_event, _number(item)) not in own:
+        return item
+    match item:
+        case Communicate() | Await():
+            return replace(item, number=item.number + shift)
+        case RecordEvent() | AwaitEvent():
+            return replace(item, event=item.event + shift)
+    return item

@@ -1,0 +1,135 @@
+"""The trace of a step on one rank: what is put on the device's streams, in order, and what is in memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lockstep.planner.operations import Collective, Operation, sent_bytes
+
+Cause = Literal["parameters", "gradients", "optimizer", "activations", "logits", "gathered", "communication", "temporary", "data"]
+ON_HOST: tuple[Cause, ...] = ("parameters", "gradients", "optimizer")
+"""Causes of memory that CPU offload keeps on the host."""
+DEFAULT_STREAM = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A kernel, put on a stream."""
+
+    operation: Operation
+    stream: int = DEFAULT_STREAM
+
+
+@dataclass(frozen=True, slots=True)
+class Communicate:
+    """A collective, which begins once its stream has come so far, and its group is free."""
+
+    collective: Collective
+    number: int
+    stream: int
+    group: str
+    peer: int | None = None
+    """The other rank's place in the group, of a message."""
+    receives: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """A stream waits for a collective."""
+
+    number: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEvent:
+    """An event is put on a stream."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitEvent:
+    """A stream waits for an event of another."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in the program: `microbatch` before each microbatch, `reduce` after the last one, `update`, `end`."""
+
+    name: str
+
+
+Item = Compute | Communicate | Await | RecordEvent | AwaitEvent | Mark
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChange:
+    """A block of memory that is allocated, or freed if `bytes` is negative."""
+
+    number: int
+    bytes: int
+    at: int
+    """The number of the trace's items before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """One step of one rank."""
+
+    rank: int
+    items: Sequence[Item]
+    allocations: Sequence[MemoryChange]
+    causes: dict[int, Cause]
+    """Block of memory, by its number -> what it is for."""
+    tokens_per_sample: float | None = None
+    """The mean over this rank's samples of `Recipe.weight`, all terms added; None without it."""
+
+    def collectives(self) -> list[Collective]:
+        """The collectives, in the order in which they begin. Of a message, the sender has it."""
+        return [item.collective for item in self.items if isinstance(item, Communicate) and not item.receives]
+
+    def sent_bytes(self) -> dict[str, int]:
+        """The bytes that this rank sends in the step, by kind of collective and mesh axis."""
+        sent: Counter[str] = Counter()
+        for each in self.collectives():
+            sent[f"{each.kind} on {each.axis}"] += sent_bytes(each)
+        return dict(sent)
+
+
+def offloaded(trace: TracedStep) -> TracedStep:
+    """Return the trace with only what is on the device under CPU offload."""
+    return replace(trace, allocations=[each for each in trace.allocations if trace.causes[each.number] not in ON_HOST])
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most memory of a step on one rank."""
+
+    bytes: int
+    by_cause: dict[Cause, int]
+    at: int
+    """The number of the trace's items before the moment."""
+
+
+def peak(trace: TracedStep) -> Peak:
+    """Return the peak of a trace's memory, and what is in memory then."""
+    total = most = 0
+    place, live, at_peak = 0, dict[int, int](), -1
+    for index, each in enumerate(trace.allocations):
+        total += each.bytes
+        if total > most:
+            most, at_peak, place = total, index, each.at
+    for each in trace.allocations[: at_peak + 1]:
+        live[each.number] = live.get(each.number, 0) + each.bytes
+    by_cause: Counter[Cause] = Counter()
+    for number, size in live.items():
+        by_cause[trace.causes[number]] += size
+    return Peak(most, {cause: size for cause, size in by_cause.most_common() if size}, place)

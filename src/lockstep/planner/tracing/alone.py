@@ -1,0 +1,83 @@
+"""The places of the production code that need values, or other ranks, and what they do in a trace instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.base.torch_private import disable_current_modes
+from lockstep.data.fetch import Fetcher
+from lockstep.data.streams import StreamFetcher
+from lockstep.model.pipeline.boundary import Boundary
+from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery
+from lockstep.model.pipeline.failure import PipelineFailure
+from lockstep.model.tensor.first_forward_check import FirstForwardCheck
+from lockstep.planner.tracing.torch_fakes import FakeTensor, keeping_buckets, mesh_methods
+from lockstep.planner.tracing.values import listed
+from lockstep.training.losses import loss
+from lockstep.training.losses.loss import Contribution
+from lockstep.training.microbatches import Microbatches
+from lockstep.training.train_module import TrainModule
+
+PACKED = "find_packed_sequence_indices"
+"""The function of transformers (5.x) that looks for several texts in one sequence."""
+
+Patch = tuple[Any, dict[str, Any]]
+"""A class or module, and its functions as they are in a trace."""
+
+
+def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
+    """Yield what would ask other ranks. `boundaries`: between the stages of a pipeline."""
+    # Compares values of sharded layers with those of whole ones.
+    yield FirstForwardCheck, {"compare": lambda *_: None}
+    # Raises the error of another rank.
+    yield PipelineFailure, {"raise_known": _raise_own}
+    # Asks the rank with the model's output what it got.
+    yield TrainModule, {"agree_on_loss": _agree_alone}
+    # Asks other ranks what they hand on.
+    yield BoundaryDiscovery, {"_discover": lambda *_: list(boundaries)}
+    # Agrees with the other ranks on new buckets, in C++.
+    yield DistributedDataParallel, keeping_buckets()
+
+
+def without_values() -> Iterator[Patch]:
+    """Yield what would ask for values."""
+    # The script's dataset and `collate` compute with them.
+    yield Fetcher, {"__getitem__": with_values(Fetcher.__getitem__), "_rows": with_values(Fetcher._rows)}
+    yield StreamFetcher, {"__getitem__": with_values(StreamFetcher.__getitem__)}
+    # Counts the weights of the microbatches.
+    yield Microbatches, {"weigh": with_values(Microbatches.weigh)}
+    # Reads the ranks of a mesh as numbers.
+    yield DeviceMesh, mesh_methods(with_values)
+    # Asks for one value after another, of which there are as many as microbatches in the whole world.
+    yield FakeTensor, {"tolist": listed}
+    # Looks in the values of position ids for several texts in one sequence, and without values makes a mask for them.
+    if "transformers" in sys.modules and hasattr(masks := import_module("transformers.masking_utils"), PACKED):
+        yield masks, {PACKED: lambda *_, **__: None}
+    # Keeps tensors for later runs, which have values.
+    yield loss, {"_constant": loss._constant.__wrapped__}
+
+
+def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `function` on tensors with values."""
+
+    def outside(*arguments: Any, **keywords: Any) -> Any:
+        with disable_current_modes():
+            return function(*arguments, **keywords)
+
+    return outside
+
+
+def _agree_alone(module: TrainModule, parts: Sequence[Contribution]) -> None:
+    module.forward_knows_weight = bool(parts) and parts[0].weight is not None
+    module.terms = list(parts[0].terms) if parts else []
+
+
+def _raise_own(failure: PipelineFailure) -> None:
+    if failure.error is not None:
+        raise failure.error

@@ -1,0 +1,251 @@
+"""A world of processes of which one is there: its collectives are recorded, and bring nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lockstep.base.torch_private import disable_current_modes, forget_distributed_operations
+from lockstep.comm import mesh
+from lockstep.comm.shared_memory import SharedMemoryGroup
+from lockstep.comm.world import World
+from lockstep.planner.operations import CollectiveKind
+from lockstep.planner.tracing.torch_fakes import FakeStore, FakeTensor, PythonProcessGroup, group_name, replaced
+
+BACKEND = "lockstep_fake"
+
+
+class Listener(Protocol):
+    """Notes the collectives of the one rank."""
+
+    def begin(self, kind: CollectiveKind, group: Any, size: int, *, peer: int | None = None, receives: bool = False) -> int:
+        """Note a collective of `size` bytes. Returns its number."""
+
+    def wait(self, number: int) -> None:
+        """Note that the current stream waits for it."""
+
+
+class _Silent:
+    def begin(self, kind: CollectiveKind, group: Any, size: int, *, peer: int | None = None, receives: bool = False) -> int:
+        return 0
+
+    def wait(self, number: int) -> None:
+        pass
+
+
+_listener: Listener = _Silent()
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell `listener` of the collectives of the process groups of this module."""
+    global _listener
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+class FakeWork(dist.Work):
+    """The handle of a collective that is done at once."""
+
+    def __init__(self, number: int, result: Any) -> None:
+        super().__init__()
+        self._number = number
+        self._future: Future[Any] = Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: Any = None) -> bool:
+        _listener.wait(self._number)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        return self._future
+
+
+class RecordedGroup(PythonProcessGroup):
+    """A process group whose other ranks are not there."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._place, self._ranks = rank, size
+
+    def size(self) -> int:
+        return self._ranks
+
+    def rank(self) -> int:
+        return self._place
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def pg_name(self) -> str:
+        """The name under which torch knows the group."""
+        return group_name(self)
+
+    @property
+    def group_name(self) -> str:
+        """See `pg_name`."""
+        return group_name(self)
+
+    def _done(self, kind: CollectiveKind, result: Any, tensors: Sequence[Tensor], **peer: Any) -> FakeWork:
+        return FakeWork(_listener.begin(kind, self, sum(tensor.nbytes for tensor in tensors), **peer), result)
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
+        return self._done("all_reduce", tensors, tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
+        return self._done("all_reduce", tensors, tensors)
+
+    def reduce(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
+        return self._done("all_reduce", tensors, tensors)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
+        return self._allgather_base(output, given)
+
+    def _allgather_base(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
+        _fill(output, given)
+        return self._done("all_gather", [output], [output])
+
+    def allgather(self, outputs: list[list[Tensor]], given: list[Tensor], options: Any = None) -> FakeWork:
+        parts = [each for several in outputs for each in several]
+        for part in parts:
+            _fill(part, given[0])
+        return self._done("all_gather", outputs, parts)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
+        return self._reduce_scatter_base(output, given)
+
+    def _reduce_scatter_base(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
+        _fill(output, given)
+        return self._done("reduce_scatter", [output], [given])
+
+    def reduce_scatter(self, outputs: list[Tensor], given: list[list[Tensor]], options: Any = None) -> FakeWork:
+        _fill(outputs[0], given[0][self._place])
+        return self._done("reduce_scatter", outputs, [each for several in given for each in several])
+
+    def alltoall_base(self, output: Tensor, given: Tensor, *options: Any) -> FakeWork:
+        _fill(output, given)
+        return self._done("all_to_all", [output], [given])
+
+    def alltoall(self, outputs: list[Tensor], given: list[Tensor], options: Any = None) -> FakeWork:
+        for output in outputs:
+            _fill(output, given[self._place])
+        return self._done("all_to_all", outputs, given)
+
+    def broadcast(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
+        return self._done("broadcast", tensors, tensors)
+
+    def barrier(self, options: Any = None) -> FakeWork:
+        return FakeWork(0, None)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> FakeWork:
+        return self._done("send", tensors, tensors, peer=target)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> FakeWork:
+        for tensor in tensors:
+            _fill(tensor, tensor.new_zeros(1))
+        return self._done("send", tensors, tensors, peer=source, receives=True)
+
+
+def _fill(output: Tensor, given: Tensor) -> None:
+    """Let a tensor that has values have some of those that this rank gives, again and again."""
+    if output.numel() and given.numel() and not isinstance(output, FakeTensor):
+        with disable_current_modes(), torch.no_grad():
+            flat = given.detach().reshape(-1)[: output.numel()]
+            output.detach().copy_(flat.repeat(-(-output.numel() // flat.numel()))[: output.numel()].view(output.shape))
+
+
+class RecordedMemory(SharedMemoryGroup):
+    """The shared memory of a host whose other processes are not there. The caller's thread does the work, so nothing
+    overlaps with it: each collective is waited for at once."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self.name, self.pending = group.rank(), group.size(), "shared memory", None
+        self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._note("all_reduce", tensor)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
+        _fill(output, tensor)
+        self._note("reduce_scatter", tensor)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        _fill(output, tensor)
+        self._note("all_gather", output)
+
+    def start_all_gather(self, output: Tensor, tensor: Tensor) -> Any:
+        _fill(output, tensor)
+        return FakeWork(self._note("all_gather", output), output)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        self._note("broadcast", tensor)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+        _fill(output, tensor)
+        self._note("all_to_all", tensor)
+
+    def finish(self) -> None:
+        """Nothing is in progress."""
+
+    def close(self) -> None:
+        """There is no memory."""
+
+    def _note(self, kind: CollectiveKind, tensor: Tensor) -> int:
+        number = _listener.begin(kind, self._group, tensor.nbytes)
+        _listener.wait(number)
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class FakeWorld(World):
+    """A `World` in which all ranks give the same values as this one. Exchanges of JSON and flags are not recorded."""
+
+    answers: Callable[[int], Any] | None = field(default=None, compare=False)
+    """The value that another rank of a pipeline gives in `value_of`, by the number of the call; None: this rank's."""
+
+    def leave(self) -> None:
+        """Nobody is there to be waited for."""
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def gather_values(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def value_of(self, rank: int, value: Any) -> Any:
+        return value
+
+    def gather_ragged(self, rows: Tensor | None) -> Tensor:
+        assert rows is not None, "this rank has a part of everything"
+        return rows.cpu()
+
+
+@contextmanager
+def fake_world(rank: int, size: int, local_size: int) -> Iterator[FakeWorld]:
+    """Make the default process group of a world of `size` ranks, of which only `rank` is there."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, lambda store, rank, size, timeout: RecordedGroup(rank, size), devices=["cpu"])
+    if size > 1:
+        dist.init_process_group(BACKEND, rank=rank, world_size=size, store=FakeStore())
+    try:
+        with replaced(SharedMemoryGroup, create=staticmethod(RecordedMemory)):
+            yield FakeWorld(rank, size, rank % local_size, min(local_size, size), torch.device("cpu"), owns_group=size > 1)
+    finally:
+        mesh.forget_meshes()
+        forget_distributed_operations()
+        if size > 1:
+            dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""Torch's operations as kernels: kind, shape, floating-point operations and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.base.torch_private import tree_leaves
+from lockstep.planner.operations import Kind, Operation, Phase
+from lockstep.planner.tracing.torch_fakes import flop_registry
+
+WITHOUT_KERNEL = frozenset(
+    {
+        *("detach", "alias", "_unsafe_view", "view", "reshape", "_reshape_alias", "as_strided", "expand", "permute"),
+        *("transpose", "t", "unsqueeze", "squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "chunk"),
+        *("narrow", "diagonal", "unfold", "view_as_real", "view_as_complex", "lift_fresh", "empty", "empty_like"),
+        *("empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "is_same_size", "sym_size"),
+        *("sym_stride", "sym_numel", "_local_scalar_dense", "record_stream", "random_"),
+        *("_has_compatible_shallow_copy_type", "movedim", "swapaxes", "_conj", "conj"),
+    }
+)
+"""Operations that change no data, or none of the device's."""
+READS_ONE_ROW = frozenset({"embedding", "index_select", "gather", "index"})
+"""Operations that read as much of their first argument as they write."""
+
+
+def kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any, phase: Phase) -> Operation | None:
+    """Return the kernel of a call of a torch operation; None if it has none."""
+    name = function.overloadpacket.__name__
+    if name in WITHOUT_KERNEL or function.is_view or function.namespace == "prim":
+        return None
+    read = [each for each in tree_leaves([arguments, dict(keywords)]) if isinstance(each, Tensor)]
+    written = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+    if not written and not read:
+        return None
+    flops = _flops(function, arguments, keywords, result)
+    kind, shape = _kind(name, arguments) if flops else ("memory", ())
+    computed = next((each for each in [*written, *read] if each.is_floating_point()), None)
+    dtype = str((written or read)[0].dtype if computed is None else computed.dtype).removeprefix("torch.")
+    moved = _bytes(written) + (_bytes(read[1:]) + _bytes(written) if name in READS_ONE_ROW else _bytes(read))
+    return Operation(kind, dtype, 0 if kind == "memory" else flops, moved, shape, phase, f"aten.{name}")
+
+
+def _flops(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> int:
+    if "attention" in (name := function.overloadpacket.__name__):
+        return _attention_flops(name, arguments)
+    count = flop_registry.get(function.overloadpacket)
+    return 0 if count is None else int(count(*arguments, **keywords, out_val=result))
+
+
+def _attention_flops(name: str, arguments: Sequence[Any]) -> int:
+    """Two matrix products, five backward. Causal attention computes half of them."""
+    backward = "backward" in name
+    batch, queries, keys, width = _kind(name, arguments)[1]
+    is_causal = queries == keys and any(each is True for each in arguments)
+    return batch * queries * keys * width * (10 if backward else 4) // (2 if is_causal else 1)
+
+
+def _kind(name: str, arguments: Sequence[Any]) -> tuple[Kind, tuple[int, ...]]:
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    if "attention" in name:
+        query, keys = tensors[1:3] if "backward" in name else tensors[:2]
+        batch, heads, length, width = query.shape
+        return "attention", (batch * heads, length, keys.shape[-2], width)
+    if "convolution" in name:
+        return "convolution", ()
+    left, right = tensors[-2:]
+    if left.dim() == 3:
+        return "matmul", (left.shape[0], left.shape[1], right.shape[2], left.shape[2])
+    return "matmul", (1, left.shape[0], right.shape[1] if right.dim() > 1 else 1, left.shape[1])
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the tensors, each once. One that is expanded has those of its distinct elements."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        distinct = 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            distinct *= size if stride else 1
+        seen[id(tensor)] = distinct * tensor.element_size()
+    return sum(seen.values())

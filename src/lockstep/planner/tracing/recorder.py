@@ -1,0 +1,182 @@
+"""Records a step: each operation, collective and allocation of this process, while its tensors are fake."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.base.torch_private import in_backward, resolve_process_group, tree_leaves
+from lockstep.planner.operations import Collective, CollectiveKind, Phase
+from lockstep.planner.trace import Await, Cause, Communicate, Compute, Item, Mark, MemoryChange, TracedStep
+from lockstep.planner.tracing.kernels import kernel
+from lockstep.planner.tracing.streams import Streams
+from lockstep.planner.tracing.torch_fakes import FakeTensor, TorchDispatchMode, replaced
+
+FUNCTIONAL: Mapping[str, CollectiveKind] = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+"""Torch's functional collectives, which distributed tensors use."""
+PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
+
+
+class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what is computed while it is entered. `axes`: the mesh axis of each process group, by its name."""
+
+    def __init__(self, axes: Mapping[str, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.items: list[Item] = []
+        self.phase: Phase = "other"
+        self.in_loss = False
+        """True while the loss is computed from the model's output."""
+        self._is_recording = False
+        self.streams = Streams(self._note)
+        self.allocations: list[MemoryChange] = []
+        self.causes: dict[int, Cause] = {}
+        self._axes = axes
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._numbers: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._finalizers: list[weakref.finalize[Any, Any]] = []
+        self._pending: dict[int, int] = {}
+        self._collectives = 0
+        self._outstanding: set[int] = set()
+
+    @contextmanager
+    def streams_and_storages(self) -> Iterator[None]:
+        """Let torch use streams that are recorded, and note changes of storages, while entered."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._note_storage(storage)
+            if not size:
+                self.label_storage(storage, "gathered")
+            return result
+
+        with self.streams.used(), replaced(torch.UntypedStorage, resize_=resized):
+            yield
+        for finalizer in self._finalizers:
+            finalizer.detach()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what is computed while entered."""
+        self._is_recording = True
+        with self:
+            yield
+        self._is_recording = False
+
+    def mark(self, name: str) -> None:
+        self._note(Mark(name))
+
+    def _note(self, item: Item) -> None:
+        if self._is_recording:
+            self.items.append(item)
+
+    def trace(self, rank: int) -> TracedStep:
+        """Return what was recorded, as the trace of `rank`."""
+        return TracedStep(rank, self.items, self.allocations, self.causes)
+
+    # Operations
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        self._note_phase()
+        result = function(*args, **kwargs)
+        if function.namespace == "_c10d_functional":
+            self._note_functional(function, args, result)
+        elif (found := kernel(function, args, kwargs, result, self.phase)) is not None:
+            self._note(Compute(found, self.streams.current.number))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._note_storage(each.untyped_storage())
+        return result
+
+    def _note_phase(self) -> None:
+        if self.phase == "update":
+            return
+        if in_backward():
+            self.phase = "recompute" if torch.is_grad_enabled() else "backward"
+        else:
+            self.phase = "forward"
+
+    def _note_functional(self, function: Any, args: Any, result: Any) -> None:
+        name = function.overloadpacket.__name__
+        if name == "wait_tensor":
+            if (number := self._pending.pop(id(args[0].untyped_storage()), None)) is not None:
+                self.wait(number)
+            return
+        kind, group = FUNCTIONAL[name.removesuffix("_")], resolve_process_group(args[-1])
+        number = self.begin(kind, group, (args[0] if kind == "reduce_scatter" else result).nbytes)
+        self._pending[id(result.untyped_storage())] = number
+
+    # Collectives
+
+    def begin(self, kind: CollectiveKind, group: Any, size: int, *, peer: int | None = None, receives: bool = False) -> int:
+        """See `fake_world.Listener`."""
+        self._collectives += 1
+        ranks, name = dist.get_process_group_ranks(group), group.group_name
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        collective = Collective(kind, len(ranks), stride, size, self._axes.get(name, ""), self.phase)
+        stream = self.streams.current.number
+        self._note(Communicate(collective, self._collectives, stream, name, peer, receives))
+        self._outstanding.add(self._collectives)
+        return self._collectives
+
+    def wait(self, number: int) -> None:
+        """See `fake_world.Listener`."""
+        self._outstanding.discard(number)
+        self._note(Await(number, self.streams.current.number))
+
+    def wait_for_all(self) -> None:
+        """Note that the current stream waits for all collectives: DDP waits for its buckets in C++."""
+        for number in sorted(self._outstanding):
+            self.wait(number)
+
+    # Memory
+
+    def label(self, tensors: Any, cause: Cause) -> None:
+        """Say what these tensors' memory is for."""
+        for each in tree_leaves(tensors):
+            if isinstance(each, Tensor):
+                self.label_storage(_local(each).untyped_storage(), cause)
+
+    def label_storage(self, storage: torch.UntypedStorage, cause: Cause) -> None:
+        self._note_storage(storage)
+        self.causes[self._numbers[id(storage)]] = cause
+
+    def _note_storage(self, storage: torch.UntypedStorage) -> None:
+        identity, size = id(storage), storage.nbytes()
+        if identity not in self._numbers:
+            number = len(self.causes)
+            self._numbers[identity], self._sizes[number] = number, 0
+            self.causes[number] = "logits" if self.in_loss else "activations" if self.phase == "forward" else "temporary"
+            self._finalizers.append(weakref.finalize(storage, self._free, identity, number))
+        number = self._numbers[identity]
+        if size != self._sizes[number]:
+            self.allocations.append(MemoryChange(number, size - self._sizes[number], len(self.items)))
+            self._sizes[number] = size
+
+    def _free(self, identity: int, number: int) -> None:
+        if self._numbers.get(identity) == number:
+            del self._numbers[identity]
+        if self._sizes[number]:
+            self.allocations.append(MemoryChange(number, -self._sizes[number], len(self.items)))
+            self._sizes[number] = 0
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

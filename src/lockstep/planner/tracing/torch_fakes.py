@@ -1,0 +1,127 @@
+"""Torch's private names for computing with tensors that have no storage, with a test each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+    DynamicOutputShapeException as DynamicOutputShapeException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode as TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.flop_counter import flop_registry as flop_registry
+
+PIN_MEMORY = torch.ops.aten._pin_memory.default
+IS_PINNED = torch.ops.aten.is_pinned.default
+_MISSING = object()
+
+if TYPE_CHECKING:
+
+    class PythonProcessGroup:
+        """A process group whose methods are Python's. Torch calls them from C++ too."""
+
+        def __init__(self, rank: int, size: int) -> None: ...
+
+else:
+    PythonProcessGroup = dist.ProcessGroup
+
+
+def group_name(group: Any) -> str:
+    """Return the name under which torch has registered a process group."""
+    name: str = dist.distributed_c10d._world.pg_names[group]
+    return name
+
+
+@contextmanager
+def replaced(owner: Any, **names: Any) -> Iterator[None]:
+    """Replace attributes of a module or class while entered."""
+    before = {name: vars(owner).get(name, _MISSING) for name in names}
+    for name, value in names.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _MISSING:
+                delattr(owner, name)  # it is inherited
+            else:
+                setattr(owner, name, value)
+
+
+def foreach_on_the_cpu() -> AbstractContextManager[None]:
+    """Let optimizers choose their foreach implementation for CPU tensors, as they do for those of a GPU."""
+    module = sys.modules["torch.optim.optimizer"]
+    kinds = [*module._foreach_supported_types, FakeTensor]
+    return replaced(module, _get_foreach_kernels_supported_devices=lambda: ["cpu"], _foreach_supported_types=kinds)
+
+
+def cpu_streams(
+    stream: Callable[..., Any], event: Callable[..., Any], current: Callable[..., Any], entered: Callable[..., Any]
+) -> AbstractContextManager[None]:
+    """Replace the streams and events of `torch.cpu`, which do nothing."""
+    return replaced(torch.cpu, Stream=stream, Event=event, current_stream=current, stream=entered)
+
+
+class _Chunks:
+    """The chunks of a tensor along a dim, as `torch.chunk` makes them, each made when it is asked for."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._dim, self._size = tensor, dim, -(-tensor.shape[dim] // count)
+
+    def __getitem__(self, index: int) -> Tensor:
+        length = self._tensor.shape[self._dim]
+        start = min(index * self._size, length)
+        return self._tensor.narrow(self._dim, start, min(self._size, length - start))
+
+
+def chunks_on_demand() -> AbstractContextManager[None]:
+    """Let FSDP2 make only the chunk of each parameter that this rank holds, and not that of every rank."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    return replaced(_fsdp_param, _chunk_with_empty=_Chunks)
+
+
+def mesh_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
+    """Return the methods of `DeviceMesh` that read the ranks of a mesh as numbers, each wrapped."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return {"__init__": wrapped(DeviceMesh.__init__), "_concatenate": staticmethod(wrapped(DeviceMesh._concatenate))}
+
+
+class _KeepsBuckets:
+    """DDP's reducer, without new buckets after the first step."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def keeping_buckets() -> dict[str, Any]:
+    """Return the method of DDP that makes its buckets anew, without that."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    original: Any = DistributedDataParallel._pre_forward
+
+    def pre_forward(module: Any, *inputs: Any, **keywords: Any) -> Any:
+        reducer, module.reducer = module.reducer, _KeepsBuckets(module.reducer)
+        try:
+            return original(module, *inputs, **keywords)
+        finally:
+            module.reducer = reducer
+
+    return {"_pre_forward": pre_forward}

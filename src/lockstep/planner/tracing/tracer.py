@@ -1,0 +1,264 @@
+"""Traces one step of a recipe under a plan: the production code runs on tensors without storage, on one rank."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.base.errors import PlanError
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World
+from lockstep.data.device import map_tensors
+from lockstep.data.generators import PreservedGenerators
+from lockstep.hooks.out_of_memory import read_fallbacks
+from lockstep.launch.environment import Environment
+from lockstep.launch.termination import Termination
+from lockstep.logging.phases import Phases
+from lockstep.logging.recorder import Recorder
+from lockstep.model.initialization.initial_model import InitialModel
+from lockstep.model.pipeline.boundary import Boundary
+from lockstep.model.pipeline.pipeline import STAGES_PER_RANK
+from lockstep.model.pipeline.stages import Stages, sequential_parts
+from lockstep.opening import Opened, RunRequest
+from lockstep.plan import Plan
+from lockstep.planner.trace import TracedStep
+from lockstep.planner.tracing.alone import with_values, without_others, without_values
+from lockstep.planner.tracing.fake_world import fake_world, listening
+from lockstep.planner.tracing.gpu_semantics import GpuSemantics
+from lockstep.planner.tracing.recorder import TraceRecorder
+from lockstep.planner.tracing.torch_fakes import FakeTensor, FakeTensorMode, chunks_on_demand, foreach_on_the_cpu, group_name, replaced
+from lockstep.planner.tracing.values import Values
+from lockstep.recipe.recipe import Recipe
+from lockstep.run import RecipeSession, train_in
+from lockstep.training.context import Context, Overrides
+from lockstep.training.hook import ControlHook, Run
+from lockstep.training.recovery.recovery import Recovery
+
+
+class _Traced(Exception):
+    """The step is traced, and the run need not go on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceOptions:
+    """The way in which a step is traced."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_size: int = 8
+    """Ranks on each machine."""
+    is_gpu: bool = True
+    """True: what torch chooses for a GPU is chosen: precisions under autocast, attention, optimizers."""
+    is_fake: bool = True
+    """False: computes with real tensors, for a script that needs values."""
+    boundaries: Sequence[Boundary] = ()
+    """The tensors that a pipeline's stages hand on, after each but the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSplit:
+    """The stages of a pipeline, as the whole model shows them."""
+
+    boundaries: Sequence[Boundary]
+    """The tensors that each stage but the last hands on."""
+    kinds: Sequence[tuple[int, ...]]
+    """For each rank of the pipeline the number of parts in each of its stages."""
+
+
+def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit:
+    """Split the whole model as the plan's pipeline does, and find what its stages hand on. Raises `RecipeError`."""
+    found: dict[str, Boundary] = {}
+    splits: list[Stages] = []
+    ranks = int(plan.pipeline or 1)
+
+    def watch(run: Run) -> None:
+        model = run.modules[0].model
+        split = Stages.split(model, recipe.stages, ranks=ranks, per_rank=STAGES_PER_RANK[plan.schedule])
+        splits.append(split)
+        for stage in range(len(split.ranges) - 1):
+            part = split.last_part(stage)
+            model.get_submodule(part).register_forward_hook(partial(_note_boundary, found, part))
+
+    microbatch = recipe.microbatch if isinstance(recipe.microbatch, int) else recipe.global_batch
+    whole = replace(plan, pipeline=1, replicate=1, shard=1, tensor=1, offload=False)
+    trace_step(replace(recipe, global_batch=microbatch), whole, replace(options, rank=0, world_size=1), watch)
+    (split,) = splits
+    boundaries = [found[split.last_part(stage)] for stage in range(len(split.ranges) - 1)]
+    return StageSplit(boundaries, [tuple(len(split.ranges[stage]) for stage in split.on_rank(rank)) for rank in range(ranks)])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The size of a recipe's model."""
+
+    parameter_bytes: int
+    parts: int
+    """Number of parts that a pipeline can split it into; 0 if their order is not known."""
+
+
+def model_size(recipe: Recipe) -> ModelSize:
+    """Return the size of the recipe's model, which is built without values. Raises `RecipeError`."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = InitialModel.build(recipe.model, 0, _mesh_of_one(), without_values=True).module
+    return ModelSize(sum(parameter.nbytes for parameter in model.parameters()), len(sequential_parts(model, recipe.stages)))
+
+
+def _mesh_of_one() -> Mesh:
+    world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"), owns_group=False)
+    return Mesh.of(world, Plan(replicate=1))
+
+
+def _note_boundary(found: dict[str, Boundary], part: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    found.setdefault(part, Boundary.of(output, part))
+
+
+def trace_step(recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callable[[Run], object] | None = None) -> TracedStep:
+    """TracedStep the first step of `recipe` on one rank of a world in which the others are not there. `plan`: resolved.
+    `watch`: called before the first step. Raises the `UserError`s that the run would raise, and `ValueNeeded`."""
+    with ExitStack() as stack:
+        stack.enter_context(PreservedGenerators())
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-plan-"))
+        world = stack.enter_context(fake_world(options.rank, options.world_size, options.local_size))
+        session = _TracedSession(recipe, plan, world, options, folder)
+        session.hook.watch = watch
+        try:
+            with session:
+                train_in(session, session.recipe)
+        except _Traced:
+            return session.hook.trace()
+    raise PlanError("the run ended before its first step; a plan is made from one; give a recipe with steps=1 or more")
+
+
+class _TracedSession(RecipeSession):
+    """The session of a recipe on a world that is not there."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, world: World, options: TraceOptions, folder: str) -> None:
+        weight = recipe.weight and with_values(recipe.weight)
+        self.recipe = replace(recipe, steps=3, epochs=None, weight=weight)
+        shares_memory = not options.is_gpu and world.local_size == world.size
+        transport = plan.transport if shares_memory else "torch"
+        self._world, self._executed, self._options = world, replace(plan, transport=transport, threads=1, workers=0, prefetch=2), options
+        self.hook = _TraceHook()
+        super().__init__([self.recipe], plan=self._executed, run_dir=folder, log_every=1000, resume="never")
+        self._open = self._open_fake
+
+    def _open_fake(self, request: RunRequest, termination: Termination, stack: ExitStack, recovery: Recovery | None) -> Opened:
+        del recovery
+        mesh = Mesh.of(self._world, self._executed)
+        self.hook.begin(mesh)
+        recorder = Recorder(request.run_dir, self._world, resume="never", launched=None)
+        stack.callback(recorder.close)
+        context = Context(
+            world=self._world,
+            mesh=mesh,
+            plan=self._executed,
+            precision=request.precision,
+            gradient_compression=request.gradient_compression,
+            requested_compression=request.gradient_compression,
+            seed=request.seed,
+            log_every=request.log_every,
+            recipe=request.recipe,
+            recorder=recorder,
+            phases=Phases(),
+            overrides=Overrides(bare=True, without_values=self._options.is_fake, change_batch=self.hook.see_batch),
+        )
+        taken = read_fallbacks(self._world, recorder.path, resumes=False)
+        self._enter_modes(stack)
+        return Opened(context, Environment.read({}), (self.hook,), request, self._executed, taken)
+
+    def _enter_modes(self, stack: ExitStack) -> None:
+        """Compute without values from here on. Torch's meshes, made before, need theirs."""
+        stack.enter_context(listening(self.hook.recorder))
+        stack.enter_context(self.hook.recorder.streams_and_storages())
+        for owner, names in without_others(self._options.boundaries):
+            stack.enter_context(replaced(owner, **names))
+        if self._options.is_gpu:
+            stack.enter_context(foreach_on_the_cpu())
+            stack.enter_context(GpuSemantics())
+        if self._options.is_fake:
+            stack.enter_context(chunks_on_demand())
+            for owner, names in without_values():
+                stack.enter_context(replaced(owner, **names))
+            self.hook.fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(Values())  # type: ignore[no-untyped-call]
+
+
+class _TraceHook(ControlHook):
+    """Records the second step, and ends the run after it."""
+
+    mesh: Mesh
+    watch: Callable[[Run], object] | None = None
+    fake: FakeTensorMode | None = None
+    """The mode under which tensors have no values."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._records = False
+        self._tokens_per_sample: float | None = None
+
+    def begin(self, mesh: Mesh) -> None:
+        """Called when the processes are on the axes of the plan."""
+        self.mesh, self.recorder = mesh, TraceRecorder(axes_of(mesh))
+
+    def before_steps(self, run: Run) -> None:
+        if self.watch is not None:
+            self.watch(run)
+
+    def before_step(self, run: Run) -> None:
+        """Record the second step: in the first one, much is checked and allocated once."""
+        if run.step < 1:
+            return
+        self._records = True
+        self._stack.enter_context(self.recorder.recording())
+        for module in run.modules:
+            self.recorder.label([*module.model.parameters(), *module.model.buffers()], "parameters")
+            self.recorder.label([optimizer.state.get(p, {}) for optimizer in module.optimizers for p in module.parameters], "optimizer")
+
+    def see_batch(self, microbatch: Any, batch: Any) -> Any:
+        """Note that a microbatch begins."""
+        if self.fake is not None:
+            batch = map_tensors(batch, self._without_values)
+        if self._records:
+            self.recorder.label(batch, "data")
+            self.recorder.mark("microbatch")
+        return batch
+
+    def _without_values(self, tensor: Tensor) -> Tensor:
+        assert self.fake is not None, "asked before"
+        return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
+
+    def after_backward(self, run: Run, model: torch.nn.Module) -> None:
+        if not self._records:
+            return
+        self.recorder.wait_for_all()
+        for module in run.modules:
+            self.recorder.label([parameter.grad for parameter in module.parameters], "gradients")
+        self.recorder.mark("update")
+        self.recorder.phase = "update"
+
+    def after_step(self, run: Run) -> None:
+        if not self._records:
+            return
+        self.recorder.mark("end")
+        if run.source is not None and run.source.weights:
+            self._tokens_per_sample = sum(run.source.weights.values()) / run.source.samples
+        self._stack.close()
+        raise _Traced
+
+    def trace(self) -> TracedStep:
+        """The trace of the step."""
+        return replace(self.recorder.trace(self.mesh.world.rank), tokens_per_sample=self._tokens_per_sample)
+
+
+def axes_of(mesh: Mesh) -> Mapping[str, str]:
+    """Return the mesh axis of each process group of a mesh, by torch's name of the group."""
+    named = {"data": mesh.data, **mesh.axes}
+    return {group_name(world.group or dist.group.WORLD): axis for axis, world in named.items() if world.size > 1}

@@ -1,0 +1,63 @@
+"""Values of tensors that have none: lockstep's own checks get a finite number, the script's code an error."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.base.errors import RecipeError
+from lockstep.planner.tracing.torch_fakes import (
+    IS_PINNED,
+    PIN_MEMORY,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    TorchDispatchMode,
+)
+
+TORCH = str(Path(torch.__file__).parent)
+TRACING = str(Path(__file__).parent)
+LOCKSTEP = str(Path(__file__).parents[2])
+
+
+class ValueNeeded(RecipeError):
+    """The script's model or loss asks for the value of a tensor, or for a shape that follows from values."""
+
+
+class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers questions for values, inside of a `FakeTensorMode`."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (PIN_MEMORY, IS_PINNED):  # of a fake tensor, neither is known
+            return args[0] if function is PIN_MEMORY else True
+        try:
+            return function(*args, **(kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            return _value_instead(function, args, error)
+
+
+def listed(tensor: torch.Tensor) -> Any:
+    """Return what `tolist` does, with one value asked for: all are the same."""
+    if 0 in tensor.shape:
+        return []
+    value: Any = tensor.reshape(-1)[0].item()
+    for size in reversed(tensor.shape):
+        value = [value] * size
+    return value
+
+
+def _value_instead(function: Any, args: Any, error: Exception) -> Any:
+    """Return a finite value that lockstep or torch has asked for. Raises `ValueNeeded` if the script's code asks."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
+    asking = next((frame for frame in frames if not frame.f_code.co_filename.startswith((TORCH, TRACING, "<"))), None)
+    is_own = asking is None or asking.f_code.co_filename.startswith(LOCKSTEP)
+    if is_own and isinstance(error, DataDependentOutputException):
+        return 1.0 if args[0].is_floating_point() else int(args[0].dtype is not torch.bool)
+    where = "" if asking is None else f"{asking.f_code.co_filename}:{asking.f_lineno}: "
+    raise ValueNeeded(
+        f"{where}{function.overloadpacket.__name__} needs the values of a tensor, which a plan is made without; compute with shapes "
+        "alone there"
+    ) from error

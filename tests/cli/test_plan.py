@@ -1,0 +1,137 @@
+"""`lockstep plan`, whole: a script, devices that are not here, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.base.errors import PlanError
+from lockstep.cli.plan import memory_bytes
+
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPT = str(Path(__file__).parent.parent / "scripts" / "planned.py")
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([LOCKSTEP, "plan", *arguments], cwd=folder, env=dict(os.environ), capture_output=True, text=True, check=False)
+
+
+def found(*arguments: str, folder: Path) -> tuple[int, dict[str, Any]]:
+    ended = plan("--json", *arguments, folder=folder)
+    assert ended.stderr == ""
+    return ended.returncode, json.loads(ended.stdout)
+
+
+@pytest.mark.command
+def test_plans_are_predicted_without_the_devices_and_nothing_is_left(tmp_path: Path) -> None:
+    plans = ["replicate=8", "shard=8", "shard=4,tensor=2", "shard=2,pipeline=4"]
+    options = ["--on", "8 x H100", "--html", "page.html", "--tokens", "1e9", "--price", "2"]
+    status, told = found(*options, SCRIPT, "--plans", *plans, folder=tmp_path)
+    assert status == 0
+    assert sorted(each["plan"] for each in told["plans"]) == sorted(plans)
+    by_plan = {each["plan"]: each for each in told["plans"]}
+    parameters = {name: each["memory"][0]["by_cause"]["parameters"] for name, each in by_plan.items()}
+    assert parameters["shard=8"] == pytest.approx(parameters["replicate=8"] / 8, rel=0.01)
+    assert by_plan["replicate=8"]["tokens"] == 16 * 32
+    assert by_plan["replicate=8"]["budget"]["cost"] > 0
+    assert by_plan["shard=8"]["seconds_low"] < by_plan["shard=8"]["seconds"] < by_plan["shard=8"]["seconds_high"]
+    assert "shard=4,tensor=2" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"], "no run directory"
+
+
+@pytest.mark.command
+def test_without_plans_the_legal_ones_are_searched(tmp_path: Path) -> None:
+    status, told = found("--on", "2 x A100-80GB", SCRIPT, folder=tmp_path)
+    assert status == 0
+    tried = {each["plan"] for each in told["plans"]}
+    assert {"replicate=2", "shard=2", "tensor=2", "pipeline=2", "pipeline=2,schedule=zero-bubble"} <= tried
+    seconds = [each["seconds"] for each in told["plans"] if each["reason"] is None]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.command
+def test_a_limit_that_nothing_meets_names_what_comes_closest(tmp_path: Path) -> None:
+    ended = plan("--on", "2 x H100", "--memory", "1GB", SCRIPT, "--plans", "replicate=2", "shard=2", folder=tmp_path)
+    assert ended.returncode == 1
+    assert "0 of 2 plans fit" in ended.stdout
+    assert "no plan fits; shard=2 comes closest: it needs" in ended.stdout
+
+
+@pytest.mark.command
+def test_a_model_that_needs_values_is_computed_with_values_and_its_line_is_named(tmp_path: Path) -> None:
+    status, told = found("--on", "2 x H100", SCRIPT, "values", "--plans", "replicate=2", folder=tmp_path)
+    assert status == 0
+    (only,) = told["plans"]
+    line = next(number for number, text in enumerate(Path(SCRIPT).read_text().splitlines(), 1) if "hidden.sum()" in text)
+    assert f"{SCRIPT}:{line}: " in only["note"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--on", "2 x H1000", SCRIPT], "device 'H1000' is not known; known: A100-40GB"),
+        (["--on", "2 x H100", SCRIPT, "--plans", "shard=3"], "the axes multiply to 3"),
+        (["--on", "2 x H100", SCRIPT, "--plans", "tensr=2"], "'tensr' in plan 'tensr=2' is unknown"),
+        (["--on", "2 x H100", "--memory", "80", SCRIPT], "--memory '80'; it is a size with its unit"),
+        (["--on", "2 x H100", "--html", "no/such/page.html", SCRIPT], "its directory is not there"),
+        (["--on", "2 x H100", "none.py"], "'none.py' is not there"),
+    ],
+)
+def test_a_mistake_in_the_command_is_said_at_once(arguments: list[str], said: str, tmp_path: Path) -> None:
+    ended = plan(*arguments, folder=tmp_path)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.command
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("never", "ended and did not train"),
+        ("fails", "OSError: no such data"),
+        ("loop", "lockstep plan on a script with its own loop"),
+    ],
+)
+def test_a_script_that_gives_no_recipe_is_a_mistake(how: str, said: str, tmp_path: Path) -> None:
+    ended = plan("--on", "2 x H100", SCRIPT, how, folder=tmp_path)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("500MB", 5 * 10**8)])
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert memory_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["80", "GB", "0GB", "-1GB", "80XB", "80 gb"])
+def test_a_size_without_a_unit_or_of_nothing_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="it is a size with its unit"):
+        memory_bytes(text)
+
+
+@pytest.mark.command
+def test_a_machine_is_measured_once_and_planned_for(tmp_path: Path) -> None:
+    line = [LOCKSTEP, "doctor", "--nproc", "2", "--write", "mine.toml"]
+    ended = subprocess.run(line, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "lockstep plan --on mine.toml" in ended.stdout
+    status, told = found("--on", "mine.toml", SCRIPT, "--plans", "replicate=2", "shard=2", folder=tmp_path)
+    assert status == 0
+    assert told["on"] == "2 x this machine"
+    assert all(1e-4 < each["seconds"] < 10 for each in told["plans"])
+
+
+def test_a_file_that_describes_no_machine_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("[operations]\nx = 1\n", encoding="utf-8")
+    ended = plan("--on", "bad.toml", SCRIPT, folder=tmp_path)
+    assert ended.returncode == 2
+    assert "give a file that lockstep doctor --write has written" in ended.stderr

@@ -1,0 +1,89 @@
+"""What `lockstep plan` says of its predictions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from lockstep.planner.forecast import HEAD, Forecast, duration, limit_in_words
+from lockstep.planner.html_page import page
+from lockstep.planner.machines.fitted import Interval
+from lockstep.planner.machines.hardware import parse_target
+from lockstep.planner.prediction import Prediction, RankPeak
+from lockstep.planner.search import Outcome
+
+MEMORY = RankPeak(rank=3, bytes=30_000_000_000, by_cause={"activations": 20_000_000_000, "optimizer": 10_000_000_000}, moment="the <b>")
+FAST = Prediction(
+    plan="shard=8", microbatch=1, microbatches=2, seconds=0.5, by_limit={"matmul": 0.3, "shard": 0.2},
+    seconds_with_twice={"arithmetic": 0.4, "memory": 0.5, "network": 0.4}, samples=64, tokens=1000.0, steps=100,
+    memory=[MEMORY], capacity_bytes=80_000_000_000, overhead_bytes=10**9,
+)  # fmt: skip
+SLOW = replace(FAST, plan="tensor=8", seconds=2.0, by_limit={"tensor": 2.0})
+INTERVAL = Interval(0.9, 1.2)
+
+
+def forecast(*outcomes: Outcome, tokens: float | None = None, price: float | None = None) -> Forecast:
+    return Forecast.of("train.py", parse_target("8 x H100"), outcomes, INTERVAL, tokens=tokens, price_per_hour=price)
+
+
+BOTH = (
+    Outcome(plan="tensor=8", prediction=SLOW),
+    Outcome(plan="shard=8", prediction=FAST),
+    Outcome(plan="pipeline=8", reason="RecipeError: <no stages>"),
+)
+
+
+def test_the_fastest_is_first_with_its_interval_and_its_limit() -> None:
+    first, second = forecast(*BOTH).rows(5)
+    assert first == ("shard=8", "500 ms", "450 ms to 600 ms", "128", "33.7 GB", "arithmetic", "1.25 times as fast")
+    assert (second[0], second[5]) == ("tensor=8", "network (tensor)")
+    assert len(HEAD) == len(first)
+
+
+def test_the_lines_say_what_the_time_and_the_memory_go_to_and_what_is_struck_out() -> None:
+    said = "\n".join(forecast(*BOTH).lines(5))
+    assert "arithmetic 60%, network (shard) 40%" in said
+    assert "memory of rank 3, at its peak in the <b>: activations 20 GB, optimizer 10 GB" in said
+    assert "twice the arithmetic: 1.25 times as fast; twice the memory: 1.00 times as fast" in said
+    assert "not pipeline=8: RecipeError: <no stages>" in said
+
+
+def test_days_and_cost_follow_from_tokens_and_price() -> None:
+    found = forecast(*BOTH, tokens=1e9, price=2.0).budget(FAST)
+    assert found is not None
+    hours = 0.5 * 1e6 * 8 / 3600 / found.goodput
+    assert abs(found.device_hours - hours) < 1e-6 * hours
+    assert found.cost is not None
+    assert abs(found.cost - 2 * hours) < 1e-6 * hours
+
+
+def test_tokens_without_a_weight_are_said_to_be_unknown() -> None:
+    without = replace(FAST, tokens=None)
+    said = list(forecast(Outcome(plan="shard=8", prediction=without), tokens=1e9).lines(5))
+    assert any("no Recipe.weight" in line for line in said)
+
+
+def test_if_nothing_fits_the_closest_is_named() -> None:
+    tight = replace(FAST, capacity_bytes=10**9)
+    shown = forecast(Outcome(plan="shard=8", prediction=tight, reason="needs 33.7 GB of 1.0 GB"))
+    assert shown.fitting == []
+    assert next(iter(shown.lines(5))).startswith("no plan fits; shard=8 comes closest: it needs 33.7 GB of 1.0 GB")
+
+
+def test_the_json_holds_every_plan() -> None:
+    told = json.loads(json.dumps(forecast(*BOTH).as_json(), allow_nan=False))
+    assert [each["plan"] for each in told["plans"]] == ["shard=8", "tensor=8", "pipeline=8"]
+    assert told["plans"][0]["seconds_high"] == 0.6
+    assert told["plans"][2] == {"plan": "pipeline=8", "fits": False, "reason": "RecipeError: <no stages>"}
+
+
+def test_the_page_escapes_what_scripts_and_errors_say() -> None:
+    html = page(forecast(*BOTH))
+    assert "&lt;no stages&gt;" in html
+    assert "<no stages>" not in html
+    assert "the <b>" not in html
+
+
+def test_quantities_in_words() -> None:
+    assert [duration(each) for each in (0.0001234, 0.0812, 1.25, 125.0)] == ["0.123 ms", "81.2 ms", "1.25 s", "125 s"]
+    assert [limit_in_words(each) for each in ("matmul", "bubble", "shard")] == ["arithmetic", "pipeline bubbles", "network (shard)"]

@@ -1,0 +1,118 @@
+"""The search among plans: what is laid out, what is struck out, what is tried with less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+
+import pytest
+from hypothesis import given, strategies as st
+
+from lockstep.plan import Plan
+from lockstep.planner.prediction import Prediction, RankPeak
+from lockstep.planner.search import Outcome, Space, closest, layouts, search, text
+
+AXES = ("replicate", "shard", "tensor", "pipeline")
+SPACE = Space(devices=8, devices_per_node=8, microbatches=64, state_bytes=100, capacity_bytes=1000, microbatch=4, stages=8)
+
+
+def predicted(plan: Plan, seconds: float, needed: int, capacity: int = 1000) -> Outcome:
+    memory = RankPeak(rank=0, bytes=needed, by_cause={"activations": needed}, moment="the forward of microbatch 1")
+    prediction = Prediction(
+        plan=text(plan), microbatch=1, microbatches=1, seconds=seconds, by_limit={"matmul": seconds}, seconds_with_twice={},
+        samples=1, tokens=None, steps=None, memory=[memory], capacity_bytes=capacity,
+    )  # fmt: skip
+    return Outcome(plan=text(plan), prediction=prediction, reason=None if prediction.fits else "does not fit")
+
+
+def evaluating(rule: Callable[[Plan], tuple[float, int]], tried: list[str]) -> Callable[[Sequence[Plan]], list[Outcome]]:
+    def evaluate(plans: Sequence[Plan]) -> list[Outcome]:
+        tried.extend(map(text, plans))
+        return [predicted(plan, *rule(plan)) for plan in plans]
+
+    return evaluate
+
+
+@given(st.integers(1, 128), st.sampled_from([1, 4, 8]), st.integers(1, 512))
+def test_each_layout_uses_all_devices_and_gives_each_data_rank_a_microbatch(devices: int, node: int, microbatches: int) -> None:
+    for plan in layouts(replace(SPACE, devices=devices, devices_per_node=node, microbatches=microbatches)):
+        sizes = [getattr(plan, axis) for axis in AXES]
+        assert prod(sizes) == devices
+        assert plan.replicate * plan.shard <= microbatches  # type: ignore[operator]
+        assert node % plan.tensor == 0, "tensor parallelism stays inside a node"  # type: ignore[operator]
+
+
+def test_layouts_are_all_different_and_name_the_classic_ones() -> None:
+    found = [text(plan) for plan in layouts(SPACE)]
+    assert len(found) == len(set(found))
+    assert {"replicate=8", "shard=8", "tensor=8", "pipeline=8", "shard=4,tensor=2", "replicate=2,tensor=2,pipeline=2"} <= set(found)
+
+
+def test_a_model_without_stages_is_tried_in_one_pipeline_which_says_why() -> None:
+    found = [text(plan) for plan in layouts(replace(SPACE, stages=0))]
+    assert {plan for plan in found if "pipeline" in plan} == {"replicate=4,pipeline=2", "shard=4,pipeline=2"}
+    assert not [text(plan) for plan in layouts(replace(SPACE, stages=4)) if "pipeline=8" in text(plan)]
+
+
+def test_parameters_are_sharded_over_a_node_or_over_all() -> None:
+    found = {text(plan) for plan in layouts(replace(SPACE, devices=16))}
+    assert {"replicate=2,shard=8", "shard=16", "replicate=16"} <= found
+
+
+def test_the_fastest_that_fits_is_first_and_what_does_not_fit_last() -> None:
+    tried: list[str] = []
+    outcomes = search(SPACE, evaluating(lambda plan: (1.0 / plan.shard, 5000 if plan.tensor == 8 else 10), tried))  # type: ignore[operator]
+    assert outcomes[0].plan == "shard=8"
+    assert "tensor=8" in outcomes[-1].plan
+    assert outcomes[-1].reason is not None
+
+
+def test_a_plan_that_fits_is_not_tried_with_less_memory() -> None:
+    tried: list[str] = []
+    search(SPACE, evaluating(lambda plan: (1.0, 10), tried))
+    assert not [plan for plan in tried if "checkpointing" in plan]
+
+
+def test_a_plan_that_does_not_fit_is_tried_with_less_memory_until_it_does() -> None:
+    tried: list[str] = []
+    search(SPACE, evaluating(lambda plan: (1.0, 10 if plan.checkpointing == "full" else 5000), tried))
+    assert [plan.split("=8")[1] for plan in tried if plan.startswith("shard=8")] == ["", ",checkpointing=selective", ",checkpointing=full"]
+
+
+def test_microbatches_of_one_sample_are_not_split() -> None:
+    tried: list[str] = []
+    search(replace(SPACE, microbatch=1), evaluating(lambda plan: (1.0, 10 if plan.offload else 5000), tried))
+    assert not [plan for plan in tried if "microbatch_splits" in plan]
+    assert [plan for plan in tried if "offload=yes" in plan]
+
+
+def test_plans_whose_parameters_do_not_fit_are_struck_out_without_a_trace() -> None:
+    tried: list[str] = []
+    outcomes = search(replace(SPACE, state_bytes=4000), evaluating(lambda plan: (1.0, 10), tried))
+    assert "replicate=8" not in tried
+    (struck,) = [each for each in outcomes if each.plan == "replicate=8"]
+    assert struck.reason is not None
+    assert "parameters and gradients alone" in struck.reason
+
+
+def test_if_nothing_can_fit_what_holds_the_least_is_predicted_and_comes_closest() -> None:
+    tried: list[str] = []
+    outcomes = search(replace(SPACE, state_bytes=10**6), evaluating(lambda plan: (1.0, 9000 - plan.shard), tried))  # type: ignore[operator]
+    nearest = closest(outcomes)
+    assert nearest is not None
+    assert nearest.plan.startswith("shard=8")
+    assert all(each.reason for each in outcomes)
+
+
+def test_the_best_pipelines_are_tried_with_other_schedules_where_they_are_legal() -> None:
+    tried: list[str] = []
+    search(SPACE, evaluating(lambda plan: (1.0 / plan.pipeline, 10), tried))  # type: ignore[operator]
+    assert {"pipeline=8,schedule=interleaved", "pipeline=8,schedule=zero-bubble"} <= set(tried)
+    assert not [plan for plan in tried if "zero-bubble" in plan and "shard" in plan], "FSDP2 refuses it"
+
+
+@pytest.mark.parametrize("plan", ["shard=8", "replicate=2,tensor=4", "pipeline=2,shard=4,checkpointing=full", "replicate=1"])
+def test_the_text_of_a_plan_is_read_back(plan: str) -> None:
+    devices = prod(int(part.split("=")[1]) for part in plan.split(",") if part.split("=")[0] in AXES)
+    assert Plan.parse(text(Plan.parse(plan).resolve(devices))).resolve(devices) == Plan.parse(plan).resolve(devices)

@@ -1,0 +1,107 @@
+"""The measured machine: curves, costs and their text. The measurement itself is held against runs by a benchmark."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from lockstep.planner.machines.this_machine import MeasuredMachine, SecondsCurve, machine_of
+from lockstep.planner.operations import Collective, Operation
+
+SIZES = st.floats(1, 1e12)
+POINTS = st.dictionaries(SIZES, st.floats(1e-7, 10), min_size=1, max_size=8)
+MACHINE = MeasuredMachine(
+    processes=2,
+    threads=1,
+    cores=2,
+    memory_bytes=2**34,
+    operations={
+        "memory": SecondsCurve((1e3, 1e6, 1e9), (1e-6, 1e-4, 0.2)),
+        "matmul float32": SecondsCurve((1e4, 1e7, 1e10), (2e-6, 1e-4, 0.1)),
+        "thin matmul": SecondsCurve((1e4, 1e7), (1e-6, 1e-3)),
+        "aten.gelu float32": SecondsCurve((1e4, 1e6), (1e-5, 1e-3)),
+    },
+    around={"forward": 2e-6, "backward": 3e-6},
+    collectives={
+        "shared all_reduce 2": SecondsCurve((256.0, 4e6), (2e-5, 6e-4)),
+        "shared all_gather 2": SecondsCurve((256.0, 4e6), (2e-5, 5e-4)),
+        "gloo all_reduce 2": SecondsCurve((256.0, 4e6), (2e-4, 3e-3)),
+        "gloo send 2": SecondsCurve((256.0, 4e6), (3e-5, 2e-3)),
+    },
+    exchanges={"shard": 3e-4, "pipeline": 1e-4},
+    microbatch_seconds=2e-4,
+    step_seconds=5e-4,
+)
+
+
+def memory(name: str, size: int) -> Operation:
+    return Operation("memory", "float32", 0, size, name=name)
+
+
+def reduction(axis: str, size: int = 2**20) -> Collective:
+    return Collective("all_reduce", 2, 1, size, axis)
+
+
+def test_text_gives_the_same_machine() -> None:
+    assert MeasuredMachine.from_toml(MACHINE.as_toml()) == MACHINE
+
+
+def test_text_of_one_process_has_no_collectives() -> None:
+    alone = MeasuredMachine.from_toml(MACHINE.as_toml().partition('[collectives."')[0])
+    assert alone.collectives == {}
+    assert alone.collective_seconds(Collective("all_reduce", 1, 1, 100, "replicate")) == 0
+
+
+@given(POINTS, SIZES, SIZES)
+def test_a_curve_never_falls(points: dict[float, float], one: float, other: float) -> None:
+    curve = SecondsCurve.through(points)
+    low, high = sorted((one, other))
+    assert curve.at(low) <= curve.at(high) * (1 + 1e-9)
+
+
+@given(POINTS)
+def test_a_curve_is_at_most_its_points(points: dict[float, float]) -> None:
+    curve = SecondsCurve.through(points)
+    assert all(curve.at(size) <= seconds * (1 + 1e-9) for size, seconds in points.items())
+
+
+def test_a_point_above_a_larger_one_is_lowered() -> None:
+    assert SecondsCurve.through({1.0: 5.0, 10.0: 2.0}).at(1.0) == 2.0
+
+
+@given(st.integers(1, 2**40), st.integers(1, 2**40), st.sampled_from(["aten.gelu", "aten.unheard_of"]))
+def test_more_bytes_take_no_less_time(one: int, other: int, name: str) -> None:
+    low, high = sorted((one, other))
+    assert MACHINE.operation_seconds(memory(name, low)) <= MACHINE.operation_seconds(memory(name, high)) * (1 + 1e-9)
+
+
+@given(st.integers(1, 2**12), st.integers(1, 2**12), st.integers(1, 2**12))
+def test_more_rows_take_no_less_time(rows: int, more: int, width: int) -> None:
+    def seconds(m: int) -> float:
+        flops, size = 2 * m * width * width, 4 * (2 * m * width + width * width)
+        return MACHINE.operation_seconds(Operation("matmul", "float32", flops, size, (1, m, width, width), name="aten.mm"))
+
+    assert seconds(rows) <= seconds(rows + more) * (1 + 1e-9)
+
+
+def test_small_operations_of_known_names_grow_no_faster_than_memory() -> None:
+    far = MACHINE.operation_seconds(memory("aten.gelu", 10**8)) - MACHINE.operation_seconds(memory("aten.gelu", 10**6))
+    assert far == pytest.approx(MACHINE.operations["memory"].at(1e8) - MACHINE.operations["memory"].at(1e6))
+
+
+def test_data_axes_use_shared_memory_and_others_gloo() -> None:
+    assert MACHINE.collective_seconds(reduction("replicate")) < MACHINE.collective_seconds(reduction("tensor"))
+    assert MACHINE.collective_seconds(reduction("shard")) == pytest.approx(MACHINE.collective_seconds(reduction("replicate")) + 3e-4)
+
+
+def test_a_collective_that_is_not_measured_has_the_cost_of_one_alike() -> None:
+    broadcast = Collective("broadcast", 2, 1, 2**16, "replicate")
+    assert MACHINE.collective_seconds(broadcast) == MACHINE.collectives["shared all_gather 2"].at(2**16)
+
+
+def test_memory_is_shared_between_the_processes() -> None:
+    machine = machine_of(MACHINE)
+    assert machine.capacity_bytes == 2**33
+    assert not machine.is_gpu
+    assert machine.cluster.count == machine.cluster.devices_per_node == 2
+    assert machine.costs.is_synchronous

@@ -1,0 +1,201 @@
+"""A traced step under each engine: what is in memory, what is exchanged, and what is computed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from planner.subjects import BLOCKS, HIDDEN, LENGTH, MICROBATCH, WIDTH, WORDS, Transformer, plain, processes, recipe, traced
+from torch.utils.data import TensorDataset
+
+from lockstep.plan import Plan
+from lockstep.planner.operations import Operation
+from lockstep.planner.trace import Cause, Communicate, Compute, Mark, TracedStep, peak
+from lockstep.planner.tracing.tracer import StageSplit, TraceOptions, stage_split
+
+PARAMETERS = 4 * sum(parameter.numel() for parameter in Transformer().parameters())
+TENSORS = sum(1 for _ in Transformer().parameters())
+SPLIT = 4 * BLOCKS * (2 * WIDTH * HIDDEN + HIDDEN)
+"""Bytes of what the tensor axis shards: `up`, its bias, and the weight of `down`."""
+OF_STAGE = 4 * (WORDS * WIDTH + BLOCKS // 2 * sum(each.numel() for each in Transformer().blocks[0].parameters()))
+"""Bytes of the first of two stages: the embedding and half of the blocks."""
+MICROBATCHES = 4
+"""Microbatches of a step of one data rank, of two it is half."""
+
+
+def held(trace: TracedStep, cause: Cause) -> int:
+    """The most memory of one kind at a time."""
+    return peak(TracedStep(0, [], [each for each in trace.allocations if trace.causes[each.number] == cause], trace.causes)).bytes
+
+
+def counts(trace: TracedStep, kind: str, axis: str | None = None) -> int:
+    return sum(each.kind == kind and axis in (None, each.axis) for each in trace.collectives())
+
+
+def operations(trace: TracedStep) -> list[Operation]:
+    return [item.operation for item in trace.items if isinstance(item, Compute)]
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("plan", "parameters", "tensors"),
+    [
+        ("replicate=1", PARAMETERS, TENSORS),
+        ("replicate=2", PARAMETERS, TENSORS),
+        ("replicate=2,numerics=bitwise", PARAMETERS, TENSORS),
+        ("shard=2", PARAMETERS // 2, TENSORS),
+        ("shard=2,sharding=gradients", PARAMETERS // 2, TENSORS),
+        ("shard=2,numerics=bitwise", PARAMETERS // 2, TENSORS),
+        ("replicate=2,shard=4", PARAMETERS // 4, TENSORS),
+        ("tensor=2", PARAMETERS - SPLIT // 2, TENSORS),
+        ("shard=2,tensor=2", (PARAMETERS - SPLIT // 2) // 2, TENSORS),
+        ("pipeline=2", OF_STAGE, 1 + 8 * BLOCKS // 2),
+        ("pipeline=2,shard=2,tensor=2", (OF_STAGE - SPLIT // 4) // 2, 1 + 8 * BLOCKS // 2),
+    ],
+)
+def test_the_state_has_exactly_the_bytes_that_the_plan_leaves_to_a_rank(plan: str, parameters: int, tensors: int) -> None:
+    trace = plain(plan)
+    assert held(trace, "parameters") == parameters
+    assert held(trace, "optimizer") == 2 * parameters + 4 * tensors, "AdamW: two moments, and a count for each parameter"
+    if "bitwise" not in plan:
+        sums = 4 * LENGTH * MICROBATCHES * 4 if plan == "replicate=2" else 0  # which DDP sends with the gradients
+        assert parameters <= held(trace, "gradients") <= parameters + sums
+
+
+def test_checkpointing_keeps_fewer_activations_and_computes_them_again() -> None:
+    by_mode = {mode: plain(f"replicate=1,checkpointing={mode}") for mode in ("none", "selective", "full")}
+    kept = {mode: held(trace, "activations") for mode, trace in by_mode.items()}
+    again = {mode: sum(each.flops for each in operations(trace) if each.phase == "recompute") for mode, trace in by_mode.items()}
+    assert kept["full"] < kept["selective"] < kept["none"]
+    assert again["none"] == again["selective"] == 0 < again["full"], "selective keeps what took arithmetic"
+    forward = {mode: sum(each.flops for each in operations(trace) if each.phase == "forward") for mode, trace in by_mode.items()}
+    assert len(set(forward.values())) == 1
+
+
+def test_activations_are_in_proportion_to_the_microbatch_and_state_is_not() -> None:
+    small, large = (traced("replicate=1", recipe(microbatch=size, global_batch=4 * size)) for size in (2, 8))
+    assert held(large, "parameters") == held(small, "parameters")
+    assert held(large, "activations") == pytest.approx(4 * held(small, "activations"), rel=0.02)
+
+
+def test_a_pipeline_keeps_fewer_activations_under_1f1b_than_under_gpipe() -> None:
+    first, gpipe = (held(plain(f"pipeline=2,schedule={name}"), "activations") for name in ("1f1b", "gpipe"))
+    assert first < 0.6 * gpipe
+
+
+def test_in_bf16_activations_take_about_half() -> None:
+    full, short = (
+        held(traced("replicate=1", recipe(precision=name, microbatch=48, global_batch=48)), "activations") for name in ("fp32", "bf16")
+    )
+    assert 0.45 * full < short < 0.8 * full, "and copies of the parameters; what is normalised stays as it is"
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2", "pipeline=2"])
+def test_no_memory_is_freed_twice(plan: str) -> None:
+    live: Counter[int] = Counter()
+    for each in (trace := plain(plan)).allocations:
+        live[each.number] += each.bytes
+        assert live[each.number] >= 0
+    assert live.keys() <= trace.causes.keys()
+
+
+# Exchanges
+
+
+def test_replicas_send_their_gradients_once_a_step() -> None:
+    for batch in (8, 16):
+        trace = traced("replicate=2", recipe(global_batch=batch))
+        (summed,) = [each for each in trace.collectives() if each.kind == "all_reduce"]
+        assert PARAMETERS <= summed.bytes <= PARAMETERS + 500, "and the sums of the loss"
+        assert (summed.ranks, summed.axis) == (2, "replicate")
+
+
+@pytest.mark.parametrize(
+    ("plan", "passes"),
+    [("shard=2", 2), ("shard=2,sharding=gradients", 1), ("shard=2,checkpointing=full", 2), ("shard=2,checkpointing=selective", 2)],
+)
+def test_a_sharded_block_is_gathered_for_each_pass(plan: str, passes: int) -> None:
+    """And what is in no block once: it is kept from the forward to the backward."""
+    trace, microbatches = plain(plan), MICROBATCHES // 2
+    assert counts(trace, "all_gather", "shard") == microbatches * (BLOCKS * passes + 1)
+    assert counts(trace, "reduce_scatter", "shard") == microbatches * (BLOCKS + 1)
+    given = sum(each.bytes for each in trace.collectives() if each.kind == "reduce_scatter")
+    assert given == microbatches * PARAMETERS
+
+
+def test_replicas_of_shards_sum_their_shards_once_a_step() -> None:
+    trace = traced("replicate=2,shard=2", recipe(global_batch=16))
+    summed = [each.bytes for each in trace.collectives() if (each.kind, each.axis) == ("all_reduce", "replicate")]
+    assert sum(summed) == pytest.approx(PARAMETERS / 2, rel=0.01)
+
+
+def test_a_split_layer_is_summed_in_the_forward_and_in_the_backward() -> None:
+    trace = plain("tensor=2")
+    activations = [each for each in trace.collectives() if each.bytes == 4 * MICROBATCH * LENGTH * WIDTH]
+    assert Counter(each.phase for each in activations) == {"forward": MICROBATCHES * BLOCKS, "backward": MICROBATCHES * BLOCKS}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+def test_what_a_stage_sends_the_next_one_receives(schedule: str) -> None:
+    traces = [plain(f"pipeline=2,schedule={schedule}", rank) for rank in range(2)]
+    boundaries = 3 if schedule == "interleaved" else 1
+    for sender, receiver in ((0, 1), (1, 0)):
+        sent, received = messages(traces[sender], receiver, receives=False), messages(traces[receiver], sender, receives=True)
+        assert sent == received == [4 * MICROBATCH * LENGTH * WIDTH] * MICROBATCHES * boundaries
+
+
+def messages(trace: TracedStep, peer: int, *, receives: bool) -> list[int]:
+    """Bytes of the messages to another rank of the pipeline, or from it, in order."""
+    found = [item for item in trace.items if isinstance(item, Communicate) and (item.peer, item.receives) == (peer, receives)]
+    return [item.collective.bytes for item in found]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,shard=2", "pipeline=2,schedule=interleaved", "tensor=2"])
+def test_all_ranks_compute_as_much_together_as_one_alone(plan: str) -> None:
+    alone = sum(each.flops for each in operations(plain("replicate=1")))
+    ranks = [plain(plan, rank) for rank in range(processes(plan) if "pipeline" in plan else 1)]
+    flops = [sum(each.flops for each in operations(trace)) for trace in ranks]
+    together = sum(flops) * (1 if "pipeline" in plan else processes(plan))
+    if plan == "tensor=2":
+        assert alone < together < 2 * alone, "what is not split is computed by both"
+    else:
+        assert together == alone
+
+
+def test_marks_say_where_a_step_begins_and_ends() -> None:
+    names = [item.name for item in plain("shard=2").items if isinstance(item, Mark)]
+    assert names == ["microbatch", "microbatch", "update", "end"]
+
+
+def test_the_stages_of_a_pipeline_are_found_in_the_whole_model() -> None:
+    plan = Plan.parse("pipeline=2,schedule=interleaved").resolve(2)
+    split = stage_split(recipe(), plan, TraceOptions(world_size=2))
+    assert isinstance(split, StageSplit)
+    assert sum(map(sum, split.kinds)) == BLOCKS + 2
+    assert [each.shapes for each in split.boundaries] == [((MICROBATCH, LENGTH, WIDTH),)] * 3
+
+
+# Size of the world
+
+
+@pytest.mark.parametrize("plan", ["replicate={}", "replicate={},shard=8", "shard={}"])
+def test_a_rank_of_16384_is_as_cheap_as_one_of_16(plan: str) -> None:
+    traces, seconds, groups = [], [], list[int]()
+    for size in (16, 16384):
+        samples = torch.zeros(4 * size * MICROBATCH, LENGTH, dtype=torch.long)
+        given = recipe(data=TensorDataset(samples, samples), global_batch=2 * size * MICROBATCH)
+        sized = plan.format(size // 8 if "shard=8" in plan else size)
+        began = time.process_time()
+        traces.append(traced(sized, given, world_size=size, watch=lambda _: groups.append(len(dist.distributed_c10d._world.pg_map))))
+        seconds.append(time.process_time() - began)
+    small, large = traces
+    assert abs(len(large.items) - len(small.items)) < 4
+    assert abs(len(large.allocations) - len(small.allocations)) < 10
+    assert [each.kind for each in large.collectives()] == [each.kind for each in small.collectives()]
+    assert groups[0] == groups[1] < 10
+    assert seconds[1] < 4 * seconds[0] + 3
