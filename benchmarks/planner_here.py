@@ -288,7 +288,7 @@ def one_run(model: Model, plan: str, *, with_memory: bool) -> tuple[list[float],
         recipe = model.recipe(last + PROFILED + 1)
         result = ls.train(recipe, plan=plan, run_dir=f"{run_dir}/run", hooks=hooks, log_every=1000, resume="never")
         memory = Path(result.run_dir) / "profile" / "memory.json"
-        ranks = json.loads(memory.read_text(encoding="utf-8"))["ranks"] if memory.exists() else []
+        ranks = json.loads(memory.read_text(encoding="utf-8"))["ranks"] if result.rank == 0 and memory.exists() else []
     return times.seconds, max((each["peak_bytes"] for each in ranks), default=0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.data.fetch import Fetcher
 from lockstep.planner.trace import peak
+from lockstep.planner.tracing.fake_world import fake_world
 from lockstep.planner.tracing.torch_fakes import FakeTensor
 from lockstep.planner.tracing.values import ValueNeeded
 from lockstep.training.losses import loss as losses
@@ -197,3 +199,10 @@ def test_two_traces_are_the_same() -> None:
     assert [type(item) for item in first.items] == [type(item) for item in second.items]
     assert first.collectives() == second.collectives()
     assert peak(first) == peak(second)
+
+
+def test_the_hook_for_uncaught_errors_is_as_before() -> None:
+    before = sys.excepthook
+    with fake_world(0, 4, 4):
+        pass
+    assert sys.excepthook is before

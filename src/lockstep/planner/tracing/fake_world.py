@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -239,6 +240,7 @@ def fake_world(rank: int, size: int, local_size: int) -> Iterator[FakeWorld]:
     """Make the default process group of a world of `size` ranks, of which only `rank` is there."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, lambda store, rank, size, timeout: RecordedGroup(rank, size), devices=["cpu"])
+    excepthook = sys.excepthook
     if size > 1:
         dist.init_process_group(BACKEND, rank=rank, world_size=size, store=FakeStore())
     try:
@@ -249,3 +251,4 @@ def fake_world(rank: int, size: int, local_size: int) -> Iterator[FakeWorld]:
         forget_distributed_operations()
         if size > 1:
             dist.destroy_process_group()
+        sys.excepthook = excepthook  # torch puts one more in front of it for each group
