@@ -199,3 +199,8 @@ def test_a_rank_of_16384_is_as_cheap_as_one_of_16(plan: str) -> None:
     assert [each.kind for each in large.collectives()] == [each.kind for each in small.collectives()]
     assert groups[0] == groups[1] < 10
     assert seconds[1] < 4 * seconds[0] + 3
+
+
+def test_the_output_of_the_model_and_the_loss_are_logits() -> None:
+    by_cause = peak(traced("replicate=1", recipe())).by_cause
+    assert by_cause["logits"] > 0

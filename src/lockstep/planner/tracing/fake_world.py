@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -214,9 +214,6 @@ class RecordedMemory(SharedMemoryGroup):
 @dataclass(frozen=True, slots=True)
 class FakeWorld(World):
     """A `World` in which all ranks give the same values as this one. Exchanges of JSON and flags are not recorded."""
-
-    answers: Callable[[int], Any] | None = field(default=None, compare=False)
-    """The value that another rank of a pipeline gives in `value_of`, by the number of the call; None: this rank's."""
 
     def leave(self) -> None:
         """Nobody is there to be waited for."""

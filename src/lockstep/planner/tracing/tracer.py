@@ -142,11 +142,12 @@ class _TracedSession(RecipeSession):
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World, options: TraceOptions, folder: str) -> None:
         weight = recipe.weight and with_values(recipe.weight)
-        self.recipe = replace(recipe, steps=3, epochs=None, weight=weight)
+        self.hook = _TraceHook()
+        loss = recipe.loss if recipe.inputs is None or recipe.loss is None else self.hook.labelled(recipe.loss)
+        self.recipe = replace(recipe, steps=3, epochs=None, weight=weight, loss=loss)
         shares_memory = not options.is_gpu and world.local_size == world.size
         transport = plan.transport if shares_memory else "torch"
         self._world, self._executed, self._options = world, replace(plan, transport=transport, threads=1, workers=0, prefetch=2), options
-        self.hook = _TraceHook()
         super().__init__([self.recipe], plan=self._executed, run_dir=folder, log_every=1000, resume="never")
         self._open = self._open_fake
 
@@ -221,6 +222,19 @@ class _TraceHook(ControlHook):
         for module in run.modules:
             self.recorder.label([*module.model.parameters(), *module.model.buffers()], "parameters")
             self.recorder.label([optimizer.state.get(p, {}) for optimizer in module.optimizers for p in module.parameters], "optimizer")
+
+    def labelled(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return the loss function; the model's output, and what the loss computes from it, are labelled logits."""
+
+        def computed(output: Any, batch: Any) -> Any:
+            self.recorder.label(output, "logits")
+            self.recorder.in_loss = True
+            try:
+                return loss(output, batch)
+            finally:
+                self.recorder.in_loss = False
+
+        return computed
 
     def see_batch(self, microbatch: Any, batch: Any) -> Any:
         """Note that a microbatch begins."""
