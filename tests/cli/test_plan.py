@@ -107,7 +107,9 @@ def test_a_script_that_gives_no_recipe_is_a_mistake(how: str, said: str, tmp_pat
     assert said in ended.stderr
 
 
-@pytest.mark.parametrize(("text", "size"), [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("500MB", 5 * 10**8)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("500MB", 5 * 10**8), ("2KiB", 2048), ("3KB", 3000)]
+)
 def test_sizes_are_read(text: str, size: int) -> None:
     assert memory_bytes(text) == size
 

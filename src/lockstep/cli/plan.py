@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TOP = 5
 """Plans that are shown."""
-_BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BYTES = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @click.command("plan", cls=PlansCommand, context_settings={"allow_interspersed_args": False})
@@ -104,7 +104,7 @@ def command(
 
 def memory_bytes(text: str) -> int:
     """Return the bytes of a size such as `80GB` or `79.5GiB`. Raises `PlanError`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?B)", text.strip().replace("K", "k") if text.endswith("KB") else text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B)", text.strip())
     if match is None or match[2] not in _BYTES or not float(match[1]):
         raise PlanError(f"--memory {text!r}; it is a size with its unit, more than none: 80GB, 79.5GiB, 500MB")
     return int(float(match[1]) * _BYTES[match[2]])

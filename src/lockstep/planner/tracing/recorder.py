@@ -43,7 +43,6 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.allocations: list[MemoryChange] = []
         self.causes: dict[int, Cause] = {}
         self._axes = axes
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._numbers: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._finalizers: list[weakref.finalize[Any, Any]] = []

@@ -121,7 +121,7 @@ def _note_boundary(found: dict[str, Boundary], part: str, module: torch.nn.Modul
 
 
 def trace_step(recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callable[[Run], object] | None = None) -> TracedStep:
-    """TracedStep the first step of `recipe` on one rank of a world in which the others are not there. `plan`: resolved.
+    """Trace the second step of `recipe` on one rank of a world in which the others are not there. `plan`: resolved.
     `watch`: called before the first step. Raises the `UserError`s that the run would raise, and `ValueNeeded`."""
     with ExitStack() as stack:
         stack.enter_context(PreservedGenerators())
@@ -144,7 +144,7 @@ class _TracedSession(RecipeSession):
         weight = recipe.weight and with_values(recipe.weight)
         self.hook = _TraceHook()
         loss = recipe.loss if recipe.inputs is None or recipe.loss is None else self.hook.labelled(recipe.loss)
-        self.recipe = replace(recipe, steps=3, epochs=None, weight=weight, loss=loss)
+        self.recipe = replace(recipe, steps=3, epochs=None, weight=weight, loss=loss, weights=None)
         shares_memory = not options.is_gpu and world.local_size == world.size
         transport = plan.transport if shares_memory else "torch"
         self._world, self._executed, self._options = world, replace(plan, transport=transport, threads=1, workers=0, prefetch=2), options
