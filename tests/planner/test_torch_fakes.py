@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,16 +119,17 @@ class PythonGroup(torch_fakes.PythonProcessGroup):
 
 def test_python_process_group() -> None:
     """Its methods are called by Python, and by torch's own C++, as in DDP and distributed tensors."""
-    if "python" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("python", lambda store, rank, size, timeout: PythonGroup(rank, size), devices=["cpu"])
-    dist.init_process_group("python", store=torch_fakes.FakeStore(), rank=0, world_size=2)
-    try:
-        before = PythonGroup.called
-        dist.all_reduce(torch.ones(1))
-        torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", torch_fakes.group_name(dist.group.WORLD))
-        assert PythonGroup.called == before + 2
-    finally:
-        dist.destroy_process_group()
+    before = {name: copy(value) for name, value in vars(dist.Backend).items() if isinstance(value, dict | list | str)}
+    with torch_fakes.temporary_backend("python", lambda store, rank, size, timeout: PythonGroup(rank, size)):
+        dist.init_process_group("python", store=torch_fakes.FakeStore(), rank=0, world_size=2)
+        try:
+            called = PythonGroup.called
+            dist.all_reduce(torch.ones(1))
+            torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", torch_fakes.group_name(dist.group.WORLD))
+            assert PythonGroup.called == called + 2
+        finally:
+            dist.destroy_process_group()
+    assert {name: value for name, value in vars(dist.Backend).items() if isinstance(value, dict | list | str)} == before
 
 
 class Base:

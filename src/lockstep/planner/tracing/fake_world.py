@@ -18,7 +18,7 @@ from lockstep.comm import mesh
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.planner.operations import CollectiveKind
-from lockstep.planner.tracing.torch_fakes import FakeStore, FakeTensor, PythonProcessGroup, group_name, replaced
+from lockstep.planner.tracing.torch_fakes import FakeStore, FakeTensor, PythonProcessGroup, group_name, replaced, temporary_backend
 
 BACKEND = "lockstep_fake"
 
@@ -235,17 +235,16 @@ class FakeWorld(World):
 @contextmanager
 def fake_world(rank: int, size: int, local_size: int) -> Iterator[FakeWorld]:
     """Make the default process group of a world of `size` ranks, of which only `rank` is there."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, lambda store, rank, size, timeout: RecordedGroup(rank, size), devices=["cpu"])
     excepthook = sys.excepthook
-    if size > 1:
-        dist.init_process_group(BACKEND, rank=rank, world_size=size, store=FakeStore())
-    try:
-        with replaced(SharedMemoryGroup, create=staticmethod(RecordedMemory)):
-            yield FakeWorld(rank, size, rank % local_size, min(local_size, size), torch.device("cpu"), owns_group=size > 1)
-    finally:
-        mesh.forget_meshes()
-        forget_distributed_operations()
+    with temporary_backend(BACKEND, lambda store, rank, size, timeout: RecordedGroup(rank, size)):
         if size > 1:
-            dist.destroy_process_group()
-        sys.excepthook = excepthook  # torch puts one more in front of it for each group
+            dist.init_process_group(BACKEND, rank=rank, world_size=size, store=FakeStore())
+        try:
+            with replaced(SharedMemoryGroup, create=staticmethod(RecordedMemory)):
+                yield FakeWorld(rank, size, rank % local_size, min(local_size, size), torch.device("cpu"), owns_group=size > 1)
+        finally:
+            mesh.forget_meshes()
+            forget_distributed_operations()
+            if size > 1:
+                dist.destroy_process_group()
+            sys.excepthook = excepthook  # torch puts one more in front of it for each group

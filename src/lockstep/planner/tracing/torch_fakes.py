@@ -58,6 +58,18 @@ def replaced(owner: Any, **names: Any) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
+def temporary_backend(name: str, create: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Register a backend of torch.distributed for CPU tensors, until the context is left."""
+    return replaced(
+        dist.Backend,
+        backend_list=[*dist.Backend.backend_list, name],
+        backend_capability=dist.Backend.backend_capability | {name: ["cpu"]},
+        backend_type_map=dist.Backend.backend_type_map | {name: dist.ProcessGroup.BackendType.CUSTOM},
+        _plugins=dist.Backend._plugins | {name.upper(): dist.Backend._BackendPlugin(create, False)},
+        **{name.upper(): name},
+    )
+
+
 def foreach_on_the_cpu() -> AbstractContextManager[None]:
     """Let optimizers choose their foreach implementation for CPU tensors, as they do for those of a GPU."""
     module = sys.modules["torch.optim.optimizer"]
