@@ -11,7 +11,7 @@ import click
 import pytest
 
 from lockstep.base.errors import LaunchError
-from lockstep.cli.arguments import options_from
+from lockstep.cli.arguments.launch import options_from
 from lockstep.cli.run import command
 from lockstep.launch.environment import Environment
 from lockstep.options import LaunchOptions, RunOptions, check_shared_options, flag, option_of, variable

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from processes import started
 
-from lockstep.cli.plans_option import rearranged
+from lockstep.cli.arguments.plans import rearranged
 
 pytestmark = pytest.mark.timeout(240)  # a dozen processes that import torch, two at a time
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.arguments import warn_of_misplaced
+from lockstep.cli.arguments.launch import warn_of_misplaced
 
 SCRIPTS = {
     "no arguments": "import lockstep as ls",

@@ -14,8 +14,8 @@ import click
 
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 from lockstep.base.system import refuse_on_windows, shell_words
-from lockstep.cli.arguments import check_target, script_arguments
-from lockstep.cli.work_folder import ended_by_signals, work_folder
+from lockstep.cli.arguments.launch import check_target, script_arguments
+from lockstep.cli.arguments.work_folder import ended_by_signals, work_folder
 
 if TYPE_CHECKING:
     from lockstep.audit.compare import CompareOptions

@@ -14,7 +14,7 @@ import click
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.system import require_linux
-from lockstep.cli.arguments import launch_option, options_from
+from lockstep.cli.arguments.launch import launch_option, options_from
 from lockstep.cli.run import count_gpus
 from lockstep.launch.count import count_processes
 from lockstep.launch.machines import Machines

@@ -14,10 +14,10 @@ from typing import Any
 import click
 
 from lockstep.base.errors import LaunchError
-from lockstep.cli.arguments import check_target, launch_option, options_from, script_arguments
+from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
 from lockstep.cli.export import export
 from lockstep.cli.run import count_gpus, run
-from lockstep.cli.target import MODEL, RESULT, Target
+from lockstep.cli.arguments.target import MODEL, RESULT, Target
 from lockstep.launch.count import count_processes
 from lockstep.logging.run_path import numbered
 

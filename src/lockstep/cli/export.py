@@ -20,7 +20,7 @@ from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, Unrea
 from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint, read_safetensors
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
-from lockstep.cli.target import MODEL, Target, best_of, fingerprint, reachable
+from lockstep.cli.arguments.target import MODEL, Target, best_of, fingerprint, reachable
 
 
 @click.command("export")

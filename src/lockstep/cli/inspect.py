@@ -16,7 +16,7 @@ from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.saved_model import StoredCheckpoint, read_safetensors
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
-from lockstep.cli.target import MODEL, Target, best_of, fingerprint, reachable
+from lockstep.cli.arguments.target import MODEL, Target, best_of, fingerprint, reachable
 
 _EVENT_WORDS = {
     "run-started": "started", "resumed": "resumed", "weights-loaded": "loaded pretrained weights", "rescued": "rescued",

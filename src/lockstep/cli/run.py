@@ -17,7 +17,7 @@ import click
 from lockstep.base.errors import say
 from lockstep.base.garbage import collector_paused
 from lockstep.base.system import refuse_on_windows
-from lockstep.cli.arguments import check_target, launch_options, options_from, script_arguments, warn_of_misplaced
+from lockstep.cli.arguments.launch import check_target, launch_options, options_from, script_arguments, warn_of_misplaced
 from lockstep.hooks.profiling.timeline import steps_of
 from lockstep.launch.count import count_processes
 from lockstep.launch.machines import Machines, rendezvous_options

@@ -14,9 +14,9 @@ import click
 from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError
 from lockstep.base.system import refuse_on_windows
-from lockstep.cli.arguments import check_target, script_arguments
-from lockstep.cli.plans_option import PlansCommand
-from lockstep.cli.work_folder import ended_by_signals, work_folder
+from lockstep.cli.arguments.launch import check_target, script_arguments
+from lockstep.cli.arguments.plans import PlansCommand
+from lockstep.cli.arguments.work_folder import ended_by_signals, work_folder
 from lockstep.verify.jobs import parse_plans
 
 if TYPE_CHECKING:
