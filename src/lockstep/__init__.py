@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.plan import Plan as Plan
     from lockstep.ranks import once as once, rank as rank
     from lockstep.recipe.data import Stream as Stream
+    from lockstep.recipe.parameters import param as param
     from lockstep.recipe.recipe import (
         Evaluation as Evaluation,
         Gathered as Gathered,
@@ -63,6 +64,7 @@ _HOME = {
     "export_pretrained": "lockstep.cli.export",
     "fingerprint": "lockstep.logging.fingerprint",
     "once": "lockstep.ranks",
+    "param": "lockstep.recipe.parameters",
     "rank": "lockstep.ranks",
     "spawn": "lockstep.launch.spawn",
     "train": "lockstep.run",

@@ -34,6 +34,7 @@ from lockstep.model.parallelize import check_devices
 from lockstep.options import check_run_dir, check_shared_options, variable
 from lockstep.plan import Plan
 from lockstep.recipe.checks import Precision, check_compression, check_count, check_precision, check_seed
+from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Evaluation
 from lockstep.saving import Resume, Saving, check_allow_change, check_resume, interval
 from lockstep.training.context import Context, Overrides
@@ -120,7 +121,8 @@ class RunRequest:
         """JSON of all that the script must give alike on all ranks. Its plan counts only if none is `launched`."""
         learned = {"seed": self.seed, "precision": self.precision, "gradient_compression": self.gradient_compression, **(self.recipe or {})}
         executed = {"plan": launched or str(self.plan or Plan()), "log_every": self.log_every, "resume": self.resume}
-        return {**learned, **executed, "saving": str(self.saving), "allow_change": sorted(self.allow_change)}
+        parameters = {f"parameters.{name}": value for name, value in declared.values.items()}
+        return {**learned, **executed, **parameters, "saving": str(self.saving), "allow_change": sorted(self.allow_change)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,7 @@ def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> W
     everyone = world.gather_values([environment.shared(), request.compared(environment.plan)])
     check_shared_options([launched for launched, _ in everyone])
     check_same([given for _, given in everyone])
+    declared.check_all_used(os.environ)
     return world
 
 

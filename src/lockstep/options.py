@@ -7,6 +7,7 @@ command line and LOCKSTEP_SAVE_EVERY in the environment. An option of the launch
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -15,6 +16,7 @@ from typing import Any, Literal, cast, get_args
 from lockstep.base.errors import LaunchError, RunDirectoryError
 from lockstep.base.units import seconds
 from lockstep.plan import Plan
+from lockstep.recipe.parameters import split_assignment
 from lockstep.saving import OutOfMemory, Resume, interval
 
 OnHang = Literal["end", "report"]
@@ -75,7 +77,8 @@ class Option:
     help: str
     """Meaning, unit and default, as `--help` shows them."""
     kind: type = str
-    """`str`, `int`, `float` (seconds since 1970), `bool`, or `frozenset` (names, separated by commas)."""
+    """`str`, `int`, `float` (seconds since 1970), `bool`, `frozenset` (names, separated by commas), or `tuple` (texts:
+    the option is given once for each; in the environment, a JSON list)."""
     metavar: str | None = None
     """Placeholder for the value in `--help`; None for flags and for `choices`."""
     choices: Sequence[str] = ()
@@ -97,6 +100,8 @@ class Option:
             return non_negative_int(text, name)
         if self.kind is frozenset:
             return read_names(text)
+        if self.kind is tuple:
+            return read_texts(text, name)
         if self.kind is bool:
             if text not in ("0", "1"):
                 raise LaunchError(f"{name}={text!r}; it is 1 for yes, or 0; correct what sets it, or unset it")
@@ -112,6 +117,8 @@ class Option:
         """The text from which `read` makes the value again."""
         if self.kind is frozenset:
             return ",".join(sorted(value))
+        if self.kind is tuple:
+            return json.dumps(value)
         return str(int(value)) if self.kind is bool else str(value)
 
 
@@ -195,6 +202,12 @@ class RunOptions:
         "Fields of the recipe that may differ from those of the run that is continued: steps,schedule.",
         kind=frozenset,
         metavar="FIELDS",
+    )
+    set: tuple[str, ...] = _option(
+        (),
+        "The value of a hyper-parameter, for a script that calls ls.param. Give it once for each.",
+        kind=tuple,
+        metavar="NAME=VALUE",
     )
     stop_at: float | None = _option(
         None, "When the run saves and ends, in seconds since 1970.", kind=float, on_command_line=False, shared=False
@@ -314,6 +327,8 @@ class LaunchOptions(RunOptions):
         if self.stop_after is not None:
             seconds(self.stop_after, flag("stop_after"), LaunchError)
         WatchdogTimeouts.parse(self.hang_after, self.on_hang)
+        for text in self.set:
+            split_assignment(text)
         self._check_recovery(plan)
         return plan
 
@@ -341,7 +356,9 @@ class LaunchOptions(RunOptions):
         found = []
         for each in fields(LaunchOptions):
             option, value = option_of(each), getattr(self, each.name)
-            if value != each.default and option.on_command_line:
+            if option.kind is tuple:
+                found += [word for text in value for word in (flag(each.name), text)]
+            elif value != each.default and option.on_command_line:
                 found += [flag(each.name)] if option.kind is bool else [flag(each.name), option.write(value)]
         return found
 
@@ -354,6 +371,17 @@ def _is_for_script(each: Field[Any]) -> bool:
 def read_names(text: str) -> frozenset[str]:
     """The names in a list that is separated by commas."""
     return frozenset(filter(None, map(str.strip, text.split(","))))
+
+
+def read_texts(text: str, name: str) -> tuple[str, ...]:
+    """Return the texts of a JSON list, the value of a variable called `name`. Raises `LaunchError`."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise LaunchError(f'{name}={text!r}; it is a JSON list of texts: ["lr=1e-3"]; correct what sets it, or unset it')
+    return tuple(found)
 
 
 def non_negative_int(text: str, name: str) -> int:

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ import click
 
 from lockstep.base.errors import LaunchError
 from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
+from lockstep.cli.arguments.target import MODEL, RESULT, Target
 from lockstep.cli.export import export
 from lockstep.cli.run import count_gpus, run
-from lockstep.cli.arguments.target import MODEL, RESULT, Target
 from lockstep.launch.count import count_processes
 from lockstep.logging.run_path import numbered
+from lockstep.recipe.parameters import saved_values, split_assignment
 
 
 @click.command("evaluate", context_settings={"allow_interspersed_args": False})
 @launch_option("nproc")
 @launch_option("plan")
+@launch_option("set", help="The value of a hyper-parameter, instead of the run's. Give it once for each.")
 @launch_option("run_dir", help="Keep the run directory of the evaluation here. Default: a temporary one.")
 @click.option("--best", is_flag=True, help="The weights of the best evaluation by ls.Saving(best=...), instead of the last ones.")
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON. The output of SCRIPT then goes to stderr.")
@@ -57,7 +60,8 @@ def command(best: bool, as_json: bool, source: str, is_module: bool, script: str
         if weights != source:
             export(source, Path(weights), best=best)
         run_dir = options.run_dir or str(Path(temporary, "run"))
-        options = options_from({**given, "run_dir": run_dir, "evaluate": os.path.abspath(weights)})
+        changed = {"run_dir": run_dir, "evaluate": os.path.abspath(weights), "set": _assignments(source, options.set)}
+        options = options_from({**given, **changed})
         processes = count_processes(options.nproc, plan, count_gpus, name="--nproc ")
         status = run(
             [*(["-m"] if is_module else []), script],
@@ -71,6 +75,14 @@ def command(best: bool, as_json: bool, source: str, is_module: bool, script: str
         if status == 0:
             _print(Path(run_dir), script, as_json=as_json)
         return status
+
+
+def _assignments(source: str, given: Sequence[str]) -> tuple[str, ...]:
+    """Return the values of hyper-parameters, as `--set` takes them: those of the run, and those `given` instead."""
+    path = None if _is_plain(Path(source)) else Target.find(source).run
+    values = {} if path is None else saved_values(path)
+    texts = {name: str(value) for name, value in values.items()} | dict(map(split_assignment, given))
+    return tuple(f"{name}={text}" for name, text in texts.items())
 
 
 def _is_plain(path: Path) -> bool:

@@ -20,7 +20,7 @@ from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.count import count_processes
 from lockstep.launch.failures import Ending, FailureRecord
 from lockstep.launch.seeding import SeedingName
-from lockstep.launch.spawned_call import PASSED_ON, SpawnedCall, work
+from lockstep.launch.spawned_call import SpawnedCall, signals_blocked, work
 from lockstep.launch.termination import Preempted
 from lockstep.options import RunOptions, check_run_dir
 from lockstep.plan import Plan
@@ -138,7 +138,7 @@ class _Starter:
         )
         one_thread = {"OMP_NUM_THREADS": "1"} if self._forked else {}
         try:
-            with _environment({**environment, **one_thread}), _signals_blocked():
+            with _environment({**environment, **one_thread}), signals_blocked():
                 process.start()
         finally:
             if sender is not None:
@@ -202,12 +202,3 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
             else:
                 os.environ[name] = value
 
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block these signals: a worker starts with them blocked, until it has a session and handlers of its own."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -9,7 +9,8 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -49,17 +50,12 @@ class SpawnedCall:
 def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
     """Call the function in a new process, which starts with `PASSED_ON` blocked; its value is sent through `result`."""
     if forked:
-        # The parent runs what it registered, and closes what it opened.
-        atexit._clear()
-        atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+        forget_parent()
         gc.freeze()
         seed_workers_generators()
         # A fork has none of OpenMP's other threads, and would hang waiting for them.
         sys.modules["torch"].set_num_threads(1)
-    os.setsid()
-    for number in PASSED_ON:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    lead_session()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
@@ -75,6 +71,30 @@ def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
             result.send_bytes(_pickled(value))
 
     worker.run(body, worker.begin())
+
+
+def forget_parent() -> None:
+    """In a fork: leave what the parent registered for its end to the parent."""
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+
+
+def lead_session() -> None:
+    """Lead a session of its own, with Python's own handlers of `PASSED_ON`, but for signals that are ignored."""
+    os.setsid()
+    for number in PASSED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block `PASSED_ON`: a worker starts with them blocked, until it has a session and handlers of its own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _pickled(value: object) -> bytes:

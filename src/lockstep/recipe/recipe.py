@@ -11,6 +11,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.base.errors import DataError, RecipeError
+from lockstep.recipe import parameters
 from lockstep.recipe.checks import (
     Precision,
     check_batch,
@@ -284,6 +285,8 @@ class Recipe:
                     "not 'loss'; choose another"
                 )
 
+        parameters.declared.close()
+
     def _check_loss(self) -> None:
         if self.batch_loss is None:
             check_callable("Recipe.loss", self.loss, optional=False)
@@ -313,7 +316,8 @@ class Recipe:
     def describe(self) -> dict[str, Any]:
         """The recipe as JSON. Functions and datasets are described by name and length."""
         described = {name: _describe(getattr(self, name)) for name in self.__slots__} | {"weights": _describe(Weights.of(self.weights))}
-        return {**described, "blocks": self.blocks and list(self.blocks), "stages": self.stages and list(self.stages)}
+        patterns = {"blocks": self.blocks and list(self.blocks), "stages": self.stages and list(self.stages)}
+        return {**described, **patterns, **({"parameters": dict(values)} if (values := parameters.declared.values) else {})}
 
 
 def _describe(value: Any) -> Any:

@@ -16,6 +16,7 @@ from lockstep.model.pipeline.stages import check_microbatches
 from lockstep.model.sync_batchnorm import split_microbatches
 from lockstep.recipe.checks import check_batch, check_drop_last, check_length
 from lockstep.recipe.data import Stream, check_data, check_dataset, check_samplers
+from lockstep.recipe.parameters import declared
 from lockstep.training.hook import Run
 from lockstep.training.microbatches import Batching, Microbatches, from_data, from_indices, from_stream, positions_in
 from lockstep.training.set_up import (
@@ -113,7 +114,8 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
 def _describe(run: Run, options: LoopOptions) -> None:
     """Record what a script's own loop learns, as far as it is numbers; it is compared when the run is resumed."""
     context = run.context
-    settings = {"seed": context.seed, "precision": context.precision, "gradient_compression": context.requested_compression}
+    settings: dict[str, Any] = {"parameters": dict(declared.values)} if declared.values else {}
+    settings |= {"seed": context.seed, "precision": context.precision, "gradient_compression": context.requested_compression}
     context.recorder.describe({**settings, **{name: getattr(options, name) for name in NUMBERS}, **(context.recipe or {})})
 
 

@@ -35,16 +35,18 @@ def launch_option(name: str, **changed: Any) -> Callable[[Command], Command]:
         details["type"] = click.IntRange(option.least, option.most)
     elif option.kind is frozenset:
         details["type"] = read_names
+    elif option.kind is tuple:
+        details |= {"multiple": True, "default": None}
     elif option.choices:
         details["type"] = click.Choice(option.choices)
-    if name in _IN_ENVIRONMENT:
+    if name in _IN_ENVIRONMENT and option.kind is not tuple:  # click would split the variable at spaces
         details["envvar"] = variable(name)
     return click.option(flag(name), name, **(details | changed))
 
 
 def options_from(values: dict[str, Any]) -> LaunchOptions:
     """The launch options from a command's parameters, those that were not given left at their defaults."""
-    return LaunchOptions(**{name: value for name, value in values.items() if value is not None})
+    return LaunchOptions(**{name: value for name, value in values.items() if value not in (None, ())})
 
 
 def script_arguments(*, required: bool = True) -> Callable[[Command], Command]:

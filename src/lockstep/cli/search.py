@@ -1,0 +1,168 @@
+"""`lockstep search`: many trainings of a script, to find the best values of its hyper-parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+import click
+
+from lockstep.base.control_group import usable_cpus
+from lockstep.base.errors import LaunchError, say
+from lockstep.base.system import refuse_on_windows
+from lockstep.base.units import seconds
+from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
+from lockstep.launch.count import count_processes
+from lockstep.plan import Plan
+from lockstep.search.request import PrunerName, SamplerName, SearchRequest, direction_of
+
+if TYPE_CHECKING:
+    from lockstep.search.results import SearchResults
+
+LAUNCH = ("nproc", "plan", "save_every", "hang_after", "on_hang", "out_of_memory", "max_restarts", "compare_every", "backend")
+"""The options of `lockstep run` that each trial is given."""
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def search_options(command: Command) -> Command:
+    """Give a command the options that a search and a sweep share."""
+    for name in LAUNCH[::-1]:
+        command = launch_option(name)(command)
+    for option in (
+        click.option("--metric", default="loss", show_default=True, help="Metric of the recipe's evaluations that trials are compared by."),
+        click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less is better, or more. Default for a loss: min."),
+        click.option("--parallel", type=click.IntRange(min=1), metavar="P", help="Trials at a time. Default: as many as fit the machine."),
+        click.option("--run-dir", metavar="DIR", help="Folder of the search. Default: runs/search-SCRIPT. The same one: go on with it."),
+        click.option("--storage", metavar="URL", help="Optuna's storage, such as postgresql://user@host/name. Default: SQLite in DIR."),
+        click.option("--name", metavar="NAME", help="Name of the study in the storage. Default: SCRIPT."),
+        click.option("--timeout", metavar="TIME", help="End after this time, such as 8h: the trials save."),
+        click.option("--json", "as_json", is_flag=True, help="Print the results as JSON."),
+        click.option("--csv", metavar="FILE", help="Write the results as a table."),
+    )[::-1]:
+        command = option(command)
+    return command
+
+
+@click.command("search", context_settings={"allow_interspersed_args": False})
+@click.option("--trials", type=click.IntRange(min=1), metavar="N", help="Trials to make, with those that are made already.")
+@click.option("--sampler", type=click.Choice(get_args(SamplerName)), default="tpe", show_default=True, help="Which values are tried next.")
+@click.option("--pruner", type=click.Choice(get_args(PrunerName)), default="none", show_default=True, help="When a bad trial ends early.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
+@launch_option("set", help="The value of a parameter that is not searched. Give it once for each.")
+@search_options
+@script_arguments()
+def command(trials: int | None, sampler: SamplerName, pruner: PrunerName, seed: int, is_module: bool, script: str, **given: Any) -> int:
+    """Train SCRIPT many times, and find the best values of its parameters.
+
+    Parameters are what the script asks for: lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2, log=True). Each trial is an
+    ordinary run in its own directory, DIR/trial-0007, on as many processes as the plan says. The first has the
+    defaults, the others what the sampler proposes. Samplers, pruners and the storage are Optuna's.
+
+    A trial that crashes, hangs, runs out of memory or diverges is a failed trial; the search goes on. Killed at any
+    moment, the same command goes on: trials that have ended are not repeated, interrupted ones resume from their
+    checkpoints. Searches with one storage share the trials.
+
+    \b
+    Examples:
+      lockstep search --trials 50 train.py
+      lockstep search --metric accuracy --mode max --trials 50 --parallel 4 --plan replicate=2 --pruner asha train.py
+      lockstep search --trials 200 --storage postgresql://me@db/searches --run-dir /shared/s train.py --epochs 5
+
+    Exit status: 0; 1 if no trial has succeeded; 2 for a mistake, and for a script that fails alike in three trials; 75
+    if it was asked to end: the same command goes on.
+    """
+    if trials is None and sampler != "grid":
+        raise LaunchError(f"a search by {sampler} without --trials; only a grid has an end of its own; give --trials 50, say")
+    return run_search(
+        [*(["-m"] if is_module else []), script, *given.pop("arguments")],
+        given,
+        is_module=is_module,
+        trials=trials,
+        sampler=sampler,
+        pruner=pruner,
+        seed=seed,
+    )
+
+
+def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool, **fields: Any) -> int:
+    """Run a search, and print its results. `given`: the values of `search_options`. Returns the exit status."""
+    refuse_on_windows("lockstep search")
+    check_target(script[1] if is_module else script[0], is_module=is_module)
+    metric, timeout, stem = given["metric"], given["timeout"], Path(script[1] if is_module else script[0]).stem
+    launch = options_from({name: given[name] for name in (*LAUNCH, "set") if name in given})
+    plan = launch.validate()
+    request = SearchRequest(
+        script=list(script),
+        metric=metric,
+        direction=direction_of(metric, given["mode"]),
+        parallel=given["parallel"],
+        folder=Path(given["run_dir"] or Path("runs", f"search-{stem}")),
+        storage=given["storage"],
+        name=given["name"] or stem,
+        timeout_seconds=None if timeout is None else seconds(timeout, "--timeout", LaunchError),
+        launch=launch,
+        **fields,
+    )
+    return _run(request, plan, as_json=given["as_json"], csv=given["csv"])
+
+
+def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str | None) -> int:
+    from lockstep.search.processes import WarmParent
+
+    parent = WarmParent()  # imports torch while Optuna is imported here
+    try:
+        try:
+            from lockstep.search.coordinator import Search
+            from lockstep.search.slots import slots
+            from lockstep.search.study import TrialStorage
+        except ModuleNotFoundError as error:
+            if error.name not in ("optuna", "sqlalchemy"):
+                raise
+            raise LaunchError(
+                "lockstep search without Optuna, which samples and stores; install it: pip install 'lockstep-train[search]'"
+            ) from None
+        storage = TrialStorage(request)
+        gpus = parent.gpus()
+        count = count_processes(request.launch.nproc, plan, lambda: min(gpus, 1), name="--nproc ")
+        free = slots(request.parallel, count, cpus=usable_cpus(), gpus=gpus, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+        search = Search(request, storage, parent, free, count, lambda number: _show(number, storage.results(search.wanted), len(free)))
+        asked_to_end = search.run()
+        results = storage.results(search.wanted)
+    finally:
+        parent.close()
+    _print(results, request, as_json=as_json, csv=csv)
+    if asked_to_end is not None:
+        say(f"lockstep: stopped by {signal.Signals(asked_to_end).name}; the same command goes on")
+        return 75
+    return 0 if results.best is not None else 1
+
+
+def _show(number: int, results: SearchResults, parallel: int) -> None:
+    """Print how a trial has ended, and the state of the search."""
+    from lockstep.search.summary import progress_line, seconds_left
+
+    trial = results.trials[number]
+    value = "" if trial.value is None else f", {results.metric} {trial.value:.6g}"
+    given = ", ".join(f"{name}={trial.parameters[name]}" for name in results.searched if name in trial.parameters)
+    say(
+        f"trial {number} {trial.state}{value}" + (f" ({given})" if given else "") + (f": {trial.reason}" if trial.state == "failed" else "")
+    )
+    say(f"  {progress_line(results, seconds_left(results, parallel=parallel, now=time.time()))}")
+
+
+def _print(results: SearchResults, request: SearchRequest, *, as_json: bool, csv: str | None) -> None:
+    from lockstep.search.summary import summary_lines
+
+    if csv is not None:
+        Path(csv).write_text(results.as_csv(), encoding="utf-8")
+    if as_json:
+        print(json.dumps(results.as_json(), indent=2, allow_nan=False))
+    else:
+        print("\n".join(summary_lines(results)))
+        print(f"lockstep report {request.folder} makes a page of it", file=sys.stderr)

@@ -1,0 +1,262 @@
+"""Hyper-parameters of a script: `param` declares one, and `--set`, a search or the run that is resumed gives its value.
+
+All parameters are asked for before the first recipe is made: their values are part of it. `declared` has those of this
+process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.base.errors import RecipeError
+
+Value = bool | int | float | str | None
+T = TypeVar("T", bool, int, float, str, None)
+
+ASSIGNMENTS = "LOCKSTEP_SET"
+"""The variable with the values that `--set` or a search gives, as JSON: a list of texts `name=value`."""
+RUN_DIR = "LOCKSTEP_RUN_DIR"
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """A hyper-parameter as the script declares it. Raises `RecipeError` if its default, bounds or choices contradict
+    each other."""
+
+    name: str
+    default: Value
+    low: float | None = None
+    """Smallest value. None: it has no bounds."""
+    high: float | None = None
+    """Largest value."""
+    log: bool = False
+    """True if a search compares values by their ratio."""
+    step: float | None = None
+    """Distance between two values, from `low` on. None: any value; 1 for an int."""
+    choices: tuple[Value, ...] = ()
+    """All values. Empty: those between the bounds."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise RecipeError(f"ls.param({self.name!r}, ...); a name is letters, digits, '_', '.' and '-'; choose such a name")
+        if not isinstance(self.default, bool | int | float | str | None):
+            raise self._error(f"has the default {self.default!r}; it is a bool, int, float, str or None")
+        if self.choices:
+            self._check_choices()
+        elif self.low is not None or self.high is not None:
+            self._check_bounds()
+        elif self.log or self.step is not None:
+            raise self._error("has log or step, and no bounds; both are of values between low and high; give low= and high=")
+        self.check(self.default, "default")
+
+    def _check_choices(self) -> None:
+        if self.low is not None or self.high is not None or self.log or self.step is not None:
+            raise self._error("has choices and bounds; it has the one or the other; leave one out")
+        if not all(isinstance(each, bool | int | float | str | None) for each in self.choices):
+            raise self._error(f"has the choices {list(self.choices)}; each is a bool, int, float, str or None")
+        if len({str(each) for each in self.choices}) < len(self.choices):
+            raise self._error(f"has the choices {list(self.choices)}; --set could not tell two of them apart; give each once")
+
+    def _check_bounds(self) -> None:
+        if self.low is None or self.high is None:
+            raise self._error("has one bound; a search needs both; give low= and high=")
+        if any(isinstance(each, bool) or not isinstance(each, int | float) for each in (self.low, self.high, self.default)):
+            raise self._error(f"has bounds and the default {self.default!r}; all three are numbers; give choices= for others")
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise self._error(f"has low={self.low} and high={self.high}; low is less than high, and both are finite")
+        if self.is_int and any(each is not None and each != int(each) for each in (self.low, self.high, self.step)):
+            raise self._error(
+                f"has the whole default {self.default}, and bounds or a step that are not; write {self.default}.0, or whole numbers"
+            )
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise self._error(f"has log=True with low={self.low}, step={self.step}; low is then more than 0, and there is no step")
+        if self.step is not None and not 0 < self.step <= self.high - self.low:
+            raise self._error(f"has step={self.step}; it is more than 0 and at most high - low = {self.high - self.low}")
+
+    @property
+    def is_int(self) -> bool:
+        """True if its values are whole numbers: its default is."""
+        return isinstance(self.default, int) and not isinstance(self.default, bool)
+
+    @property
+    def is_searched(self) -> bool:
+        """True if a search chooses its value."""
+        return bool(self.choices) or self.low is not None
+
+    @property
+    def values(self) -> list[Value] | None:
+        """All values, if they are countable: the choices, or those of whole numbers or with a step."""
+        if self.choices:
+            return list(self.choices)
+        if self.low is None or self.high is None or self.log or (self.step is None and not self.is_int):
+            return None
+        step = self.step or 1
+        count = math.floor((self.high - self.low) / step * (1 + 1e-12)) + 1
+        return [int(self.low + number * step) if self.is_int else self.low + number * step for number in range(count)]
+
+    def check(self, value: Value, source: str) -> None:
+        """Raise `RecipeError` for a value that the parameter cannot have. `source`: who gave it."""
+        if self.choices and not any(value == each and type(value) is type(each) for each in self.choices):
+            raise self._error(f"has the value {value!r} ({source}); its choices are {', '.join(map(repr, self.choices))}")
+        if self.low is None or self.high is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
+            raise self._error(f"has the value {value!r} ({source}); it is a number from {self.low} to {self.high}")
+
+    def read(self, text: str, source: str) -> Value:
+        """Return the value that a text gives. Raises `RecipeError` if it cannot be one. `source`: who gave it."""
+        value: Value
+        if self.choices:
+            value = next((each for each in self.choices if _same(text, each)), text)
+        elif isinstance(self.default, bool):
+            if text.lower() not in ("true", "false", "1", "0"):
+                raise self._error(f"has the value {text!r} ({source}); it is true or false")
+            value = text.lower() in ("true", "1")
+        elif isinstance(self.default, int | float):
+            try:
+                value = int(text) if self.is_int else float(text)
+            except ValueError:
+                kind = "a whole number" if self.is_int else "a number"
+                raise self._error(f"has the value {text!r} ({source}); it is {kind}, as its default {self.default} is") from None
+        else:
+            value = None if self.default is None and text == "None" else text
+        self.check(value, source)
+        return value
+
+    def describe(self) -> dict[str, Any]:
+        """The declaration as JSON."""
+        return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in self.__slots__}
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> Parameter:
+        """Return the parameter that `describe` has described."""
+        return cls(**{**described, "choices": tuple(described["choices"])})
+
+    def _error(self, text: str) -> RecipeError:
+        return RecipeError(f"the parameter {self.name!r} {text}")
+
+
+def _same(text: str, choice: Value) -> bool:
+    """True if a text on a command line gives this choice."""
+    if text == str(choice) or (isinstance(choice, bool) and text.lower() == str(choice).lower()):
+        return True
+    try:
+        return isinstance(choice, int | float) and not isinstance(choice, bool) and float(text) == choice
+    except ValueError:
+        return False
+
+
+def param(
+    name: str,
+    default: T,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    log: bool = False,
+    step: float | None = None,
+    choices: Sequence[T] = (),
+) -> T:
+    """Return the value of a hyper-parameter: of `--set name=value`, of the trial of a search, of the run that is
+    resumed, or else `default`. The same on every rank.
+
+    - `low`, `high`: bounds, both inclusive. `choices`: all values, instead. With neither, a search leaves it alone.
+    - `log`: a search samples its logarithm. `step`: distance between values.
+    - An int `default` makes it a whole number.
+
+    Called on every rank, before the `Recipe` is made; the values are in `run.json`. Raises `RecipeError` for values
+    that contradict each other, for a parameter declared twice in two ways, and after the recipe was made.
+    """
+    declaration = Parameter(name=name, default=default, low=low, high=high, log=log, step=step, choices=tuple(choices))
+    value: Any = declared.add(declaration, os.environ)
+    return value  # type: ignore[no-any-return]
+
+
+class Declared:
+    """The parameters that this process has asked for, and their values."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Parameter] = {}
+        self.values: dict[str, Value] = {}
+        self.is_closed = False
+        """True once a recipe was made."""
+
+    def add(self, parameter: Parameter, environ: Mapping[str, str]) -> Value:
+        """Return the parameter's value. Raises `RecipeError`."""
+        name, before = parameter.name, self.parameters.get(parameter.name)
+        if before is not None and before != parameter:
+            changed = [f"{key}={old!r} and {new!r}" for key, new in parameter.describe().items() if (old := before.describe()[key]) != new]
+            raise RecipeError(f"the parameter {name!r} is asked for twice, with {', '.join(changed)}; both are the same; ask for it once")
+        if before is None:
+            if self.is_closed:
+                raise RecipeError(
+                    f"ls.param({name!r}, ...) after the recipe was made; values of parameters are part of the recipe; ask for all of them "
+                    "before ls.Recipe(...)"
+                )
+            self.values[name] = _value(parameter, environ)
+            self.parameters[name] = parameter
+        return self.values[name]
+
+    def close(self) -> None:
+        """Ask for no further parameters: a recipe was made."""
+        self.is_closed = True
+
+    def check_all_used(self, environ: Mapping[str, str]) -> None:
+        """Raise `RecipeError` if `--set` has given a value to a parameter that the script does not have."""
+        unknown = [name for name in given_values(environ) if name not in self.parameters]
+        if unknown:
+            there = ", ".join(self.parameters) or "none"
+            raise RecipeError(
+                f"--set {unknown[0]}=..., and the script asks for no parameter of that name before its recipe; it has {there}; correct the "
+                "name, or call ls.param in the script"
+            )
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The declarations as JSON."""
+        return [parameter.describe() for parameter in self.parameters.values()]
+
+
+declared = Declared()
+
+
+def given_values(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts that `--set` has given, by name. Raises `RecipeError`."""
+    return dict(map(split_assignment, json.loads(environ.get(ASSIGNMENTS) or "[]")))
+
+
+def split_assignment(text: str) -> tuple[str, str]:
+    """Return name and value of a text such as `lr=1e-3`. Raises `RecipeError`."""
+    name, equals, value = text.partition("=")
+    if not equals or not _NAME.fullmatch(name):
+        raise RecipeError(f"--set {text!r}; it is a parameter's name and its value: --set lr=1e-3")
+    return name, value
+
+
+def saved_values(run_dir: Path) -> dict[str, Value]:
+    """Return the values with which the run in a directory was started. Empty if there is none, or it had none."""
+    try:
+        saved = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        found: dict[str, Value] = (saved["recipe"] or {}).get("parameters", {})
+    except (OSError, ValueError, KeyError, AttributeError):
+        return {}
+    return found
+
+
+def _value(parameter: Parameter, environ: Mapping[str, str]) -> Value:
+    given = given_values(environ)
+    if parameter.name in given:
+        return parameter.read(given[parameter.name], "--set")
+    run_dir = environ.get(RUN_DIR)
+    saved = saved_values(Path(run_dir)) if run_dir else {}
+    if parameter.name in saved:
+        value = saved[parameter.name]
+        parameter.check(value, f"of the run in {run_dir}")
+        return value
+    return parameter.default

@@ -1,0 +1,308 @@
+"""The loop of a search: fills the slots of the machine with trials, answers their reports, and notes how they end."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from lockstep.base.errors import LaunchError, UserError, say
+from lockstep.base.system import signals
+from lockstep.launch.recovery.channel import Channel
+from lockstep.options import RunOptions, variable
+from lockstep.recipe.parameters import Parameter, Value
+from lockstep.search import trial_hook
+from lockstep.search.outcome import FailuresAlike, Outcome, finished_outcome, outcome_of
+from lockstep.search.processes import WarmParent
+from lockstep.search.request import SearchRequest
+from lockstep.search.sampling import distribution_of, grid_of, pruner_of, sampler_of
+from lockstep.search.slots import Slot
+from lockstep.search.study import ClaimedTrial, TrialStorage
+from lockstep.search.trial_hook import TrialRequest
+from lockstep.search.warm_parent import ENDING, LaunchRequest
+
+POLL_SECONDS = 0.2
+IDLE_SECONDS = 1.0
+"""Seconds between two looks for trials that other searches may leave behind."""
+
+
+@dataclass(slots=True)
+class RunningTrial:
+    """A trial in a slot."""
+
+    claimed: ClaimedTrial
+    slot: Slot
+    channel: Channel
+    is_probe: bool
+    """True if its process tells the script's parameters, and does not train."""
+    began: float = field(default_factory=time.monotonic)
+
+
+class Search:
+    """A search on this machine."""
+
+    def __init__(
+        self,
+        request: SearchRequest,
+        storage: TrialStorage,
+        parent: WarmParent,
+        slots: Sequence[Slot],
+        processes: int,
+        on_end: Callable[[int], None],
+    ) -> None:
+        """`processes`: of each trial. `on_end`: called with the number of each trial that has ended."""
+        self._request, self._storage, self._parent, self._processes, self._on_end = request, storage, parent, processes, on_end
+        self._free = list(slots)
+        self._running: dict[int, RunningTrial] = {}
+        self._failures = FailuresAlike()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(parent.channel, selectors.EVENT_READ)
+        self._error: UserError | None = None
+        self._signal: int | None = None
+        self._signals = 0
+        self._looked = 0.0
+        self._until = None if request.timeout_seconds is None else time.monotonic() + request.timeout_seconds
+        self._ends_early = False
+        self._parameters: list[Parameter] = []
+        self._use(storage.parameters)
+
+    @property
+    def running(self) -> int:
+        """Trials that run now."""
+        return len(self._running)
+
+    @property
+    def wanted(self) -> int:
+        """Trials of the whole search."""
+        grid = len(self._request.combinations) or (len(self._grid) if self._request.sampler == "grid" and self._parameters else None)
+        asked = self._request.trials
+        return asked or grid or 1 if grid is None or asked is None else min(asked, grid)
+
+    def run(self) -> int | None:
+        """Run trials until all are made, the time is over, or a signal asks to end. Returns that signal. Raises the
+        error of a script that is at fault."""
+        with self._handling_signals():
+            while True:
+                self._fill()
+                if not self._running and (self._ends_early or self._is_done()):
+                    break
+                for key, _ in self._selector.select(POLL_SECONDS):
+                    if key.fileobj is self._parent.channel:
+                        self._on_ended()
+                    elif key.data in self._running:
+                        self._on_message(self._running[key.data])
+                self._end_in_time()
+        if self._error is not None:
+            raise self._error
+        return self._signal
+
+    def _is_done(self) -> bool:
+        """True if no trial is left for this search: others may still run theirs."""
+        if time.monotonic() - self._looked < IDLE_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        return not any(trial.state in ("running", "waiting") for trial in self._storage.results(self.wanted).trials)
+
+    def _fill(self) -> None:
+        """Start trials in the free slots."""
+        while self._free and not self._ends_early:
+            if self._running and not self._parameters and not self._request.sweep and self._storage.parameters is None:
+                return  # the first trial is about to tell the parameters
+            claimed = self._storage.claim(self.wanted)
+            if claimed is None:
+                return
+            self._begin(claimed)
+
+    def _begin(self, claimed: ClaimedTrial) -> None:
+        """Start a trial, or note how it has ended if the search before did not."""
+        folder = self._storage.run_dir(claimed.number)
+        done = finished_outcome(folder, self._request.metric) if claimed.is_resumed else None
+        if done is not None:
+            self._finish(claimed, done)
+            return
+        if not self._parameters:
+            self._use(self._storage.parameters)
+        is_known = bool(self._parameters) or bool(self._request.sweep) or self._storage.parameters is not None
+        is_probe = not is_known and (claimed.number > 0 or self._request.sampler == "grid")
+        self._start(claimed, self._free.pop(0), is_probe=is_probe)
+
+    def _start(self, claimed: ClaimedTrial, slot: Slot, *, is_probe: bool) -> None:
+        folder = self._storage.run_dir(claimed.number)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ENDING).unlink(missing_ok=True)
+        known = self._storage.parameters
+        request = TrialRequest(
+            metric=self._request.metric,
+            parameters=None if known is None else [each.describe() for each in known],
+            can_be_pruned=self._request.pruner != "none",
+        )
+        environment = {**slot.variables(os.environ), **request.variables()}
+        if is_probe:
+            environment[variable("instead_of_training")] = trial_hook.__name__
+        launch = LaunchRequest(
+            number=claimed.number,
+            folder=str(folder.absolute()),
+            script=list(self._request.script),
+            processes=1 if is_probe else self._processes,
+            max_restarts=0 if is_probe else self._request.launch.max_restarts,
+            options=self._options(claimed, is_probe=is_probe).to_environment(),
+            environment=environment,
+        )
+        channel = self._parent.start(launch)
+        self._selector.register(channel, selectors.EVENT_READ, claimed.number)
+        self._running[claimed.number] = RunningTrial(claimed, slot, channel, is_probe)
+
+    def _options(self, claimed: ClaimedTrial, *, is_probe: bool) -> RunOptions:
+        given = self._request.launch.for_workers(default_run_dir="", now_seconds=time.time())
+        values = {} if is_probe else self._values(claimed)
+        assignments = (*given.set, *(f"{name}={value}" for name, value in values.items()))
+        folder = str(self._storage.run_dir(claimed.number).absolute())
+        return replace(given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments)
+
+    def _values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
+        """Return the values of a trial's parameters; none for the first, which has the defaults."""
+        if self._request.sweep:
+            return dict(text.split("=", 1) for text in self._request.combinations[claimed.number])
+        return self._storage.suggest(claimed, {each.name: distribution_of(each) for each in self._searched})
+
+    def _use(self, parameters: Sequence[Parameter] | None) -> None:
+        """Sample these parameters from now on."""
+        if parameters is None:
+            return
+        self._parameters = list(parameters)
+        self._storage.study.sampler = sampler_of(self._request.sampler, seed=self._request.seed, given=self._given)
+        self._storage.study.pruner = pruner_of(self._request.pruner, self._storage.study.user_attrs.get("every"))
+
+    @property
+    def _searched(self) -> list[Parameter]:
+        """The parameters that are sampled: those with bounds or choices that `--set` does not fix."""
+        fixed = {text.partition("=")[0] for text in self._request.launch.set}
+        return [each for each in self._parameters if each.is_searched and each.name not in fixed]
+
+    @property
+    def _grid(self) -> list[dict[str, Value]]:
+        return grid_of(self._searched)
+
+    def _given(self, number: int) -> Mapping[str, Value] | None:
+        """Return the values of a trial that is not sampled: the first, or all of a grid."""
+        if self._request.sampler == "grid":
+            return self._grid[number]
+        return {each.name: each.default for each in self._searched} if number == 0 else None
+
+    def _on_message(self, running: RunningTrial) -> None:
+        message = running.channel.receive()
+        if message is None:
+            self._selector.unregister(running.channel)  # it has ended, or is about to
+            return
+        match message["kind"]:
+            case "opened":
+                self._on_opened(running, message)
+            case "refused":
+                self._stop(LaunchError(message["reason"]))
+            case "report":
+                prune = self._storage.report(running.claimed, message["step"], message["value"])
+                running.channel.send("answer", prune=prune)
+
+    def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
+        """Note a trial's parameters, and, of the first trial, those of the search."""
+        if message["every"] is not None and "every" not in self._storage.study.user_attrs:
+            self._storage.study.set_user_attr("every", message["every"])
+        if self._storage.parameters is None:
+            self._storage.note_parameters(message["parameters"])
+            self._use(self._storage.parameters)
+            try:
+                self._check_space()
+            except UserError as error:
+                self._stop(error)
+                return
+            if not running.is_probe:
+                self._values(running.claimed)
+        if not running.is_probe:
+            running.claimed.trial.set_user_attr("values", message["values"])
+
+    def _check_space(self) -> None:
+        """Raise `LaunchError` if there is nothing to search, and `RecipeError` if a grid is endless."""
+        if self._request.sampler == "grid":
+            grid_of(self._searched)
+        if not self._searched and not self._request.sweep:
+            raise LaunchError(
+                f"the script has no parameter to search: {', '.join(each.name for each in self._parameters) or 'none at all'}; a search "
+                'samples those with bounds or choices; write lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2, log=True) before the recipe'
+            )
+
+    def _on_ended(self) -> None:
+        message = self._parent.channel.receive()
+        if message is None:
+            raise LaunchError("the process that starts the trials has ended; was it killed? the same command goes on")
+        running = self._running.pop(message["number"])
+        if running.channel in self._selector.get_map():
+            self._selector.unregister(running.channel)
+        running.channel.close()
+        self._free.append(running.slot)
+        folder = self._storage.run_dir(running.claimed.number)
+        if running.is_probe and message["status"] == 0 and self._storage.parameters is not None:
+            shutil.rmtree(folder)
+            self._after_probe(running)
+            return
+        outcome = outcome_of(folder, message["status"], self._request.metric)
+        if self._ends_early and outcome.state == "failed":
+            outcome = Outcome(state="running")  # by the signal that ends the search, or by a mistake that no trial can mend
+        self._finish(running.claimed, outcome)
+
+    def _after_probe(self, running: RunningTrial) -> None:
+        if running.claimed.number < self.wanted and not self._ends_early:
+            self._start(running.claimed, self._free.pop(), is_probe=False)
+        else:
+            self._storage.end(running.claimed, Outcome(state="running"))
+
+    def _finish(self, claimed: ClaimedTrial, outcome: Outcome) -> None:
+        self._storage.end(claimed, outcome)
+        if outcome.state != "running":
+            self._on_end(claimed.number)
+        if self._failures.note(outcome):
+            folder = self._storage.run_dir(claimed.number)
+            self._stop(
+                LaunchError(
+                    f"the script is at fault: no trial has succeeded, and several have failed alike: {outcome.reason}; correct the script; "
+                    f"what the last one printed is in {folder / 'output.txt'}"
+                )
+            )
+
+    def _stop(self, error: UserError) -> None:
+        """End the search with this error, once its trials have ended."""
+        self._error = self._error or error
+        self._ends_early = True
+        self._parent.signal(signal.SIGTERM)
+
+    def _end_in_time(self) -> None:
+        if self._until is not None and time.monotonic() >= self._until and not self._ends_early:
+            say("lockstep: the time of the search is over; its trials save and end, and the same command goes on with them")
+            self._ends_early = True
+            self._parent.signal(signal.SIGTERM)
+
+    @contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        """Have the trials save and end at the first signal, and end at once at the second."""
+        before = {number: signal.getsignal(number) for number in signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, partial(self._on_signal))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        self._signal = self._signal or number
+        self._ends_early = True
+        self._parent.signal(signal.SIGTERM if self._signals < 3 else signal.SIGKILL)

@@ -1,0 +1,98 @@
+"""What has become of a trial, from what its processes left behind; and when failures are the script's. Pure but for
+reading files."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
+from lockstep.search.results import State
+from lockstep.search.trial_hook import PRUNED
+from lockstep.search.warm_parent import LaunchEnding
+
+MOST_ALIKE = 3
+"""The search ends after so many trials that have failed alike, if none has succeeded."""
+_KILLED = 128 + signal.SIGKILL
+"""Exit status after SIGKILL: mostly the kernel, because memory ran out."""
+_OF_THE_TRIAL = ("LossError", "MemoryError", "OutOfMemoryError", "HangError")
+"""Failures that come from a trial's values: other trials may do without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The end of a trial. `state` is `running` if it was interrupted, and is to be resumed."""
+
+    state: State
+    value: float | None = None
+    reason: str | None = None
+    alike: str | None = None
+    """Equal for failures with the same cause in the script. None: it is the trial's own result."""
+
+
+def finished_outcome(folder: Path, metric: str) -> Outcome | None:
+    """Return the outcome of a run that has ended by itself. None if it has not."""
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    value = result["metrics"].get(metric)
+    if value is None and metric == "loss" and not result["metrics"]:
+        value = result["loss"]
+    pruned = _reason_of_pruning(folder)
+    if pruned is not None:
+        return Outcome(state="pruned", value=value, reason=pruned)
+    if value is None or not math.isfinite(value):
+        return Outcome(state="failed", reason=f"{metric} is not finite")
+    return Outcome(state="complete", value=value)
+
+
+def outcome_of(folder: Path, status: int, metric: str) -> Outcome:
+    """Return the outcome of a trial whose launcher has ended with `status`: minus the number of the signal that killed
+    it, if one did."""
+    ending = LaunchEnding.read(folder)
+    if status == 0:
+        done = finished_outcome(folder, metric)
+        return done or Outcome(state="failed", reason="the script ended and did not train", alike="did not train")
+    if status == PREEMPTED_STATUS:
+        return Outcome(state="running")
+    if ending is None:
+        return Outcome(state="failed", reason=f"its launcher was killed by signal {-status}", alike=f"signal {-status}")
+    name = ending.kind.rpartition(":")[2]
+    first = ending.message.partition("\n")[0]
+    reason = f"{name}: {first}" if name else ending.report.partition("\n")[0]
+    if status in (HUNG_STATUS, _KILLED) or name in _OF_THE_TRIAL:
+        return Outcome(state="failed", reason=reason)
+    return Outcome(state="failed", reason=reason, alike=f"{status} {ending.kind} {ending.where}")
+
+
+def _reason_of_pruning(folder: Path) -> str | None:
+    """Return why a run was pruned. None if it was not."""
+    try:
+        lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if '"stopped"' in line and (event := json.loads(line)).get("event") == "stopped" and event["reason"].startswith(PRUNED):
+            return str(event["reason"]).removeprefix(PRUNED)
+    return None
+
+
+class FailuresAlike:
+    """Counts failures with the same cause, as long as no trial succeeds."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._is_right = False
+
+    def note(self, outcome: Outcome) -> bool:
+        """Note the end of a trial. Returns True if the script is at fault."""
+        self._is_right |= outcome.state in ("complete", "pruned")
+        if outcome.alike is None or self._is_right:
+            return False
+        self._counts[outcome.alike] += 1
+        return self._counts[outcome.alike] >= MOST_ALIKE

@@ -1,0 +1,87 @@
+"""What a search is asked for: the options of `lockstep search` and `lockstep sweep`, checked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.base.errors import LaunchError
+from lockstep.options import LaunchOptions
+from lockstep.recipe.parameters import split_assignment
+from lockstep.search.results import Direction
+
+SamplerName = Literal["tpe", "random", "grid", "cma", "pbt"]
+PrunerName = Literal["asha", "median", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchRequest:
+    """A search of the parameters of a script."""
+
+    script: Sequence[str]
+    """`[-m] SCRIPT ARGS...`"""
+    metric: str
+    direction: Direction
+    trials: int | None
+    """Trials to make, those of earlier starts of the search included. None: all of a grid."""
+    parallel: int | None
+    """Trials at a time, at most. None: as many as the machine has room for."""
+    sampler: SamplerName
+    pruner: PrunerName
+    seed: int
+    folder: Path
+    """Of the search: it has the trials' run directories."""
+    storage: str | None
+    """URL of Optuna's storage. None: an SQLite file in `folder`."""
+    name: str
+    """Optuna's name of the study in the storage."""
+    timeout_seconds: float | None
+    launch: LaunchOptions
+    """Of each trial. Its `set` holds the parameters that are not searched."""
+    sweep: Sequence[tuple[str, Sequence[str]]] = ()
+    """For `lockstep sweep`: names and texts of values."""
+    population: int = 8
+    """Members of a population, for population-based training."""
+
+    @property
+    def combinations(self) -> list[tuple[str, ...]]:
+        """The assignments of each trial of a sweep, as `--set` takes them; the last name changes the fastest."""
+        texts = [[f"{name}={value}" for value in values] for name, values in self.sweep]
+        return list(itertools.product(*texts)) if texts else []
+
+    def identity(self) -> Mapping[str, Any]:
+        """What must be the same when the search is continued, or shared, as JSON."""
+        return {
+            "script": list(self.script),
+            "metric": self.metric,
+            "direction": self.direction,
+            "set": sorted(self.launch.set),
+            "sweep": [[name, list(values)] for name, values in self.sweep],
+        }
+
+
+def direction_of(metric: str, mode: str | None) -> Direction:
+    """Return the direction for `--mode`. Raises `LaunchError` if neither it nor the metric's name tells."""
+    if mode is not None:
+        return "minimize" if mode == "min" else "maximize"
+    if metric.rpartition("/")[2] == "loss" or "loss/" in metric:
+        return "minimize"
+    raise LaunchError(f"--metric {metric} without --mode; only of a loss it is known that less is better; give --mode min, or --mode max")
+
+
+def sweep_of(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return names and values of `--set lr=1e-3,3e-3` given several times. Raises `LaunchError`, `RecipeError`."""
+    if not texts:
+        raise LaunchError("a sweep without --set; it trains with each combination of values; give --set lr=1e-3,3e-3")
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, values = split_assignment(text)
+        if name in found:
+            raise LaunchError(f"--set {name} is given twice; all its values are one list: --set {name}={','.join(found[name])},{values}")
+        found[name] = values.split(",")
+        if len(set(found[name])) < len(found[name]):
+            raise LaunchError(f"--set {text} has a value twice; each combination is one trial; give each value once")
+    return list(found.items())

@@ -1,0 +1,141 @@
+"""The trials of a search as values: what they were given, what became of them, and the best of them. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.recipe.parameters import Parameter, Value
+
+State = Literal["waiting", "running", "complete", "pruned", "failed"]
+Direction = Literal["minimize", "maximize"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialResult:
+    """One trial."""
+
+    number: int
+    state: State
+    parameters: Mapping[str, Value]
+    value: float | None = None
+    """The metric at the end; of a pruned trial, at its last evaluation. None: it has none."""
+    values: Mapping[int, float] = field(default_factory=dict)
+    """The metric by the optimizer step of the evaluation."""
+    started: float | None = None
+    """Seconds since 1970."""
+    ended: float | None = None
+    reason: str | None = None
+    """Why it failed, or was pruned."""
+    run_dir: str = ""
+    """Its run directory."""
+    parent: int | None = None
+    """The trial whose checkpoint it went on from, in population-based training."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall-clock time, interruptions included."""
+        return None if self.started is None or self.ended is None else self.ended - self.started
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps at its last evaluation."""
+        return max(self.values, default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResults:
+    """All trials of a search."""
+
+    name: str
+    script: str
+    metric: str
+    direction: Direction
+    wanted: int
+    """Trials that the search is to make."""
+    parameters: Sequence[Parameter]
+    trials: Sequence[TrialResult]
+    """In the order of their numbers."""
+
+    @property
+    def best(self) -> TrialResult | None:
+        """The best complete trial. None if there is none."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def ranked(self) -> list[TrialResult]:
+        """The complete trials whose value is finite, the best first."""
+        done = [trial for trial in self.trials if trial.state == "complete" and _finite(trial.value) is not None]
+        return sorted(done, key=lambda trial: (self.sign * (trial.value or 0.0), trial.number))
+
+    @property
+    def sign(self) -> float:
+        """1 if a smaller value is better, else -1."""
+        return 1.0 if self.direction == "minimize" else -1.0
+
+    @property
+    def varied(self) -> list[str]:
+        """Names of the parameters that are searched, or differ between trials."""
+        names = dict.fromkeys([*self.searched, *(name for trial in self.trials for name in trial.parameters)])
+        searched = set(self.searched)
+        return [
+            name for name in names if name in searched or len({repr(t.parameters[name]) for t in self.trials if name in t.parameters}) > 1
+        ]
+
+    @property
+    def searched(self) -> list[str]:
+        """Names of the parameters that differ between trials, or could."""
+        return [parameter.name for parameter in self.parameters if parameter.is_searched]
+
+    def count(self, *states: State) -> int:
+        """Return the number of trials in these states."""
+        return sum(trial.state in states for trial in self.trials)
+
+    def best_over_time(self) -> list[tuple[float, float, int]]:
+        """Return each improvement: the second at which the trial ended, its value, and its number."""
+        found: list[tuple[float, float, int]] = []
+        done = [trial for trial in self.trials if trial.state == "complete" and trial.value is not None and trial.ended is not None]
+        for trial in sorted(done, key=lambda trial: (trial.ended, trial.number)):
+            assert trial.value is not None, "filtered"
+            assert trial.ended is not None, "filtered"
+            if not found or self.sign * trial.value < self.sign * found[-1][1]:
+                found.append((trial.ended, trial.value, trial.number))
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The results as JSON. Values that are not finite are None."""
+        best = self.best
+        return {
+            "name": self.name, "script": self.script, "metric": self.metric, "direction": self.direction, "wanted": self.wanted,
+            "best": None if best is None else _as_json(best),
+            "trials": [_as_json(trial) for trial in self.trials],
+        }  # fmt: skip
+
+    def as_csv(self) -> str:
+        """The results as CSV: a line a trial."""
+        names = list(dict.fromkeys(name for trial in self.trials for name in trial.parameters))
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["number", "state", self.metric, "steps", "seconds", *names, "run_dir", "reason"])
+        for trial in self.trials:
+            seconds = None if trial.seconds is None else round(trial.seconds, 3)
+            given = [trial.parameters.get(name) for name in names]
+            writer.writerow([trial.number, trial.state, trial.value, trial.steps, seconds, *given, trial.run_dir, trial.reason])
+        return text.getvalue()
+
+
+def _as_json(trial: TrialResult) -> dict[str, Any]:
+    return {
+        "number": trial.number, "state": trial.state, "value": _finite(trial.value), "parameters": dict(trial.parameters),
+        "steps": trial.steps, "seconds": trial.seconds, "started": trial.started, "ended": trial.ended, "reason": trial.reason,
+        "run_dir": trial.run_dir, "parent": trial.parent,
+        "values": {str(step): _finite(value) for step, value in sorted(trial.values.items())},
+    }  # fmt: skip
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,40 @@
+"""How many trials run at a time on this machine, and what each of them has of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.base.errors import LaunchError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """The part of the machine that one trial has at a time."""
+
+    threads: int
+    """Intra-op threads of each of its processes."""
+    gpus: Sequence[str] = ()
+    """Its GPUs, as CUDA_VISIBLE_DEVICES names them."""
+
+    def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables for its processes. `environ`: those of the search, whose OMP_NUM_THREADS is kept."""
+        threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(self.threads)}
+        return threads | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
+
+
+def slots(parallel: int | None, processes: int, *, cpus: int, gpus: int, visible: str | None) -> list[Slot]:
+    """Divide the machine among trials of so many `processes`. `parallel`: at most so many trials at a time; None: as
+    many as have a GPU, or else a CPU, for each process. `visible`: CUDA_VISIBLE_DEVICES. Raises `LaunchError`."""
+    if gpus and gpus < processes:
+        raise LaunchError(
+            f"a trial of {processes} processes on {gpus} GPUs; each process has a GPU of its own; give a smaller --plan or --nproc"
+        )
+    units = gpus or cpus
+    most = max(1, units // processes)
+    count = most if parallel is None else min(parallel, most) if gpus else parallel
+    threads = max(1, cpus // (count * processes))
+    if not gpus:
+        return [Slot(threads=threads)] * count
+    names = visible.split(",") if visible else [str(number) for number in range(gpus)]
+    return [Slot(threads=threads, gpus=names[place * processes : (place + 1) * processes]) for place in range(count)]

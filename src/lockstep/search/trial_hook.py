@@ -1,0 +1,137 @@
+"""The part of a search in the processes of a trial: a hook that reports each evaluation, and stops a pruned trial.
+
+[Note: messages of a trial] Rank 0 sends, and the search answers `report` alone:
+
+- `opened`: the script's parameters with their values, and the steps from one evaluation to the next.
+- `refused`: a mistake that no other trial can mend: an unknown metric, parameters that are not those of the search.
+- `report`, with the step and the metric. The answer says whether the trial is pruned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from lockstep.base.errors import RecipeError, UserError
+from lockstep.hooks.metric_names import check_metric
+from lockstep.launch.recovery.channel import Channel
+from lockstep.recipe.parameters import Parameter, declared
+from lockstep.recipe.recipe import Recipe
+from lockstep.search.warm_parent import DESCRIPTOR
+from lockstep.training.context import Overrides
+from lockstep.training.hook import Hook, Run
+
+TRIAL = "LOCKSTEP_TRIAL"
+"""The variable with a `TrialRequest` as JSON."""
+PRUNED = "pruned: "
+"""The beginning of the reason for which a pruned trial stops."""
+_trainings = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialRequest:
+    """A trial as its processes see it."""
+
+    metric: str
+    parameters: Sequence[Mapping[str, Any]] | None
+    """The parameters of the search, described. None: this trial is the first to tell."""
+    can_be_pruned: bool
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables for the trial's workers."""
+        told = {"metric": self.metric, "parameters": self.parameters, "can_be_pruned": self.can_be_pruned}
+        return {"LOCKSTEP_PROBE": __name__, TRIAL: json.dumps(told)}
+
+
+def install(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
+    """Return the hook of a trial. Called when the run is opened, see `lockstep.opening.read_probe`."""
+    global _trainings
+    _trainings += 1
+    return Overrides(), (TrialHook(TrialRequest(**json.loads(environ[TRIAL])), _channel(environ), number=_trainings),)
+
+
+def train(recipe: Recipe) -> NoReturn:
+    """Tell the search which parameters the script has, instead of training, and end the process."""
+    channel = _channel(os.environ)
+    if channel is not None:
+        channel.send("opened", parameters=declared.describe(), values=declared.values, every=None)
+    os._exit(0)
+
+
+def _channel(environ: Mapping[str, str]) -> Channel | None:
+    """Return rank 0's end of the trial's channel. None on other ranks."""
+    descriptor = int(environ[DESCRIPTOR])
+    os.set_inheritable(descriptor, False)
+    return Channel(socket.socket(fileno=os.dup(descriptor))) if environ.get("RANK", "0") == "0" else None
+
+
+class TrialHook(Hook):
+    """Reports the metric of each evaluation to the search."""
+
+    def __init__(self, request: TrialRequest, channel: Channel | None, *, number: int) -> None:
+        """`channel`: rank 0's. `number`: of the training in the script, from 1."""
+        self._request, self._channel, self._number = request, channel, number
+
+    def on_start(self, run: Run) -> None:
+        try:
+            self._check(run)
+        except UserError as error:
+            if self._channel is not None:
+                self._channel.send("refused", reason=str(error))
+            raise
+        if self._channel is not None:
+            self._channel.send("opened", parameters=declared.describe(), values=declared.values, every=self._every(run))
+
+    def _every(self, run: Run) -> int | None:
+        """Return the steps from one evaluation with the metric to the next. None if it is evaluated at the end only."""
+        evaluations = {} if run.recipe is None else run.recipe.evaluations
+        found = [each.every for prefix, each in evaluations.items() if self._request.metric.startswith(prefix) and each.every is not None]
+        return min(found, default=None)
+
+    def _check(self, run: Run) -> None:
+        if self._number > 1:
+            raise RecipeError(
+                "lockstep search on a script that trains several times; a trial has one metric, of one training; keep one ls.train"
+            )
+        metric = self._request.metric
+        if run.recipe is None:
+            raise RecipeError("lockstep search on a script with its own loop; the metric is one of a recipe's evaluations; call ls.train")
+        if run.recipe.evaluations:
+            check_metric(run, metric, f"--metric {metric}")
+        elif metric != "loss":
+            raise RecipeError(
+                f"--metric {metric}, and the recipe has no evaluation; only the loss of training is measured; give ls.Evaluation(...), or "
+                "--metric loss"
+            )
+        if self._request.parameters is not None:
+            check_parameters([Parameter.of(each) for each in self._request.parameters], list(declared.parameters.values()))
+
+    def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
+        value = metrics.get(self._request.metric)
+        if value is None or self._channel is None:
+            return
+        self._channel.send("report", step=run.step, value=value)
+        answer = self._channel.receive()
+        if answer is not None and answer["prune"] and self._request.can_be_pruned:
+            run.stop(f"{PRUNED}{self._request.metric} {value:.6g} after step {run.step}")
+
+
+def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) -> None:
+    """Raise `RecipeError` unless the script has the parameters of the search that is continued."""
+    before, after = {each.name: each for each in searched}, {each.name: each for each in now}
+    found = [f"{name} is new" for name in after if name not in before]
+    for name, parameter in before.items():
+        if name not in after:
+            found.append(f"{name} is gone")
+            continue
+        old, new = parameter.describe(), after[name].describe()
+        found += [f"{name} has {key}={new[key]!r}, and had {old[key]!r}" for key in old if old[key] != new[key]]
+    if found:
+        raise RecipeError(
+            f"the parameters of the script are not those of the search: {'; '.join(found)}; all trials of a search have the same "
+            "parameters; take the change back, or begin another search (--run-dir, or --name)"
+        )

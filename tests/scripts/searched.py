@@ -1,0 +1,76 @@
+"""A training with hyper-parameters, for tests of searches: fits a line. `--trouble NAME` fails in some trials."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--trouble", default="")
+parser.add_argument("--low", type=float, default=1e-3)
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--seconds", type=float, default=0.0, help="that each step takes besides")
+options = parser.parse_args()
+
+lr = ls.param("lr", 0.1, low=options.low, high=1.0, log=True)
+width = ls.param("width", 2, choices=[1, 2, 4])
+if options.trouble == "rank" and os.environ.get("RANK") == "1":
+    ls.param("momentum", 0.5)
+if options.trouble == "syntax":
+    raise NameError("a name that is not there")
+bad = lr > 0.1
+if options.trouble == "crash" and bad:
+    raise ValueError(f"lr {lr}")
+
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(64, 4, generator=generator)
+y = x @ torch.tensor([1.0, -2.0, 3.0, 0.5])
+
+
+class Slow(ls.Hook):
+    """Takes its time, and notes what each rank was given."""
+
+    def on_start(self, run) -> None:
+        Path(run.dir, f"rank-{run.rank}.json").write_text(json.dumps([lr, width]))
+
+    def before_step(self, run) -> None:
+        time.sleep(options.seconds)
+        if options.trouble == "kill" and bad:
+            os.kill(os.getpid(), 9)
+        if options.trouble == "memory" and bad:
+            raise MemoryError
+        if options.trouble == "hang" and bad:
+            time.sleep(600)
+
+
+def loss(output: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
+    scale = float("nan") if options.trouble == "nan" and bad else 1.0
+    return F.mse_loss(output.mean(1), batch[1]) * scale
+
+
+recipe = ls.Recipe(
+    model=lambda: nn.Linear(4, width),
+    data=TensorDataset(x, y),
+    inputs=lambda batch: batch[0],
+    loss=loss,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+    global_batch=16,
+    microbatch=4,
+    steps=options.steps,
+    evaluation=ls.Evaluation(data=TensorDataset(x, y), every=5),
+)
+if __name__ == "__main__":
+    result = ls.train(recipe, hooks=[Slow()], saving=ls.Saving(every=5))
+    if result.rank == 0:
+        print("loss", result.metrics["loss"], file=sys.stderr)
