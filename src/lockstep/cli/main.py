@@ -14,7 +14,7 @@ import click
 from lockstep.base.errors import USER_ERROR_STATUS
 from lockstep.base.version import __version__
 
-_COMMANDS = ("run", "verify", "audit", "plan", "search", "evaluate", "report", "doctor", "inspect", "export", "slurm")
+_COMMANDS = ("run", "verify", "audit", "plan", "search", "sweep", "evaluate", "report", "doctor", "inspect", "export", "slurm")
 
 
 class _Commands(click.Group):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,6 +16,7 @@ from lockstep.base.files import write_atomically
 from lockstep.report.page import GENERATOR, page
 from lockstep.report.reader import read_runs
 from lockstep.report.tables import as_json as report_json, summary_lines
+from lockstep.search.request import SEARCH
 
 
 @click.command("report")
@@ -25,31 +28,52 @@ def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int
 
     Writes one HTML file that needs no network and no other file: loss, evaluation metrics, learning rate, gradient
     norm, throughput, memory, step time by rank, events, recipe, plan and environment; for several runs also how they
-    differ. The runs may have ended, failed, or be running.
+    differ. The runs may have ended, failed, or be running. Of the folder of a search: its trials, the best so far over
+    time, and what each parameter does.
 
     \b
     Examples:
       lockstep report runs/a
       lockstep report runs/a runs/b -o compared.html
+      lockstep report runs/search-train
       lockstep report --json runs/a
 
     Exit status: 0, or 2 for a mistake (no run directory, a file that cannot be written).
     """
-    runs = read_runs(run_dirs)
-    if as_json:
-        print(json.dumps(report_json(runs), indent=2, allow_nan=False))
-    else:
-        print("\n".join(summary_lines(runs)))
+    searches = [folder for folder in run_dirs if Path(folder, SEARCH).is_file()]
+    if searches and len(run_dirs) > 1:
+        raise LaunchError(f"{searches[0]} is the folder of a search; its report is of it alone; give it by itself")
+    data, lines, make = _of_search(Path(searches[0])) if searches else _of_runs(run_dirs)
+    print(json.dumps(data, indent=2, allow_nan=False) if as_json else "\n".join(lines))
     if output is not None or not as_json:
-        path = Path(output if output is not None else "report.html" if len(runs) > 1 else Path(run_dirs[0]) / "report.html")
+        path = Path(output if output is not None else "report.html" if len(run_dirs) > 1 else Path(run_dirs[0]) / "report.html")
         _check(path)
-        text = page(runs, made=time.time()).encode(errors="backslashreplace")  # names of folders may be any bytes
+        text = make(time.time()).encode(errors="backslashreplace")  # names of folders may be any bytes
         try:
             write_atomically(path, text)
         except OSError as error:
             raise _unwritable(path, error) from error
         print(f"{path} ({len(text) / 1000:,.0f} kB)", file=sys.stderr if as_json else sys.stdout)
     return 0
+
+
+Report = tuple[Any, Sequence[str], Callable[[float], str]]
+"""JSON, the lines for a terminal, and the page made at a time."""
+
+
+def _of_runs(run_dirs: Sequence[str]) -> Report:
+    runs = read_runs(run_dirs)
+    return report_json(runs), summary_lines(runs), lambda made: page(runs, made=made)
+
+
+def _of_search(folder: Path) -> Report:
+    from lockstep.search import page as search_page, summary
+    from lockstep.search.study import importance_of, opened_study, results_of
+
+    study = opened_study(folder)
+    results, importance = results_of(study), importance_of(study)
+    lines = summary.summary_lines(results)
+    return {**results.as_json(), "importance": importance}, lines, lambda made: search_page.page(results, importance, made)
 
 
 def _check(path: Path) -> None:

@@ -131,9 +131,9 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
         gpus = parent.gpus()
         count = count_processes(request.launch.nproc, plan, lambda: min(gpus, 1), name="--nproc ")
         free = slots(request.parallel, count, cpus=usable_cpus(), gpus=gpus, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
-        search = Search(request, storage, parent, free, count, lambda number: _show(number, storage.results(search.wanted), len(free)))
+        search = Search(request, storage, parent, free, count, lambda number: _show(number, storage.results(), len(free)))
         asked_to_end = search.run()
-        results = storage.results(search.wanted)
+        results = storage.results()
     finally:
         parent.close()
     _print(results, request, as_json=as_json, csv=csv)

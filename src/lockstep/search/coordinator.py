@@ -14,11 +14,13 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from optuna.distributions import CategoricalDistribution
+
 from lockstep.base.errors import LaunchError, UserError, say
 from lockstep.base.system import signals
 from lockstep.launch.recovery.channel import Channel
 from lockstep.options import RunOptions, variable
-from lockstep.recipe.parameters import Parameter, Value
+from lockstep.recipe.parameters import Parameter, Value, split_assignment
 from lockstep.search import trial_hook
 from lockstep.search.outcome import FailuresAlike, Outcome, finished_outcome, outcome_of
 from lockstep.search.processes import WarmParent
@@ -30,7 +32,7 @@ from lockstep.search.trial_hook import TrialRequest
 from lockstep.search.warm_parent import ENDING, LaunchRequest
 
 POLL_SECONDS = 0.2
-IDLE_SECONDS = 1.0
+IDLE_SECONDS = 0.5
 """Seconds between two looks for trials that other searches may leave behind."""
 
 
@@ -68,11 +70,14 @@ class Search:
         self._error: UserError | None = None
         self._signal: int | None = None
         self._signals = 0
-        self._looked = 0.0
+        self._looked = self._claims_from = 0.0
         self._until = None if request.timeout_seconds is None else time.monotonic() + request.timeout_seconds
         self._ends_early = False
         self._parameters: list[Parameter] = []
         self._use(storage.parameters)
+        if request.sweep:
+            storage.study.sampler = sampler_of("random", seed=request.seed, given=self._given)
+            storage.study.pruner = pruner_of("none", None)
 
     @property
     def running(self) -> int:
@@ -82,15 +87,16 @@ class Search:
     @property
     def wanted(self) -> int:
         """Trials of the whole search."""
-        grid = len(self._request.combinations) or (len(self._grid) if self._request.sampler == "grid" and self._parameters else None)
-        asked = self._request.trials
-        return asked or grid or 1 if grid is None or asked is None else min(asked, grid)
+        is_grid = self._request.sampler == "grid" and bool(self._parameters)
+        limits = (self._request.trials, len(self._request.combinations), len(self._grid) if is_grid else None)
+        return min(filter(None, limits), default=1)
 
     def run(self) -> int | None:
         """Run trials until all are made, the time is over, or a signal asks to end. Returns that signal. Raises the
         error of a script that is at fault."""
         with self._handling_signals():
             while True:
+                self._storage.note_wanted(self.wanted)
                 self._fill()
                 if not self._running and (self._ends_early or self._is_done()):
                     break
@@ -109,15 +115,18 @@ class Search:
         if time.monotonic() - self._looked < IDLE_SECONDS:
             return False
         self._looked = time.monotonic()
-        return not any(trial.state in ("running", "waiting") for trial in self._storage.results(self.wanted).trials)
+        return not any(trial.state in ("running", "waiting") for trial in self._storage.results().trials)
 
     def _fill(self) -> None:
         """Start trials in the free slots."""
         while self._free and not self._ends_early:
             if self._running and not self._parameters and not self._request.sweep and self._storage.parameters is None:
                 return  # the first trial is about to tell the parameters
+            if time.monotonic() < self._claims_from:
+                return
             claimed = self._storage.claim(self.wanted)
             if claimed is None:
+                self._claims_from = time.monotonic() + IDLE_SECONDS
                 return
             self._begin(claimed)
 
@@ -170,12 +179,12 @@ class Search:
     def _values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
         """Return the values of a trial's parameters; none for the first, which has the defaults."""
         if self._request.sweep:
-            return dict(text.split("=", 1) for text in self._request.combinations[claimed.number])
+            return self._storage.suggest(claimed, {name: CategoricalDistribution(texts) for name, texts in self._request.sweep})
         return self._storage.suggest(claimed, {each.name: distribution_of(each) for each in self._searched})
 
     def _use(self, parameters: Sequence[Parameter] | None) -> None:
         """Sample these parameters from now on."""
-        if parameters is None:
+        if parameters is None or self._request.sweep:
             return
         self._parameters = list(parameters)
         self._storage.study.sampler = sampler_of(self._request.sampler, seed=self._request.seed, given=self._given)
@@ -193,6 +202,8 @@ class Search:
 
     def _given(self, number: int) -> Mapping[str, Value] | None:
         """Return the values of a trial that is not sampled: the first, or all of a grid."""
+        if self._request.sweep:
+            return dict(map(split_assignment, self._request.combinations[number]))
         if self._request.sampler == "grid":
             return self._grid[number]
         return {each.name: each.default for each in self._searched} if number == 0 else None

@@ -15,6 +15,8 @@ from lockstep.search.results import Direction
 
 SamplerName = Literal["tpe", "random", "grid", "cma", "pbt"]
 PrunerName = Literal["asha", "median", "none"]
+SEARCH = "search.json"
+"""In the folder of a search: storage, name, and the folder's own identity."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import StorageInternalError
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.engine import make_url
@@ -30,11 +31,9 @@ from lockstep.base.file_lock import try_lock
 from lockstep.base.files import write_atomically
 from lockstep.recipe.parameters import Parameter
 from lockstep.search.outcome import Outcome
-from lockstep.search.request import SearchRequest
+from lockstep.search.request import SEARCH, SearchRequest
 from lockstep.search.results import Direction, SearchResults, State, TrialResult
 
-SEARCH = "search.json"
-"""In the folder of a search: storage, name, and the folder's own identity."""
 _STATES: Mapping[TrialState, State] = {
     TrialState.WAITING: "waiting", TrialState.RUNNING: "running", TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
@@ -68,6 +67,8 @@ class TrialStorage:
         (self.folder / "locks").mkdir(parents=True, exist_ok=True)
         self.url = request.storage or f"sqlite:///{self.folder.absolute() / 'search.db'}"
         self._locks: dict[int, int] = {}
+        self._parameters: list[Parameter] | None = None
+        self._wanted: int | None = None
         self._identity = self._identify()
         with self._alone():
             self.study = _opened(self.url, request.name, request.direction)
@@ -104,13 +105,20 @@ class TrialStorage:
     @property
     def parameters(self) -> list[Parameter] | None:
         """The parameters of the script. None until a trial has told them."""
-        found = self.study.user_attrs.get("parameters")
-        return None if found is None else [Parameter.of(each) for each in found]
+        if self._parameters is None and (found := self.study.user_attrs.get("parameters")) is not None:
+            self._parameters = [Parameter.of(each) for each in found]
+        return self._parameters
 
     def note_parameters(self, described: Sequence[Mapping[str, Any]]) -> None:
         """Keep the parameters of the script, unless another search has."""
         if "parameters" not in self.study.user_attrs:
             self.study.set_user_attr("parameters", list(described))
+
+    def note_wanted(self, wanted: int) -> None:
+        """Keep the number of trials that the search is to have."""
+        if self._wanted != wanted:
+            self.study.set_user_attr("wanted", wanted)
+            self._wanted = wanted
 
     def claim(self, wanted: int) -> ClaimedTrial | None:
         """Return a trial to run, of the first `wanted`: one that was interrupted, or else a new one. None if there is
@@ -170,7 +178,7 @@ class TrialStorage:
         """Note the metric after a step. Returns True if the trial is to be pruned."""
         if step not in self.study._storage.get_trial(claimed.trial._trial_id).intermediate_values:
             claimed.trial.report(value, step)
-        return claimed.trial.should_prune()
+        return bool(claimed.trial.should_prune())  # numpy's of some pruners
 
     def end(self, claimed: ClaimedTrial, outcome: Outcome) -> None:
         """Note the end of a trial, and release it; one that was interrupted stays to be resumed."""
@@ -181,9 +189,9 @@ class TrialStorage:
             self.study.tell(claimed.trial, values, state=_OPTUNA_STATES[outcome.state])
         self.release(claimed.number)
 
-    def results(self, wanted: int) -> SearchResults:
+    def results(self) -> SearchResults:
         """Return all trials as they are now."""
-        return results_of(self.study, wanted)
+        return results_of(self.study)
 
     def _lock(self, number: int) -> bool:
         if number in self._locks:
@@ -223,12 +231,12 @@ class TrialStorage:
             os.close(descriptor)
 
 
-def results_of(study: optuna.Study, wanted: int) -> SearchResults:
-    """Return the trials of a study. `wanted`: trials that it is to have; those beyond were never begun."""
+def results_of(study: optuna.Study) -> SearchResults:
+    """Return the trials of a study: as many as it is to have. Those beyond were never begun."""
     attributes = study.user_attrs
+    wanted = attributes.get("wanted", 0)
     parameters = [Parameter.of(each) for each in attributes.get("parameters", [])]
-    searched = {parameter.name: parameter for parameter in parameters}
-    trials = [_result(trial, searched) for trial in study.get_trials(deepcopy=False) if trial.number < wanted]
+    trials = [_result(trial) for trial in study.get_trials(deepcopy=False) if trial.number < wanted]
     identity = attributes["search"]
     return SearchResults(
         name=study.study_name,
@@ -241,13 +249,12 @@ def results_of(study: optuna.Study, wanted: int) -> SearchResults:
     )
 
 
-def _result(trial: FrozenTrial, parameters: Mapping[str, Parameter]) -> TrialResult:
-    fixed = trial.user_attrs.get("values", {})
+def _result(trial: FrozenTrial) -> TrialResult:
     last = trial.intermediate_values.get(trial.last_step) if trial.last_step is not None else None
     return TrialResult(
         number=trial.number,
         state=_STATES[trial.state],
-        parameters={**fixed, **{name: value for name, value in trial.params.items() if name in parameters}},
+        parameters={**trial.params, **trial.user_attrs.get("values", {})},
         value=trial.value if trial.value is not None else last,
         values=dict(trial.intermediate_values),
         started=None if trial.datetime_start is None else trial.datetime_start.timestamp(),
@@ -258,9 +265,21 @@ def _result(trial: FrozenTrial, parameters: Mapping[str, Parameter]) -> TrialRes
     )
 
 
+def importance_of(study: optuna.Study) -> dict[str, float]:
+    """Return how much of the metric's variation each parameter explains, by PED-ANOVA (Watanabe et al. 2023). Empty if
+    there are too few trials."""
+    try:
+        return get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+    except (ValueError, RuntimeError):
+        return {}
+
+
 def opened_study(folder: Path) -> optuna.Study:
     """Return the study of a search's folder, to be read. Raises `LaunchError`."""
-    told = json.loads((folder / SEARCH).read_text(encoding="utf-8"))
+    try:
+        told = json.loads((folder / SEARCH).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LaunchError(f"{folder / SEARCH} is damaged: {error}; it has the storage and the name of the search") from error
     url = told["storage"] or f"sqlite:///{folder.absolute() / 'search.db'}"
     return _opened(url, told["name"], None)
 
