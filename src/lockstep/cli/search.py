@@ -53,11 +53,21 @@ def search_options(command: Command) -> Command:
 @click.option("--trials", type=click.IntRange(min=1), metavar="N", help="Trials to make, with those that are made already.")
 @click.option("--sampler", type=click.Choice(get_args(SamplerName)), default="tpe", show_default=True, help="Which values are tried next.")
 @click.option("--pruner", type=click.Choice(get_args(PrunerName)), default="none", show_default=True, help="When a bad trial ends early.")
+@click.option("--population", type=click.IntRange(min=2), default=8, show_default=True, metavar="M", help="Members, for --sampler pbt.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
 @launch_option("set", help="The value of a parameter that is not searched. Give it once for each.")
 @search_options
 @script_arguments()
-def command(trials: int | None, sampler: SamplerName, pruner: PrunerName, seed: int, is_module: bool, script: str, **given: Any) -> int:
+def command(
+    trials: int | None,
+    sampler: SamplerName,
+    pruner: PrunerName,
+    population: int,
+    seed: int,
+    is_module: bool,
+    script: str,
+    **given: Any,
+) -> int:
     """Train SCRIPT many times, and find the best values of its parameters.
 
     Parameters are what the script asks for: lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2, log=True). Each trial is an
@@ -67,6 +77,9 @@ def command(trials: int | None, sampler: SamplerName, pruner: PrunerName, seed: 
     A trial that crashes, hangs, runs out of memory or diverges is a failed trial; the search goes on. Killed at any
     moment, the same command goes on: trials that have ended are not repeated, interrupted ones resume from their
     checkpoints. Searches with one storage share the trials.
+
+    With --sampler pbt a population of M members is trained in generations of M trials. After each, bad members go on
+    from the checkpoints of good ones, with changed values (population-based training).
 
     \b
     Examples:
@@ -86,6 +99,7 @@ def command(trials: int | None, sampler: SamplerName, pruner: PrunerName, seed: 
         trials=trials,
         sampler=sampler,
         pruner=pruner,
+        population=population,
         seed=seed,
     )
 

@@ -23,6 +23,7 @@ from lockstep.options import RunOptions, variable
 from lockstep.recipe.parameters import Parameter, Value, split_assignment
 from lockstep.search import trial_hook
 from lockstep.search.outcome import FailuresAlike, Outcome, finished_outcome, outcome_of
+from lockstep.search.population import CHANGEABLE, Population
 from lockstep.search.processes import WarmParent
 from lockstep.search.request import SearchRequest
 from lockstep.search.sampling import distribution_of, grid_of, pruner_of, sampler_of
@@ -111,11 +112,11 @@ class Search:
         return self._signal
 
     def _is_done(self) -> bool:
-        """True if no trial is left for this search: others may still run theirs."""
+        """True if no trial is left for this search: those of other folders may still run theirs."""
         if time.monotonic() - self._looked < IDLE_SECONDS:
             return False
         self._looked = time.monotonic()
-        return not any(trial.state in ("running", "waiting") for trial in self._storage.results().trials)
+        return not self._storage.has_unfinished(self.wanted)
 
     def _fill(self) -> None:
         """Start trials in the free slots."""
@@ -124,11 +125,26 @@ class Search:
                 return  # the first trial is about to tell the parameters
             if time.monotonic() < self._claims_from:
                 return
-            claimed = self._storage.claim(self.wanted)
+            claimed = self._storage.claim(self._ready())
             if claimed is None:
                 self._claims_from = time.monotonic() + IDLE_SECONDS
                 return
             self._begin(claimed)
+
+    def _ready(self) -> int:
+        """Return how many trials may have begun by now."""
+        if self._request.sampler != "pbt" or not self._parameters:
+            return self.wanted
+        return min(self.wanted, self._population.ready(self._storage.results()))
+
+    @property
+    def _population(self) -> Population:
+        return Population.of(
+            trials=self.wanted,
+            members=self._request.population,
+            steps=self._storage.fact("steps"),
+            every=self._storage.fact("every"),
+        )
 
     def _begin(self, claimed: ClaimedTrial) -> None:
         """Start a trial, or note how it has ended if the search before did not."""
@@ -140,7 +156,7 @@ class Search:
         if not self._parameters:
             self._use(self._storage.parameters)
         is_known = bool(self._parameters) or bool(self._request.sweep) or self._storage.parameters is not None
-        is_probe = not is_known and (claimed.number > 0 or self._request.sampler == "grid")
+        is_probe = not is_known and (claimed.number > 0 or self._request.sampler in ("grid", "pbt"))
         self._start(claimed, self._free.pop(0), is_probe=is_probe)
 
     def _start(self, claimed: ClaimedTrial, slot: Slot, *, is_probe: bool) -> None:
@@ -152,6 +168,7 @@ class Search:
             metric=self._request.metric,
             parameters=None if known is None else [each.describe() for each in known],
             can_be_pruned=self._request.pruner != "none",
+            until=self._population.until(claimed.number) if self._is_member(is_probe) else None,
         )
         environment = {**slot.variables(os.environ), **request.variables()}
         if is_probe:
@@ -174,7 +191,26 @@ class Search:
         values = {} if is_probe else self._values(claimed)
         assignments = (*given.set, *(f"{name}={value}" for name, value in values.items()))
         folder = str(self._storage.run_dir(claimed.number).absolute())
-        return replace(given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments)
+        options = replace(given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments)
+        if not self._is_member(is_probe):
+            return options
+        self._go_on_from_parent(claimed)
+        return replace(options, save_every=str(self._population.segment), allow_change=options.allow_change | CHANGEABLE)
+
+    def _is_member(self, is_probe: bool) -> bool:
+        """True for a trial of a population, whose parameters are known."""
+        return self._request.sampler == "pbt" and not is_probe
+
+    def _go_on_from_parent(self, claimed: ClaimedTrial) -> None:
+        """Give a trial the checkpoint of its parent, unless it has one."""
+        parent = self._population.parent(claimed.number, self._storage.results(), self._request.seed)
+        folder = self._storage.run_dir(claimed.number)
+        if parent is None or (folder / "checkpoints").exists():
+            return
+        claimed.trial.set_user_attr("parent", parent)
+        shutil.rmtree(folder / "copied", ignore_errors=True)
+        shutil.copytree(self._storage.run_dir(parent) / "checkpoints", folder / "copied")
+        (folder / "copied").rename(folder / "checkpoints")
 
     def _values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
         """Return the values of a trial's parameters; none for the first, which has the defaults."""
@@ -188,7 +224,7 @@ class Search:
             return
         self._parameters = list(parameters)
         self._storage.study.sampler = sampler_of(self._request.sampler, seed=self._request.seed, given=self._given)
-        self._storage.study.pruner = pruner_of(self._request.pruner, self._storage.study.user_attrs.get("every"))
+        self._storage.study.pruner = pruner_of(self._request.pruner, self._storage.fact("every"))
 
     @property
     def _searched(self) -> list[Parameter]:
@@ -206,6 +242,11 @@ class Search:
             return dict(map(split_assignment, self._request.combinations[number]))
         if self._request.sampler == "grid":
             return self._grid[number]
+        if self._request.sampler == "pbt" and number >= self._request.population:
+            results = self._storage.results()
+            parent = self._population.parent(number, results, self._request.seed)
+            assert parent is not None, "it is not of the first generation"
+            return self._population.values(number, parent, results.trials[parent].parameters, self._searched, self._request.seed)
         return {each.name: each.default for each in self._searched} if number == 0 else None
 
     def _on_message(self, running: RunningTrial) -> None:
@@ -224,8 +265,8 @@ class Search:
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
         """Note a trial's parameters, and, of the first trial, those of the search."""
-        if message["every"] is not None and "every" not in self._storage.study.user_attrs:
-            self._storage.study.set_user_attr("every", message["every"])
+        for name in ("every", "steps"):
+            self._storage.note(name, message[name])
         if self._storage.parameters is None:
             self._storage.note_parameters(message["parameters"])
             self._use(self._storage.parameters)
@@ -243,6 +284,8 @@ class Search:
         """Raise `LaunchError` if there is nothing to search, and `RecipeError` if a grid is endless."""
         if self._request.sampler == "grid":
             grid_of(self._searched)
+        if self._request.sampler == "pbt":
+            self._population.until(0)  # raises if the generations do not fit
         if not self._searched and not self._request.sweep:
             raise LaunchError(
                 f"the script has no parameter to search: {', '.join(each.name for each in self._parameters) or 'none at all'}; a search "
@@ -276,6 +319,7 @@ class Search:
 
     def _finish(self, claimed: ClaimedTrial, outcome: Outcome) -> None:
         self._storage.end(claimed, outcome)
+        self._claims_from = 0.0
         if outcome.state != "running":
             self._on_end(claimed.number)
         if self._failures.note(outcome):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -189,6 +190,23 @@ class TrialStorage:
             self.study.tell(claimed.trial, values, state=_OPTUNA_STATES[outcome.state])
         self.release(claimed.number)
 
+    def has_unfinished(self, wanted: int) -> bool:
+        """Return True if trials are left for a search of this folder: they wait, or were begun here."""
+        trials = [trial for trial in self.study.get_trials(deepcopy=False) if trial.number < wanted]
+        return len(trials) < wanted or any(
+            trial.state == TrialState.WAITING or (trial.state == TrialState.RUNNING and trial.user_attrs.get("folder") == self._identity)
+            for trial in trials
+        )
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a fact of the search, unless it is known, or None."""
+        if value is not None and name not in self.study.user_attrs:
+            self.study.set_user_attr(name, value)
+
+    def fact(self, name: str) -> Any:
+        """Return what `note` has kept. None if it has not."""
+        return self.study.user_attrs.get(name)
+
     def results(self) -> SearchResults:
         """Return all trials as they are now."""
         return results_of(self.study)
@@ -240,7 +258,7 @@ def results_of(study: optuna.Study) -> SearchResults:
     identity = attributes["search"]
     return SearchResults(
         name=study.study_name,
-        script=" ".join(identity["script"]),
+        script=shlex.join(identity["script"]),
         metric=identity["metric"],
         direction=identity["direction"],
         wanted=wanted,

@@ -2,7 +2,7 @@
 
 [Note: messages of a trial] Rank 0 sends, and the search answers `report` alone:
 
-- `opened`: the script's parameters with their values, and the steps from one evaluation to the next.
+- `opened`: the script's parameters with their values, the steps from one evaluation to the next, and all steps.
 - `refused`: a mistake that no other trial can mend: an unknown metric, parameters that are not those of the search.
 - `report`, with the step and the metric. The answer says whether the trial is pruned.
 """
@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from lockstep.base.errors import RecipeError, UserError
@@ -40,11 +41,12 @@ class TrialRequest:
     parameters: Sequence[Mapping[str, Any]] | None
     """The parameters of the search, described. None: this trial is the first to tell."""
     can_be_pruned: bool
+    until: int | None = None
+    """The step after which it ends, at an evaluation. None: at the end of the training."""
 
     def variables(self) -> dict[str, str]:
         """Return the variables for the trial's workers."""
-        told = {"metric": self.metric, "parameters": self.parameters, "can_be_pruned": self.can_be_pruned}
-        return {"LOCKSTEP_PROBE": __name__, TRIAL: json.dumps(told)}
+        return {"LOCKSTEP_PROBE": __name__, TRIAL: json.dumps(asdict(self))}
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
@@ -58,8 +60,19 @@ def train(recipe: Recipe) -> NoReturn:
     """Tell the search which parameters the script has, instead of training, and end the process."""
     channel = _channel(os.environ)
     if channel is not None:
-        channel.send("opened", parameters=declared.describe(), values=declared.values, every=None)
+        every = [each.every for each in recipe.evaluations.values() if each.every is not None]
+        channel.send(
+            "opened", parameters=declared.describe(), values=declared.values, every=min(every, default=None), steps=total_steps(recipe)
+        )
     os._exit(0)
+
+
+def total_steps(recipe: Recipe) -> int | None:
+    """Return the optimizer steps of a training. None if its batches are the script's."""
+    if recipe.steps is not None or recipe.epochs is None or recipe.global_batch is None:
+        return recipe.steps
+    batches = len(recipe.data) / recipe.global_batch
+    return recipe.epochs * (math.floor(batches) if recipe.drop_last else math.ceil(batches))
 
 
 def _channel(environ: Mapping[str, str]) -> Channel | None:
@@ -84,7 +97,8 @@ class TrialHook(Hook):
                 self._channel.send("refused", reason=str(error))
             raise
         if self._channel is not None:
-            self._channel.send("opened", parameters=declared.describe(), values=declared.values, every=self._every(run))
+            steps = None if run.recipe is None else total_steps(run.recipe)
+            self._channel.send("opened", parameters=declared.describe(), values=declared.values, every=self._every(run), steps=steps)
 
     def _every(self, run: Run) -> int | None:
         """Return the steps from one evaluation with the metric to the next. None if it is evaluated at the end only."""
@@ -107,6 +121,12 @@ class TrialHook(Hook):
                 f"--metric {metric}, and the recipe has no evaluation; only the loss of training is measured; give ls.Evaluation(...), or "
                 "--metric loss"
             )
+        checkpoints = json.loads((run.dir / "run.json").read_text(encoding="utf-8"))["checkpoints"]
+        if checkpoints is not None:
+            raise RecipeError(
+                f"lockstep search with Saving(folder={checkpoints!r}); all trials would save there, and resume from each other's "
+                "checkpoints; leave it out: each trial has a folder of its own"
+            )
         if self._request.parameters is not None:
             check_parameters([Parameter.of(each) for each in self._request.parameters], list(declared.parameters.values()))
 
@@ -118,6 +138,8 @@ class TrialHook(Hook):
         answer = self._channel.receive()
         if answer is not None and answer["prune"] and self._request.can_be_pruned:
             run.stop(f"{PRUNED}{self._request.metric} {value:.6g} after step {run.step}")
+        elif self._request.until is not None and run.step >= self._request.until:
+            run.stop("the end of its generation")
 
 
 def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) -> None:
