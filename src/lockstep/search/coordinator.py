@@ -14,19 +14,16 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from optuna.distributions import CategoricalDistribution
-
 from lockstep.base.errors import LaunchError, UserError, say
 from lockstep.base.system import signals
 from lockstep.launch.recovery.channel import Channel
 from lockstep.options import RunOptions, variable
-from lockstep.recipe.parameters import Parameter, Value, split_assignment
 from lockstep.search import trial_hook
 from lockstep.search.outcome import FailuresAlike, Outcome, finished_outcome, outcome_of
-from lockstep.search.population import CHANGEABLE, Population
+from lockstep.search.population import CHANGEABLE
 from lockstep.search.processes import WarmParent
+from lockstep.search.proposals import Proposals
 from lockstep.search.request import SearchRequest
-from lockstep.search.sampling import distribution_of, grid_of, pruner_of, sampler_of
 from lockstep.search.slots import Slot
 from lockstep.search.study import ClaimedTrial, TrialStorage
 from lockstep.search.trial_hook import TrialRequest
@@ -63,6 +60,7 @@ class Search:
     ) -> None:
         """`processes`: of each trial. `on_end`: called with the number of each trial that has ended."""
         self._request, self._storage, self._parent, self._processes, self._on_end = request, storage, parent, processes, on_end
+        self.proposals = Proposals(request, storage)
         self._free = list(slots)
         self._running: dict[int, RunningTrial] = {}
         self._failures = FailuresAlike()
@@ -74,30 +72,13 @@ class Search:
         self._looked = self._claims_from = 0.0
         self._until = None if request.timeout_seconds is None else time.monotonic() + request.timeout_seconds
         self._ends_early = False
-        self._parameters: list[Parameter] = []
-        self._use(storage.parameters)
-        if request.sweep:
-            storage.study.sampler = sampler_of("random", seed=request.seed, given=self._given)
-            storage.study.pruner = pruner_of("none", None)
-
-    @property
-    def running(self) -> int:
-        """Trials that run now."""
-        return len(self._running)
-
-    @property
-    def wanted(self) -> int:
-        """Trials of the whole search."""
-        is_grid = self._request.sampler == "grid" and bool(self._parameters)
-        limits = (self._request.trials, len(self._request.combinations), len(self._grid) if is_grid else None)
-        return min(filter(None, limits), default=1)
 
     def run(self) -> int | None:
         """Run trials until all are made, the time is over, or a signal asks to end. Returns that signal. Raises the
         error of a script that is at fault."""
         with self._handling_signals():
             while True:
-                self._storage.note_wanted(self.wanted)
+                self._storage.note_wanted(self.proposals.wanted)
                 self._fill()
                 if not self._running and (self._ends_early or self._is_done()):
                     break
@@ -116,35 +97,20 @@ class Search:
         if time.monotonic() - self._looked < IDLE_SECONDS:
             return False
         self._looked = time.monotonic()
-        return not self._storage.has_unfinished(self.wanted)
+        return not self._storage.has_unfinished(self.proposals.wanted)
 
     def _fill(self) -> None:
         """Start trials in the free slots."""
         while self._free and not self._ends_early:
-            if self._running and not self._parameters and not self._request.sweep and self._storage.parameters is None:
+            if self._running and not self.proposals.are_known:
                 return  # the first trial is about to tell the parameters
             if time.monotonic() < self._claims_from:
                 return
-            claimed = self._storage.claim(self._ready())
+            claimed = self._storage.claim(self.proposals.ready)
             if claimed is None:
                 self._claims_from = time.monotonic() + IDLE_SECONDS
                 return
             self._begin(claimed)
-
-    def _ready(self) -> int:
-        """Return how many trials may have begun by now."""
-        if self._request.sampler != "pbt" or not self._parameters:
-            return self.wanted
-        return min(self.wanted, self._population.ready(self._storage.results()))
-
-    @property
-    def _population(self) -> Population:
-        return Population.of(
-            trials=self.wanted,
-            members=self._request.population,
-            steps=self._storage.fact("steps"),
-            every=self._storage.fact("every"),
-        )
 
     def _begin(self, claimed: ClaimedTrial) -> None:
         """Start a trial, or note how it has ended if the search before did not."""
@@ -153,10 +119,8 @@ class Search:
         if done is not None:
             self._finish(claimed, done)
             return
-        if not self._parameters:
-            self._use(self._storage.parameters)
-        is_known = bool(self._parameters) or bool(self._request.sweep) or self._storage.parameters is not None
-        is_probe = not is_known and (claimed.number > 0 or self._request.sampler in ("grid", "pbt"))
+        self.proposals.look()
+        is_probe = not self.proposals.are_known and (claimed.number > 0 or self.proposals.need_probe)
         self._start(claimed, self._free.pop(0), is_probe=is_probe)
 
     def _start(self, claimed: ClaimedTrial, slot: Slot, *, is_probe: bool) -> None:
@@ -168,7 +132,7 @@ class Search:
             metric=self._request.metric,
             parameters=None if known is None else [each.describe() for each in known],
             can_be_pruned=self._request.pruner != "none",
-            until=self._population.until(claimed.number) if self._is_member(is_probe) else None,
+            until=self.proposals.population.until(claimed.number) if self._is_member(is_probe) else None,
         )
         environment = {**slot.variables(os.environ), **request.variables()}
         if is_probe:
@@ -188,14 +152,14 @@ class Search:
 
     def _options(self, claimed: ClaimedTrial, *, is_probe: bool) -> RunOptions:
         given = self._request.launch.for_workers(default_run_dir="", now_seconds=time.time())
-        values = {} if is_probe else self._values(claimed)
+        values = {} if is_probe else self.proposals.values(claimed)
         assignments = (*given.set, *(f"{name}={value}" for name, value in values.items()))
         folder = str(self._storage.run_dir(claimed.number).absolute())
         options = replace(given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments)
         if not self._is_member(is_probe):
             return options
         self._go_on_from_parent(claimed)
-        return replace(options, save_every=str(self._population.segment), allow_change=options.allow_change | CHANGEABLE)
+        return replace(options, save_every=str(self.proposals.population.segment), allow_change=options.allow_change | CHANGEABLE)
 
     def _is_member(self, is_probe: bool) -> bool:
         """True for a trial of a population, whose parameters are known."""
@@ -203,7 +167,7 @@ class Search:
 
     def _go_on_from_parent(self, claimed: ClaimedTrial) -> None:
         """Give a trial the checkpoint of its parent, unless it has one."""
-        parent = self._population.parent(claimed.number, self._storage.results(), self._request.seed)
+        parent = self.proposals.parent(claimed.number)
         folder = self._storage.run_dir(claimed.number)
         if parent is None or (folder / "checkpoints").exists():
             return
@@ -211,43 +175,6 @@ class Search:
         shutil.rmtree(folder / "copied", ignore_errors=True)
         shutil.copytree(self._storage.run_dir(parent) / "checkpoints", folder / "copied")
         (folder / "copied").rename(folder / "checkpoints")
-
-    def _values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
-        """Return the values of a trial's parameters; none for the first, which has the defaults."""
-        if self._request.sweep:
-            return self._storage.suggest(claimed, {name: CategoricalDistribution(texts) for name, texts in self._request.sweep})
-        return self._storage.suggest(claimed, {each.name: distribution_of(each) for each in self._searched})
-
-    def _use(self, parameters: Sequence[Parameter] | None) -> None:
-        """Sample these parameters from now on."""
-        if parameters is None or self._request.sweep:
-            return
-        self._parameters = list(parameters)
-        self._storage.study.sampler = sampler_of(self._request.sampler, seed=self._request.seed, given=self._given)
-        self._storage.study.pruner = pruner_of(self._request.pruner, self._storage.fact("every"))
-
-    @property
-    def _searched(self) -> list[Parameter]:
-        """The parameters that are sampled: those with bounds or choices that `--set` does not fix."""
-        fixed = {text.partition("=")[0] for text in self._request.launch.set}
-        return [each for each in self._parameters if each.is_searched and each.name not in fixed]
-
-    @property
-    def _grid(self) -> list[dict[str, Value]]:
-        return grid_of(self._searched)
-
-    def _given(self, number: int) -> Mapping[str, Value] | None:
-        """Return the values of a trial that is not sampled: the first, or all of a grid."""
-        if self._request.sweep:
-            return dict(map(split_assignment, self._request.combinations[number]))
-        if self._request.sampler == "grid":
-            return self._grid[number]
-        if self._request.sampler == "pbt" and number >= self._request.population:
-            results = self._storage.results()
-            parent = self._population.parent(number, results, self._request.seed)
-            assert parent is not None, "it is not of the first generation"
-            return self._population.values(number, parent, results.trials[parent].parameters, self._searched, self._request.seed)
-        return {each.name: each.default for each in self._searched} if number == 0 else None
 
     def _on_message(self, running: RunningTrial) -> None:
         message = running.channel.receive()
@@ -269,28 +196,16 @@ class Search:
             self._storage.note(name, message[name])
         if self._storage.parameters is None:
             self._storage.note_parameters(message["parameters"])
-            self._use(self._storage.parameters)
+            self.proposals.look()
             try:
-                self._check_space()
+                self.proposals.check()
             except UserError as error:
                 self._stop(error)
                 return
             if not running.is_probe:
-                self._values(running.claimed)
+                self.proposals.values(running.claimed)
         if not running.is_probe:
             running.claimed.trial.set_user_attr("values", message["values"])
-
-    def _check_space(self) -> None:
-        """Raise `LaunchError` if there is nothing to search, and `RecipeError` if a grid is endless."""
-        if self._request.sampler == "grid":
-            grid_of(self._searched)
-        if self._request.sampler == "pbt":
-            self._population.until(0)  # raises if the generations do not fit
-        if not self._searched and not self._request.sweep:
-            raise LaunchError(
-                f"the script has no parameter to search: {', '.join(each.name for each in self._parameters) or 'none at all'}; a search "
-                'samples those with bounds or choices; write lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2, log=True) before the recipe'
-            )
 
     def _on_ended(self) -> None:
         message = self._parent.channel.receive()
@@ -312,7 +227,7 @@ class Search:
         self._finish(running.claimed, outcome)
 
     def _after_probe(self, running: RunningTrial) -> None:
-        if running.claimed.number < self.wanted and not self._ends_early:
+        if running.claimed.number < self.proposals.wanted and not self._ends_early:
             self._start(running.claimed, self._free.pop(), is_probe=False)
         else:
             self._storage.end(running.claimed, Outcome(state="running"))
