@@ -62,8 +62,8 @@ class Parameter:
             raise self._error("has choices and bounds; it has the one or the other; leave one out")
         if not all(isinstance(each, bool | int | float | str | None) for each in self.choices):
             raise self._error(f"has the choices {list(self.choices)}; each is a bool, int, float, str or None")
-        if len({str(each) for each in self.choices}) < len(self.choices):
-            raise self._error(f"has the choices {list(self.choices)}; --set could not tell two of them apart; give each once")
+        if min(len({str(each) for each in self.choices}), len(set(self.choices))) < len(self.choices):
+            raise self._error(f"has the choices {list(self.choices)}; two of them are equal, or equal as text for --set; give each once")
 
     def _check_bounds(self) -> None:
         if self.low is None or self.high is None:
@@ -72,14 +72,14 @@ class Parameter:
             raise self._error(f"has bounds and the default {self.default!r}; all three are numbers; give choices= for others")
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
             raise self._error(f"has low={self.low} and high={self.high}; low is less than high, and both are finite")
+        if self.step is not None and not (isinstance(self.step, int | float) and 0 < self.step <= self.high - self.low):
+            raise self._error(f"has step={self.step!r}; it is more than 0 and at most high - low = {self.high - self.low}")
         if self.is_int and any(each is not None and each != int(each) for each in (self.low, self.high, self.step)):
             raise self._error(
                 f"has the whole default {self.default}, and bounds or a step that are not; write {self.default}.0, or whole numbers"
             )
         if self.log and (self.low <= 0 or self.step is not None):
             raise self._error(f"has log=True with low={self.low}, step={self.step}; low is then more than 0, and there is no step")
-        if self.step is not None and not 0 < self.step <= self.high - self.low:
-            raise self._error(f"has step={self.step}; it is more than 0 and at most high - low = {self.high - self.low}")
 
     @property
     def is_int(self) -> bool:
@@ -92,18 +92,22 @@ class Parameter:
         return bool(self.choices) or self.low is not None
 
     @property
-    def values(self) -> list[Value] | None:
+    def values(self) -> Sequence[Value] | None:
         """All values, if they are countable: the choices, or those of whole numbers or with a step."""
         if self.choices:
-            return list(self.choices)
+            return self.choices
         if self.low is None or self.high is None or self.log or (self.step is None and not self.is_int):
             return None
-        step = self.step or 1
-        count = math.floor((self.high - self.low) / step * (1 + 1e-12)) + 1
-        return [int(self.low + number * step) if self.is_int else self.low + number * step for number in range(count)]
+        if self.is_int:
+            return range(int(self.low), int(self.high) + 1, int(self.step or 1))
+        assert self.step is not None, "else they are not countable"
+        count = math.floor((self.high - self.low) / self.step * (1 + 1e-12)) + 1
+        return [min(self.low + number * self.step, self.high) for number in range(count)]  # 3 * 0.1 > 0.3
 
     def check(self, value: Value, source: str) -> None:
         """Raise `RecipeError` for a value that the parameter cannot have. `source`: who gave it."""
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._error(f"has the value {value!r} ({source}); run.json, which has the values, holds finite numbers; give None, say")
         if self.choices and not any(value == each and type(value) is type(each) for each in self.choices):
             raise self._error(f"has the value {value!r} ({source}); its choices are {', '.join(map(repr, self.choices))}")
         if self.low is None or self.high is None:
@@ -115,7 +119,8 @@ class Parameter:
         """Return the value that a text gives. Raises `RecipeError` if it cannot be one. `source`: who gave it."""
         value: Value
         if self.choices:
-            value = next((each for each in self.choices if _same(text, each)), text)
+            same = [each for each in self.choices if text == str(each)] or [each for each in self.choices if _same(text, each)]
+            value = same[0] if same else text
         elif isinstance(self.default, bool):
             if text.lower() not in ("true", "false", "1", "0"):
                 raise self._error(f"has the value {text!r} ({source}); it is true or false")
@@ -146,7 +151,7 @@ class Parameter:
 
 def _same(text: str, choice: Value) -> bool:
     """True if a text on a command line gives this choice."""
-    if text == str(choice) or (isinstance(choice, bool) and text.lower() == str(choice).lower()):
+    if isinstance(choice, bool) and text.lower() == str(choice).lower():
         return True
     try:
         return isinstance(choice, int | float) and not isinstance(choice, bool) and float(text) == choice
@@ -256,7 +261,5 @@ def _value(parameter: Parameter, environ: Mapping[str, str]) -> Value:
     run_dir = environ.get(RUN_DIR)
     saved = saved_values(Path(run_dir)) if run_dir else {}
     if parameter.name in saved:
-        value = saved[parameter.name]
-        parameter.check(value, f"of the run in {run_dir}")
-        return value
+        return parameter.read(str(saved[parameter.name]), f"of the run in {run_dir}")
     return parameter.default

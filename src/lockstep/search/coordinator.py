@@ -85,8 +85,8 @@ class Search:
                 for key, _ in self._selector.select(POLL_SECONDS):
                     if key.fileobj is self._parent.channel:
                         self._on_ended()
-                    elif key.data in self._running:
-                        self._on_message(self._running[key.data])
+                    elif (running := self._running.get(key.data)) is not None and running.channel is key.fileobj:
+                        self._on_message(running, None)
                 self._end_in_time()
         if self._error is not None:
             raise self._error
@@ -176,11 +176,13 @@ class Search:
         shutil.copytree(self._storage.run_dir(parent) / "checkpoints", folder / "copied")
         (folder / "copied").rename(folder / "checkpoints")
 
-    def _on_message(self, running: RunningTrial) -> None:
-        message = running.channel.receive()
+    def _on_message(self, running: RunningTrial, seconds: float | None) -> bool:
+        """Answer a message of a trial. Returns False if there is none within so many seconds: it has ended."""
+        message = running.channel.receive(seconds)
         if message is None:
-            self._selector.unregister(running.channel)  # it has ended, or is about to
-            return
+            if running.channel in self._selector.get_map():
+                self._selector.unregister(running.channel)
+            return False
         match message["kind"]:
             case "opened":
                 self._on_opened(running, message)
@@ -189,6 +191,7 @@ class Search:
             case "report":
                 prune = self._storage.report(running.claimed, message["step"], message["value"])
                 running.channel.send("answer", prune=prune)
+        return True
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
         """Note a trial's parameters, and, of the first trial, those of the search."""
@@ -212,8 +215,8 @@ class Search:
         if message is None:
             raise LaunchError("the process that starts the trials has ended; was it killed? the same command goes on")
         running = self._running.pop(message["number"])
-        if running.channel in self._selector.get_map():
-            self._selector.unregister(running.channel)
+        while self._on_message(running, 0.0):
+            pass  # what it said last
         running.channel.close()
         self._free.append(running.slot)
         folder = self._storage.run_dir(running.claimed.number)

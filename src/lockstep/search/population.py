@@ -109,6 +109,7 @@ def _changed(parameter: Parameter, value: Any, chance: random.Random) -> Value:
     assert parameter.low is not None, "it is searched"
     assert parameter.high is not None, "it is searched"
     changed = float(min(parameter.high, max(parameter.low, value * chance.choice(FACTORS))))
-    if (values := parameter.values) is not None:
-        return min(values, key=lambda each: abs(float(each or 0) - changed))
+    if parameter.step is not None:
+        changed = parameter.low + round((changed - parameter.low) / parameter.step) * parameter.step
+        changed = changed if changed <= parameter.high else changed - parameter.step
     return round(changed) if parameter.is_int else changed

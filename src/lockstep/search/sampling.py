@@ -81,7 +81,7 @@ def distribution_of(parameter: Parameter) -> BaseDistribution:
     assert parameter.low is not None, "it is searched"
     assert parameter.high is not None, "it is searched"
     values = parameter.values
-    high = parameter.high if values is None else float(values[-1] or 0)
+    high = parameter.high if values is None else float(values[-1] or 0)  # a step from low
     if parameter.is_int:
         return IntDistribution(int(parameter.low), int(high), log=parameter.log, step=int(parameter.step or 1))
     return FloatDistribution(float(parameter.low), float(high), log=parameter.log, step=parameter.step)
