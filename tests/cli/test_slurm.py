@@ -122,6 +122,21 @@ def test_a_job_that_makes_room_for_another_is_requeued_and_goes_on_to_the_same_m
     assert "0-" in (tmp_path / "output").read_text()
 
 
+@pytest.mark.command
+def test_the_jobs_of_a_search_share_its_trials(slurm: None, tmp_path: Path) -> None:
+    given = ["--slurm", "--time 5 --cpus-per-task 1 --name job", "--parallel", "3", "--trials", "6", "--sampler", "random"]
+    line = [LOCKSTEP, "search", *given, "--run-dir", "search", str(SCRIPTS / "searched.py")]
+    sent = subprocess.run(line, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False)
+    assert sent.returncode == 0, sent.stderr
+    assert re.match(r"lockstep: job \d+, an array of 3: ", sent.stderr)
+    wait_for(lambda: not job_id())
+    told = subprocess.run([LOCKSTEP, "report", "--json", "search"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    trials = json.loads(told.stdout)["trials"]
+    assert [trial["state"] for trial in trials] == ["complete"] * 6
+    assert len({trial["parameters"]["lr"] for trial in trials}) == 6
+    assert len({line for path in tmp_path.glob("job-*.txt") for line in re.findall(r"trial (\d) complete", path.read_text())}) == 6
+
+
 def nodes_of(folder: Path) -> list[str]:
     host = asked("hostname", "-s").strip()
     return [f"-{number}-{host}" for number in (0, 1)]

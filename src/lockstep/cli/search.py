@@ -15,7 +15,7 @@ import click
 
 from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import LaunchError, say
-from lockstep.base.system import refuse_on_windows
+from lockstep.base.system import refuse_on_windows, shell_words
 from lockstep.base.units import seconds
 from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
 from lockstep.launch.count import count_processes
@@ -42,6 +42,11 @@ def search_options(command: Command) -> Command:
         click.option("--storage", metavar="URL", help="Optuna's storage, such as postgresql://user@host/name. Default: SQLite in DIR."),
         click.option("--name", metavar="NAME", help="Name of the study in the storage. Default: SCRIPT."),
         click.option("--timeout", metavar="TIME", help="End after this time, such as 8h: the trials save."),
+        click.option(
+            "--slurm",
+            metavar="OPTIONS",
+            help='Send P jobs to Slurm, which make a trial at a time each. Options of lockstep slurm for a job: "--time 8:00:00".',
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print the results as JSON."),
         click.option("--csv", metavar="FILE", help="Write the results as a table."),
     )[::-1]:
@@ -107,6 +112,8 @@ def command(
 def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool, **fields: Any) -> int:
     """Run a search, and print its results. `given`: the values of `search_options`. Returns the exit status."""
     refuse_on_windows("lockstep search")
+    if given["slurm"] is not None:
+        return _send_to_slurm(given["slurm"], given["parallel"], script, is_module=is_module)
     check_target(script[1] if is_module else script[0], is_module=is_module)
     metric, timeout, stem = given["metric"], given["timeout"], Path(script[1] if is_module else script[0]).stem
     launch = options_from({name: given[name] for name in (*LAUNCH, "set") if name in given})
@@ -124,6 +131,41 @@ def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool,
         **fields,
     )
     return _run(request, plan, as_json=given["as_json"], csv=given["csv"])
+
+
+def _send_to_slurm(options: str, jobs: int | None, script: Sequence[str], *, is_module: bool) -> int:
+    """Send an array of jobs, each of which runs this command for one trial at a time. Returns the exit status."""
+    from lockstep.cli.slurm import array_of
+    from lockstep.launch.slurm.commands import submit
+
+    if jobs is None:
+        raise LaunchError("--slurm without --parallel; it sends so many jobs, each for one trial at a time; give --parallel 4, say")
+    context = click.get_current_context()
+    words = given_options(context, without=("slurm", "parallel"))
+    line = ["lockstep", str(context.info_name), *words, "--parallel", "1", *script]
+    text = array_of(line, shell_words("--slurm", options), jobs=jobs, name=Path(script[1] if is_module else script[0]).stem)
+    say(f"lockstep: job {submit(text)}, an array of {jobs}: squeue shows them; their trials are in the folder of the search")
+    if "--storage" not in words:
+        say(
+            "lockstep: the nodes share an SQLite file, which needs a file system with locks; a database is surer (--storage postgresql://...)"
+        )
+    return 0
+
+
+def given_options(context: click.Context, *, without: Sequence[str]) -> list[str]:
+    """Return the options of a command that were given on the command line, but those with these names, as words."""
+    words: list[str] = []
+    for option in context.command.params:
+        name = str(option.name)
+        is_given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if not isinstance(option, click.Option) or name in (*without, "is_module") or not is_given:
+            continue
+        value = context.params[name]
+        if option.is_flag:
+            words.append(option.opts[-1])
+        else:
+            words += [word for each in (value if option.multiple else [value]) for word in (option.opts[-1], str(each))]
+    return words
 
 
 def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str | None) -> int:
@@ -146,6 +188,7 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
         count = count_processes(request.launch.nproc, plan, lambda: min(gpus, 1), name="--nproc ")
         free = slots(request.parallel, count, cpus=usable_cpus(), gpus=gpus, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
         search = Search(request, storage, parent, free, count, lambda number: _show(number, storage.results(), len(free)))
+        _greet(storage.results(), request)
         asked_to_end = search.run()
         results = storage.results()
     finally:
@@ -155,6 +198,12 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
         say(f"lockstep: stopped by {signal.Signals(asked_to_end).name}; the same command goes on")
         return 75
     return 0 if results.best is not None else 1
+
+
+def _greet(results: SearchResults, request: SearchRequest) -> None:
+    """Say where the search is, and what of it is done already."""
+    ended = results.count("complete", "pruned", "failed")
+    say(f"lockstep: search {request.name} in {request.folder}" + (f" goes on: {ended} trials have ended" if ended else ""))
 
 
 def _show(number: int, results: SearchResults, parallel: int) -> None:

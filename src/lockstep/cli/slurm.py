@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -72,32 +75,39 @@ def command(
     """
     given = shell_words("--run", run_options)
     _check_run(given, run_options, script, arguments, must_exist=is_sent)
-    for option in sbatch:
-        if not option.startswith("-") or "\n" in option:
-            raise LaunchError(f'--sbatch {option!r}; it is one option of sbatch; give one as in --sbatch "--partition=gpu", each by itself')
     name = name if name is not None else Path(script).stem
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise LaunchError(f"--name {name}; files are called by it; give one of letters, digits, dots, - and _")
-    batch = BatchScript(
-        script=script,
-        arguments=arguments,
-        run=given,
-        name=name,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        cpus_per_task=cpus_per_task,
-        time=time,
-        signal_seconds=int(seconds(signal_before, "--signal-before", LaunchError)),
-        path=os.path.dirname(sys.executable),
-        setup=setup,
-        sbatch=sbatch,
-    )
-    text = batch.text()
+    job = _job(name, signal_before, sbatch, nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_task=cpus_per_task, time=time, setup=setup)
+    text = replace(job, script=script, arguments=arguments, run=given).text()
     if output is not None:
         _write(Path(output), text)
     elif not is_sent:
         click.echo(text, nl=False)
     return _send(text, name) if is_sent else 0
+
+
+def array_of(line: Sequence[str], options: Sequence[str], *, jobs: int, name: str) -> str:
+    """Return the batch script of an array of jobs of one node, each of which runs the command `line`. `options`: those
+    of `lockstep slurm`, for each job. Raises `LaunchError`, or a usage error."""
+    given = command.make_context("lockstep search --slurm", [*options, name]).params
+    if given["nodes"] != 1 or given["run_options"] or given["output"] or given["is_sent"]:
+        raise LaunchError(
+            f"--slurm {shlex.join(options)!r}; it is the options of lockstep slurm for one job of one node; leave out --nodes, --run, -o "
+            "and --submit"
+        )
+    kept = {key: given[key] for key in ("nodes", "gpus_per_node", "cpus_per_task", "time", "setup")}
+    job = _job(given["name"] or name, given["signal_before"], (*given["sbatch"], f"--array=1-{jobs}"), **kept)
+    return replace(job, command=line).text()
+
+
+def _job(name: str, signal_before: str, sbatch: Sequence[str], **given: Any) -> BatchScript:
+    """Return a batch script that runs nothing yet. Raises `LaunchError`."""
+    for option in sbatch:
+        if not option.startswith("-") or "\n" in option:
+            raise LaunchError(f'--sbatch {option!r}; it is one option of sbatch; give one as in --sbatch "--partition=gpu", each by itself')
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise LaunchError(f"--name {name}; files are called by it; give one of letters, digits, dots, - and _")
+    before = int(seconds(signal_before, "--signal-before", LaunchError))
+    return BatchScript(name=name, signal_seconds=before, path=os.path.dirname(sys.executable), sbatch=sbatch, **given)
 
 
 def _check_run(given: Sequence[str], run_options: str, script: str, arguments: Sequence[str], *, must_exist: bool) -> None:

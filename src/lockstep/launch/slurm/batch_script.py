@@ -19,9 +19,9 @@ _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_ME
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchScript:
-    """The contents of a batch script. Made by `lockstep slurm`."""
+    """The contents of a batch script. Made by `lockstep slurm`, and by `lockstep search --slurm`."""
 
-    script: str
+    script: str = ""
     arguments: Sequence[str] = ()
     """Arguments of the script."""
     run: Sequence[str] = ()
@@ -40,6 +40,8 @@ class BatchScript:
     """The folder that contains `lockstep`, for PATH. None: PATH stays as it is."""
     setup: Sequence[str] = ()
     """Lines of shell before the run."""
+    command: Sequence[str] = ()
+    """The command of each node, instead of `lockstep run` with `run`, `script` and `arguments`."""
     sbatch: Sequence[str] = ()
     """Further options of sbatch."""
 
@@ -83,6 +85,8 @@ class BatchScript:
     def _step(self) -> list[str]:
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task is not None else []
         srun = ["srun", *cpus, "--kill-on-bad-exit=0", "--open-mode=append", f"--output={self.name}-%j-%n-%N.txt"]
+        if self.command:
+            return [f"{' '.join(srun)} \\", f"    {shlex.join(self.command)}", "status=$?"]
         has_run_dir = any(option.partition("=")[0] == flag("run_dir") for option in self.run)
         run_dir = [] if has_run_dir else [f'{flag("run_dir")} "runs/{self.name}-$SLURM_JOB_ID"']
         run = ["lockstep run", *run_dir, shlex.join([*self.run, self.script, *self.arguments])]
