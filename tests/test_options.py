@@ -29,6 +29,7 @@ GIVEN: dict[str, Any] = {
     "check": True,
     "backend": "ucc",
     "allow_change": frozenset({"steps", "schedule"}),
+    "set": ("lr=1e-3", "name=a b"),
     "stop_at": 1e9,
     "default_run_dir": "/runs/b",
     "evaluate": "model.safetensors",
