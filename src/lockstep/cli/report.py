@@ -68,9 +68,9 @@ def _of_runs(run_dirs: Sequence[str]) -> Report:
 
 def _of_search(folder: Path) -> Report:
     from lockstep.search import page as search_page, summary
-    from lockstep.search.study import importance_of, opened_study, results_of
+    from lockstep.search.study import importance_of, results_of, study_of
 
-    study = opened_study(folder)
+    study = study_of(folder)
     results, importance = results_of(study), importance_of(study)
     lines = summary.summary_lines(results)
     return {**results.as_json(), "importance": importance}, lines, lambda made: search_page.page(results, importance, made)

@@ -19,6 +19,7 @@ from lockstep.base.system import signals
 from lockstep.launch.recovery.channel import Channel
 from lockstep.options import RunOptions, variable
 from lockstep.search import trial_hook
+from lockstep.search.database import reachable
 from lockstep.search.outcome import FailuresAlike, Outcome, finished_outcome, outcome_of
 from lockstep.search.population import CHANGEABLE
 from lockstep.search.processes import WarmParent
@@ -76,7 +77,7 @@ class Search:
     def run(self) -> int | None:
         """Run trials until all are made, the time is over, or a signal asks to end. Returns that signal. Raises the
         error of a script that is at fault."""
-        with self._handling_signals():
+        with self._handling_signals(), reachable(self._storage.url):
             while True:
                 self._storage.note_wanted(self.proposals.wanted)
                 self._fill()
@@ -198,9 +199,9 @@ class Search:
         for name in ("every", "steps"):
             self._storage.note(name, message[name])
         if self._storage.parameters is None:
-            self._storage.note_parameters(message["parameters"])
-            self.proposals.look()
             try:
+                self._storage.note_parameters(message["parameters"])
+                self.proposals.look()
                 self.proposals.check()
             except UserError as error:
                 self._stop(error)

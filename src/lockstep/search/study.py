@@ -11,37 +11,31 @@ import json
 import os
 import secrets
 import shlex
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import StorageInternalError
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from lockstep.base.errors import LaunchError, RecipeError
 from lockstep.base.file_lock import try_lock
 from lockstep.base.files import write_atomically
 from lockstep.recipe.parameters import Parameter
+from lockstep.search.database import alone, opened_study, reachable, shown
 from lockstep.search.outcome import Outcome
 from lockstep.search.request import SEARCH, SearchRequest
-from lockstep.search.results import Direction, SearchResults, State, TrialResult
+from lockstep.search.results import SearchResults, State, TrialResult
 
 _STATES: Mapping[TrialState, State] = {
     TrialState.WAITING: "waiting", TrialState.RUNNING: "running", TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
 }  # fmt: skip
 _OPTUNA_STATES = {state: theirs for theirs, state in _STATES.items()}
-_FAILURES = (StorageInternalError, SQLAlchemyError, OSError)
-_OPENING_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +60,45 @@ class TrialStorage:
         self._request = request
         self.folder = request.folder
         (self.folder / "locks").mkdir(parents=True, exist_ok=True)
-        self.url = request.storage or f"sqlite:///{self.folder.absolute() / 'search.db'}"
+        self.url = request.storage or own_file(self.folder)
         self._locks: dict[int, int] = {}
         self._parameters: list[Parameter] | None = None
         self._wanted: int | None = None
-        self._identity = self._identify()
-        with self._alone():
-            self.study = _opened(self.url, request.name, request.direction)
-            self._check(request.identity())
+        self._told = {"storage": request.storage, "name": request.name}
+        self._check_folder()
+        with alone(self.url, request.name), reachable(self.url):
+            self.study = opened_study(self.url, request.name, request.direction)
+            self._check_search()
+            self._identity = self._identify()
 
-    def _identify(self) -> str:
-        """Return the identity of the folder, which is made with it. Raises `LaunchError` if it is another search's."""
-        path = self.folder / SEARCH
-        told = {"storage": self._request.storage, "name": self._request.name}
+    def _check_folder(self) -> dict[str, Any]:
+        """Return what the folder says. Empty if it is new. Raises `LaunchError` if it is another search's."""
         with suppress(OSError, ValueError):
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if {key: found[key] for key in told} != told:
+            found = json.loads((self.folder / SEARCH).read_text(encoding="utf-8"))
+            if {key: found[key] for key in self._told} != self._told:
                 raise LaunchError(
                     f"--run-dir {self.folder} holds the search {found['name']!r} in {shown(found['storage'])}; a folder holds one search; "
                     "give its --name and --storage, or another folder"
                 )
-            return str(found["identity"])
-        identity = secrets.token_hex(8)
-        write_atomically(path, json.dumps({**told, "identity": identity}))
-        return identity
+            return dict(found)
+        return {}
 
-    def _check(self, identity: Mapping[str, Any]) -> None:
-        before = self.study.user_attrs.get("search")
-        if before is None:
+    def _identify(self) -> str:
+        """Return the identity of the folder, which is made with it."""
+        identity = self._check_folder().get("identity")
+        if identity is None:
+            identity = secrets.token_hex(8)
+            write_atomically(self.folder / SEARCH, json.dumps({**self._told, "identity": identity}))
+        return str(identity)
+
+    def _check_search(self) -> None:
+        """Raise `RecipeError` if the study is of another search.
+
+        Until a trial has told its parameters there is nothing to compare: a mistake in the metric can be corrected.
+        """
+        identity, before = self._request.identity(), self.study.user_attrs.get("search")
+        is_same_way = self.study.direction.name.lower() == self._request.direction
+        if before is None or (before != identity and "parameters" not in self.study.user_attrs and is_same_way):
             self.study.set_user_attr("search", identity)
             return
         found = [f"{key}: {before[key]!r}, now {identity[key]!r}" for key in identity if before[key] != identity[key]]
@@ -111,9 +116,11 @@ class TrialStorage:
         return self._parameters
 
     def note_parameters(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the parameters of the script, unless another search has."""
-        if "parameters" not in self.study.user_attrs:
-            self.study.set_user_attr("parameters", list(described))
+        """Keep the parameters of the script, unless another search has. Raises `RecipeError` if that is not alike."""
+        with alone(self.url, self._request.name):
+            self._check_search()
+            if "parameters" not in self.study.user_attrs:
+                self.study.set_user_attr("parameters", list(described))
 
     def note_wanted(self, wanted: int) -> None:
         """Keep the number of trials that the search is to have."""
@@ -124,7 +131,7 @@ class TrialStorage:
     def claim(self, wanted: int) -> ClaimedTrial | None:
         """Return a trial to run, of the first `wanted`: one that was interrupted, or else a new one. None if there is
         none."""
-        with self._alone():
+        with alone(self.url, self._request.name):
             trials = self.study.get_trials(deepcopy=False)
             for trial in trials:
                 if trial.state == TrialState.RUNNING and self._is_interrupted(trial):
@@ -159,10 +166,10 @@ class TrialStorage:
         if not self._lock(number):
             return False
         with suppress(optuna.exceptions.UpdateFinishedTrialError):
+            for key, value in self._attributes(number).items():  # first: a search killed in between resumes it
+                if storage.get_trial(trial_id).user_attrs.get(key) != value:
+                    storage.set_trial_user_attr(trial_id, key, value)
             if storage.set_trial_state_values(trial_id, TrialState.RUNNING):
-                for key, value in self._attributes(number).items():
-                    if storage.get_trial(trial_id).user_attrs.get(key) != value:
-                        storage.set_trial_user_attr(trial_id, key, value)
                 return True
         self.release(number)
         return False
@@ -227,27 +234,6 @@ class TrialStorage:
         """Let another search run the trial."""
         os.close(self._locks.pop(number))
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold the lock of an SQLite file, whose transactions do not keep two searches from taking one trial. Other
-        databases lock the row."""
-        url = _parsed(self.url)
-        if url.get_backend_name() != "sqlite" or not url.database:
-            yield
-            return
-        path = Path(f"{url.database}.lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            while True:
-                with suppress(BlockingIOError):
-                    try_lock(descriptor)
-                    break
-                time.sleep(0.02)
-            yield
-        finally:
-            os.close(descriptor)
-
 
 def results_of(study: optuna.Study) -> SearchResults:
     """Return the trials of a study: as many as it is to have. Those beyond were never begun."""
@@ -292,61 +278,18 @@ def importance_of(study: optuna.Study) -> dict[str, float]:
         return {}
 
 
-def opened_study(folder: Path) -> optuna.Study:
+def study_of(folder: Path) -> optuna.Study:
     """Return the study of a search's folder, to be read. Raises `LaunchError`."""
     try:
         told = json.loads((folder / SEARCH).read_text(encoding="utf-8"))
     except ValueError as error:
         raise LaunchError(f"{folder / SEARCH} is damaged: {error}; it has the storage and the name of the search") from error
-    url = told["storage"] or f"sqlite:///{folder.absolute() / 'search.db'}"
-    return _opened(url, told["name"], None)
+    study = opened_study(told["storage"] or own_file(folder), told["name"], None)
+    if "search" not in study.user_attrs:
+        raise LaunchError(f"the search of {folder} was ended before it had begun; there is nothing to report; go on with it")
+    return study
 
 
-def _opened(url: str, name: str, direction: Direction | None) -> optuna.Study:
-    """Return the study, made if it is not there. `direction`: None if it must be there."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    arguments = {"connect_args": {"timeout": 60}} if _parsed(url).get_backend_name() == "sqlite" else {"pool_pre_ping": True}
-    for attempt in range(_OPENING_ATTEMPTS):
-        try:
-            storage = RDBStorage(url, engine_kwargs=arguments)
-            if direction is None:
-                return optuna.load_study(study_name=name, storage=storage)
-            return optuna.create_study(study_name=name, storage=storage, direction=direction, load_if_exists=True)
-        except KeyError:
-            raise LaunchError(
-                f"{shown(url)} has no search {name!r}; it may be another file or database; give the one it was made in"
-            ) from None
-        except ModuleNotFoundError as error:
-            raise LaunchError(f"--storage {shown(url)} needs the package {error.name}; install it: pip install {error.name}") from error
-        except _FAILURES as error:
-            if attempt == _OPENING_ATTEMPTS - 1:  # two searches that make the tables at once disturb each other
-                raise unreachable(url, error) from error
-            time.sleep(0.1)
-    raise AssertionError("the last attempt returns or raises")
-
-
-def unreachable(url: str, error: BaseException) -> LaunchError:
-    """Return the error for a storage that cannot be reached."""
-    cause = str(getattr(error.__cause__, "orig", None) or error.__cause__ or error).strip().partition("\n")[0]
-    return LaunchError(
-        f"--storage {shown(url)} cannot be reached: {cause}; correct the address, or start the database; the same command goes on"
-    )
-
-
-def _parsed(url: str) -> Any:
-    try:
-        parsed = make_url(url)
-        parsed.get_dialect()
-    except (ArgumentError, NoSuchModuleError) as error:
-        raise LaunchError(
-            f"--storage {url!r}; it is the URL of a database: sqlite:///search.db, postgresql://user@host/name or mysql://user@host/name; "
-            "correct it"
-        ) from error
-    except ModuleNotFoundError as error:
-        raise LaunchError(f"--storage {url!r} needs the package {error.name}; install it: pip install {error.name}") from error
-    return parsed
-
-
-def shown(url: str | None) -> str:
-    """Return a URL without its password."""
-    return "its own SQLite file" if url is None else str(_parsed(url).render_as_string(hide_password=True))
+def own_file(folder: Path) -> str:
+    """Return the URL of the SQLite file of a search without `--storage`."""
+    return f"sqlite:///{folder.absolute() / 'search.db'}"
