@@ -60,7 +60,7 @@ class TrialStorage:
         self._request = request
         self.folder = request.folder
         (self.folder / "locks").mkdir(parents=True, exist_ok=True)
-        self.url = request.storage or own_file(self.folder)
+        self.url = own_file(self.folder) if request.storage is None else request.storage
         self._locks: dict[int, int] = {}
         self._parameters: list[Parameter] | None = None
         self._wanted: int | None = None
