@@ -117,6 +117,26 @@ class RunRequest:
         """The storage of the run's checkpoints."""
         return open_storage(self.saving.folder or context.run_dir / "checkpoints")
 
+    def context(
+        self, *, world: World, mesh: Mesh, plan: Plan, recorder: Recorder, overrides: Overrides, recovered_from: str | None = None
+    ) -> Context:
+        """The context of a run that is open, with this request's settings, or those of `overrides`."""
+        return Context(
+            world=world,
+            mesh=mesh,
+            plan=plan,
+            precision=overrides.precision or self.precision,
+            gradient_compression=overrides.gradient_compression or self.gradient_compression,
+            requested_compression=self.gradient_compression,
+            seed=self.seed,
+            log_every=self.log_every,
+            recipe=self.recipe,
+            recorder=recorder,
+            phases=Phases(),
+            overrides=overrides,
+            recovered_from=recovered_from,
+        )
+
     def compared(self, launched: str | None) -> dict[str, Any]:
         """JSON of all that the script must give alike on all ranks. Its plan counts only if none is `launched`."""
         learned = {"seed": self.seed, "precision": self.precision, "gradient_compression": self.gradient_compression, **(self.recipe or {})}
@@ -154,11 +174,9 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
         refuse_recovery("the script has its own loop, and only that of ls.train can be entered again")
     world = _join(request, environment, recovers=recovery is not None)
     asked = request.over(environment)
-    precision = overrides.precision or request.precision
-    compression = overrides.gradient_compression or request.gradient_compression
     given = (asked.plan or Plan()).resolve(world.size)
     check_devices(given, world.device)
-    check_compression_fits(given, compression)
+    check_compression_fits(given, overrides.gradient_compression or request.gradient_compression)
     if environment.check and world.size > 1:
         given = replace(given, transport="torch")  # only torch's collectives can be compared
         stack.enter_context(CollectiveCheck(default_store(), world.rank))
@@ -183,18 +201,11 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
     taken = read_fallbacks(world, recorder.path, resumes=recorder.is_resumed)
     plan = taken.apply_to(given, world.device.type)
     set_up_computation(plan, world, environment.threads, stack)
-    context = Context(
+    context = request.context(
         world=world,
         mesh=mesh,
         plan=plan,
-        precision=precision,
-        gradient_compression=compression,
-        requested_compression=request.gradient_compression,
-        seed=request.seed,
-        log_every=request.log_every,
-        recipe=request.recipe,
         recorder=recorder,
-        phases=Phases(),
         overrides=overrides,
         recovered_from=environment.restarted if environment.in_place else None,
     )

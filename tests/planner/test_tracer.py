@@ -22,6 +22,9 @@ SPLIT = 4 * BLOCKS * (2 * WIDTH * HIDDEN + HIDDEN)
 """Bytes of what the tensor axis shards: `up`, its bias, and the weight of `down`."""
 OF_STAGE = 4 * (WORDS * WIDTH + BLOCKS // 2 * sum(each.numel() for each in Transformer().blocks[0].parameters()))
 """Bytes of the first of two stages: the embedding and half of the blocks."""
+BLOCK = 4 * sum(each.numel() for each in Transformer().blocks[0].parameters())
+MESSAGE = 4 * MICROBATCH * LENGTH * WIDTH
+"""Bytes that a stage of a pipeline hands on."""
 MICROBATCHES = 4
 """Microbatches of a step of one data rank, of two it is half."""
 
@@ -63,8 +66,43 @@ def test_the_state_has_exactly_the_bytes_that_the_plan_leaves_to_a_rank(plan: st
     assert held(trace, "parameters") == parameters
     assert held(trace, "optimizer") == 2 * parameters + 4 * tensors, "AdamW: two moments, and a count for each parameter"
     if "bitwise" not in plan:
-        sums = 4 * LENGTH * MICROBATCHES * 4 if plan == "replicate=2" else 0  # which DDP sends with the gradients
-        assert parameters <= held(trace, "gradients") <= parameters + sums
+        assert held(trace, "gradients") == parameters
+
+
+def test_ddps_buckets_are_communication_and_stay_from_step_to_step() -> None:
+    """Beside them, microbatches before the last one sum their gradients in memory of their own."""
+    trace, sums = plain("replicate=2"), 4 * LENGTH * MICROBATCHES * 4
+    assert PARAMETERS <= held(trace, "communication") <= PARAMETERS + sums, "and the sums of the loss"
+    before = [each for each in trace.allocations if each.at == 0 and trace.causes[each.number] == "communication"]
+    assert sum(each.bytes for each in before) >= PARAMETERS
+    assert peak(trace).by_cause["communication"] >= PARAMETERS
+
+
+def test_a_bitwise_sum_has_buffers_beside_the_buckets() -> None:
+    assert held(plain("replicate=2,numerics=bitwise"), "communication") >= 2 * PARAMETERS
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2,checkpointing=full"])
+def test_what_a_block_is_gathered_in_and_scattered_from_is_communication(plan: str) -> None:
+    """A reduce-scatter has the whole gradient and its shard; the next block is gathered meanwhile."""
+    assert 1.5 * BLOCK <= held(plain(plan), "communication") <= 3.5 * BLOCK
+
+
+def test_each_gather_of_a_block_and_each_scatter_has_a_buffer_in_the_forward_too() -> None:
+    trace = plain("shard=2")
+    buffers = [each for each in trace.allocations if each.bytes == BLOCK and trace.causes[each.number] == "communication" and each.at > 0]
+    assert len(buffers) == MICROBATCHES // 2 * BLOCKS * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_stage_receives_is_communication(rank: int) -> None:
+    found = held(plain("pipeline=2", rank), "communication")
+    assert found % MESSAGE == 0
+    assert MESSAGE <= found <= MICROBATCHES * MESSAGE
+
+
+def test_the_sums_of_split_layers_are_activations() -> None:
+    assert held(plain("tensor=2"), "communication") < MESSAGE
 
 
 def test_checkpointing_keeps_fewer_activations_and_computes_them_again() -> None:
@@ -136,7 +174,7 @@ def test_replicas_of_shards_sum_their_shards_once_a_step() -> None:
 
 def test_a_split_layer_is_summed_in_the_forward_and_in_the_backward() -> None:
     trace = plain("tensor=2")
-    activations = [each for each in trace.collectives() if each.bytes == 4 * MICROBATCH * LENGTH * WIDTH]
+    activations = [each for each in trace.collectives() if each.bytes == MESSAGE]
     assert Counter(each.phase for each in activations) == {"forward": MICROBATCHES * BLOCKS, "backward": MICROBATCHES * BLOCKS}
 
 
@@ -146,7 +184,7 @@ def test_what_a_stage_sends_the_next_one_receives(schedule: str) -> None:
     boundaries = 3 if schedule == "interleaved" else 1
     for sender, receiver in ((0, 1), (1, 0)):
         sent, received = messages(traces[sender], receiver, receives=False), messages(traces[receiver], sender, receives=True)
-        assert sent == received == [4 * MICROBATCH * LENGTH * WIDTH] * MICROBATCHES * boundaries
+        assert sent == received == [MESSAGE] * MICROBATCHES * boundaries
 
 
 def messages(trace: TracedStep, peer: int, *, receives: bool) -> list[int]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.base.torch_private import process_group_count
 from lockstep.comm.shared_memory import SharedMemoryGroup
@@ -125,6 +126,11 @@ def test_inputs_model_and_loss_compute_without_values() -> None:
 
     traced("replicate=1", recipe(loss=loss, weight=None))
     assert kinds == {FakeTensor}
+
+
+def test_evaluations_are_no_part_of_a_step() -> None:
+    evaluation = ls.Evaluation(data=recipe().data, every=1, loss=fails)
+    assert traced("replicate=1", recipe(evaluation=evaluation)).collectives() == []
 
 
 # What is left behind

@@ -23,7 +23,8 @@ class Operation:
     bytes: int
     """Bytes read and written."""
     shape: tuple[int, ...] = ()
-    """matmul: (batch, m, n, k). attention: (batch × heads, queries, keys, head dim). Else empty."""
+    """matmul: (batch, m, n, k). attention: (batch × heads, queries, keys, head dim). convolution: (groups, m, n, k)
+    of the forward's matrix product. Else empty."""
     phase: Phase = "other"
     name: str = ""
     """Torch's name of it, such as `aten.mm`."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from lockstep.planner.operations import Collective, Operation, sent_bytes
 
-Cause = Literal["parameters", "gradients", "optimizer", "activations", "logits", "gathered", "temporary", "data"]
+Cause = Literal["parameters", "gradients", "optimizer", "activations", "logits", "gathered", "communication", "temporary", "data"]
 ON_HOST: tuple[Cause, ...] = ("parameters", "gradients", "optimizer")
 """Causes of memory that CPU offload keeps on the host."""
 DEFAULT_STREAM = 0

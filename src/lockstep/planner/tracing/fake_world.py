@@ -26,15 +26,25 @@ BACKEND = "lockstep_fake"
 class Listener(Protocol):
     """Notes the collectives of the one rank."""
 
-    def begin(self, kind: CollectiveKind, group: Any, size: int, *, peer: int | None = None, receives: bool = False) -> int:
-        """Note a collective of `size` bytes. Returns its number."""
+    def begin(
+        self,
+        kind: CollectiveKind,
+        group: Any,
+        size: int,
+        *,
+        buffers: Sequence[Tensor] = (),
+        peer: int | None = None,
+        receives: bool = False,
+    ) -> int:
+        """Note a collective of `size` bytes. `buffers`: the tensors that it fills, and those that are made only to be
+        sent. Returns its number."""
 
     def wait(self, number: int) -> None:
         """Note that the current stream waits for it."""
 
 
 class _Silent:
-    def begin(self, kind: CollectiveKind, group: Any, size: int, *, peer: int | None = None, receives: bool = False) -> int:
+    def begin(self, kind: CollectiveKind, group: Any, size: int, **_: Any) -> int:
         return 0
 
     def wait(self, number: int) -> None:
@@ -101,50 +111,52 @@ class RecordedGroup(PythonProcessGroup):
         """See `pg_name`."""
         return group_name(self)
 
-    def _done(self, kind: CollectiveKind, result: Any, tensors: Sequence[Tensor], **peer: Any) -> FakeWork:
-        return FakeWork(_listener.begin(kind, self, sum(tensor.nbytes for tensor in tensors), **peer), result)
+    def _done(self, kind: CollectiveKind, result: Any, tensors: Sequence[Tensor], buffers: Sequence[Tensor] = (), **peer: Any) -> FakeWork:
+        size = sum(tensor.nbytes for tensor in tensors)
+        return FakeWork(_listener.begin(kind, self, size, buffers=buffers, **peer), result)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
-        return self._done("all_reduce", tensors, tensors)
+        return self._done("all_reduce", tensors, tensors, tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
-        return self._done("all_reduce", tensors, tensors)
+        return self._done("all_reduce", tensors, tensors, tensors)
 
     def reduce(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
-        return self._done("all_reduce", tensors, tensors)
+        return self._done("all_reduce", tensors, tensors, tensors)
 
     def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
         return self._allgather_base(output, given)
 
     def _allgather_base(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
         _fill(output, given)
-        return self._done("all_gather", [output], [output])
+        return self._done("all_gather", [output], [output], [output, given])
 
     def allgather(self, outputs: list[list[Tensor]], given: list[Tensor], options: Any = None) -> FakeWork:
         parts = [each for several in outputs for each in several]
         for part in parts:
             _fill(part, given[0])
-        return self._done("all_gather", outputs, parts)
+        return self._done("all_gather", outputs, parts, [*parts, *given])
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
         return self._reduce_scatter_base(output, given)
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
         _fill(output, given)
-        return self._done("reduce_scatter", [output], [given])
+        return self._done("reduce_scatter", [output], [given], [output, given])
 
     def reduce_scatter(self, outputs: list[Tensor], given: list[list[Tensor]], options: Any = None) -> FakeWork:
         _fill(outputs[0], given[0][self._place])
-        return self._done("reduce_scatter", outputs, [each for several in given for each in several])
+        parts = [each for several in given for each in several]
+        return self._done("reduce_scatter", outputs, parts, [*outputs, *parts])
 
     def alltoall_base(self, output: Tensor, given: Tensor, *options: Any) -> FakeWork:
         _fill(output, given)
-        return self._done("all_to_all", [output], [given])
+        return self._done("all_to_all", [output], [given], [output, given])
 
     def alltoall(self, outputs: list[Tensor], given: list[Tensor], options: Any = None) -> FakeWork:
         for output in outputs:
             _fill(output, given[self._place])
-        return self._done("all_to_all", outputs, given)
+        return self._done("all_to_all", outputs, given, [*outputs, *given])
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
         return self._done("broadcast", tensors, tensors)
@@ -158,7 +170,7 @@ class RecordedGroup(PythonProcessGroup):
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> FakeWork:
         for tensor in tensors:
             _fill(tensor, tensor.new_zeros(1))
-        return self._done("send", tensors, tensors, peer=source, receives=True)
+        return self._done("send", tensors, tensors, tensors, peer=source, receives=True)
 
 
 def _fill(output: Tensor, given: Tensor) -> None:
@@ -178,26 +190,26 @@ class RecordedMemory(SharedMemoryGroup):
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self._note("all_reduce", tensor)
+        self._note("all_reduce", tensor, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
         _fill(output, tensor)
-        self._note("reduce_scatter", tensor)
+        self._note("reduce_scatter", tensor, output, tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         _fill(output, tensor)
-        self._note("all_gather", output)
+        self._note("all_gather", output, output, tensor)
 
     def start_all_gather(self, output: Tensor, tensor: Tensor) -> Any:
         _fill(output, tensor)
-        return FakeWork(self._note("all_gather", output), output)
+        return FakeWork(self._note("all_gather", output, output, tensor), output)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._note("broadcast", tensor)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> None:
         _fill(output, tensor)
-        self._note("all_to_all", tensor)
+        self._note("all_to_all", tensor, output, tensor)
 
     def finish(self) -> None:
         """Nothing is in progress."""
@@ -205,8 +217,8 @@ class RecordedMemory(SharedMemoryGroup):
     def close(self) -> None:
         """There is no memory."""
 
-    def _note(self, kind: CollectiveKind, tensor: Tensor) -> int:
-        number = _listener.begin(kind, self._group, tensor.nbytes)
+    def _note(self, kind: CollectiveKind, tensor: Tensor, *buffers: Tensor) -> int:
+        number = _listener.begin(kind, self._group, tensor.nbytes, buffers=buffers)
         _listener.wait(number)
         return number
 

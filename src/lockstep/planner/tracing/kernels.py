@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +37,7 @@ def kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any],
     if not written and not read:
         return None
     flops = _flops(function, arguments, keywords, result)
-    kind, shape = _kind(name, arguments) if flops else ("memory", ())
+    kind, shape = _kind(name, arguments, result) if flops else ("memory", ())
     computed = next((each for each in [*written, *read] if each.is_floating_point()), None)
     dtype = str((written or read)[0].dtype if computed is None else computed.dtype).removeprefix("torch.")
     moved = _bytes(written) + (_bytes(read[1:]) + _bytes(written) if name in READS_ONE_ROW else _bytes(read))
@@ -46,6 +47,8 @@ def kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any],
 def _flops(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> int:
     if "attention" in (name := function.overloadpacket.__name__):
         return _attention_flops(name, arguments)
+    if "convolution" in name:
+        return _convolution_flops(name, arguments, result)
     count = flop_registry.get(function.overloadpacket)
     return 0 if count is None else int(count(*arguments, **keywords, out_val=result))
 
@@ -53,23 +56,41 @@ def _flops(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any],
 def _attention_flops(name: str, arguments: Sequence[Any]) -> int:
     """Two matrix products, five backward. Causal attention computes half of them."""
     backward = "backward" in name
-    batch, queries, keys, width = _kind(name, arguments)[1]
+    batch, queries, keys, width = _kind(name, arguments, None)[1]
     is_causal = queries == keys and any(each is True for each in arguments)
     return batch * queries * keys * width * (10 if backward else 4) // (2 if is_causal else 1)
 
 
-def _kind(name: str, arguments: Sequence[Any]) -> tuple[Kind, tuple[int, ...]]:
+def _kind(name: str, arguments: Sequence[Any], result: Any) -> tuple[Kind, tuple[int, ...]]:
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     if "attention" in name:
         query, keys = tensors[1:3] if "backward" in name else tensors[:2]
         batch, heads, length, width = query.shape
         return "attention", (batch * heads, length, keys.shape[-2], width)
     if "convolution" in name:
-        return "convolution", ()
+        return "convolution", _convolution_shape(name, arguments, result)
     left, right = tensors[-2:]
     if left.dim() == 3:
         return "matmul", (left.shape[0], left.shape[1], right.shape[2], left.shape[2])
     return "matmul", (1, left.shape[0], right.shape[1] if right.dim() > 1 else 1, left.shape[1])
+
+
+def _convolution_flops(name: str, arguments: Sequence[Any], result: Any) -> int:
+    """Those of its matrix product, backward for each gradient that is asked for. Torch's counter of a backward counts
+    the products between groups too, which are not computed."""
+    products = sum(arguments[10][:2]) if "backward" in name else 1
+    return 2 * prod(_convolution_shape(name, arguments, result)) * products
+
+
+def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tuple[int, ...]:
+    """Return (groups, m, n, k) of the matrix product that a forward convolution is, also for its backward: rows are
+    positions, and each sum is over channels and the places of the kernel."""
+    is_backward = "backward" in name
+    written, read, weight = arguments[:3] if is_backward else (result, *arguments[:2])
+    is_transposed, groups = arguments[7 if is_backward else 6], arguments[9 if is_backward else 8]
+    samples, _, *positions = (read if is_transposed else written).shape
+    inner, outer = weight.shape[0] // groups, prod(weight.shape[1:])
+    return (groups, samples * prod(positions), *((outer, inner) if is_transposed else (inner, outer)))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ FUNCTIONAL: Mapping[str, CollectiveKind] = {
     "broadcast": "broadcast",
 }
 """Torch's functional collectives, which distributed tensors use."""
+WITHOUT_LABEL: tuple[Cause, ...] = ("activations", "temporary")
+"""Causes of memory that follow from when it was allocated alone."""
 PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 
 
@@ -123,8 +125,20 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Collectives
 
-    def begin(self, kind: CollectiveKind, group: Any, size: int, *, peer: int | None = None, receives: bool = False) -> int:
+    def begin(
+        self,
+        kind: CollectiveKind,
+        group: Any,
+        size: int,
+        *,
+        buffers: Sequence[Tensor] = (),
+        peer: int | None = None,
+        receives: bool = False,
+    ) -> int:
         """See `fake_world.Listener`."""
+        for each in buffers:
+            if self._cause_of(storage := each.untyped_storage()) in WITHOUT_LABEL:
+                self.label_storage(storage, "communication")
         self._collectives += 1
         ranks, name = dist.get_process_group_ranks(group), group.group_name
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
@@ -151,6 +165,10 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in tree_leaves(tensors):
             if isinstance(each, Tensor):
                 self.label_storage(_local(each).untyped_storage(), cause)
+
+    def _cause_of(self, storage: torch.UntypedStorage) -> Cause:
+        self._note_storage(storage)
+        return self.causes[self._numbers[id(storage)]]
 
     def label_storage(self, storage: torch.UntypedStorage, cause: Cause) -> None:
         self._note_storage(storage)

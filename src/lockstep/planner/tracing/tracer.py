@@ -21,12 +21,12 @@ from lockstep.data.generators import PreservedGenerators
 from lockstep.hooks.out_of_memory import read_fallbacks
 from lockstep.launch.environment import Environment
 from lockstep.launch.termination import Termination
-from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.boundary import Boundary
 from lockstep.model.pipeline.pipeline import STAGES_PER_RANK
 from lockstep.model.pipeline.stages import Stages, sequential_parts
+from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.opening import Opened, RunRequest
 from lockstep.plan import Plan
 from lockstep.planner.trace import TracedStep
@@ -38,9 +38,10 @@ from lockstep.planner.tracing.torch_fakes import FakeTensor, FakeTensorMode, chu
 from lockstep.planner.tracing.values import Values
 from lockstep.recipe.recipe import Recipe
 from lockstep.run import RecipeSession, train_in
-from lockstep.training.context import Context, Overrides
+from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.reducers.ddp import DdpReducer
 
 
 class _Traced(Exception):
@@ -102,13 +103,16 @@ class ModelSize:
     parameter_bytes: int
     parts: int
     """Number of parts that a pipeline can split it into; 0 if their order is not known."""
+    has_batchnorm: bool
+    """True if a microbatch cannot be split, because it is what BatchNorm takes its statistics over."""
 
 
 def model_size(recipe: Recipe) -> ModelSize:
     """Return the size of the recipe's model, which is built without values. Raises `RecipeError`."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = InitialModel.build(recipe.model, 0, _mesh_of_one(), without_values=True).module
-    return ModelSize(sum(parameter.nbytes for parameter in model.parameters()), len(sequential_parts(model, recipe.stages)))
+    size, parts = sum(parameter.nbytes for parameter in model.parameters()), len(sequential_parts(model, recipe.stages))
+    return ModelSize(size, parts, bool(training_batchnorms([model])))
 
 
 def _mesh_of_one() -> Mesh:
@@ -144,7 +148,7 @@ class _TracedSession(RecipeSession):
         weight = recipe.weight and with_values(recipe.weight)
         self.hook = _TraceHook()
         loss = recipe.loss if recipe.inputs is None or recipe.loss is None else self.hook.labelled(recipe.loss)
-        self.recipe = replace(recipe, steps=3, epochs=None, weight=weight, loss=loss, weights=None)
+        self.recipe = replace(recipe, steps=3, epochs=None, weight=weight, loss=loss, weights=None, evaluation=None)
         shares_memory = not options.is_gpu and world.local_size == world.size
         transport = plan.transport if shares_memory else "torch"
         self._world, self._executed, self._options = world, replace(plan, transport=transport, threads=1, workers=0, prefetch=2), options
@@ -157,20 +161,8 @@ class _TracedSession(RecipeSession):
         self.hook.begin(mesh)
         recorder = Recorder(request.run_dir, self._world, resume="never", launched=None)
         stack.callback(recorder.close)
-        context = Context(
-            world=self._world,
-            mesh=mesh,
-            plan=self._executed,
-            precision=request.precision,
-            gradient_compression=request.gradient_compression,
-            requested_compression=request.gradient_compression,
-            seed=request.seed,
-            log_every=request.log_every,
-            recipe=request.recipe,
-            recorder=recorder,
-            phases=Phases(),
-            overrides=Overrides(bare=True, without_values=self._options.is_fake, change_batch=self.hook.see_batch),
-        )
+        overrides = Overrides(bare=True, without_values=self._options.is_fake, change_batch=self.hook.see_batch)
+        context = request.context(world=self._world, mesh=mesh, plan=self._executed, recorder=recorder, overrides=overrides)
         taken = read_fallbacks(self._world, recorder.path, resumes=False)
         self._enter_modes(stack)
         return Opened(context, Environment.read({}), (self.hook,), request, self._executed, taken)
@@ -217,6 +209,8 @@ class _TraceHook(ControlHook):
         """Record the second step: in the first one, much is checked and allocated once."""
         if run.step < 1:
             return
+        for parameter in (each for module in run.modules for each in module.parameters):
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
         self._records = True
         self._stack.enter_context(self.recorder.recording())
         for module in run.modules:
@@ -249,14 +243,18 @@ class _TraceHook(ControlHook):
         assert self.fake is not None, "asked before"
         return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
 
+    def _note_gradient(self, parameter: Tensor) -> None:
+        self.recorder.label(parameter.grad, "gradients")
+
     def after_backward(self, run: Run, model: torch.nn.Module) -> None:
-        if not self._records:
-            return
-        self.recorder.wait_for_all()
+        """Note what holds the sums: DDP's buckets, which stay from step to step, or gradients of this step."""
         for module in run.modules:
-            self.recorder.label([parameter.grad for parameter in module.parameters], "gradients")
-        self.recorder.mark("update")
-        self.recorder.phase = "update"
+            in_buckets = module.choice.reducer is DdpReducer and module.mesh.data.size > 1
+            self.recorder.label([each.grad for each in module.parameters], "communication" if in_buckets else "gradients")
+        if self._records:
+            self.recorder.wait_for_all()
+            self.recorder.mark("update")
+            self.recorder.phase = "update"
 
     def after_step(self, run: Run) -> None:
         if not self._records:
