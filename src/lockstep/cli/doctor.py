@@ -87,13 +87,16 @@ def command(write: str | None, as_json: bool, **given: Any) -> int:
 
 def _write(path: Path, processes: int) -> None:
     """Measure what operations and collectives take in so many processes, and write it. Raises `LaunchError`."""
-    if count_gpus():
-        raise LaunchError(
-            "--write on a machine with GPUs; it measures processes that compute on CPUs; for a GPU, copy the file of one in "
-            "lockstep/planner/machines/devices, change its figures, and name it: lockstep plan --on '8 x my-gpu.toml'"
-        )
     if not path.absolute().parent.is_dir():
         raise LaunchError(f"--write {path}; its directory is not there; name a file in a directory that is")
+    if path.suffix != ".toml":
+        raise LaunchError(f"--write {path}; lockstep plan takes a machine's file by its ending; name it {path.stem}.toml")
+    if count_gpus():
+        from lockstep.planner.machines.measuring_gpu import write_gpu_sheets
+
+        files = write_gpu_sheets(path, processes)
+        print(f"{' and '.join(map(str, files))}: the GPUs of this machine; lockstep plan --on '{processes} x {path}' SCRIPT")
+        return
     from lockstep.launch.environment import threads_per_process
     from lockstep.planner.machines.this_machine import measure_machine
 
