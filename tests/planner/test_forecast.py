@@ -85,5 +85,21 @@ def test_the_page_escapes_what_scripts_and_errors_say() -> None:
 
 
 def test_quantities_in_words() -> None:
-    assert [duration(each) for each in (0.0001234, 0.0812, 1.25, 125.0)] == ["0.123 ms", "81.2 ms", "1.25 s", "125 s"]
+    assert [duration(each) for each in (0.0001234, 0.0812, 1.25, 125.0, 2143.2)] == [*("0.123 ms", "81.2 ms", "1.25 s", "125 s", "2,143 s")]
     assert [limit_in_words(each) for each in ("matmul", "bubble", "shard")] == ["arithmetic", "pipeline bubbles", "network (shard)"]
+
+
+def test_the_rate_that_loaders_must_deliver_counts_samples_as_often_as_they_are_loaded() -> None:
+    shown = forecast(*BOTH)
+    assert shown.loader_rate(FAST) == 128, "each of 8 data ranks loads its own"
+    assert shown.loader_rate(SLOW) == 8 * 32, "each of 8 ranks loads all"
+    assert any("the loader must deliver 128 samples/s on each machine (16 in each of its processes)" in line for line in shown.lines(5))
+    assert shown.as_json()["plans"][0]["loader_samples_per_second_per_node"] == 128
+    assert "the loader must deliver 128 samples/s" in page(shown)
+
+
+def test_the_rate_is_that_of_a_machine() -> None:
+    cluster = parse_target("64 x H100")
+    wide = replace(FAST, plan="shard=64")
+    shown = Forecast.of("train.py", cluster, [Outcome(plan="shard=64", prediction=wide)], INTERVAL, tokens=None, price_per_hour=None)
+    assert shown.loader_rate(wide) == 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -10,11 +11,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lockstep.plan import Plan
-from lockstep.planner.prediction import Prediction, RankPeak
-from lockstep.planner.search import Outcome, Space, closest, layouts, search, text
+from lockstep.planner.prediction import Prediction, RankPeak, text
+from lockstep.planner.search import Outcome, Space, closest, layouts, search
 
 AXES = ("replicate", "shard", "tensor", "pipeline")
-SPACE = Space(devices=8, devices_per_node=8, microbatches=64, state_bytes=100, capacity_bytes=1000, microbatch=4, stages=8)
+SPACE = Space(
+    devices=8, devices_per_node=8, samples=256, microbatch=4, is_splittable=True, is_compilable=True, state_bytes=100, stages=8,
+    capacity_bytes=1000,
+)  # fmt: skip
 
 
 def predicted(plan: Plan, seconds: float, needed: int, capacity: int = 1000) -> Outcome:
@@ -36,7 +40,7 @@ def evaluating(rule: Callable[[Plan], tuple[float, int]], tried: list[str]) -> C
 
 @given(st.integers(1, 128), st.sampled_from([1, 4, 8]), st.integers(1, 512))
 def test_each_layout_uses_all_devices_and_gives_each_data_rank_a_microbatch(devices: int, node: int, microbatches: int) -> None:
-    for plan in layouts(replace(SPACE, devices=devices, devices_per_node=node, microbatches=microbatches)):
+    for plan in layouts(replace(SPACE, devices=devices, devices_per_node=node, samples=4 * microbatches)):
         sizes = [getattr(plan, axis) for axis in AXES]
         assert prod(sizes) == devices
         assert plan.replicate * plan.shard <= microbatches  # type: ignore[operator]
@@ -77,7 +81,9 @@ def test_a_plan_that_fits_is_not_tried_with_less_memory() -> None:
 def test_a_plan_that_does_not_fit_is_tried_with_less_memory_until_it_does() -> None:
     tried: list[str] = []
     search(SPACE, evaluating(lambda plan: (1.0, 10 if plan.checkpointing == "full" else 5000), tried))
-    assert [plan.split("=8")[1] for plan in tried if plan.startswith("shard=8")] == ["", ",checkpointing=selective", ",checkpointing=full"]
+    assert [plan.split("=8")[1] for plan in tried if plan.startswith("replicate=8")][:3] == [
+        *("", ",checkpointing=selective", ",checkpointing=full")
+    ]
 
 
 def test_microbatches_of_one_sample_are_not_split() -> None:
@@ -116,3 +122,83 @@ def test_the_best_pipelines_are_tried_with_other_schedules_where_they_are_legal(
 def test_the_text_of_a_plan_is_read_back(plan: str) -> None:
     devices = prod(int(part.split("=")[1]) for part in plan.split(",") if part.split("=")[0] in AXES)
     assert Plan.parse(text(Plan.parse(plan).resolve(devices))).resolve(devices) == Plan.parse(plan).resolve(devices)
+
+
+# Faster variants of the fastest
+
+
+def refined_of(tried: list[str], setting: str) -> list[str]:
+    return [plan for plan in tried if setting in plan]
+
+
+def test_only_the_fastest_plans_are_tried_compiled_and_with_gathered_blocks_kept() -> None:
+    tried: list[str] = []
+    search(SPACE, evaluating(lambda plan: (1.0 / plan.shard, 10), tried))  # type: ignore[operator]
+    assert refined_of(tried, "sharding=gradients")[:2] == ["shard=8,sharding=gradients", "shard=4,pipeline=2,sharding=gradients"]
+    assert 1 <= len(refined_of(tried, "compile=yes")) <= 2
+    assert not [plan for plan in refined_of(tried, "compile=yes") if "tensor" in plan], "a compiled forward cannot be split"
+
+
+def test_what_makes_a_plan_faster_is_kept_when_the_next_change_is_tried() -> None:
+    def seconds(plan: Plan) -> float:
+        return (1.0 if plan.shard == 8 else 9.0) * (0.5 if plan.sharding == "gradients" else 1) * (0.5 if plan.compile else 1)
+
+    outcomes = search(SPACE, evaluating(lambda plan: (seconds(plan), 10), tried := []))
+    assert outcomes[0].plan == "shard=8,sharding=gradients,compile=yes"
+    assert refined_of(tried, "compile=yes") == ["shard=8,sharding=gradients,compile=yes", "shard=8,compile=yes"]
+
+
+def test_plans_of_whole_models_keep_no_gathered_blocks() -> None:
+    tried: list[str] = []
+    search(SPACE, evaluating(lambda plan: (float(plan.shard), 10), tried))  # type: ignore[arg-type]
+    assert refined_of(tried, "sharding=gradients")
+    assert all("shard=" in plan for plan in refined_of(tried, "sharding=gradients"))
+
+
+def test_nothing_is_compiled_where_nobody_knows_what_that_takes() -> None:
+    search(replace(SPACE, is_compilable=False), evaluating(lambda plan: (1.0, 10), tried := []))
+    assert not refined_of(tried, "compile=yes")
+
+
+def test_a_plan_that_does_not_fit_is_not_made_faster() -> None:
+    outcomes = search(SPACE, evaluating(lambda plan: (1.0, 10 if plan.tensor == 8 else 9000), tried := []))
+    assert [each.plan for each in outcomes if each.reason is None] == ["tensor=8"]
+    assert not refined_of(tried, "sharding") + refined_of(tried, "compile")
+
+
+# A microbatch that the recipe leaves to the plan
+
+FREE = replace(SPACE, microbatch=None, samples=64)
+
+
+def test_a_microbatch_of_the_plans_choice_is_split_before_anything_is_computed_twice() -> None:
+    search(FREE, evaluating(lambda plan: (1.0, 10 if plan.checkpointing == "full" else 5000), tried := []))
+    of_replicas = [plan for plan in tried if plan.startswith("replicate=8")]
+    assert of_replicas[:3] == ["replicate=8", "replicate=8,microbatch_splits=1", "replicate=8,microbatch_splits=2"]
+    assert "replicate=8,microbatch_splits=4" not in tried, "a rank has 8 samples"
+    assert of_replicas[3] == "replicate=8,checkpointing=selective,microbatch_splits=2"
+    assert of_replicas[4] == "replicate=8,checkpointing=full,microbatch_splits=2"
+
+
+def test_pipelines_have_enough_microbatches_to_be_filled() -> None:
+    found = {text(plan) for plan in layouts(FREE)}
+    assert {"pipeline=8,microbatch_splits=5", "replicate=4,pipeline=2,microbatch_splits=3", "replicate=8"} <= found
+
+
+def test_what_cannot_be_split_is_not() -> None:
+    for space in (replace(SPACE, is_splittable=False), replace(FREE, is_splittable=False)):
+        search(space, evaluating(lambda plan: (1.0, 5000), tried := []))
+        assert "replicate=8,checkpointing=full" in tried
+        assert not refined_of(tried, "microbatch_splits")
+
+
+def test_plans_that_cannot_be_split_further_are_tried_with_offload() -> None:
+    search(replace(SPACE, microbatch=2), evaluating(lambda plan: (1.0, 10 if plan.offload else 5000), tried := []))
+    assert "shard=8,offload=yes,checkpointing=full,microbatch_splits=1" in tried
+
+
+@pytest.mark.parametrize(
+    "outcome", [predicted(Plan(shard=8), 1.0, 10), predicted(Plan(shard=8), 1.0, 9000), Outcome(plan="x", reason="no")]
+)
+def test_an_outcome_is_the_same_after_a_way_through_json(outcome: Outcome) -> None:
+    assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome

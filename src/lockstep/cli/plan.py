@@ -87,7 +87,8 @@ def command(
         machine = machine_at(found, limit)
         for plan in plans:
             Plan.parse(plan).resolve(machine.cluster.count)
-        request = PlanRequest(target=found, plans=plans, memory_bytes=limit, slots=usable_cpus(), folder=str(folder))
+        is_here = found != target
+        request = PlanRequest(target=found, plans=plans, memory_bytes=limit, slots=usable_cpus(), folder=str(folder), is_here=is_here)
         line = [*(["-m"] if is_module else []), script, *arguments]
         outcomes = _outcomes(line, request, None if as_json or not sys.stderr.isatty() else _progress)
     forecast = _forecast(script, machine, outcomes, tokens, price)
@@ -142,16 +143,11 @@ def _why_no_outcome(line: Sequence[str], status: int, said: str) -> str:
 
 
 def _read(folder: Path) -> list[Outcome]:
-    from lockstep.planner.prediction import Prediction
     from lockstep.planner.search import Outcome
 
     path = folder / OUTCOMES
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = []
-    for told in map(json.loads, lines):
-        prediction = told["prediction"] and Prediction.from_json(told["prediction"])
-        found.append(Outcome(plan=told["plan"], reason=told["reason"], prediction=prediction))
-    return found
+    return [Outcome.from_json(json.loads(line)) for line in lines]
 
 
 def _progress(count: int, plan: str) -> None:

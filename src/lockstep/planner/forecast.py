@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.base.units import size
+from lockstep.plan import Plan
 from lockstep.planner.machines.fitted import Interval
 from lockstep.planner.machines.hardware import Cluster
 from lockstep.planner.prediction import Budget, Prediction, budget
@@ -27,6 +28,7 @@ LIMITS = {
     "offload": "copies to the host",
     "communication": "network",
     "contention": "network (beside computation)",
+    "loader": "loader",
 }
 """Names of limits. A mesh axis stands for its communication."""
 HEAD = ("plan", "step", "80% of such plans", "samples/s", "memory", "limited by", "twice the network")
@@ -43,6 +45,7 @@ class Forecast:
     interval: Interval
     """Quantiles of measured over predicted seconds."""
     devices: int
+    devices_per_node: int
     tokens: float | None
     price_per_hour: float | None
 
@@ -64,6 +67,7 @@ class Forecast:
             outcomes=sorted(outcomes, key=lambda each: (each.seconds, each.plan)),
             interval=interval,
             devices=cluster.count,
+            devices_per_node=cluster.devices_per_node,
             tokens=tokens,
             price_per_hour=price_per_hour,
         )
@@ -104,6 +108,9 @@ class Forecast:
         yield f"{where}: {causes}; with what libraries take and a margin: {size(best.needed_bytes)}"
         gains = {what: best.seconds / seconds for what, seconds in best.seconds_with_twice.items()}
         yield "; ".join(f"twice the {what}: {gain:.2f} times as fast" for what, gain in gains.items())
+        rate = self.loader_rate(best)
+        each = _rate(rate / self.devices_per_node)
+        yield f"the loader must deliver {_rate(rate)} samples/s on each machine ({each} in each of its processes)"
         yield from self._budget(best)
         if best.note is not None:
             yield f"note: {best.note}"
@@ -125,6 +132,13 @@ class Forecast:
         for outcome in self.outcomes:
             if outcome is not nearest:
                 yield f"not {outcome.plan}: {outcome.reason}"
+
+    def loader_rate(self, prediction: Prediction) -> float:
+        """The samples that the loaders of all processes of a machine must deliver in a second. Processes that compute
+        parts of the same samples, as on the tensor axis, load them each."""
+        plan = Plan.parse(prediction.plan).resolve(self.devices)
+        data = int(plan.replicate or 1) * int(plan.shard or 1)
+        return prediction.samples / prediction.seconds / data * self.devices_per_node
 
     def budget(self, prediction: Prediction) -> Budget | None:
         """Days, cost and goodput of the whole training; None if nobody knows its length."""
@@ -168,17 +182,25 @@ class Forecast:
         found = self.budget(outcome.prediction)
         low, high = self.bounds(outcome.prediction)
         told = {"days": found.days, "device_hours": found.device_hours, "cost": found.cost, "goodput": found.goodput} if found else None
-        return {**outcome.prediction.as_json(), "reason": outcome.reason, "seconds_low": low, "seconds_high": high, "budget": told}
+        rate = self.loader_rate(outcome.prediction)
+        known = {"reason": outcome.reason, "seconds_low": low, "seconds_high": high, "budget": told}
+        return {**outcome.prediction.as_json(), **known, "loader_samples_per_second_per_node": rate}
 
 
 def duration(seconds: float) -> str:
-    """Return a time to three digits: 81.2 ms, 1.25 s."""
-    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+    """Return a time to three digits: 81.2 ms, 1.25 s; a long one in whole seconds."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def limit_in_words(name: str) -> str:
     """Return what a limit is called."""
     return LIMITS.get(name, f"network ({name})")
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _days(days: float) -> str:

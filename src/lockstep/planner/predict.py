@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lockstep.assignment import MicrobatchAssignment, total_steps
-from lockstep.base.errors import PlanError
+from lockstep.base.errors import PlanError, RecipeError
 from lockstep.plan import Plan
 from lockstep.planner.machines.costs import FITTED, collective_seconds, operation_seconds
 from lockstep.planner.machines.hardware import Cluster
 from lockstep.planner.operations import Collective, Operation
-from lockstep.planner.prediction import Prediction, RankPeak
+from lockstep.planner.prediction import Prediction, RankPeak, text
 from lockstep.planner.simulate import Costs, StepTime, fused, repeated, simulate
 from lockstep.planner.trace import ON_HOST, Mark, TracedStep, offloaded, peak
-from lockstep.planner.tracing.tracer import TraceOptions, stage_split, trace_step
+from lockstep.planner.tracing.tracer import ModelSize, TraceOptions, model_size, stage_split, trace_step
+from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 
 HOST_SECONDS = 7e-6
@@ -81,6 +83,11 @@ class _Shape:
 def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = True) -> Prediction:
     """Predict a step. `plan`: with sizes for the whole cluster, or `auto`. `is_fake=False`: compute it with values on
     this CPU. Raises `PlanError` and `RecipeError`, as a run would, and `ValueNeeded`."""
+    if plan.microbatch_splits and not is_splittable(recipe, model_size(recipe)):
+        raise RecipeError(
+            f"microbatch_splits={plan.microbatch_splits}; half a microbatch of an ls.Stream has other samples, and under BatchNorm other "
+            "statistics; leave microbatch_splits out, or give a smaller microbatch"
+        )
     shape = _shape(recipe, plan.resolve(machine.cluster.count))
     traces = _traces(shape, machine, is_fake)
     whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.count)]
@@ -92,7 +99,7 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
     twice = {name: _simulated(whole, _twice(machine.costs, name), shape, machine).seconds for name in ("arithmetic", "memory", "network")}
     distinct = list({trace.rank: trace for trace in traces}.values())
     return Prediction(
-        plan=str(shape.plan).replace(",numerics=fast", ""),
+        plan=text(plan),
         microbatch=shape.microbatch,
         microbatches=shape.count,
         seconds=step.seconds,
@@ -106,6 +113,11 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
         overhead_bytes=machine.overhead_bytes,
         sent_bytes=whole[0].sent_bytes(),
     )
+
+
+def is_splittable(recipe: Recipe, size: ModelSize) -> bool:
+    """True if microbatches can be split, as `Plan.microbatch_splits` does."""
+    return not isinstance(recipe.data, Stream) and not size.has_batchnorm
 
 
 def _steps(recipe: Recipe) -> int | None:
@@ -130,10 +142,12 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
     count = max(len(share) for share in MicrobatchAssignment(data, round_robin=int(plan.shard or 1) > 1).indices_by_rank(total)[:1])
     most = TRACED if ranks == 1 else ROUNDS * ranks
     traced = count if plan.schedule == "gpipe" and ranks > 1 else min(count, most)
-    batch = recipe.global_batch if traced == count else microbatch * data * traced
-    changed = replace(
-        recipe, global_batch=batch, microbatch=microbatch, precision="fp32" if recipe.precision == "auto" else recipe.precision
-    )
+    changes: dict[str, Any] = {"global_batch": recipe.global_batch, "microbatch": microbatch}
+    if traced != count:
+        changes["global_batch"] = microbatch * data * traced
+        if isinstance(recipe.data, Stream):  # it has a shard for each microbatch
+            changes["data"] = replace(recipe.data, shards=data * traced)
+    changed = replace(recipe, **changes, precision="fp32" if recipe.precision == "auto" else recipe.precision)
     return _Shape(microbatch, count, traced, changed, replace(plan, microbatch_splits=0))
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.plan import AXES, Plan
+
 MARGIN = 0.08
 """Part of a device's memory that a plan must leave free: fragmentation, and what libraries take as they run."""
 
@@ -103,6 +105,13 @@ class Prediction:
         return cls(
             **{name: value for name, value in told.items() if name not in derived}, memory=[RankPeak(**each) for each in told["memory"]]
         )
+
+
+def text(plan: Plan) -> str:
+    """Return a plan as a user writes it, without axes of one process."""
+    axes = [f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) != 1]
+    rest = [part for part in str(plan).split(",") if part.split("=")[0] not in AXES]
+    return ",".join([*(axes or ["replicate=1"]), *(part for part in rest if part != "numerics=fast")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,8 @@ class PlanRequest:
     slots: int
     """Plans that are predicted at once."""
     folder: str
+    is_here: bool
+    """True if the devices are this machine, on which the loader is measured too."""
 
     def write(self) -> dict[str, str]:
         """Write the request. Returns the environment variables for the process."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.base.errors import PlanError
 from lockstep.plan import Plan
-from lockstep.planner.prediction import Prediction
+from lockstep.planner.prediction import Prediction, text
 from lockstep.planner.trace import ON_HOST
 
 LESS_MEMORY: tuple[dict[str, Any], ...] = (
@@ -19,9 +20,17 @@ LESS_MEMORY: tuple[dict[str, Any], ...] = (
     {"checkpointing": "full", "offload": True},
 )
 """Changes of a plan that does not fit, in the order in which they are tried. Each takes less memory and more time."""
+SMALLER: tuple[dict[str, Any], ...] = tuple({"microbatch_splits": splits} for splits in (1, 2, 4))
+"""Those that are tried before, if the recipe leaves the microbatch to the plan: nothing is computed twice."""
+FILLED = 4
+"""Microbatches for each stage of a pipeline, if the recipe leaves the microbatch to the plan."""
 SCHEDULED = 3
 """Pipelines, the fastest first, that are tried with other schedules."""
 SCHEDULES = ("interleaved", "zero-bubble")
+REFINED = 2
+"""Plans, the fastest first, that are tried with each of `REFINEMENTS`."""
+REFINEMENTS: tuple[dict[str, Any], ...] = ({"sharding": "gradients"}, {"compile": True})
+"""Changes that may make a plan faster. The later ones are tried on the results of the earlier ones too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,16 @@ class Outcome:
         """Those of a step; infinite if the plan cannot be run."""
         return float("inf") if self.prediction is None or self.reason is not None else self.prediction.seconds
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the outcome as JSON."""
+        return {"plan": self.plan, "prediction": self.prediction and self.prediction.as_json(), "reason": self.reason}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Outcome:
+        """Read what `as_json` returned."""
+        prediction = told["prediction"] and Prediction.from_json(told["prediction"])
+        return cls(plan=told["plan"], prediction=prediction, reason=told["reason"])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
@@ -45,15 +64,24 @@ class Space:
 
     devices: int
     devices_per_node: int
-    microbatches: int
-    """Microbatches in a global batch: more data ranks would have nothing to compute."""
+    samples: int
+    """Samples of a global batch."""
+    microbatch: int | None
+    """Samples of a microbatch. None: the plan chooses; each data rank has one, which the plan may split."""
+    is_splittable: bool
+    """False if no microbatch can be split."""
+    is_compilable: bool
+    """True if it is known what compiled kernels take on the devices."""
     state_bytes: int
     """Bytes of the model's parameters and gradients."""
     capacity_bytes: int | None
-    microbatch: int
-    """Samples of a microbatch."""
     stages: int
     """Most stages of a pipeline. 0 or 1: none can be made, and one pipeline alone is tried, which says why."""
+
+    def most_splits(self, plan: Plan) -> int:
+        """Return how often each microbatch of a plan can be halved."""
+        data = int(plan.replicate or 1) * int(plan.shard or 1)
+        return int(math.log2(max(1, self.microbatch or self.samples // data))) if self.is_splittable else 0
 
 
 Evaluate = Callable[[Sequence[Plan]], Sequence[Outcome]]
@@ -71,6 +99,9 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
             outcomes.append(Outcome(plan=text(plan), reason=reason))
     outcomes += _with_less_memory(plans, space, evaluate)
     outcomes += evaluate(list(_scheduled(outcomes)))
+    for change in REFINEMENTS:
+        if space.is_compilable or "compile" not in change:
+            outcomes += evaluate(list(_refined(outcomes, change)))
     return sorted(outcomes, key=lambda outcome: (outcome.seconds, outcome.plan))
 
 
@@ -84,18 +115,13 @@ def layouts(space: Space) -> Iterator[Plan]:
             if pipeline > max(1, space.stages) and (tensor > 1 or pipeline != _divisors(space.devices)[1]):
                 continue
             data = space.devices // tensor // pipeline
-            if data > space.microbatches:
+            if data > -(-space.samples // (space.microbatch or 1)):
                 continue
             near = max(1, space.devices_per_node // tensor)
             for shard in sorted({1, data} | ({near} if data % near == 0 and near < data else set())):
-                yield Plan(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
-
-
-def text(plan: Plan) -> str:
-    """Return a plan as a user writes it, without axes of one process."""
-    axes = [f"{axis}={getattr(plan, axis)}" for axis in ("replicate", "shard", "tensor", "pipeline") if getattr(plan, axis) != 1]
-    rest = [part for part in str(plan).split(",") if part.split("=")[0] not in ("replicate", "shard", "tensor", "pipeline")]
-    return ",".join([*(axes or ["replicate=1"]), *(part for part in rest if part != "numerics=fast")])
+                plan = Plan(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
+                fills = math.ceil(math.log2(FILLED * pipeline)) if space.microbatch is None and pipeline > 1 else 0
+                yield replace(plan, microbatch_splits=min(fills, space.most_splits(plan)))
 
 
 def closest(outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -123,14 +149,14 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
     """Evaluate the plans, and those that do not fit again with each change that takes less memory, until they do. One
     whose parameters, gradients and optimizer state alone do not fit is tried again only if no other plan fits."""
     remaining, one_fits = list(plans), False
-    for change in ({}, *LESS_MEMORY):
-        if 2 ** change.get("microbatch_splits", 0) > space.microbatch:
-            continue
-        tried = [changed for plan in remaining for changed in _changed(plan, change)]
+    for change in ({}, *(SMALLER if space.microbatch is None else ()), *LESS_MEMORY):
+        able = [plan for plan in remaining if _splits(plan, change, space)]
+        tried = [changed for plan in able for changed in _changed(plan, change)]
         outcomes = evaluate(tried)
         yield from outcomes
         too_large = [(plan, each.prediction) for plan, each in zip(tried, outcomes, strict=True) if each.prediction and each.reason]
-        remaining = [plan for plan, prediction in too_large if _may_fit(prediction)]
+        waiting = [plan for plan in remaining if plan not in able]
+        remaining = [*waiting, *(plan for plan, prediction in too_large if _may_fit(prediction))]
         one_fits |= any(outcome.reason is None for outcome in outcomes)
         if not remaining and not one_fits:
             remaining = [plan for plan, _ in too_large]
@@ -138,17 +164,34 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
             return
 
 
+def _splits(plan: Plan, change: dict[str, Any], space: Space) -> bool:
+    """True if a change splits no microbatch, or splits the plan's into smaller ones."""
+    return "microbatch_splits" not in change or plan.microbatch_splits < change["microbatch_splits"] <= space.most_splits(plan)
+
+
 def _may_fit(prediction: Prediction) -> bool:
     """True if what no checkpointing can free leaves room."""
-    held = sum(prediction.peak.by_cause.get(cause, 0) for cause in ON_HOST)
+    held = sum(prediction.peak.by_cause.get(cause, 0) for cause in (*ON_HOST, "communication"))
     return prediction.capacity_bytes is None or held + prediction.overhead_bytes < prediction.capacity_bytes
 
 
 def _scheduled(outcomes: Sequence[Outcome]) -> Iterator[Plan]:
-    ranked = sorted((each for each in outcomes if "pipeline=" in each.plan and each.reason is None), key=lambda each: each.seconds)
-    for outcome in ranked[:SCHEDULED]:
+    for plan in _fastest([each for each in outcomes if "pipeline=" in each.plan], SCHEDULED):
         for schedule in SCHEDULES:
-            yield from _changed(Plan.parse(outcome.plan), {"schedule": schedule})
+            yield from _changed(plan, {"schedule": schedule})
+
+
+def _refined(outcomes: Sequence[Outcome], change: dict[str, Any]) -> Iterator[Plan]:
+    """Yield the fastest plans with a change, where it is one."""
+    able = [each for each in outcomes if "sharding" not in change or "shard=" in each.plan]
+    for plan in _fastest(able, REFINED):
+        yield from (changed for changed in _changed(plan, change) if changed != plan)
+
+
+def _fastest(outcomes: Sequence[Outcome], count: int) -> list[Plan]:
+    """The fastest plans that fit."""
+    ranked = sorted((each for each in outcomes if each.reason is None), key=lambda each: each.seconds)
+    return [Plan.parse(each.plan) for each in ranked[:count]]
 
 
 def _changed(plan: Plan, change: dict[str, Any]) -> list[Plan]:

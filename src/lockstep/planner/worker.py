@@ -9,15 +9,15 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.base.errors import UserError
 from lockstep.plan import Plan
+from lockstep.planner.loader import LoaderTime
 from lockstep.planner.machines.target import machine_at
-from lockstep.planner.predict import Machine, predict
-from lockstep.planner.prediction import Prediction
+from lockstep.planner.predict import Machine, is_splittable, predict
+from lockstep.planner.prediction import Prediction, text
 from lockstep.planner.request import ENDED, OUTCOMES, PlanRequest
-from lockstep.planner.search import Outcome, Space, search, text
+from lockstep.planner.search import Outcome, Space, search
 from lockstep.planner.tracing.tracer import model_size
 from lockstep.planner.tracing.values import ValueNeeded
 from lockstep.recipe.recipe import Recipe
@@ -47,18 +47,20 @@ class _Evaluation:
         self._recipe, self._request = recipe, request
         self._machine = machine_at(request.target, request.memory_bytes)
         self._known: dict[str, Outcome] = {}
+        self._loader = LoaderTime.measured(recipe, Path(request.folder)) if request.is_here else None
 
     def space(self) -> Space:
         """Return the space in which plans for this recipe are searched for."""
         recipe, cluster = self._recipe, self._machine.cluster
-        batch, size = recipe.global_batch or 1, model_size(recipe)
-        microbatch = recipe.microbatch if isinstance(recipe.microbatch, int) else 1
+        size = model_size(recipe)
         return Space(
             devices=cluster.count,
             devices_per_node=cluster.devices_per_node,
-            microbatches=-(-batch // microbatch),
+            samples=recipe.global_batch or 1,
+            microbatch=recipe.microbatch if isinstance(recipe.microbatch, int) else None,
+            is_splittable=is_splittable(recipe, size),
+            is_compilable=self._machine.is_gpu,
             state_bytes=2 * size.parameter_bytes,
-            microbatch=microbatch,
             stages=size.parts,
             capacity_bytes=self._machine.capacity_bytes,
         )
@@ -85,24 +87,28 @@ class _Evaluation:
         if process:
             return process
         try:
-            told = _predicted(self._recipe, plan, self._machine)
+            outcome = self._with_loader(_predicted(self._recipe, plan, self._machine), plan)
         except BaseException as error:
-            told = {"reason": _fault(error)}
+            outcome = Outcome(plan=text(plan), reason=_fault(error))
         try:
-            path.write_text(json.dumps(told), encoding="utf-8")
+            path.write_text(json.dumps(outcome.as_json()), encoding="utf-8")
         finally:
             os._exit(0)
 
+    def _with_loader(self, outcome: Outcome, plan: Plan) -> Outcome:
+        if self._loader is None or outcome.prediction is None:
+            return outcome
+        costs = self._machine.costs
+        loaded = self._loader.added_to(outcome.prediction, plan, processes=costs.processes, cores=costs.cores)
+        return replace(outcome, prediction=loaded)
+
     def _read(self, plan: Plan, path: Path, status: int) -> Outcome:
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            outcome = Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return Outcome(plan=text(plan), reason=f"the process that traced it ended with status {os.waitstatus_to_exitcode(status)}")
         path.unlink()
-        if "prediction" not in told:
-            return Outcome(plan=text(plan), reason=told["reason"])
-        prediction = replace(Prediction.from_json(told["prediction"]), plan=text(plan))
-        return Outcome(plan=text(plan), prediction=prediction, reason=None if prediction.fits else _why_not(prediction))
+        return outcome
 
     def report(self, outcomes: Sequence[Outcome]) -> None:
         """Write the outcomes that nobody has written yet."""
@@ -111,9 +117,8 @@ class _Evaluation:
                 self._report(outcome)
 
     def _report(self, outcome: Outcome) -> None:
-        told = {"plan": outcome.plan, "reason": outcome.reason, "prediction": outcome.prediction and outcome.prediction.as_json()}
         with (Path(self._request.folder) / OUTCOMES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(outcome.as_json()) + "\n")
 
 
 def _fault(error: BaseException) -> str:
@@ -122,18 +127,18 @@ def _fault(error: BaseException) -> str:
     return f"it could not be traced: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
 
 
-def _predicted(recipe: Recipe, plan: Plan, machine: Machine) -> dict[str, Any]:
+def _predicted(recipe: Recipe, plan: Plan, machine: Machine) -> Outcome:
     try:
         try:
-            return {"prediction": predict(recipe, plan, machine).as_json()}
+            prediction = predict(recipe, plan, machine)
         except ValueNeeded as error:
             if MOST_COPIES * model_size(recipe).parameter_bytes > available_bytes():
                 raise
-            predicted = predict(recipe, plan, machine, is_fake=False)
             note = f"computed with values on this CPU, because {error}"
-            return {"prediction": replace(predicted, note=note).as_json()}
+            prediction = replace(predict(recipe, plan, machine, is_fake=False), note=note)
     except UserError as error:
-        return {"reason": f"{type(error).__name__}: {error}"}
+        return Outcome(plan=text(plan), reason=f"{type(error).__name__}: {error}")
+    return Outcome(plan=text(plan), prediction=prediction, reason=None if prediction.fits else _why_not(prediction))
 
 
 def available_bytes() -> int:

@@ -1,0 +1,118 @@
+"""The loader: how long a process of this machine needs for a sample, and what a step takes with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
+from lockstep.plan import Plan
+from lockstep.planner.prediction import Prediction
+from lockstep.recipe.data import Stream
+from lockstep.recipe.recipe import Recipe
+
+LOADER = "loader"
+"""Name of the limit."""
+MEASURED_SECONDS = 1.0
+"""Time in which as many microbatches are loaded as there is time for."""
+PATIENCE_SECONDS = 10.0
+"""Time after which a loader that has not loaded one microbatch is given up."""
+MOST_SAMPLES = 32
+"""Samples of a measured microbatch, if the recipe leaves its size to the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderTime:
+    """The time that a process of this machine needs for a sample; or why that is not known."""
+
+    seconds: float | None
+    note: str
+
+    @classmethod
+    def measured(cls, recipe: Recipe, folder: Path) -> LoaderTime:
+        """Load microbatches with the recipe's own data and `collate`, in a fork of this process, for about a second."""
+        path = folder / "loader.json"
+        process = os.fork()
+        if not process:
+            try:
+                path.write_text(json.dumps(_loaded(recipe)), encoding="utf-8")
+            except BaseException as error:
+                path.write_text(json.dumps(f"{type(error).__name__}: {error}"), encoding="utf-8")
+            finally:
+                os._exit(0)
+        if not _ends(process, PATIENCE_SECONDS):
+            return cls(None, _unknown(f"no microbatch was loaded in {PATIENCE_SECONDS:.0f} s"))
+        if not path.exists():
+            return cls(None, _unknown("its process was killed"))
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(told, str):
+            return cls(None, _unknown(told))
+        return cls(told, f"a process loads {1 / told:,.4g} samples/s here")
+
+    def added_to(self, prediction: Prediction, plan: Plan, *, processes: int, cores: float) -> Prediction:
+        """Return the prediction with the loader of each process. Without workers the process loads before it computes;
+        with workers the slower of the two counts. `cores`: those that all processes share."""
+        noted = replace(prediction, note="; ".join(filter(None, (prediction.note, self.note))))
+        if self.seconds is None:
+            return noted
+        own, samples = cores / processes, prediction.microbatch * prediction.microbatches
+        workers = plan.workers if isinstance(plan.workers, int) else max(1, int(own))
+        loading = samples * self.seconds / min(max(1, workers), own)
+        if not workers:
+            by_limit, added = {**prediction.by_limit, LOADER: loading}, loading
+        elif loading > prediction.seconds:
+            by_limit, added = {LOADER: loading}, 0.0
+        else:
+            return noted
+        return replace(
+            noted,
+            seconds=max(prediction.seconds, loading) if workers else prediction.seconds + loading,
+            by_limit=dict(sorted(by_limit.items(), key=lambda each: -each[1])),
+            seconds_with_twice={name: max(each + added, loading) for name, each in prediction.seconds_with_twice.items()},
+        )
+
+
+def _ends(process: int, seconds: float) -> bool:
+    """Wait for a child, and kill it if it has not ended by then."""
+    end = time.monotonic() + seconds
+    while os.waitpid(process, os.WNOHANG) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _unknown(why: str) -> str:
+    return f"the loader could not be measured ({why}): the step is that of the devices"
+
+
+def _loaded(recipe: Recipe) -> float:
+    """Load for some time. Returns the seconds of a sample."""
+    size = recipe.microbatch if isinstance(recipe.microbatch, int) else min(recipe.global_batch or 1, MOST_SAMPLES)
+    loaded, began = 0, time.perf_counter()
+    for microbatch in _microbatches(recipe, size):
+        loaded += microbatch.size
+        if (spent := time.perf_counter() - began) >= MEASURED_SECONDS:
+            return spent / loaded
+    raise AssertionError("there is always another microbatch")
+
+
+def _microbatches(recipe: Recipe, size: int) -> Iterator[Microbatch]:
+    """Yield microbatches of `size` samples without end."""
+    in_step = -(-(recipe.global_batch or size) // size)
+    spans = (Span(step=number // in_step, index=number % in_step, start=number * size, stop=(number + 1) * size) for number in count())
+    if isinstance(recipe.data, Stream):
+        stream = StreamLoader(recipe.data, collate=recipe.collate, seed=recipe.seed, device=torch.device("cpu"))
+        return stream.fetch(spans, microbatches=in_step, positions={})
+    loader = Loader(recipe.data, collate=recipe.collate, seed=recipe.seed, ahead=size, device=torch.device("cpu"))
+    return loader.fetch(spans)

@@ -1,0 +1,45 @@
+"""A predicted step: what is refused, and what it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from planner.subjects import CHANGES, LENGTH, recipe
+from torch import Tensor
+
+import lockstep as ls
+from lockstep.base.errors import RecipeError
+from lockstep.plan import Plan
+from lockstep.planner.machines.hardware import parse_target
+from lockstep.planner.predict import Machine, is_splittable, predict
+from lockstep.planner.tracing.tracer import model_size
+
+MACHINE = Machine.of(parse_target("2 x H100"), None)
+
+
+def samples(shard: int, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    assert shard < 8
+    words = torch.full((LENGTH,), shard)
+    return iter([(words, words)] * 100)
+
+
+@pytest.mark.parametrize("changes", [CHANGES["running statistics"], {"data": ls.Stream(samples, shards=8)}], ids=["BatchNorm", "stream"])
+def test_microbatches_that_a_run_would_not_split_are_not_split(changes: dict[str, Any]) -> None:
+    given = recipe(**changes)
+    assert not is_splittable(given, model_size(given))
+    with pytest.raises(RecipeError, match="microbatch_splits=1; half a microbatch"):
+        predict(given, Plan.parse("replicate=2,microbatch_splits=1"), MACHINE)
+
+
+def test_a_prediction_has_the_plan_as_a_user_writes_it_and_the_parts_of_a_microbatch() -> None:
+    found = predict(recipe(), Plan.parse("shard=2,microbatch_splits=1"), MACHINE)
+    assert found.plan == "shard=2,microbatch_splits=1"
+    assert (found.microbatch, found.microbatches) == (1, 4)
+
+
+def test_a_stream_has_a_shard_for_each_microbatch_that_is_traced() -> None:
+    given = recipe(data=ls.Stream(samples, shards=8), global_batch=8, microbatch=1)
+    assert predict(given, Plan.parse("replicate=2"), MACHINE).microbatches == 4
