@@ -46,7 +46,7 @@ def test_a_launcher_that_starts_at_the_same_moment_leaves_the_folder_alone(tmp_p
 
     def while_another_starts(descriptor: int, operation: int) -> None:
         monkeypatch.setattr(fcntl, "flock", lock)
-        module._remove_dead(tmp_path)
+        module.remove_folders_of_dead_launchers(tmp_path)
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", while_another_starts)

@@ -19,7 +19,7 @@ _ALIVE = "alive"
 @contextmanager
 def launcher_folder() -> Iterator[Path]:
     """An empty folder, removed at the end. Removes folders of dead launchers first."""
-    _remove_dead(Path(tempfile.gettempdir()))
+    remove_folders_of_dead_launchers(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
         unlocked = Path(folder, "new")
         descriptor = os.open(unlocked, os.O_WRONLY | os.O_CREAT)
@@ -31,7 +31,8 @@ def launcher_folder() -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _remove_dead(parent: Path) -> None:
+def remove_folders_of_dead_launchers(parent: Path) -> None:
+    """Remove what killed launchers have left in the temporary folder `parent`."""
     for alive in parent.glob(f"{_PREFIX}*/{_ALIVE}"):
         with suppress(OSError):  # another user's, or another launcher is faster
             descriptor = os.open(alive, os.O_WRONLY)

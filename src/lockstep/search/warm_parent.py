@@ -11,6 +11,7 @@ import os
 import selectors
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from lockstep.base.files import write_atomically
 from lockstep.base.parent import die_with_parent
 from lockstep.launch import worker
 from lockstep.launch.failures import Ending
+from lockstep.launch.launcher_folder import remove_folders_of_dead_launchers
 from lockstep.launch.recovery.channel import Channel, take_channel
 from lockstep.launch.recovery.spare import prepare_process
 from lockstep.launch.spawned_call import PASSED_ON, forget_parent, lead_session, signals_blocked
@@ -97,6 +99,7 @@ def main() -> None:
     for name in ("lockstep.run", "lockstep.launch.agent.run_workers"):
         import_module(name)
     prepare_process()
+    remove_folders_of_dead_launchers(Path(tempfile.gettempdir()))  # of a search that was killed: this one may start no trial
     channel.send("warm", gpus=import_module("lockstep.base.accelerator").count())
     _serve(channel)
 
