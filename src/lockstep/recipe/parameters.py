@@ -249,7 +249,7 @@ def saved_values(run_dir: Path) -> dict[str, Value]:
     try:
         saved = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
         found: dict[str, Value] = (saved["recipe"] or {}).get("parameters", {})
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     return found
 
