@@ -115,6 +115,9 @@ def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool,
     if given["slurm"] is not None:
         return _send_to_slurm(given["slurm"], given["parallel"], script, is_module=is_module)
     check_target(script[1] if is_module else script[0], is_module=is_module)
+    csv = given["csv"]
+    if csv is not None and (Path(csv).is_dir() or not Path(csv).absolute().parent.is_dir()):
+        raise LaunchError(f"--csv {csv}; it is a file, which is written when the search has ended; name one in a folder that is there")
     metric, timeout, stem = given["metric"], given["timeout"], Path(script[1] if is_module else script[0]).stem
     launch = options_from({name: given[name] for name in (*LAUNCH, "set") if name in given})
     plan = launch.validate()
@@ -130,7 +133,7 @@ def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool,
         launch=launch,
         **fields,
     )
-    return _run(request, plan, as_json=given["as_json"], csv=given["csv"])
+    return _run(request, plan, as_json=given["as_json"], csv=csv)
 
 
 def _send_to_slurm(options: str, jobs: int | None, script: Sequence[str], *, is_module: bool) -> int:
@@ -212,7 +215,8 @@ def _show(number: int, results: SearchResults, parallel: int) -> None:
 
     trial = results.trials[number]
     value = "" if trial.value is None else f", {results.metric} {trial.value:.6g}"
-    given = ", ".join(f"{name}={trial.parameters[name]}" for name in results.searched if name in trial.parameters)
+    values = {name: trial.parameters[name] for name in results.searched if name in trial.parameters}
+    given = ", ".join(f"{name}={f'{each:.5g}' if isinstance(each, float) else each}" for name, each in values.items())
     say(
         f"trial {number} {trial.state}{value}" + (f" ({given})" if given else "") + (f": {trial.reason}" if trial.state == "failed" else "")
     )
