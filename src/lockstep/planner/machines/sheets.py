@@ -20,7 +20,7 @@ MEASURED: Mapping[str, CollectiveKind] = {"all-gather": "all_gather", "reduce-sc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReadings:
-    """What was measured on one accelerator."""
+    """The measurements of one accelerator."""
 
     name: str
     generation: str
