@@ -142,7 +142,8 @@ class RunRequest:
         learned = {"seed": self.seed, "precision": self.precision, "gradient_compression": self.gradient_compression, **(self.recipe or {})}
         executed = {"plan": launched or str(self.plan or Plan()), "log_every": self.log_every, "resume": self.resume}
         parameters = {f"parameters.{name}": value for name, value in declared.values.items()}
-        return {**learned, **executed, **parameters, "saving": str(self.saving), "allow_change": sorted(self.allow_change)}
+        learned.pop("parameters", None)  # they stand one by one, before what is made of them
+        return {**parameters, **learned, **executed, "saving": str(self.saving), "allow_change": sorted(self.allow_change)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,7 +323,7 @@ OWN = {
 
 def test_what_only_one_rank_gives_is_another_recipe() -> None:
     check_same([{"plan": "replicate=2"}] * 2)
-    with pytest.raises(RecipeError, match=r"^data is None on rank 0 and Rows\[48\] on rank 1; all processes"):
+    with pytest.raises(RecipeError, match=r"^data is not there on rank 0 and Rows\[48\] on rank 1; all processes"):
         check_same([{"plan": "replicate=2"}, {"plan": "replicate=2", "data": "Rows[48]"}])
 
 

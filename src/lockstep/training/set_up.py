@@ -222,10 +222,11 @@ def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
-            if first.get(name) != other.get(name):
+            one, another = first.get(name, "not there"), other.get(name, "not there")
+            if one != another:
                 raise (PlanError if name == "plan" else RecipeError)(
-                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}; all processes of a run have one "
-                    "recipe and one plan; give the same on every rank"
+                    f"{name} is {one} on rank 0 and {another} on rank {rank}; all processes of a run have one recipe and one plan; give "
+                    "the same on every rank"
                 )
 
 
