@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -59,7 +59,7 @@ def page(runs: Sequence[RunHistory], *, made: float) -> str:
         "heatmaps": [each.data for each in heatmaps],
         "runs": [run.name for run in runs],
     }
-    return _document(title, "".join(body), data)
+    return document(title, "".join(body), data, script=_own("page.js"))
 
 
 def charts(runs: Sequence[RunHistory]) -> tuple[list[Chart], list[Chart]]:
@@ -199,8 +199,9 @@ def _section(name: str, title: str, inside: str) -> list[str]:
     return [f'<section id="{name}"><h2>{title}</h2>{inside}</section>'] if inside else []
 
 
-def _document(title: str, body: str, data: dict[str, Any]) -> str:
-    style, script = (files("lockstep.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+def document(title: str, body: str, data: Mapping[str, Any], *, script: str, style: str = "") -> str:
+    """Return the HTML document. `data`: values that `script` reads from the element `data`. `style`: rules beside
+    page.css."""
     themes = (("light", heatmap.RAMP), ("dark", heatmap.RAMP[::-1]))
     ramps = "".join(f"--ramp-{name}:linear-gradient(90deg,{','.join(colours)});" for name, colours in themes)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -210,6 +211,10 @@ def _document(title: str, body: str, data: dict[str, Any]) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>:root{{{ramps}}}{style}</style></head><body><main>{body}</main>"
+        f"<title>{escape(title)}</title><style>:root{{{ramps}}}{_own('page.css')}{style}</style></head><body><main>{body}</main>"
         f'<script type="application/json" id="data">{json_data}</script><script>{script}</script></body></html>\n'
     )
+
+
+def _own(name: str) -> str:
+    return files("lockstep.report").joinpath(name).read_text(encoding="utf-8")

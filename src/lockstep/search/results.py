@@ -98,12 +98,10 @@ class SearchResults:
     def best_over_time(self) -> list[tuple[float, float, int]]:
         """Return each improvement: the second at which the trial ended, its value, and its number."""
         found: list[tuple[float, float, int]] = []
-        done = [trial for trial in self.trials if trial.state == "complete" and trial.value is not None and trial.ended is not None]
-        for trial in sorted(done, key=lambda trial: (trial.ended, trial.number)):
-            assert trial.value is not None, "filtered"
-            assert trial.ended is not None, "filtered"
-            if not found or self.sign * trial.value < self.sign * found[-1][1]:
-                found.append((trial.ended, trial.value, trial.number))
+        done = [(trial.ended, trial.number, trial.value) for trial in self.ranked if trial.ended is not None]
+        for ended, number, value in sorted(done):
+            if value is not None and (not found or self.sign * value < self.sign * found[-1][1]):
+                found.append((ended, value, number))
         return found
 
     def as_json(self) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""Results of a search as plain text, for a terminal. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+
+from lockstep.recipe.parameters import Value
+from lockstep.report.scale import format_duration
+from lockstep.search.results import SearchResults, State, TrialResult
+
+STATES: tuple[State, ...] = ("complete", "pruned", "failed", "running", "waiting")
+_TOP = 5
+_MOST_FAILURES = 5
+_MOST_NUMBERS = 6
+_LONGEST_LINE = 200
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+def summary_lines(results: SearchResults) -> list[str]:
+    """Return the best trial, the best few as a table, and the failures."""
+    counts = ", ".join(f"{results.count(state)} {state}" for state in STATES if results.count(state))
+    lines = [
+        f"{results.name}: {results.script}, {results.direction} {results.metric}",
+        f"{len(results.trials)} of {results.wanted} trials" + (f": {counts}" if counts else ""),
+    ]
+    best = results.best
+    if best is None:
+        lines.append("no trial is complete, with a finite value")
+    else:
+        took = f" in {format_duration(best.seconds)}" if best.seconds is not None else ""
+        lines += [f"best: trial {best.number}, {results.metric} {_text(best.value)} after {best.steps} steps{took}"]
+        lines += [f"  {line}" for line in aligned([[name, _text(value)] for name, value in best.parameters.items()], left=2)]
+        lines += ["", *_top(results), "", f"train with the best: {train_command(results, best)}"]
+    return [*lines, *_failed(results)]
+
+
+def progress_line(results: SearchResults, seconds_left: float | None) -> str:
+    """Return one line on a search that goes on. `seconds_left`: None if it cannot be estimated yet."""
+    parts = [f"{results.count('running')} running", f"{results.count('pruned')} pruned", f"{results.count('failed')} failed"]
+    best = results.best
+    found = "none complete" if best is None else f"best {results.metric} {_text(best.value)} (trial {best.number})"
+    left = [] if seconds_left is None else [f"about {format_duration(seconds_left)} left"]
+    return "; ".join([", ".join([f"{_ended(results)}/{results.wanted} trials done", *parts]), found, *left])
+
+
+def seconds_left(results: SearchResults, *, parallel: int, now: float) -> float | None:
+    """Return an estimate of the seconds until all trials have ended, from the mean duration of those that have. None if
+    none has."""
+    took = [trial.seconds for trial in results.trials if trial.state in ("complete", "pruned", "failed") and trial.seconds is not None]
+    if not took:
+        return None
+    mean = max(0.0, sum(took) / len(took))
+    running = [max(0.0, mean - (now - trial.started)) for trial in results.trials if trial.state == "running" and trial.started is not None]
+    to_start = max(0, results.wanted - _ended(results) - len(running))
+    return max([(sum(running) + to_start * mean) / max(1, parallel), *running])
+
+
+def train_command(results: SearchResults, trial: TrialResult) -> str:
+    """Return the command that trains with a trial's parameters."""
+    defaults = {parameter.name: parameter.default for parameter in results.parameters if not parameter.is_searched}
+    given = {name: value for name, value in trial.parameters.items() if name not in defaults or defaults[name] != value}
+    settings = [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+    return shlex.join(["lockstep", "run", *settings, results.script])
+
+
+def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
+    """Return each reason of failures, the most frequent first, and the numbers of its trials. Reasons that differ only
+    in numbers are one."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for trial in results.trials:
+        if trial.state == "failed":
+            reason = next(iter((trial.reason or "").strip().splitlines()), "no reason is known")
+            found.setdefault(_NUMBER.sub("#", reason), (reason, []))[1].append(trial.number)
+    return sorted(found.values(), key=lambda pair: -len(pair[1]))
+
+
+def numbers(trials: Sequence[int]) -> str:
+    """Return the numbers of trials as words: trial 3; 8 trials (1, 2, 3, 4, 5, 6, ...)."""
+    if len(trials) == 1:
+        return f"trial {trials[0]}"
+    more = ", ..." if len(trials) > _MOST_NUMBERS else ""
+    return f"{len(trials)} trials ({', '.join(map(str, trials[:_MOST_NUMBERS]))}{more})"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """Return the rows as lines with aligned columns, of which the first `left` are flush left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    marks = ["<" if place < left else ">" for place in range(len(widths))]
+    return ["  ".join(f"{cell:{mark}{width}}" for cell, mark, width in zip(row, marks, widths, strict=True)).rstrip() for row in rows]
+
+
+def _top(results: SearchResults) -> list[str]:
+    names = results.varied
+    head = ["trial", results.metric, "steps", "time", *names]
+    rows = [_cells(trial, names) for trial in results.ranked[:_TOP]]
+    return aligned([head, *rows], left=0)
+
+
+def _cells(trial: TrialResult, names: Iterable[str]) -> list[str]:
+    took = "-" if trial.seconds is None else format_duration(trial.seconds)
+    given = [_text(trial.parameters[name]) if name in trial.parameters else "-" for name in names]
+    return [str(trial.number), _text(trial.value), str(trial.steps), took, *given]
+
+
+def _failed(results: SearchResults) -> list[str]:
+    found = failures(results)
+    lines = [f"  {numbers(trials)}: {reason[:_LONGEST_LINE]}" for reason, trials in found[:_MOST_FAILURES]]
+    more = [f"  {len(found) - _MOST_FAILURES} more reasons"] if len(found) > _MOST_FAILURES else []
+    return ["", "failed:", *lines, *more] if lines else []
+
+
+def _ended(results: SearchResults) -> int:
+    return results.count("complete", "pruned", "failed")
+
+
+def _text(value: Value) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
