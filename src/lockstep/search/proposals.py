@@ -22,7 +22,7 @@ class Proposals:
         self._parameters: list[Parameter] = []
         if request.sweep:
             storage.study.sampler = sampler_of("random", seed=request.seed, given=self._given)
-            storage.study.pruner = pruner_of("none", None)
+            storage.study.pruner = pruner_of("none", None, None)
         else:
             self.look()
 
@@ -32,7 +32,7 @@ class Proposals:
             return
         self._parameters = found
         self._storage.study.sampler = sampler_of(self._request.sampler, seed=self._request.seed, given=self._given)
-        self._storage.study.pruner = pruner_of(self._request.pruner, self._storage.fact("every"))
+        self._storage.study.pruner = pruner_of(self._request.pruner, self._storage.fact("every"), self._storage.fact("steps"))
 
     @property
     def are_known(self) -> bool:

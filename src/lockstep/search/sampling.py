@@ -21,6 +21,9 @@ from lockstep.base.errors import RecipeError
 from lockstep.recipe.parameters import Parameter, Value
 from lockstep.search.request import PrunerName, SamplerName
 
+_KEPT = 3
+"""ASHA keeps one of so many trials."""
+
 Given = Callable[[int], Mapping[str, Value] | None]
 """The values of a trial that are not sampled, by its number. None: all are sampled."""
 
@@ -63,15 +66,29 @@ def sampler_of(name: SamplerName, *, seed: int, given: Given) -> BaseSampler:
     return PerTrialSampler(makers.get(name, lambda seed: RandomSampler(seed=seed)), seed, given)
 
 
-def pruner_of(name: PrunerName, every: int | None) -> BasePruner:
-    """Return the pruner called `name`. `every`: steps from one evaluation to the next; None: it is not known."""
+def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePruner:
+    """Return the pruner called `name`. `every`: steps from one evaluation to the next. `steps`: of a training. None: it
+    is not known."""
     match name:
         case "asha":
-            return SuccessiveHalvingPruner(min_resource=every or "auto")
+            return SuccessiveHalvingPruner(min_resource=first_rung(every, steps) or "auto", reduction_factor=_KEPT)
         case "median":
             return MedianPruner()
         case "none":
             return NopPruner()
+
+
+def first_rung(every: int | None, steps: int | None) -> int | None:
+    """Return the steps after which ASHA first ends trials: those of an evaluation. None: it is not known.
+
+    Two thirds end after about 1/9 of the training, and two thirds of the others after 1/3. With Optuna's defaults,
+    three quarters end after the first evaluation, however early it is: who evaluates more often would prune more. On
+    the digits classifier, evaluated after each thirtieth of the training, that left 3 or 4 of 40 trials, and one of
+    three searches missed the best by two digits.
+    """
+    if every is None or steps is None:
+        return every
+    return every * (steps // (_KEPT**2 * every) + 1)  # the third rung is then beyond the end
 
 
 def distribution_of(parameter: Parameter) -> BaseDistribution:

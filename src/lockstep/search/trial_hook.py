@@ -88,6 +88,7 @@ class TrialHook(Hook):
     def __init__(self, request: TrialRequest, channel: Channel | None, *, number: int) -> None:
         """`channel`: rank 0's. `number`: of the training in the script, from 1."""
         self._request, self._channel, self._number = request, channel, number
+        self._steps: int | None = None
 
     def on_start(self, run: Run) -> None:
         try:
@@ -96,9 +97,9 @@ class TrialHook(Hook):
             if self._channel is not None:
                 self._channel.send("refused", reason=str(error))
             raise
+        self._steps = None if run.recipe is None else total_steps(run.recipe)
         if self._channel is not None:
-            steps = None if run.recipe is None else total_steps(run.recipe)
-            self._channel.send("opened", parameters=declared.describe(), values=declared.values, every=self._every(run), steps=steps)
+            self._channel.send("opened", parameters=declared.describe(), values=declared.values, every=self._every(run), steps=self._steps)
 
     def _every(self, run: Run) -> int | None:
         """Return the steps from one evaluation with the metric to the next. None if it is evaluated at the end only."""
@@ -136,7 +137,7 @@ class TrialHook(Hook):
             return
         self._channel.send("report", step=run.step, value=value)
         answer = self._channel.receive()
-        if answer is not None and answer["prune"] and self._request.can_be_pruned:
+        if answer is not None and answer["prune"] and self._request.can_be_pruned and run.step != self._steps:  # it is complete
             run.stop(f"{PRUNED}{self._request.metric} {value:.6g} after step {run.step}")
         elif self._request.until is not None and run.step >= self._request.until:
             run.stop("the end of its generation")
