@@ -39,8 +39,11 @@ from published.evaluation import (
     sweeps,
     times,
 )
-from published.rows import DATA, Row, load
+from published.reading import load
+from published.rows import DATA, Row
+from published.software import is_known
 from published.step import predict
+from published.unstated import with_schedule
 from rich.console import Console
 from rich.table import Table
 
@@ -49,7 +52,7 @@ from lockstep.planner.machines.costs import FITTED
 from lockstep.planner.machines.fitted import Fitted
 
 HELD_OUT = DATA / "held_out.toml"
-FITTED_FILE = Path(lockstep.planner.__file__).parent / "fitted.toml"
+FITTED_FILE = Path(lockstep.planner.__file__).parent / "machines" / "fitted.toml"
 
 
 def main() -> None:
@@ -61,13 +64,15 @@ def main() -> None:
     parser.add_argument("--rows", metavar="SOURCE", help="also print each row of the sources whose name contains this")
     parser.add_argument("--fit", action="store_true", help="fit again, and write the fitted numbers")
     options = parser.parse_args()
-    rows, others = load(options.data)
+    given, others = load(options.data)
+    rows = [with_schedule(row) for row in given]
     console = Console()
     if options.fit:
         refit(rows)
         console.print("Done: a run without --fit uses the new numbers. NVLink3, for its file:", link())
         return
     inside, outside = times(rows, lambda _: FITTED), times(rows, held_out())
+    print_assumed(console, given)
     report = print_all(console, rows, others, inside, outside)
     if options.rows:
         print_rows(console, [pair for pair in outside if options.rows in pair.row.source], held_out())
@@ -91,10 +96,10 @@ def refit(rows: Sequence[Row]) -> None:
     from published.fit import fit, toml_of
 
     sources = sorted({row.repository for row in rows if row.seconds})
-    fits = {source: fit([row for row in rows if row.repository != source]) for source in sources}
+    best = fit(rows)
+    fits = {source: fit([row for row in rows if row.repository != source], best) for source in sources}
     head = f"# Numbers fitted to the sources without the one in the name, by benchmarks/planner.py --fit, {date.today()}.\n\n"
     HELD_OUT.write_text(head + "\n".join(toml_of(each, f'"{source}"') for source, each in fits.items()), encoding="utf-8")
-    best = fit(rows)
     inside, outside = times(rows, lambda _: best), times(rows, fits.__getitem__)
     FITTED_FILE.write_text(provenance(inside, outside, sources) + toml_of(best, "fitted") + intervals(rows, outside), encoding="utf-8")
 
@@ -125,6 +130,16 @@ def intervals(rows: Sequence[Row], outside: Sequence[Pair]) -> str:
         low, high = interval(pairs)
         text += f"[interval.{kind}]\nlow = {low:.3f}\nhigh = {high:.3f}\n\n"
     return text.rstrip("\n") + "\n"
+
+
+def print_assumed(console: Console, rows: Sequence[Row]) -> None:
+    """Print of which rows something was assumed that they do not state."""
+    for text, found in (
+        ("state no microbatch: the fastest that fits is taken, with the fastest interleaving", [row for row in rows if not row.microbatch]),
+        ("name no software that is known here: it is taken by the layout", [row for row in rows if not is_known(row)]),
+    ):
+        if found:
+            console.print(f"{len(found)} rows {text} ({', '.join(sorted({row.repository for row in found}))}).", highlight=False)
 
 
 def print_all(

@@ -14,10 +14,11 @@ from lockstep.planner.machines.fitted import Fitted
 from lockstep.planner.machines.hardware import parse_target
 from lockstep.planner.operations import Collective
 from published import transformer
+from published.machines import device_of
 from published.memory import memory_bytes
 from published.rows import DATA, Row
 from published.software import software_of
-from published.step import device_of, predict
+from published.step import predict
 
 GIB = 1 << 30
 
@@ -58,7 +59,7 @@ def predicted_memory(row: Row) -> float:
 def out_of_memory(rows: Sequence[Row]) -> list[tuple[Row, float, bool]]:
     """Return the rows that ran out of memory, their predicted GiB, and whether that is more than the device has."""
     found = [(row, predicted_memory(row)) for row in rows if row.out_of_memory]
-    return [(row, size / GIB, size > device_of(row.gpu).memory_bytes) for row, size in found]
+    return [(row, size / GIB, size > device_of(row).memory_bytes) for row, size in found]
 
 
 def constant_efficiency(rows: Sequence[Row], pairs: Sequence[Pair], held_out: bool = True) -> list[Pair]:
@@ -67,7 +68,7 @@ def constant_efficiency(rows: Sequence[Row], pairs: Sequence[Pair], held_out: bo
     found = []
     for pair in pairs:
         others = [(row, rate) for row, rate in rates if not held_out or row.repository != pair.row.repository]
-        same = [rate for row, rate in others if device_of(row.gpu) == device_of(pair.row.gpu)]
+        same = [rate for row, rate in others if device_of(row) == device_of(pair.row)]
         rate = statistics.median(same or [rate for _, rate in others])
         found.append(Pair(pair.row, _model_flops(pair.row) / rate / pair.row.world / _peak(pair.row), pair.measured))
     return found
@@ -188,4 +189,4 @@ def _model_flops(row: Row) -> float:
 
 
 def _peak(row: Row) -> float:
-    return device_of(row.gpu).peak_flops[row.dtype]
+    return device_of(row).peak_flops[row.dtype]

@@ -28,7 +28,7 @@ def state_bytes(row: Row, software: Software) -> tuple[float, float]:
         return local * (HALF + software.master_bytes / share) + software.buffer_bytes, local * software.gradient_bytes
     held = local * (software.master_bytes + software.weight_bytes) / row.shards
     largest = max(transformer.layer_parameters(row), row.vocab * row.hidden) / row.tp
-    gathered = 2 * largest * HALF if row.shards > 1 else HALF * local
+    gathered = 2 * largest * HALF if row.shards > 1 and row.pp == 1 else HALF * local
     return held + gathered, local * software.gradient_bytes / row.shards + largest * software.reduce_bytes
 
 

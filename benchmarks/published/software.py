@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 from published.rows import Row
 
@@ -17,6 +18,8 @@ class Software:
     """Element-wise kernels are fused, by hand or by a compiler."""
     attention: str = "flash"
     """`flash`, `cudnn`, or `unfused`: two batched matrix multiplications and a softmax whose results go to memory."""
+    composed: bool = False
+    """Its model writes softmax, mask and activation out in elementary operations; a compiler fuses them."""
     fused_loss: bool = True
     dropout: bool = False
     sharding: int = 3
@@ -62,14 +65,14 @@ MEGATRON_2021 = Software(
     reduce_bytes=4, overlaps_data=False, half_checkpointing="attention", scatters_messages=True, default_checkpointing="full",
 )  # fmt: skip
 MEGATRON_DEEPSPEED = replace(
-    MEGATRON_2021, name="Megatron-DeepSpeed", dropout=False, sharding=1, reduce_bytes=2, gradient_bytes=2, scatters_messages=False,
+    MEGATRON_2021, name="Megatron-DeepSpeed", dropout=False, sharding=1, reduce_bytes=2, gradient_bytes=2,
     master_bytes=16, buffer_bytes=3 * 5 * 10**8 * 2, outside_bytes=3 << 30,
 )  # fmt: skip
 """Its optimizer makes fp32 gradients of its share; three buckets of 5e8 numbers, DeepSpeed's default; the memory that
 its rows report is the device's, with 1.5 GiB of kernels."""
-BLOOM = replace(MEGATRON_DEEPSPEED, name="Megatron-DeepSpeed, blocking launches", launch_seconds=2e-4)
-"""Its chronicles say that it ran with CUDA_LAUNCH_BLOCKING=1. An operation of ours is about four kernels of theirs, and
-the host takes about 50 us for each: an estimate, not fitted."""
+BLOOM = replace(MEGATRON_DEEPSPEED, name="Megatron-DeepSpeed, blocking launches", launch_seconds=1e-4)
+"""Its chronicles say that it ran with CUDA_LAUNCH_BLOCKING=1, and that this cost 0 to 7% of a step. An operation here
+is about four kernels of theirs, and the host takes about 25 us for each: an estimate within that, not fitted."""
 PURE_HALF = Software(
     name="torchtune", fused=False, fused_loss=False, sharding=0, master_bytes=4, weight_bytes=2, gradient_bytes=2
 )  # parameters, gradients and AdamW's moments in bf16
@@ -86,17 +89,33 @@ FRAMEWORKS = (
     ("nanotron|picotron", replace(DDP, name="nanotron", fused=True, sharding=1, sequence_parallel=True)),
     ("tinyllama|lit-gpt|litgpt", replace(FSDP1, fused=True, fused_loss=True, logits_bytes=6)),
     (r"llm\.?c", replace(DDP, fused=True, fused_loss=True, attention="cudnn", sharding=1, reduce_bytes=2)),
-    ("(?<!modded-)nanogpt", replace(DDP, attention="unfused")),  # early 2023: before flash attention
+    ("(?<!modded-)nanogpt", replace(DDP, attention="unfused", composed=True)),  # early 2023: before flash attention
     ("olmo|fsdp", FSDP2),
-    ("", DDP),
+    ("modded-nanogpt", DDP),
 )
 """The first pattern found in a row's source and notes, and what it runs."""
 
 
+def is_known(row: Row) -> bool:
+    """True if a row names software that is listed here."""
+    return _named(row) is not None
+
+
+def _named(row: Row) -> Software | None:
+    text = f"{row.notes} {row.source}".lower()
+    return next((software for pattern, software in FRAMEWORKS if re.search(pattern, text)), None)
+
+
+def _by_layout(row: Row) -> Software:
+    """FSDP where parameters are sharded, Megatron where tensors or layers are split, else DDP."""
+    return FSDP2 if row.shards > 1 else MEGATRON if row.tp * row.pp > 1 else DDP
+
+
+@cache
 def software_of(row: Row) -> Software:
     """Return what ran a row, by its framework and what the row says of compilation, precision and checkpointing."""
     text = f"{row.notes} {row.source}".lower()
-    found = next(software for pattern, software in FRAMEWORKS if re.search(pattern, text))
+    found = _named(row) or _by_layout(row)
     if found is MEGATRON and row.dtype == "float16":
         found = MEGATRON_2021  # fp16 in Megatron is older than bf16, flash attention and the overlaps
     if "sequence-parallel" in row.checkpointing:
@@ -111,6 +130,8 @@ def software_of(row: Row) -> Software:
         found = replace(found, fused=True)
     if "graph" in f"{row.compiled} {row.notes} {row.source}" or "chunked CE" in row.notes or "activation ckpt" in row.notes:
         found = replace(found, fused_loss=True, logits_bytes=2.5)
+    if "optimizer-in-bwd" in row.notes:
+        found = replace(found, gradient_bytes=0)  # each is applied and freed as it comes
     if "async TP" in row.notes:
         found = replace(found, overlaps_tensor=True)
     return found

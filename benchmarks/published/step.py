@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lockstep.planner.machines.costs import FITTED, collective_seconds, operation_seconds
 from lockstep.planner.machines.fitted import Fitted
-from lockstep.planner.machines.hardware import Cluster, Device, load_device, load_link
+from lockstep.planner.machines.hardware import Cluster, Device
 from lockstep.planner.operations import Collective, Operation
 from published import transformer
+from published.machines import cluster_of
 from published.memory import fitting_checkpointing
 from published.rows import Row
 from published.software import Software, software_of
@@ -52,26 +52,6 @@ class Layer:
         return self.forward + self.backward + self.tensor + self.context
 
 
-def device_of(gpu: str) -> Device:
-    """Return the device that a row's text names."""
-    name = gpu.upper()
-    if "H100" in name:
-        return load_device("H100-HBM2e" if re.search(r"HBM2E|9[56]GB", name) else "H100")
-    for known in ("GB200", "GB300", "B300", "B200", "H200", "V100", "RTX4090", "A6000"):
-        if known in name:
-            return load_device("GB200" if known == "GB300" else known)
-    return load_device("B200" if "BLACKWELL" in name else "A100-40GB" if "40GB" in name else "A100-80GB")
-
-
-def cluster_of(row: Row) -> Cluster:
-    """Return the row's cluster: its node's network where it says one, else that of the vendor's systems."""
-    device = device_of(row.gpu)
-    between = load_link(device.between)
-    if row.node_bytes_per_second:
-        between = replace(between, bytes_per_second=row.node_bytes_per_second / device.devices_per_node)
-    return Cluster(device, row.world, min(row.world, device.devices_per_node), load_link(device.inside), between)
-
-
 def predict(row: Row, fitted: Fitted = FITTED) -> Parts:
     """Return the step's time by its parts."""
     software, cluster = software_of(row), cluster_of(row)
@@ -91,7 +71,7 @@ def predict(row: Row, fitted: Fitted = FITTED) -> Parts:
         data=data_seconds(row, software, cluster, layer, fitted),
         pipeline=pipeline_seconds(row, software, cluster, fitted),
         bubble=(row.pp - 1) / row.virtual * mean,
-        update=total(((each, 1.0) for each in transformer.update(row, software)), cluster.device, fitted),
+        update=total(((each, 1.0) for each in transformer.update(row, software)), cluster.device, fitted) * row.updates,
         waiting=0.0,
     )
     return replace(parts, waiting=parts.seconds * fitted.jitter * math.log2(row.world))
@@ -127,8 +107,18 @@ def tensor_seconds(row: Row, software: Software, cluster: Cluster, fitted: Fitte
         return 0.0
     whole = HALF * row.tokens * row.hidden
     kinds = ("all_gather", "reduce_scatter") if software.sequence_parallel else ("all_reduce",)
-    each = sum(collective_seconds(Collective(kind, row.tp, 1, whole, "tensor"), cluster) for kind in kinds)  # type: ignore[arg-type]
-    return rounds * 2 * (software.launch_seconds + each * (1 - fitted.tensor_overlap if software.overlaps_tensor else 1.0))
+    times = [collective_seconds(Collective(kind, row.tp, 1, whole, "tensor"), cluster) for kind in kinds]  # type: ignore[arg-type]
+    again = times[0] if software.sequence_parallel and repeats_operations(row, software) else 0.0
+    exposed_part = 1 - fitted.tensor_overlap if software.overlaps_tensor else 1.0
+    return 2 * (rounds * software.launch_seconds + (rounds * sum(times) + again) * exposed_part)
+
+
+def repeats_operations(row: Row, software: Software) -> bool:
+    """True if checkpointing keeps some operations' results and repeats what leads to the others: also all-gathers."""
+    kind = row.checkpointing
+    if kind.startswith("selective") and "op" not in kind and "layer" not in kind:
+        kind = software.half_checkpointing
+    return kind == "matmuls" or (kind.startswith("selective") and "op" in kind)
 
 
 def context_seconds(row: Row, software: Software, cluster: Cluster, fitted: Fitted) -> float:
@@ -196,18 +186,22 @@ def data_seconds(row: Row, software: Software, cluster: Cluster, layer: Layer, f
 
 
 def sharded_seconds(row: Row, software: Software, cluster: Cluster, layer: Layer, fitted: Fitted) -> float:
-    """Return what FSDP adds: parameters gathered before each pass, gradients scattered, and summed over replicas."""
+    """Return what FSDP adds: parameters gathered before each pass, gradients scattered, and summed over replicas.
+
+    A pipeline's stage keeps what it has gathered until the step's end, and gives its gradients away once.
+    """
     size = transformer.layer_parameters(row) // row.tp
     outer = 2 * row.vocab * row.hidden // row.tp / size
 
     def run(kind: str, width: int, ranks: int, stride: int) -> float:
         return collective_seconds(Collective(kind, ranks, stride, width, "data"), cluster)  # type: ignore[arg-type]
 
+    rounds = row.microbatches if row.pp == 1 else 1
     gather = run("all_gather", HALF * size, row.shards, row.tp)
     scatter = run("reduce_scatter", software.reduce_bytes * size, row.shards, row.tp)
     replicas = run("all_reduce", software.reduce_bytes * size // row.shards, row.replicas, row.tp * row.shards)
     count = row.layers / row.pp
     once = exposed(gather, layer.forward + layer.tensor / 2, fitted)
-    once += exposed(gather + scatter + replicas / row.microbatches, layer.backward + layer.tensor / 2, fitted)
+    once += exposed(gather + scatter + replicas / rounds, layer.backward + layer.tensor / 2, fitted)
     ends = (2 * gather + scatter) * max(1.0, outer)
-    return row.microbatches * (count * once + ends)
+    return rounds * (count * once + ends)

@@ -14,6 +14,10 @@ HALF = 2
 
 ACTIVATION = {(True, True): (6, 10), (True, False): (10, 18), (False, True): (4, 6), (False, False): (4, 6)}
 """Bytes an activation function's kernels move for a number, forward and backward, by gated and fused."""
+COMPOSED_ACTIVATION = (36, 52)
+"""The same for a GELU by its formula: nine kernels, such as x ** 3 and tanh, and the gradients of each."""
+COMPOSED_SOFTMAX = (28, 32)
+"""Bytes for a score: scaled and masked in half precision, cast to fp32 as autocast does, softmax, and cast back."""
 
 
 def layer_parameters(row: Row) -> int:
@@ -107,10 +111,12 @@ def _attention(row: Row, software: Software, phase: str) -> list[Operation]:
         return [Operation("attention", row.dtype, int(flops * times), moved * scale, shape, phase, software.attention)]  # type: ignore[arg-type]
     scores = _product(row, "attention scores", queries, row.seq, row.head, batch)
     values = _product(row, "attention values", queries, row.head, row.seq, batch)
-    softmax = batch * queries * row.seq * (4 + (5 if software.dropout else 0))
+    ahead = 4 + (5 if software.dropout else 0)
+    moved = COMPOSED_SOFTMAX if software.composed and not software.fused else (ahead, ahead * 3 / 2)
+    softmax = _memory("attention softmax", int(batch * queries * row.seq * moved[phase != "forward"]), phase)
     if phase == "forward":
-        return [scores, values, _memory("attention softmax", softmax, phase)]
-    return [*gradients(scores), *gradients(values), _memory("attention softmax", softmax * 3 // 2, phase)]
+        return [scores, values, softmax]
+    return [*gradients(scores), *gradients(values), softmax]
 
 
 def _element_wise(row: Row, software: Software, phase: str) -> list[Operation]:
@@ -120,7 +126,8 @@ def _element_wise(row: Row, software: Software, phase: str) -> list[Operation]:
     norm = (4 if fused else 34) if ahead else (8 if fused else 50)
     dropout = (1 if ahead else 5) * software.dropout
     rotated = row.head * (row.heads + row.kv_heads) * (4 if fused else 20) if row.gated else 0
-    act = ACTIVATION[row.gated, fused][0 if ahead else 1]
+    plain = software.composed and not software.fused and not row.gated
+    act = (COMPOSED_ACTIVATION if plain else ACTIVATION[row.gated, fused])[0 if ahead else 1]
     kind = "" if fused else "eager "
     return [
         _memory(kind + "norm", norm * t * h, phase),

@@ -7,7 +7,7 @@ fitted to published steps (`fitted.toml`).
 from __future__ import annotations
 
 from functools import cache
-from math import ceil, log2
+from math import ceil, gcd, log2
 
 from lockstep.planner.machines.fitted import Fitted, load_fitted
 from lockstep.planner.machines.hardware import Cluster, Device, Link
@@ -64,10 +64,14 @@ def _arithmetic_seconds(operation: Operation, device: Device, fitted: Fitted) ->
 def matmul_rate(shape: tuple[int, ...], dtype: str, device: Device, fitted: Fitted = FITTED) -> float:
     """Return the rate of a matrix multiplication of shape (batch, m, n, k) to that of the best shape, at most 1."""
     _, _, n, k = shape
-    line = 4 if dtype == "float32" else 8
-    aligned = 1.0 if n % line == 0 and k % line == 0 else fitted.misaligned
     lost = fitted.waves * (1 / _filled(shape, device.multiprocessors) - 1)
-    return k / (k + fitted.inner) / (1 + lost) * aligned
+    return k / (k + fitted.inner) / (1 + lost) * _aligned(n, k, dtype, fitted)
+
+
+def _aligned(n: int, k: int, dtype: str, fitted: Fitted) -> float:
+    """The rate of a product by the power of two that divides its rows' bytes: cores load 16 at once, memory 128."""
+    row = gcd(n, k, 1 << 7) * (4 if dtype == "float32" else 2)
+    return fitted.misaligned if row < 16 else (1 - fitted.short_lines) ** max(0.0, 7 - log2(row))
 
 
 @cache

@@ -27,6 +27,8 @@ class Fitted:
     """Part of the time that a last, partly filled wave of tiles loses by arithmetic which is lost in fact."""
     misaligned: float
     """Rate of a matrix multiplication with a dimension that is no multiple of 16 bytes."""
+    short_lines: float
+    """Part of a matrix multiplication's rate lost for each halving below 128 of the bytes that divide its rows."""
     eager: float
     """Bytes that eager element-wise kernels move to those that their list of kernels says."""
     contention: float
