@@ -72,9 +72,10 @@ class FileLayout:
     thus aligned for its dtype and can be used in place.
     """
 
-    def __init__(self, shards: Sequence[TensorShard]) -> None:
+    def __init__(self, shards: Sequence[TensorShard], metadata: Mapping[str, str] | None = None) -> None:
+        """`metadata`: notes on the file, in its header; readers of tensors pass over them."""
         ordered = sorted(shards, key=lambda shard: (shard.bytes % ALIGNMENT != 0, -item_bytes(shard.dtype), shard.key))
-        entries: dict[str, object] = {}
+        entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         starts: dict[TensorShard, int] = {}
         at = 0
         for shard in ordered:

@@ -1,0 +1,1 @@
+"""Averages of the weights of several models of one architecture ("model soups")."""
