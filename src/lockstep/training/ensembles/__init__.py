@@ -1,0 +1,1 @@
+"""Several models that are evaluated as one."""
