@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 from lockstep.base.errors import LaunchError, RunDirectoryError
 from lockstep.base.units import seconds
 from lockstep.plan import Plan
-from lockstep.recipe.parameters import split_assignment
+from lockstep.recipe.parameters import read_assignments, split_assignment
 from lockstep.saving import OutOfMemory, Resume, interval
 
 OnHang = Literal["end", "report"]
@@ -101,7 +101,7 @@ class Option:
         if self.kind is frozenset:
             return read_names(text)
         if self.kind is tuple:
-            return read_texts(text, name)
+            return read_assignments(text, name)
         if self.kind is bool:
             if text not in ("0", "1"):
                 raise LaunchError(f"{name}={text!r}; it is 1 for yes, or 0; correct what sets it, or unset it")
@@ -371,17 +371,6 @@ def _is_for_script(each: Field[Any]) -> bool:
 def read_names(text: str) -> frozenset[str]:
     """The names in a list that is separated by commas."""
     return frozenset(filter(None, map(str.strip, text.split(","))))
-
-
-def read_texts(text: str, name: str) -> tuple[str, ...]:
-    """Return the texts of a JSON list, the value of a variable called `name`. Raises `LaunchError`."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise LaunchError(f'{name}={text!r}; it is a JSON list of texts: ["lr=1e-3"]; correct what sets it, or unset it')
-    return tuple(found)
 
 
 def non_negative_int(text: str, name: str) -> int:

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lockstep.base.errors import LaunchError
-from lockstep.search.slots import Slot, slots
+from lockstep.search.slots import TrialSlot, slots
 
 
 @pytest.mark.parametrize(
     ("parallel", "processes", "cpus", "gpus", "visible", "expected"),
     [
-        (None, 1, 4, 0, None, [Slot(threads=1)] * 4),
-        (None, 3, 8, 0, None, [Slot(threads=1)] * 2),
-        (None, 3, 2, 0, None, [Slot(threads=1)]),
-        (2, 1, 8, 0, None, [Slot(threads=4)] * 2),
-        (6, 1, 2, 0, None, [Slot(threads=1)] * 6),
-        (None, 2, 16, 5, None, [Slot(threads=4, gpus=["0", "1"]), Slot(threads=4, gpus=["2", "3"])]),
-        (1, 2, 16, 4, None, [Slot(threads=8, gpus=["0", "1"])]),
-        (9, 1, 4, 2, "3,1", [Slot(threads=2, gpus=["3"]), Slot(threads=2, gpus=["1"])]),
+        (None, 1, 4, 0, None, [TrialSlot(threads=1)] * 4),
+        (None, 3, 8, 0, None, [TrialSlot(threads=1)] * 2),
+        (None, 3, 2, 0, None, [TrialSlot(threads=1)]),
+        (2, 1, 8, 0, None, [TrialSlot(threads=4)] * 2),
+        (6, 1, 2, 0, None, [TrialSlot(threads=1)] * 6),
+        (None, 2, 16, 5, None, [TrialSlot(threads=4, gpus=["0", "1"]), TrialSlot(threads=4, gpus=["2", "3"])]),
+        (1, 2, 16, 4, None, [TrialSlot(threads=8, gpus=["0", "1"])]),
+        (9, 1, 4, 2, "3,1", [TrialSlot(threads=2, gpus=["3"]), TrialSlot(threads=2, gpus=["1"])]),
     ],
 )
 def test_the_machine_is_divided_among_trials(
@@ -47,7 +47,7 @@ def test_no_gpu_is_given_twice_and_no_more_threads_than_cpus(parallel: int | Non
 
 
 def test_its_processes_see_its_gpus_and_keep_the_threads_that_were_given() -> None:
-    slot = Slot(threads=4, gpus=["2", "3"])
+    slot = TrialSlot(threads=4, gpus=["2", "3"])
     assert slot.variables({}) == {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2,3"}
     assert slot.variables({"OMP_NUM_THREADS": "7"}) == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert Slot(threads=2).variables({}) == {"OMP_NUM_THREADS": "2"}
+    assert TrialSlot(threads=2).variables({}) == {"OMP_NUM_THREADS": "2"}

@@ -233,7 +233,18 @@ declared = Declared()
 
 def given_values(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the texts that `--set` has given, by name. Raises `RecipeError`."""
-    return dict(map(split_assignment, json.loads(environ.get(ASSIGNMENTS) or "[]")))
+    return dict(map(split_assignment, read_assignments(environ.get(ASSIGNMENTS) or "[]", ASSIGNMENTS)))
+
+
+def read_assignments(text: str, name: str) -> tuple[str, ...]:
+    """Return the texts in the value of a variable called `name`. Raises `RecipeError` if it is not a list of them."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise RecipeError(f'{name}={text!r}; it is a JSON list of texts: ["lr=1e-3"]; correct what sets it, or unset it')
+    return tuple(found)
 
 
 def split_assignment(text: str) -> tuple[str, str]:

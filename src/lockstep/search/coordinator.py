@@ -20,12 +20,12 @@ from lockstep.launch.recovery.channel import Channel
 from lockstep.options import RunOptions, variable
 from lockstep.search import trial_hook
 from lockstep.search.database import reachable
-from lockstep.search.outcome import FailuresAlike, Outcome, finished_outcome, outcome_of
+from lockstep.search.outcome import FailuresAlike, TrialOutcome, finished_outcome, outcome_of
 from lockstep.search.population import CHANGEABLE
 from lockstep.search.processes import WarmParent
 from lockstep.search.proposals import Proposals
 from lockstep.search.request import SearchRequest
-from lockstep.search.slots import Slot
+from lockstep.search.slots import TrialSlot
 from lockstep.search.study import ClaimedTrial, TrialStorage
 from lockstep.search.trial_hook import TrialRequest
 from lockstep.search.warm_parent import ENDING, LaunchRequest
@@ -40,7 +40,7 @@ class RunningTrial:
     """A trial in a slot."""
 
     claimed: ClaimedTrial
-    slot: Slot
+    slot: TrialSlot
     channel: Channel
     is_probe: bool
     """True if its process tells the script's parameters, and does not train."""
@@ -55,7 +55,7 @@ class Search:
         request: SearchRequest,
         storage: TrialStorage,
         parent: WarmParent,
-        slots: Sequence[Slot],
+        slots: Sequence[TrialSlot],
         processes: int,
         on_end: Callable[[int], None],
     ) -> None:
@@ -124,7 +124,7 @@ class Search:
         is_probe = not self.proposals.are_known and (claimed.number > 0 or self.proposals.need_probe)
         self._start(claimed, self._free.pop(0), is_probe=is_probe)
 
-    def _start(self, claimed: ClaimedTrial, slot: Slot, *, is_probe: bool) -> None:
+    def _start(self, claimed: ClaimedTrial, slot: TrialSlot, *, is_probe: bool) -> None:
         folder = self._storage.run_dir(claimed.number)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ENDING).unlink(missing_ok=True)
@@ -227,16 +227,16 @@ class Search:
             return
         outcome = outcome_of(folder, message["status"], self._request.metric)
         if self._ends_early and outcome.state == "failed":
-            outcome = Outcome(state="running")  # by the signal that ends the search, or by a mistake that no trial can mend
+            outcome = TrialOutcome(state="running")  # by the signal that ends the search, or by a mistake that no trial can mend
         self._finish(running.claimed, outcome)
 
     def _after_probe(self, running: RunningTrial) -> None:
         if running.claimed.number < self.proposals.wanted and not self._ends_early:
             self._start(running.claimed, self._free.pop(), is_probe=False)
         else:
-            self._storage.end(running.claimed, Outcome(state="running"))
+            self._storage.end(running.claimed, TrialOutcome(state="running"))
 
-    def _finish(self, claimed: ClaimedTrial, outcome: Outcome) -> None:
+    def _finish(self, claimed: ClaimedTrial, outcome: TrialOutcome) -> None:
         self._storage.end(claimed, outcome)
         self._claims_from = 0.0
         if outcome.state != "running":

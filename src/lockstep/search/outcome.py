@@ -1,4 +1,4 @@
-"""What has become of a trial, from what its processes left behind; and when failures are the script's. Pure but for
+"""The outcome of a trial, from what its processes left behind; and when failures are the script's. Pure but for
 reading files."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_THE_TRIAL = ("LossError", "MemoryError", "OutOfMemoryError", "HangError")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """The end of a trial. `state` is `running` if it was interrupted, and is to be resumed."""
 
     state: State
@@ -34,7 +34,7 @@ class Outcome:
     """Equal for failures with the same cause in the script. None: it is the trial's own result."""
 
 
-def finished_outcome(folder: Path, metric: str) -> Outcome | None:
+def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
     """Return the outcome of a run that has ended by itself. None if it has not."""
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
@@ -45,29 +45,29 @@ def finished_outcome(folder: Path, metric: str) -> Outcome | None:
         value = result["loss"]
     pruned = _reason_of_pruning(folder)
     if pruned is not None:
-        return Outcome(state="pruned", value=value, reason=pruned)
+        return TrialOutcome(state="pruned", value=value, reason=pruned)
     if value is None or not math.isfinite(value):
-        return Outcome(state="failed", reason=f"{metric} is not finite")
-    return Outcome(state="complete", value=value)
+        return TrialOutcome(state="failed", reason=f"{metric} is not finite")
+    return TrialOutcome(state="complete", value=value)
 
 
-def outcome_of(folder: Path, status: int, metric: str) -> Outcome:
+def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
     """Return the outcome of a trial whose launcher has ended with `status`: minus the number of the signal that killed
     it, if one did."""
     ending = LaunchEnding.read(folder)
     if status == 0:
         done = finished_outcome(folder, metric)
-        return done or Outcome(state="failed", reason="the script ended and did not train", alike="did not train")
+        return done or TrialOutcome(state="failed", reason="the script ended and did not train", alike="did not train")
     if status == PREEMPTED_STATUS:
-        return Outcome(state="running")
+        return TrialOutcome(state="running")
     if ending is None:
-        return Outcome(state="failed", reason=f"its launcher was killed by signal {-status}", alike=f"signal {-status}")
+        return TrialOutcome(state="failed", reason=f"its launcher was killed by signal {-status}", alike=f"signal {-status}")
     name = ending.kind.rpartition(":")[2]
     first = ending.message.partition("\n")[0]
     reason = f"{name}: {first}" if name else ending.report.partition("\n")[0]
     if status in (HUNG_STATUS, _KILLED) or name in _OF_THE_TRIAL:
-        return Outcome(state="failed", reason=reason)
-    return Outcome(state="failed", reason=reason, alike=f"{status} {ending.kind} {ending.where}")
+        return TrialOutcome(state="failed", reason=reason)
+    return TrialOutcome(state="failed", reason=reason, alike=f"{status} {ending.kind} {ending.where}")
 
 
 def _reason_of_pruning(folder: Path) -> str | None:
@@ -89,7 +89,7 @@ class FailuresAlike:
         self._counts: Counter[str] = Counter()
         self._is_right = False
 
-    def note(self, outcome: Outcome) -> bool:
+    def note(self, outcome: TrialOutcome) -> bool:
         """Note the end of a trial. Returns True if the script is at fault."""
         self._is_right |= outcome.state in ("complete", "pruned")
         if outcome.alike is None or self._is_right:

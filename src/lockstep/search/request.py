@@ -1,4 +1,4 @@
-"""What a search is asked for: the options of `lockstep search` and `lockstep sweep`, checked."""
+"""The request for a search: the options of `lockstep search` and `lockstep sweep`, checked."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class SearchRequest:
     pruner: PrunerName
     seed: int
     folder: Path
-    """Of the search: it has the trials' run directories."""
+    """The folder of the search: it has the trials' run directories."""
     storage: str | None
     """URL of Optuna's storage. None: an SQLite file in `folder`."""
     name: str
     """Optuna's name of the study in the storage."""
     timeout_seconds: float | None
     launch: LaunchOptions
-    """Of each trial. Its `set` holds the parameters that are not searched."""
+    """The options of each trial. Its `set` holds the parameters that are not searched."""
     sweep: Sequence[tuple[str, Sequence[str]]] = ()
     """For `lockstep sweep`: names and texts of values."""
     population: int = 8
@@ -55,7 +55,7 @@ class SearchRequest:
         return list(itertools.product(*texts)) if texts else []
 
     def identity(self) -> Mapping[str, Any]:
-        """What must be the same when the search is continued, or shared, as JSON."""
+        """The fields that must be the same when the search is continued, or shared, as JSON."""
         return {
             "script": list(self.script),
             "metric": self.metric,

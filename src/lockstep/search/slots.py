@@ -1,4 +1,4 @@
-"""How many trials run at a time on this machine, and what each of them has of it. Pure."""
+"""The slots of this machine: the number of trials at a time, and the GPUs and threads of each. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.base.errors import LaunchError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
+class TrialSlot:
     """The part of the machine that one trial has at a time."""
 
     threads: int
@@ -23,7 +23,7 @@ class Slot:
         return threads | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
 
 
-def slots(parallel: int | None, processes: int, *, cpus: int, gpus: int, visible: str | None) -> list[Slot]:
+def slots(parallel: int | None, processes: int, *, cpus: int, gpus: int, visible: str | None) -> list[TrialSlot]:
     """Divide the machine among trials of so many `processes`. `parallel`: at most so many trials at a time; None: as
     many as have a GPU, or else a CPU, for each process. `visible`: CUDA_VISIBLE_DEVICES. Raises `LaunchError`."""
     if gpus and gpus < processes:
@@ -35,6 +35,6 @@ def slots(parallel: int | None, processes: int, *, cpus: int, gpus: int, visible
     count = most if parallel is None else min(parallel, most) if gpus else parallel
     threads = max(1, cpus // (count * processes))
     if not gpus:
-        return [Slot(threads=threads)] * count
+        return [TrialSlot(threads=threads)] * count
     names = visible.split(",") if visible else [str(number) for number in range(gpus)]
-    return [Slot(threads=threads, gpus=names[place * processes : (place + 1) * processes]) for place in range(count)]
+    return [TrialSlot(threads=threads, gpus=names[place * processes : (place + 1) * processes]) for place in range(count)]

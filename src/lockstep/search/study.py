@@ -27,7 +27,7 @@ from lockstep.base.file_lock import try_lock
 from lockstep.base.files import write_atomically
 from lockstep.recipe.parameters import Parameter
 from lockstep.search.database import alone, opened_study, reachable, shown
-from lockstep.search.outcome import Outcome
+from lockstep.search.outcome import TrialOutcome
 from lockstep.search.request import SEARCH, SearchRequest
 from lockstep.search.results import SearchResults, State, TrialResult
 
@@ -188,7 +188,7 @@ class TrialStorage:
             claimed.trial.report(value, step)
         return bool(claimed.trial.should_prune())  # numpy's of some pruners
 
-    def end(self, claimed: ClaimedTrial, outcome: Outcome) -> None:
+    def end(self, claimed: ClaimedTrial, outcome: TrialOutcome) -> None:
         """Note the end of a trial, and release it; one that was interrupted stays to be resumed."""
         if outcome.state != "running":
             if outcome.reason is not None:
