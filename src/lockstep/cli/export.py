@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -83,14 +84,14 @@ def _export_folder(source: str, folder: Path, *, module: int | None, best: bool)
 
 def export(source: str, path: Path, *, module: int | None = None, best: bool = False) -> str:
     """Write a model of `source` to `path`. Returns in words what was written. Raises `CheckpointError`."""
-    _check_out(path)
+    check_out(path)
     at = Target.find(source)
     with reachable(source):
         name = _best(at) if best else None
         if name is not None:
             at = replace(at, names=[name])
-        model, what = (_final_model(at, module) if name is None else None) or _saved_model(at, module)
-        tensors, size = _write(model, path)
+        model, what = (final_model(at, module) if name is None else None) or saved_model(at, module)
+        tensors, size = write_model(model, path)
     return f"{path}: {tensors} tensors, {size:,} bytes, of {what}"
 
 
@@ -114,7 +115,8 @@ def export_pretrained(source: str, folder: str, model: Any, *, best: bool = Fals
         built.save_pretrained(folder, state_dict=load_file(path))
 
 
-def _check_out(path: Path) -> None:
+def check_out(path: Path) -> None:
+    """Raise `CheckpointError` unless a model can be written there, over nothing."""
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"OUT is {str(path)!r}; a model is exported as safetensors, which every program reads and none runs; name it "
@@ -143,7 +145,7 @@ def _best(at: Target) -> CheckpointName | None:
     return found
 
 
-def _final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] | None:
+def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] | None:
     """The final model of a run; None if it has none. Raises `CheckpointError` if it is damaged."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
@@ -160,7 +162,7 @@ def _final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] 
     return model, f"step {result['steps']}, the end of the run"
 
 
-def _saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
+def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
     """The model of the newest intact checkpoint. Prints a warning for each damaged one."""
     for name in reversed(at.names):
         try:
@@ -190,17 +192,17 @@ def _choose(modules: list[int], module: int | None) -> int:
     return module
 
 
-def _write(model: StateDictReader, path: Path) -> tuple[int, int]:
-    """Write the file atomically. Returns the number of tensors, and of bytes."""
+def write_model(model: StateDictReader, path: Path, metadata: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """Write the file atomically. Returns the number of tensors, and of bytes. Raises `CheckpointError`."""
     shards = [TensorShard(name, dtype, shape, (0,) * len(shape), shape) for name, (dtype, shape) in model.specs.items()]
-    layout = FileLayout(shards)
+    layout = FileLayout(shards, metadata)
     try:
         with replace_atomically(path) as temporary:
             with temporary.open("wb") as file:
                 file.write(layout.header)
                 for shard in sorted(shards, key=layout.span):
                     file.write(model.read(shard.name))
-            _check_out(path)
+            check_out(path)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}; make room, or name another place") from error
     except (DamagedError, UnreachableError) as error:

@@ -1,0 +1,294 @@
+"""`lockstep average`: the mean of several runs' weights, and the greedy soup."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from click.core import ParameterSource
+
+from lockstep.base.errors import CheckpointError, DataError, LaunchError, say
+from lockstep.checkpoint.averaging.greedy_soup import greedy_soup
+from lockstep.checkpoint.averaging.weight_average import COUNTER, AverageMember, WeightAverage, check_alike, normalised
+from lockstep.checkpoint.manifest import DamagedError
+from lockstep.checkpoint.saved_model import StateDictReader, read_safetensors
+from lockstep.cli.arguments.launch import launch_option
+from lockstep.cli.arguments.target import MODEL, Target, reachable
+from lockstep.cli.arguments.work_folder import ended_by_signals
+from lockstep.cli.export import check_out, final_model, saved_model, write_model
+from lockstep.cli.measurement import Metrics, ScriptLine, measure
+from lockstep.recipe.parameters import saved_values, split_assignment
+
+METADATA = "lockstep.average"
+"""Name of the note in the header of the file: JSON, each run and its part."""
+Mode = Literal["min", "max"]
+
+
+@dataclass(slots=True)
+class _AveragedRun:
+    """One of the runs that were given."""
+
+    member: AverageMember
+    what: str
+    """Its weights, in words."""
+    file: Path | None
+    """The file that they are in. None: a checkpoint."""
+    parameters: dict[str, Any]
+    """Hyper-parameters with which it was started."""
+    metrics: Metrics | None = None
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+
+@click.command("average")
+@click.option("-o", "--output", "out", required=True, metavar="OUT.safetensors", help="The file to write.")
+@click.option("--weights", metavar="W,W,...", help="A number for each run: its part, relative to the others. Default: equal parts.")
+@click.option("--evaluate", "line", metavar="SCRIPT", help="Evaluate each run and the average by its recipe; a text with its arguments.")
+@click.option("--greedy", is_flag=True, help="Keep only runs that make the average better, by --evaluate and --metric.")
+@click.option("--metric", default="loss", show_default=True, help="The metric of --greedy.")
+@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="max if a larger metric is better.")
+@launch_option("nproc")
+@launch_option("plan")
+@launch_option("set", help="The value of a hyper-parameter in evaluations, instead of the runs'. Give it once for each.")
+@click.option("--model", "module", type=click.IntRange(min=0), metavar="N", help="Which model, if a session prepared several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
+@click.argument("sources", nargs=-1, required=True, metavar="RUN...")
+def command(sources: tuple[str, ...], out: str, as_json: bool, module: int | None, **given: Any) -> int:
+    """Average the weights of several runs of one model into one file: a model soup.
+
+    RUN is a run directory, of which the final model counts, a checkpoint, or a .safetensors file. Floating-point
+    tensors are averaged in float64; others are the first run's. BatchNorm's running statistics have to be measured
+    again. Runs from the same pretrained weights average well; runs from different random weights do not.
+
+    --greedy starts with the best run, and adds the others, from better to worse, where the average becomes better
+    (Wortsman et al., 2022). The output of SCRIPT goes to stderr.
+
+    \b
+    Examples:
+      lockstep average runs/a runs/b runs/c -o soup.safetensors
+      lockstep average runs/a runs/b -o soup.safetensors --weights 0.7,0.3
+      lockstep average runs/a runs/b -o soup.safetensors --evaluate "train.py --data held-out" --nproc 2
+      lockstep average runs/a runs/b -o soup.safetensors --evaluate train.py --greedy --metric accuracy --mode max
+
+    Exit status: 0, or that of the evaluation that failed.
+    """
+    path = Path(out)
+    parts = _checked(click.get_current_context(), sources, path)
+    line = None if given["line"] is None else ScriptLine.parse(given["line"], "--evaluate")
+    runs = [_opened(source, module, part) for source, part in zip(sources, parts, strict=True)]
+    for other in runs[1:]:
+        _check_alike(runs[0], other)
+    metrics = None
+    if line is not None:
+        with ExitStack() as stack:
+            evaluations = _Evaluations.of(runs, line, given, path, stack)
+            metrics = evaluations.greedy(runs, given["metric"], given["mode"]) if given["greedy"] else evaluations.all(runs)
+    _write(runs, metrics, path, as_json=as_json)
+    return 0
+
+
+def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list[float]:
+    """Return the part of each run; they add up to 1. Raises `LaunchError`, `CheckpointError`."""
+    given = context.params
+    needs = {"greedy": "line", "nproc": "line", "plan": "line", "set": "line", "metric": "greedy", "mode": "greedy"}
+    for name, needed in needs.items():
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and not given[needed]:
+            flag = "--evaluate SCRIPT" if needed == "line" else "--greedy"
+            raise LaunchError(f"--{name} without {flag}; it would have no effect; give both, or leave --{name} out")
+    if len(sources) < 2:
+        raise LaunchError(f"an average of one run, {sources[0]}; it is of two or more; give others, or use lockstep export for one")
+    places = [Path(source).resolve() for source in sources]
+    for source, place in zip(sources, places, strict=True):
+        if "://" not in source and places.count(place) > 1:
+            raise LaunchError(f"{source} is given twice; each run is in an average once; leave one out, or say its part by --weights")
+    check_out(path)
+    if given["weights"] is None:
+        return normalised([1.0] * len(sources))
+    if given["greedy"]:
+        raise LaunchError("--weights with --greedy; a greedy soup has equal parts; leave one of the two out")
+    return normalised(_numbers(given["weights"], len(sources)))
+
+
+def _numbers(text: str, runs: int) -> list[float]:
+    """Read the value of `--weights`. Raises `LaunchError`."""
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise LaunchError(f"--weights {text!r}: {error}; it is numbers with commas between them, such as 0.5,0.3,0.2") from error
+    if len(found) != runs:
+        raise LaunchError(f"--weights {text} has {len(found)} numbers for {runs} runs; there is one for each, in their order; give {runs}")
+    return found
+
+
+def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
+    """Raises `CheckpointError`."""
+    with reachable(source):
+        model, what, file = _weights(source, module)
+    places = (Path(source), *Path(source).absolute().parents[:2])
+    folder = next((place for place in places if (place / "run.json").is_file()), None)
+    return _AveragedRun(AverageMember(source, model, part), what, file, {} if folder is None else saved_values(folder))
+
+
+def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Path | None]:
+    """Return the weights, what they are in words, and the file that they are in, if it is one."""
+    path = Path(source)
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise CheckpointError(f"{source} is no .safetensors file; others are not read: a pickle runs code; give the run's folder")
+        try:
+            return read_safetensors(path), "file", path
+        except DamagedError as error:
+            raise CheckpointError(f"{source} cannot be read: {error}; fetch it again") from error
+    at = Target.find(source)
+    if at.run is None:
+        return *saved_model(at, module), None
+    found = final_model(at, module)
+    if found is None:
+        has = f"give its newest checkpoint, {at.run / 'checkpoints' / str(at.names[-1])}" if at.names else "leave it out"
+        raise CheckpointError(f"{source} has no final model, which ls.train writes at its end; an average is of trained models; {has}")
+    return *found, at.run / MODEL
+
+
+def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
+    """Raise `CheckpointError` if their tensors differ, with the hyper-parameters that do too."""
+    try:
+        check_alike(first.member, other.member)
+    except CheckpointError as error:
+        names = [name for name in first.parameters | other.parameters if first.parameters.get(name) != other.parameters.get(name)]
+        if not names:
+            raise
+        one, two = (", ".join(f"{name}={run.parameters.get(name)}" for name in names) for run in (first, other))
+        raise CheckpointError(f"{error} ({first.name} was started with {one}, {other.name} with {two})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluations:
+    """Evaluations by a script's recipe, one launch of it after another."""
+
+    line: ScriptLine
+    options: Mapping[str, Any]
+    folder: Path
+    numbers: Iterable[int]
+
+    @classmethod
+    def of(cls, runs: Sequence[_AveragedRun], line: ScriptLine, given: Mapping[str, Any], out: Path, stack: ExitStack) -> _Evaluations:
+        """`stack`: removes the temporary files, which are beside `out`, because a model may be too large for /tmp."""
+        stack.enter_context(ended_by_signals())
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.stem}-"))
+        shared = {name: str(value) for name, value in runs[0].parameters.items() if all(run.parameters.get(name) == value for run in runs)}
+        values = shared | dict(map(split_assignment, given["set"] or ()))
+        assignments = tuple(f"{name}={value}" for name, value in values.items())
+        return cls(line, {"nproc": given["nproc"], "plan": given["plan"], "set": assignments}, Path(folder), count())
+
+    def all(self, runs: Sequence[_AveragedRun]) -> Metrics:
+        """Measure each run, and the average of all. Returns the metrics of the latter."""
+        self._measure_each(runs)
+        return self._measure_average(runs)
+
+    def greedy(self, runs: Sequence[_AveragedRun], metric: str, mode: Mode) -> Metrics:
+        """Measure each run, and give those that are not in the greedy soup a weight of 0. Returns its metrics."""
+        self._measure_each(runs)
+        script = self.line.script[-1]
+        measured: dict[tuple[int, ...], Metrics] = {(index,): run.metrics or {} for index, run in enumerate(runs)}
+
+        def score(indices: Sequence[int]) -> float:
+            key = tuple(indices)
+            if key not in measured:
+                measured[key] = self._measure_average([runs[index] for index in indices])
+            if metric not in measured[key]:
+                raise LaunchError(f"--metric {metric}, and {script} measures {', '.join(measured[key])}; give one of these")
+            value = measured[key][metric]
+            return math.nan if value is None else value
+
+        found = greedy_soup([score([index]) for index in range(len(runs))], score, mode)
+        if found is None:
+            raise DataError(f"--greedy, and {metric} is NaN for every run; it compares numbers; choose another --metric, or other runs")
+        for index, run in enumerate(runs):
+            run.member = replace(run.member, weight=1 / len(found) if index in found else 0.0)
+        return measured[tuple(found)]
+
+    def _measure_each(self, runs: Sequence[_AveragedRun]) -> None:
+        for run in runs:
+            run.metrics = self._measure(run.name, run.member.model, run.file)
+
+    def _measure_average(self, runs: Sequence[_AveragedRun]) -> Metrics:
+        average, chosen = _average(runs)
+        return self._measure(f"the average of {', '.join(run.name for run in chosen)}", average.model, None)
+
+    def _measure(self, name: str, model: StateDictReader, file: Path | None) -> Metrics:
+        say(f"lockstep: evaluating {name}")
+        number = next(iter(self.numbers))
+        if file is None:
+            file = self.folder / f"{number}.safetensors"
+            write_model(model, file)
+        status, found = measure(file, self.line, self.options, run_dir=self.folder / f"run-{number}", began=time.time(), stdout=sys.stderr)
+        if status != 0:
+            raise click.exceptions.Exit(status)
+        if len(found) > 1:
+            raise LaunchError(f"{self.line.script[-1]} trains {len(found)} times; runs are compared by one recipe; give a script of one")
+        return found[0]
+
+
+def _write(runs: Sequence[_AveragedRun], metrics: Metrics | None, path: Path, *, as_json: bool) -> None:
+    """Write the average, and print what it is."""
+    average, chosen = _average(runs)
+    note = [{"run": run.name, "weight": run.member.weight} for run in chosen]
+    tensors, size = write_model(average.model, path, {METADATA: json.dumps(note)})
+    warnings = _warnings(average, chosen[0].name)
+    for warning in warnings:
+        say(f"lockstep: warning: {warning}")
+    if as_json:
+        print(json.dumps({"path": str(path), "runs": list(map(_row, runs)), "metrics": metrics, "warnings": warnings}, indent=2))
+        return
+    _print_table(runs, metrics)
+    print(f"{path}: {tensors} tensors, {size:,} bytes, the average of {', '.join(run.name for run in chosen)}")
+
+
+def _average(runs: Sequence[_AveragedRun]) -> tuple[WeightAverage, list[_AveragedRun]]:
+    """Return the average, and the runs that are in it."""
+    return WeightAverage([run.member for run in runs]), [run for run in runs if run.member.weight > 0]
+
+
+def _warnings(average: WeightAverage, first: str) -> list[str]:
+    found = []
+    if statistics := average.statistics:
+        found.append(
+            f"{len(statistics)} running statistics of BatchNorm ({statistics[0]}, ...) are averaged like weights, and are not those of the "
+            "averaged model; measure them on training data before it is used: torch.optim.swa_utils.update_bn(loader, model)"
+        )
+    for name, other in average.differing.items():
+        if not (statistics and name.endswith(COUNTER)):
+            found.append(f"{name!r} differs between {first} and {other}; it is not floating-point, and has no mean: it is that of {first}")
+    return found
+
+
+def _row(run: _AveragedRun) -> dict[str, Any]:
+    return {"run": run.name, "of": run.what, "weight": run.member.weight, "metrics": run.metrics, "parameters": run.parameters}
+
+
+def _print_table(runs: Sequence[_AveragedRun], metrics: Metrics | None) -> None:
+    names = list(metrics or {})
+    rows = [["run", "weight", *names]]
+    rows += [[run.name, f"{run.member.weight:.4g}" if run.member.weight else "left out", *_texts(run.metrics, names)] for run in runs]
+    if metrics is not None:
+        rows.append(["average", "", *_texts(metrics, names)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _texts(metrics: Metrics | None, names: Sequence[str]) -> list[str]:
+    values = [(metrics or {}).get(name) for name in names]
+    return ["nan" if value is None else f"{value:.6g}" for value in values]
