@@ -21,7 +21,7 @@ from lockstep.planner.tracing.torch_fakes import FakeTensor, keeping_buckets, me
 from lockstep.planner.tracing.values import listed
 from lockstep.training.losses import loss
 from lockstep.training.losses.loss import Contribution
-from lockstep.training.microbatches import Microbatches
+from lockstep.training.microbatches import Batching, Microbatches, Spans
 from lockstep.training.train_module import TrainModule
 
 PACKED = "find_packed_sequence_indices"
@@ -43,6 +43,16 @@ def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
     yield BoundaryDiscovery, {"_discover": lambda *_: list(boundaries)}
     # Agrees with the other ranks on new buckets, in C++.
     yield DistributedDataParallel, keeping_buckets()
+
+
+def with_short_first_step() -> Patch:
+    """Return what lets each rank compute one microbatch alone in the first step, which is not recorded."""
+    original = Batching.spans
+
+    def spans(batching: Batching, step: int) -> Spans:
+        return original(batching, step)[: batching.mesh.assignment.ranks if step == 0 else None]
+
+    return Batching, {"spans": spans}
 
 
 def without_values() -> Iterator[Patch]:

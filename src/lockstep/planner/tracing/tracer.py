@@ -30,12 +30,13 @@ from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.opening import Opened, RunRequest
 from lockstep.plan import Plan
 from lockstep.planner.trace import TracedStep
-from lockstep.planner.tracing.alone import with_values, without_others, without_values
+from lockstep.planner.tracing.alone import with_short_first_step, with_values, without_others, without_values
 from lockstep.planner.tracing.fake_world import fake_world, listening
 from lockstep.planner.tracing.gpu_semantics import GpuSemantics
 from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.torch_fakes import FakeTensor, FakeTensorMode, chunks_on_demand, foreach_on_the_cpu, group_name, replaced
 from lockstep.planner.tracing.values import Values
+from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 from lockstep.run import RecipeSession, train_in
 from lockstep.training.context import Overrides
@@ -172,6 +173,10 @@ class _TracedSession(RecipeSession):
         stack.enter_context(listening(self.hook.recorder))
         stack.enter_context(self.hook.recorder.streams_and_storages())
         for owner, names in without_others(self._options.boundaries):
+            stack.enter_context(replaced(owner, **names))
+        if self._executed.pipeline == 1 and not isinstance(self.recipe.data, Stream):
+            # A schedule needs as many microbatches as it has stages, and a stream gives one of each shard.
+            owner, names = with_short_first_step()
             stack.enter_context(replaced(owner, **names))
         if self._options.is_gpu:
             stack.enter_context(foreach_on_the_cpu())
