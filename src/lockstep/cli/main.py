@@ -14,7 +14,7 @@ import click
 from lockstep.base.errors import USER_ERROR_STATUS
 from lockstep.base.version import __version__
 
-_COMMANDS = ("run", "verify", "audit", "plan", "search", "sweep", "evaluate", "report", "doctor", "inspect", "export", "slurm")
+_COMMANDS = ("run", "verify", "audit", "plan", "search", "sweep", "average", "evaluate", "report", "doctor", "inspect", "export", "slurm")
 
 
 class _Commands(click.Group):
@@ -49,6 +49,9 @@ def _commands() -> None:
       lockstep verify train.py --plans "replicate=2"
       lockstep audit --nproc 2 train.py
       lockstep plan train.py --on "64 x H100"
+      lockstep search --trials 50 train.py
+      lockstep sweep --set lr=1e-3,3e-3 train.py
+      lockstep average runs/a runs/b -o model.safetensors
       lockstep evaluate runs/a
       lockstep report runs/a
       lockstep doctor --nproc 2
