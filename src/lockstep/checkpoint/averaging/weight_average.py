@@ -30,7 +30,7 @@ class AverageMember:
     """One of the models of an average."""
 
     name: str
-    """How errors name it."""
+    """Its name in errors."""
     model: StateDictReader
     weight: float = 1.0
     """Its part in the average, relative to that of the others."""
