@@ -28,6 +28,7 @@ from lockstep.cli.arguments.work_folder import ended_by_signals
 from lockstep.cli.export import check_out, final_model, saved_model, write_model
 from lockstep.cli.measurement import Metrics, ScriptLine, measure
 from lockstep.recipe.parameters import saved_values, split_assignment
+from lockstep.search.request import direction_of
 
 METADATA = "lockstep.average"
 """Name of the note in the header of the file: JSON, each run and its part."""
@@ -58,7 +59,7 @@ class _AveragedRun:
 @click.option("--evaluate", "line", metavar="SCRIPT", help="Evaluate each run and the average by its recipe; a text with its arguments.")
 @click.option("--greedy", is_flag=True, help="Keep only runs that make the average better, by --evaluate and --metric.")
 @click.option("--metric", default="loss", show_default=True, help="The metric of --greedy.")
-@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="max if a larger metric is better.")
+@click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less is better, or more. Default for a loss: min.")
 @launch_option("nproc")
 @launch_option("plan")
 @launch_option("set", help="The value of a hyper-parameter in evaluations, instead of the runs'. Give it once for each.")
@@ -87,6 +88,7 @@ def command(sources: tuple[str, ...], out: str, as_json: bool, module: int | Non
     path = Path(out)
     parts = _checked(click.get_current_context(), sources, path)
     line = None if given["line"] is None else ScriptLine.parse(given["line"], "--evaluate")
+    mode: Mode = "min" if direction_of(given["metric"], given["mode"]) == "minimize" else "max"
     runs = [_opened(source, module, part) for source, part in zip(sources, parts, strict=True)]
     for other in runs[1:]:
         _check_alike(runs[0], other)
@@ -94,7 +96,7 @@ def command(sources: tuple[str, ...], out: str, as_json: bool, module: int | Non
     if line is not None:
         with ExitStack() as stack:
             evaluations = _Evaluations.of(runs, line, given, path, stack)
-            metrics = evaluations.greedy(runs, given["metric"], given["mode"]) if given["greedy"] else evaluations.all(runs)
+            metrics = evaluations.greedy(runs, given["metric"], mode) if given["greedy"] else evaluations.all(runs)
     _write(runs, metrics, path, as_json=as_json)
     return 0
 
