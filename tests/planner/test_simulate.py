@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -121,6 +122,39 @@ def test_the_parts_of_a_step_add_up_to_it(kernels: list[tuple[Kind, int]], colle
 
 def test_a_mark_has_the_time_of_its_place() -> None:
     assert time_of(kernel(3), Mark("update"), kernel(4), Mark("end")).marks == {"update": 3, "end": 7}
+
+
+# More processes than cores
+
+
+def shared(processes: int, slice_seconds: float) -> Costs:
+    return Costs(COSTS.operation, COSTS.collective, is_synchronous=True, processes=processes, cores=2, slice_seconds=slice_seconds)
+
+
+@given(SECONDS, SECONDS, st.integers(1, 6))
+def test_processes_share_the_cores_evenly_where_time_slices_are_short(first: int, second: int, processes: int) -> None:
+    slower = max(1.0, processes / 2)
+    items = [kernel(first), begun(1, 5), Await(1, 0), kernel(second), begun(2, 5), Await(2, 0)]
+    assert time_of(*items, costs=shared(processes, 0.0)).seconds == pytest.approx(slower * (first + second) + 10)
+
+
+@given(SECONDS, SECONDS, st.integers(1, 6))
+def test_processes_take_turns_where_time_slices_are_long(first: int, second: int, processes: int) -> None:
+    """Of three processes on two cores the third begins when one of the others waits for it."""
+    items = [kernel(first), begun(1, 5), Await(1, 0), kernel(second), begun(2, 5), Await(2, 0)]
+    assert time_of(*items, costs=shared(processes, 1e6)).seconds == pytest.approx(-(-processes // 2) * (first + second) + 10)
+
+
+@given(st.integers(1, 100), st.integers(1, 100))
+def test_the_last_process_is_late_by_half_a_slice_at_most(seconds: int, slice_seconds: int) -> None:
+    step = time_of(kernel(seconds), begun(1, 0), Await(1, 0), costs=shared(3, slice_seconds))
+    assert step.seconds == pytest.approx(min(2 * seconds, 1.5 * seconds + slice_seconds / 2))
+
+
+def test_a_step_with_collectives_on_an_axis_takes_what_that_axis_takes_once() -> None:
+    costs = replace(COSTS, mark_seconds={"end": 3.0, "end shard": 5.0, "end tensor": 7.0})
+    assert time_of(kernel(1), Mark("end"), costs=costs).seconds == 1 + 3
+    assert time_of(kernel(1), begun(1, 2, axis="shard"), Await(1, 0), Mark("end"), costs=costs).seconds == 1 + 2 + 3 + 5
 
 
 # Pipelines

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given, strategies as st
+from collections.abc import Callable
+from dataclasses import replace
 
-from lockstep.planner.machines.this_machine import MeasuredMachine, SecondsCurve, machine_of
+import pytest
+from hypothesis import given, settings, strategies as st
+from planner.subjects import MICROBATCH, recipe
+
+from lockstep.plan import Plan
+from lockstep.planner.machines import this_machine
+from lockstep.planner.machines.reference import ReferenceStep
+from lockstep.planner.machines.this_machine import MeasuredMachine, SecondsCurve, calibrated, machine_of
 from lockstep.planner.operations import Collective, Operation
+from lockstep.planner.predict import predict
+from lockstep.planner.simulate import Costs
 
 SIZES = st.floats(1, 1e12)
 POINTS = st.dictionaries(SIZES, st.floats(1e-7, 10), min_size=1, max_size=8)
@@ -28,7 +37,8 @@ MACHINE = MeasuredMachine(
         "gloo all_reduce 2": SecondsCurve((256.0, 4e6), (2e-4, 3e-3)),
         "gloo send 2": SecondsCurve((256.0, 4e6), (3e-5, 2e-3)),
     },
-    exchanges={"shard": 3e-4, "pipeline": 1e-4},
+    exchanges={"shard 2": 3e-4, "pipeline": 1e-4},
+    steps={"shard": 1e-3},
     microbatch_seconds=2e-4,
     step_seconds=5e-4,
 )
@@ -105,3 +115,83 @@ def test_memory_is_shared_between_the_processes() -> None:
     assert not machine.is_gpu
     assert machine.cluster.count == machine.cluster.devices_per_node == 2
     assert machine.costs.is_synchronous
+
+
+def test_processes_that_have_fewer_microbatches_leave_the_cores_to_the_others() -> None:
+    """Eight microbatches on three processes are 3, 3 and 2; two cores then compute for 8/9 of the time of nine."""
+    collectives = {name.replace(" 2", " 3"): SecondsCurve((1.0, 2.0), (1e-7, 1e-7)) for name in MACHINE.collectives}
+    curves = dict.fromkeys(MACHINE.operations, SecondsCurve((1.0, 1e12), (1e-4, 1e-4)))
+    three = replace(
+        MACHINE, processes=3, operations=curves, collectives=collectives, exchanges={}, microbatch_seconds=0.0, step_seconds=0.0
+    )
+
+    def seconds(microbatches: int) -> float:
+        return predict(recipe(global_batch=microbatches * MICROBATCH), Plan(replicate=3), machine_of(three)).seconds
+
+    assert seconds(8) == pytest.approx(seconds(9) * 8 / 9, rel=0.01)
+
+
+# Calibration
+
+
+STEPS = [
+    *(ReferenceStep("replicate=2", "tiny", 1), ReferenceStep("replicate=2", "tiny", 5)),
+    *(ReferenceStep("replicate=2", "middle", 3), ReferenceStep("replicate=2", "large", 3)),
+    *(ReferenceStep(f"{axis}=2", "middle", count) for axis in ("shard", "tensor", "pipeline") for count in (2, 6)),
+]
+BARE = replace(MACHINE, exchanges={}, steps={}, microbatch_seconds=0.0, step_seconds=0.0)
+
+
+def prediction(step: ReferenceStep, machine: MeasuredMachine) -> Callable[[Costs], float]:
+    """A step of ten operations and four collectives or messages a microbatch, one after another."""
+    del machine
+    axis, size = step.plan.partition("=")[0], {"tiny": 2**10, "middle": 2**18, "large": 2**24}[step.scale]
+
+    def seconds(costs: Costs) -> float:
+        microbatch = 10 * costs.operation(memory("aten.gelu", size)) + costs.mark_seconds["microbatch"]
+        exchange = costs.message_seconds if axis == "pipeline" else costs.collective(reduction(axis))
+        once = costs.mark_seconds["end"] + costs.mark_seconds.get(f"end {axis}", 0.0)
+        return step.microbatches * (microbatch + 4 * exchange) + once
+
+    return seconds
+
+
+@settings(max_examples=30)
+@given(
+    numbers=st.tuples(st.floats(0, 1e-3), st.floats(0, 1e-3), st.floats(1, 2)),
+    shard=st.floats(-1e-4, 1e-3),
+    tensor=st.floats(-1e-4, 1e-3),
+    pipeline=st.floats(0, 1e-3),
+    once=st.floats(0, 1e-2),
+)
+def test_calibration_finds_what_the_steps_were_made_with(
+    numbers: tuple[float, float, float], shard: float, tensor: float, pipeline: float, once: float
+) -> None:
+    microbatch, step, in_run = numbers
+    known = replace(BARE, microbatch_seconds=microbatch, step_seconds=step)
+    truth = replace(known, in_run=in_run, exchanges={"shard 2": shard, "tensor 2": tensor, "pipeline": pipeline}, steps={"shard": once})
+    tiny = replace(truth, in_run=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(this_machine, "_prediction", prediction)
+        found = calibrated(BARE, {each: prediction(each, truth)((tiny if each.scale == "tiny" else truth).costs()) for each in STEPS})
+    for each in STEPS[2:]:
+        assert prediction(each, found)(found.costs()) == pytest.approx(prediction(each, truth)(truth.costs()), rel=0.02)
+    assert found.exchanges == pytest.approx(truth.exchanges, abs=2e-5)
+    assert found.in_run == pytest.approx(in_run, rel=0.02)
+    assert found.microbatch_seconds == pytest.approx(microbatch, abs=1e-6)
+
+
+def test_steps_that_take_no_longer_than_predicted_add_nothing() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(this_machine, "_prediction", prediction)
+        found = calibrated(BARE, {each: prediction(each, BARE)(BARE.costs()) for each in STEPS})
+    assert (found.in_run, found.exchanges["pipeline"]) == (1, 0)
+    assert found.exchanges["shard 2"] == pytest.approx(0, abs=1e-6)
+
+
+def test_operations_in_a_run_are_between_what_a_middle_and_a_large_step_show() -> None:
+    steps = {each: prediction(each, BARE)(BARE.costs()) for each in STEPS}
+    steps |= {each: seconds * {"tiny": 1, "middle": 1.2, "large": 1.6}[each.scale] for each, seconds in steps.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(this_machine, "_prediction", prediction)
+        assert 1.3 < calibrated(BARE, steps).in_run < 1.55

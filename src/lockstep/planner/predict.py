@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +75,8 @@ class _Shape:
     """Microbatches of the rank with the most."""
     traced: int
     """Microbatches of that rank in the trace."""
+    load: float
+    """Microbatches of all ranks, as a part of what they would be if each had as many as the rank with the most."""
     recipe: Recipe
     """The recipe of the trace."""
     plan: Plan
@@ -90,9 +92,7 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
         )
     shape = _shape(recipe, plan.resolve(machine.cluster.count))
     traces = _traces(shape, machine, is_fake)
-    whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.count)]
-    if shape.plan.compile:
-        whole = [fused(trace) for trace in whole]
+    whole = _whole(traces, shape)
     if shape.plan.offload:
         traces = [offloaded(trace) for trace in traces]
     step = _simulated(whole, machine.costs, shape, machine)
@@ -113,6 +113,19 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
         overhead_bytes=machine.overhead_bytes,
         sent_bytes=whole[0].sent_bytes(),
     )
+
+
+def seconds_on_costs(recipe: Recipe, plan: Plan, machine: Machine) -> Callable[[Costs], float]:
+    """Trace a step on a machine. Returns a function that predicts its seconds if the machine has other costs."""
+    shape = _shape(recipe, plan.resolve(machine.cluster.count))
+    whole = _whole(_traces(shape, machine, is_fake=True), shape)
+    return lambda costs: _simulated(whole, costs, shape, machine).seconds
+
+
+def _whole(traces: Sequence[TracedStep], shape: _Shape) -> Sequence[TracedStep]:
+    """The traces with all microbatches, but of a pipeline, and with fused kernels if the plan compiles."""
+    whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.count)]
+    return [fused(trace) for trace in whole] if shape.plan.compile else whole
 
 
 def is_splittable(recipe: Recipe, size: ModelSize) -> bool:
@@ -148,7 +161,8 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
         if isinstance(recipe.data, Stream):  # it has a shard for each microbatch
             changes["data"] = replace(recipe.data, shards=data * traced)
     changed = replace(recipe, **changes, precision="fp32" if recipe.precision == "auto" else recipe.precision)
-    return _Shape(microbatch, count, traced, changed, replace(plan, microbatch_splits=0))
+    load = 1.0 if int(plan.shard or 1) > 1 else total / (count * data)  # FSDP computes what a rank lacks as dummies
+    return _Shape(microbatch, count, traced, load, changed, replace(plan, microbatch_splits=0))
 
 
 def _traces(shape: _Shape, machine: Machine, is_fake: bool) -> list[TracedStep]:
@@ -172,7 +186,7 @@ def _traces(shape: _Shape, machine: Machine, is_fake: bool) -> list[TracedStep]:
 
 def _simulated(traces: Sequence[TracedStep], costs: Costs, shape: _Shape, machine: Machine) -> StepTime:
     """Simulate the step. Communication beside computation slows it, and the slowest of many devices is waited for."""
-    step = simulate(traces, costs)
+    step = simulate(traces, replace(costs, load=shape.load))
     if shape.plan.pipeline != 1:
         step = _extended(step, shape)
     slowed = machine.contention * step.overlapped_seconds

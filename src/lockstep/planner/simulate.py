@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from lockstep.planner.operations import Collective, Operation
@@ -29,13 +29,30 @@ class Costs:
     is_synchronous: bool = False
     """True if the host computes itself, as on a CPU."""
     mark_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Mark -> seconds that the host computes at it beside operations."""
+    """Mark -> seconds that the host computes at it beside operations. `end shard`: at `end`, in steps with collectives
+    on that mesh axis."""
     message_seconds: float = 0.0
     """Seconds that the host computes at a message, on each of its sides."""
     processes: int = 1
     """Processes of the run that share the cores."""
+    load: float = 1.0
+    """Microbatches of all processes, as a part of what they would be if each had as many as the one with the most."""
     cores: float = math.inf
     """Number of processes that compute at full speed at the same time."""
+    slice_seconds: float = 0.0
+    """Time for which a process uses a core before another that waits for one gets it."""
+
+    @property
+    def processes_per_core(self) -> float:
+        return self.processes * self.load / self.cores
+
+    def lateness(self, seconds: float) -> float:
+        """Return the seconds by which the last process is later than if all shared the cores evenly, where each
+        computes for so many (evenly shared), and then waits for all. A process waits for whole time slices of others:
+        where all need less than a slice, they come in turns, as many as there are processes to a core, rounded up."""
+        if (shared := self.processes_per_core) <= 1:
+            return 0.0
+        return min(seconds * (math.ceil(shared) / shared - 1), self.slice_seconds / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,8 @@ class _Rank:
     items: Sequence[Item]
     shift: int
     """Added to the places of its messages' peers: its trace is that of another rank."""
+    axes: Set[str]
+    """Mesh axes of its collectives."""
     position: int = 0
     host: float = 0.0
     streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -80,6 +99,8 @@ class _Rank:
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
     communication: float = 0.0
+    computed: float = 0.0
+    """Seconds that the host has computed since it last met the other ranks in a collective."""
 
     @property
     def end(self) -> float:
@@ -129,9 +150,11 @@ class Simulation:
             case AwaitEvent(event, stream) if event in rank.events:
                 self._wait(rank, stream, *rank.events[event])
             case Mark(name):
-                seconds = self._costs.mark_seconds.get(name, 0.0)
+                names = name, *(f"{name} {axis}" for axis in rank.axes)
+                seconds = sum(self._costs.mark_seconds.get(each, 0.0) for each in names)
                 rank.streams[0] += seconds
                 rank.host += seconds
+                rank.computed += seconds
                 rank.spent["launches"] += seconds
                 rank.marks[name] = rank.streams[0]
         return True
@@ -145,6 +168,7 @@ class Simulation:
         rank.streams[stream] = start + seconds
         if self._costs.is_synchronous:
             rank.host = rank.streams[stream]
+            rank.computed += seconds
 
     def _wait(self, rank: _Rank, stream: int, until: float, axis: str) -> None:
         if until > rank.streams[stream]:
@@ -169,6 +193,9 @@ class Simulation:
                 return False
             ready = max(arrived.values())
             rank.shared[item.group] += 1
+        if len(self._ranks) == 1:
+            ready += self._costs.lateness(rank.computed)
+            rank.computed = 0.0
         start = max(ready, rank.groups[item.group])
         rank.groups[item.group] = start + seconds
         rank.communication += seconds
@@ -205,13 +232,14 @@ def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
     """Return the time of a step. `traces`: one of each stage's rank, in order; one alone without a pipeline. A trace
     may stand for the ranks after it: give it again, and its messages go to the neighbours of its place."""
     first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
-    ranks = [_Rank(place, trace.items, place - first[id(trace)]) for place, trace in enumerate(traces)]
+    axes = {id(trace): {each.axis for each in trace.collectives()} for trace in traces}
+    ranks = [_Rank(place, trace.items, place - first[id(trace)], axes[id(trace)]) for place, trace in enumerate(traces)]
     return _on_cores(Simulation(ranks, _sharing(costs, len(ranks))).run(), ranks, costs)
 
 
 def _sharing(costs: Costs, stages: int) -> Costs:
     """The costs where the processes that always compute together, those of one stage, share the cores."""
-    slower = max(1.0, costs.processes / stages / costs.cores)
+    slower = max(1.0, costs.processes_per_core / stages)
     if slower == 1:
         return costs
     marks = {name: seconds * slower for name, seconds in costs.mark_seconds.items()}
@@ -220,9 +248,9 @@ def _sharing(costs: Costs, stages: int) -> Costs:
 
 def _on_cores(step: StepTime, ranks: Sequence[_Rank], costs: Costs) -> StepTime:
     """The step if there are too few cores for all stages at a time: no shorter than the cores need for all work."""
-    slower = max(1.0, costs.processes / len(ranks) / costs.cores)
+    slower = max(1.0, costs.processes_per_core / len(ranks))
     work = sum(seconds for rank in ranks for name, seconds in rank.spent.items() if name in (*COMPUTED, "launches"))
-    least = work / slower * costs.processes / len(ranks) / costs.cores
+    least = work / slower * costs.processes_per_core / len(ranks)
     if least <= step.seconds:
         return step
     return replace(step, seconds=least, by_limit={**step.by_limit, "bubble": step.by_limit.get("bubble", 0.0) + least - step.seconds})

@@ -5,6 +5,7 @@ Times are the shortest of several, and of collectives the lower quartile: other 
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -23,11 +24,9 @@ from torch.nn import functional
 from lockstep.base.control_group import usable_cpus
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.launch.spawn import spawn
-from lockstep.plan import Plan
-from lockstep.planner.machines.reference import LARGE, Image, Text, adamw, cross_entropy, reference_recipe
+from lockstep.planner.machines.reference import Image, ReferenceStep, Text, adamw, cross_entropy, reference_recipe
 from lockstep.planner.machines.this_machine import LEAST_SECONDS, THIN, SecondsCurve
 from lockstep.planner.operations import Operation, Phase
-from lockstep.planner.predict import Machine, predict
 from lockstep.planner.tracing.kernels import kernel
 from lockstep.planner.tracing.torch_fakes import TorchDispatchMode
 from lockstep.run import train
@@ -39,6 +38,8 @@ TOKENS = {16: 32, 64: 128, 256: 512, 512: 1024}
 """Tokens in a microbatch of a text model of each width."""
 THIN_ROWS = 8
 """Rows of a matrix multiplication that is bound by its bytes."""
+LARGE_BYTES, COLD_BYTES = 2**22, 2**26
+"""A weight of so many bytes is seldom in a cache when it is used again; and bytes of weights that no cache holds."""
 LEAST_BYTES = 2**16
 """An operation that was met at smaller sizes alone has no curve of its own."""
 REPEATS = 7
@@ -48,9 +49,13 @@ SIZES_BYTES = (2**8, 2**13, 2**16, 2**19, 2**22)
 """Sizes of the collectives that are measured."""
 COLLECTIVE_SECONDS = 0.03
 """Seconds of repeats for each size of each collective, about."""
-COUNTS = (1, 5)
-"""Microbatches of a rank in the two steps that show what a microbatch and a step take beside operations."""
-STEPS, LARGE_STEPS = 24, 14
+BETWEEN_WIDTH = 96
+"""Width of the matrix product before each collective of Gloo, whose threads have to be woken then, as in a run."""
+SLICE_SECONDS = 0.15
+"""Time in which it is seen how long a process waits for a core."""
+LEAST_SLICE_SECONDS = 3e-4
+"""A shorter interruption is no wait for a core that another process uses."""
+STEPS = {"tiny": 24, "middle": 12, "large": 10}
 
 
 @dataclass(slots=True)
@@ -60,7 +65,8 @@ class Measurements:
     operations: dict[str, dict[float, float]] = field(default_factory=dict)
     around: dict[str, float] = field(default_factory=dict)
     collectives: dict[str, dict[float, float]] = field(default_factory=dict)
-    steps: dict[tuple[str, int], float] = field(default_factory=dict)
+    steps: dict[ReferenceStep, float] = field(default_factory=dict)
+    slice_seconds: float = 0.0
 
 
 def measure(processes: int, threads: int) -> Measurements:
@@ -76,35 +82,52 @@ def measure(processes: int, threads: int) -> Measurements:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def simulated_step(plan: str, count: int, machine: Machine) -> float:
-    """Return the predicted seconds of the step of the tiny model with `count` microbatches a rank; 0: `LARGE`."""
-    return predict(reference_recipe(Plan.parse(plan), count, 100), Plan.parse(plan), machine).seconds
-
-
-def plans_of(processes: int) -> list[tuple[str, int]]:
-    """Return the plans of the tiny model that are measured, each with the microbatches of a rank."""
-    few, many = COUNTS
-    found = [(f"replicate={processes}", few), (f"replicate={processes}", many), (f"replicate={processes}", LARGE)]
+def reference_steps(processes: int) -> list[ReferenceStep]:
+    """Return the steps that are measured: four under `replicate`, and for each size of a group two under each other
+    axis, of few microbatches and of many."""
+    alone = f"replicate={processes}"
+    found = [ReferenceStep(alone, "tiny", 1), ReferenceStep(alone, "tiny", 5)]
+    found += [ReferenceStep(alone, "middle", 3), ReferenceStep(alone, "large", 3)]
+    for ranks in _group_sizes(processes):
+        several = "" if ranks == processes else f"replicate={processes // ranks},"
+        found += [ReferenceStep(f"{several}{axis}={ranks}", "middle", count) for axis in ("shard", "tensor") for count in (1, 3)]
     if processes > 1:
-        found += [(f"{axis}={processes}", few) for axis in ("shard", "tensor")] + [(f"pipeline={processes}", 2 * processes)]
+        found += [ReferenceStep(f"pipeline={processes}", "middle", count * processes) for count in (1, 3)]
     return found
+
+
+def _group_sizes(processes: int) -> list[int]:
+    return [size for size in range(2, processes + 1) if processes % size == 0]
 
 
 def _measured(processes: int) -> Measurements:
     """Measure on this rank. Called by every rank."""
     found = Measurements()
-    for plan, count in plans_of(processes):
-        found.steps[plan, count] = _reference_step(plan, count)
+    for step in reference_steps(processes):
+        found.steps[step] = _reference_step(step)
     if processes == 1 or dist.get_rank() < usable_cpus():
         found.operations, found.around = _operations()
     if processes > 1:
         dist.barrier()
-        for ranks in [size for size in range(2, processes + 1) if processes % size == 0]:
+        found.slice_seconds = _slice_seconds()
+        for ranks in _group_sizes(processes):
             found.collectives |= _collectives(ranks, processes)
     return found
 
 
-# Steps of the tiny model
+def _slice_seconds() -> float:
+    """Return the middle time for which a process that computes waits for a core; 0 if it has one to itself."""
+    waits, last = list[float](), time.perf_counter()
+    end = last + SLICE_SECONDS
+    while last < end:
+        now = time.perf_counter()
+        if now - last > LEAST_SLICE_SECONDS:
+            waits.append(now - last)
+        last = now
+    return sorted(waits)[len(waits) // 2] if waits else 0.0
+
+
+# Steps of reference models
 
 
 class _StepEnds(Hook):
@@ -117,13 +140,13 @@ class _StepEnds(Hook):
         self.ends.append(time.perf_counter())
 
 
-def _reference_step(plan: str, count: int) -> float:
+def _reference_step(step: ReferenceStep) -> float:
     """Train a reference model. Returns the seconds of a step."""
     ends = _StepEnds()
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):
-        recipe = reference_recipe(Plan.parse(plan), count, LARGE_STEPS if count == LARGE else STEPS)
+        recipe = reference_recipe(step, STEPS[step.scale])
         run_dir = os.environ.get("LOCKSTEP_RUN_DIR") or f"{folder}/run"
-        train(recipe, plan=plan, run_dir=run_dir, hooks=[ends], log_every=1000, resume="never")
+        train(recipe, plan=step.plan, run_dir=run_dir, hooks=[ends], log_every=1000, resume="never")
     return min(after - before for before, after in zip(ends.ends[2:-2], ends.ends[3:-1], strict=True))
 
 
@@ -229,15 +252,24 @@ def _phase_times(parts: Iterator[Phase]) -> list[tuple[Phase, float]]:
 
 
 def _thin_matmuls(arithmetic: SecondsCurve) -> dict[float, float]:
-    """Return seconds over bytes of what products with few rows take beyond their arithmetic: packing and fetching."""
+    """Return seconds over bytes of what products with few rows take beyond their arithmetic: packing and fetching. A
+    weight that is large comes from memory, because others were used since."""
     found = {}
     for width in (64, 256, 1024, 2048):
-        rows, weight, result = torch.ones(THIN_ROWS, width), torch.ones(width, width), torch.empty(width, width)
-        calls = partial(torch.mm, rows, weight.t()), partial(torch.mm, rows, weight), partial(torch.mm, rows.t(), rows, out=result)
-        seconds = sum(_call_seconds(call, 0.03) for call in calls) / len(calls)
         size = 4 * width * (width + 2 * THIN_ROWS)
+        count = COLD_BYTES // size if size >= LARGE_BYTES else 1
+        rows, others = torch.ones(THIN_ROWS, width), itertools.cycle(torch.ones(count, 2, width, width).unbind())
+        seconds = _call_seconds(partial(_thin_products, rows, others), 0.08) / 3
         found[float(size)] = max(LEAST_SECONDS, seconds - arithmetic.at(2 * THIN_ROWS * width * width))
     return found
+
+
+def _thin_products(rows: Tensor, others: Iterator[Tensor]) -> None:
+    """Multiply rows by a weight, by its transpose, and by themselves for its gradient, as a layer does."""
+    weight, gradient = next(others)
+    torch.mm(rows, weight.t())
+    torch.mm(rows, weight)
+    torch.mm(rows.t(), rows, out=gradient)
 
 
 def _addition(count: int) -> float:
@@ -246,7 +278,9 @@ def _addition(count: int) -> float:
 
 
 def _call_seconds(call: Callable[[], Any], seconds: float) -> float:
-    """Return the time of a call, from as many as fit into so many seconds."""
+    """Return the time of a call, from as many as fit into so many seconds. The first, which touches fresh memory, does
+    not count."""
+    call()
     times, end = list[float](), time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
         began = time.perf_counter()
@@ -256,11 +290,11 @@ def _call_seconds(call: Callable[[], Any], seconds: float) -> float:
 
 
 def _thinned(points: dict[float, float]) -> dict[float, float]:
-    """Return one point of each doubling of the size: the middle one by time per size."""
+    """Return one point of each doubling of the size: the middle one by time per size, of two the faster."""
     near: dict[int, list[float]] = defaultdict(list)
     for size in points:
         near[int(size).bit_length()].append(size)
-    kept = [sorted(sizes, key=lambda size: points[size] / size)[len(sizes) // 2] for sizes in near.values()]
+    kept = [sorted(sizes, key=lambda size: points[size] / size)[(len(sizes) - 1) // 2] for sizes in near.values()]
     return {size: points[size] for size in sorted(kept)}
 
 
@@ -289,23 +323,27 @@ def _collectives(ranks: int, processes: int) -> dict[str, dict[float, float]]:
                 "shared reduce_scatter": partial(memory.reduce_scatter, part, whole),
             }
         for name, call in calls.items():
-            found[f"{name} {ranks}"][size] = _collective_seconds(call) / (2 if name == "gloo send" else 1)
+            seconds = _collective_seconds(call, computes=name != "gloo send" and "gloo" in name)
+            found[f"{name} {ranks}"][size] = seconds / (2 if name == "gloo send" else 1)
     if isinstance(memory, SharedMemoryGroup):
         memory.close()
     return found
 
 
-def _collective_seconds(call: Callable[[], Any]) -> float:
-    """Return the time of a call that all ranks make."""
+def _collective_seconds(call: Callable[[], Any], *, computes: bool) -> float:
+    """Return the time of a call that all ranks make. `computes`: after they have computed something."""
+    one = torch.ones(BETWEEN_WIDTH, BETWEEN_WIDTH)
     times = []
     dist.barrier()
     repeats = torch.tensor([COLLECTIVE_SECONDS / max(1e-5, _call_seconds(call, 0.0))])
     dist.all_reduce(repeats, dist.ReduceOp.MIN)
-    for _ in range(max(3, min(100, int(repeats)))):
+    for _ in range(max(5, min(100, int(repeats)))):
+        if computes:
+            torch.mm(one, one)
         began = time.perf_counter()
         call()
         times.append(time.perf_counter() - began)
-    return sorted(times)[len(times) // 4]
+    return sorted(times)[len(times) // (2 if computes else 4)]
 
 
 def _there_and_back(tensor: Tensor, group: dist.ProcessGroup) -> None:

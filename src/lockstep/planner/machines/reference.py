@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +14,22 @@ from torch.nn import functional
 from lockstep.plan import Plan, Size
 from lockstep.recipe.recipe import Recipe
 
-LARGE = 0
-"""Stands for the step of one microbatch of a larger model, which shows what operations take longer in a run."""
-LARGE_WIDTH, LARGE_TOKENS, LARGE_MICROBATCH = 256, 128, 4
-TINY_TOKENS = 16
+Scale = Literal["tiny", "middle", "large"]
+"""Tiny: Python alone takes time. Middle: operations push Python out of the caches. Large: operations take the time."""
+TOKENS: Mapping[Scale, int] = {"tiny": 16, "middle": 64, "large": 128}
+MICROBATCH: Mapping[Scale, int] = {"tiny": 1, "middle": 2, "large": 4}
+HEADS: Mapping[Scale, tuple[int, int]] = {"tiny": (2, 8), "middle": (4, 32), "large": (4, 64)}
+"""Number of attention heads, about, and width of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceStep:
+    """A step of a reference model that is measured in a run."""
+
+    plan: str
+    scale: Scale
+    microbatches: int
+    """Microbatches of a rank."""
 
 
 class Text(nn.Module):
@@ -70,24 +84,22 @@ class Image(nn.Module):
         return found
 
 
-def reference_recipe(plan: Plan, count: int, steps: int) -> Recipe:
-    if count == LARGE:
-        samples = LARGE_MICROBATCH * _size(plan.replicate)
-        texts = [torch.zeros(LARGE_TOKENS, dtype=torch.long)] * 64
-        model = partial(Text, LARGE_WIDTH, head_width=64)
-        given: dict[str, Any] = {"global_batch": samples, "microbatch": LARGE_MICROBATCH, "steps": steps}
-        return Recipe(model=model, data=texts, inputs=_same, loss=cross_entropy, optimizer=adamw, **given)
-    data = _size(plan.replicate) * _size(plan.shard)
+def reference_recipe(step: ReferenceStep, steps: int) -> Recipe:
+    """Return the recipe whose steps are measured."""
+    plan = Plan.parse(step.plan)
+    data, tensor = _size(plan.replicate) * _size(plan.shard), _size(plan.tensor)
+    heads, head_width = HEADS[step.scale]
+    width = head_width * tensor * max(1, round(heads / tensor))
     names = ("query", "key", "value", "gate", "up"), ("output", "down")
     styles = [{f"blocks.*.{name}": style for name in several} for several, style in zip(names, ("colwise", "rowwise"), strict=True)]
     return Recipe(
-        model=partial(Text, 8 * max(2, _size(plan.tensor)), max(2, _size(plan.pipeline))),
-        data=[torch.zeros(TINY_TOKENS, dtype=torch.long)] * 64,
+        model=partial(Text, width, max(2, _size(plan.pipeline)), head_width),
+        data=[torch.zeros(TOKENS[step.scale], dtype=torch.long)] * 64,
         inputs=_same,
         loss=cross_entropy,
         optimizer=adamw,
-        global_batch=data * count,
-        microbatch=1,
+        global_batch=data * step.microbatches * MICROBATCH[step.scale],
+        microbatch=MICROBATCH[step.scale],
         steps=steps,
         stages=["embedding", "blocks.*", "head"],
         tensor=styles[0] | styles[1],

@@ -9,31 +9,37 @@ import os
 import tomllib
 import warnings
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, log
 
 from lockstep.base.control_group import available_memory_bytes, memory_limit_bytes, usable_cpus
 from lockstep.launch.environment import Environment
+from lockstep.plan import Plan
 from lockstep.planner.machines.fitted import Interval
 from lockstep.planner.machines.hardware import Cluster, Device, Link
+from lockstep.planner.machines.reference import ReferenceStep, reference_recipe
 from lockstep.planner.operations import Collective, CollectiveKind, Operation
-from lockstep.planner.predict import Machine
-from lockstep.planner.simulate import Costs
+from lockstep.planner.predict import Machine, seconds_on_costs
+from lockstep.planner.simulate import PIPELINE, Costs
 
 SHARED_AXES = ("replicate", "shard", "data")
 """The mesh axes whose collectives go through shared memory on one host."""
 ALIKE: Mapping[CollectiveKind, CollectiveKind] = {"all_to_all": "all_gather", "broadcast": "all_gather", "send": "all_gather"}
 """Collectives that are not measured on a route -> the one whose curve is taken."""
-PROBED_SECONDS = 1e-3
-"""Time of a collective with which it is found how many of them a step waits for."""
+MOST_AROUND_SECONDS = 0.02
+"""More than what surrounds an operation or a collective can take."""
 THIN = "thin matmul"
 """Name of the curve of what a matrix multiplication takes for its bytes, beside its arithmetic."""
+MOST_IN_RUN = 4.0
+"""More times as long than an operation takes in a run."""
+HALVINGS = 18
+"""Bisections with which a quantity is found."""
 LEAST_SECONDS = 1e-7
 """Least time of an operation."""
-HERE = Interval(low=0.95, high=1.38)
-"""Quantiles of measured over predicted seconds on a machine of two cores: 49 steps of `benchmarks/planner_here.py`."""
+HERE = Interval(low=0.67, high=1.12)
+"""Quantiles of measured over predicted seconds on a machine of two cores: 39 steps of `benchmarks/planner_here.py`."""
 EVERY = "memory"
 """Name of the curve for operations that were not measured."""
 
@@ -83,13 +89,18 @@ class MeasuredMachine:
     collectives: Mapping[str, SecondsCurve]
     """Route, collective and number of ranks, such as `shared all_reduce 2` -> seconds over the full tensor's bytes."""
     exchanges: Mapping[str, float]
-    """Mesh axis -> seconds of Python around each of its collectives."""
+    """Mesh axis and number of ranks, such as `shard 2` -> seconds that Python, and waking the other ranks, add to each
+    of its collectives in a run. `pipeline`: of a message, on each of its sides."""
+    steps: Mapping[str, float]
+    """Mesh axis -> seconds that a step under it takes once, beside its collectives: preparing and agreeing."""
     microbatch_seconds: float
     """Time that a microbatch takes beside its operations: loading, checks, random streams."""
     step_seconds: float
     """The same of a step: hooks, checks, metrics."""
     in_run: float = 1.0
     """Time of operations in a run to their time when measured alone: caches, fresh memory, waiting for slower ranks."""
+    slice_seconds: float = 0.0
+    """Time for which a process uses a core before another gets it, if there are more processes than cores."""
 
     def operation_seconds(self, operation: Operation) -> float:
         """Return the seconds of an operation, with what is around it."""
@@ -110,19 +121,22 @@ class MeasuredMachine:
         known = [int(name.split()[2]) for name in self.collectives if name.startswith(f"{route} all_reduce ")]
         ranks = min(known, key=lambda each: abs(each - collective.ranks))
         kind = collective.kind if f"{route} {collective.kind} {ranks}" in self.collectives else ALIKE[collective.kind]
-        around = 0.0 if collective.kind == "send" else self.exchanges.get(collective.axis, 0.0)
-        return self.collectives[f"{route} {kind} {ranks}"].at(collective.bytes) + around
+        around = 0.0 if collective.kind == "send" else self.exchanges.get(f"{collective.axis} {ranks}", 0.0)
+        return max(LEAST_SECONDS, self.collectives[f"{route} {kind} {ranks}"].at(collective.bytes) + around)
 
     def costs(self) -> Costs:
         """Return the costs for the simulation."""
+        marks = {"microbatch": self.microbatch_seconds, "end": self.step_seconds}
+        marks |= {f"end {axis}": seconds for axis, seconds in self.steps.items()}
         return Costs(
             self.operation_seconds,
             self.collective_seconds,
             is_synchronous=True,
-            mark_seconds={"microbatch": self.microbatch_seconds, "end": self.step_seconds},
+            mark_seconds=marks,
             message_seconds=self.exchanges.get("pipeline", 0.0),
             processes=self.processes,
             cores=self.cores / self.threads,
+            slice_seconds=self.slice_seconds,
         )
 
     def _curve(self, operation: Operation) -> SecondsCurve:
@@ -132,7 +146,7 @@ class MeasuredMachine:
     def as_toml(self) -> str:
         """Return the text that `from_toml` reads."""
         lines = [f"{name} = {getattr(self, name)!r}" for name in NUMBERS]
-        for table in ("around", "exchanges"):
+        for table in ("around", "exchanges", "steps"):
             lines += ["", f"[{table}]", *(f'"{name}" = {value!r}' for name, value in getattr(self, table).items())]
         for table in ("operations", "collectives"):
             for name, curve in getattr(self, table).items():
@@ -150,7 +164,7 @@ class MeasuredMachine:
         return cls(**{**told, **curves})
 
 
-NUMBERS = ("processes", "threads", "cores", "memory_bytes", "microbatch_seconds", "step_seconds", "in_run")
+NUMBERS = ("processes", "threads", "cores", "memory_bytes", "microbatch_seconds", "step_seconds", "in_run", "slice_seconds")
 
 
 def measure_machine(processes: int, threads: int) -> MeasuredMachine:
@@ -168,36 +182,76 @@ def measure_machine(processes: int, threads: int) -> MeasuredMachine:
         around=found.around,
         collectives={name: SecondsCurve.through(points) for name, points in found.collectives.items()},
         exchanges={},
+        steps={},
         microbatch_seconds=0.0,
         step_seconds=0.0,
+        slice_seconds=found.slice_seconds,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # the reference model's, which nobody can change
         return calibrated(bare, found.steps)
 
 
-def calibrated(bare: MeasuredMachine, steps: Mapping[tuple[str, int], float]) -> MeasuredMachine:
-    """Return the machine with what surrounds steps, microbatches and collectives, from steps of a tiny model.
+def calibrated(bare: MeasuredMachine, steps: Mapping[ReferenceStep, float]) -> MeasuredMachine:
+    """Return the machine with what surrounds steps, microbatches, operations and collectives.
 
-    `steps`: (plan, microbatches of a rank) -> seconds. What a step took beyond its operations and collectives is around
-    them. The first three are of one plan: few microbatches, many, and a larger model.
+    `steps`: the seconds of `reference_steps`. Two tiny ones show a step's and a microbatch's own time, a middle and a
+    large one together how much longer operations take in a run; the others, in pairs, what Python and waking the
+    other ranks add to a collective of their axis.
     """
-    from lockstep.planner.machines.measuring import simulated_step
+    (few, many, middle, large), others = list(steps)[:4], list(steps)[4:]
+    predicted = {each: _prediction(each, bare) for each in steps}
 
-    def beyond(machine: MeasuredMachine, plan: str, count: int) -> float:
-        return steps[plan, count] - simulated_step(plan, count, machine_of(machine))
+    def beyond(machine: MeasuredMachine, step: ReferenceStep) -> float:
+        return steps[step] - predicted[step](machine.costs())
 
-    (plan, few), (_, many), (_, large), *others = steps
-    each = max(0.0, (beyond(bare, plan, many) - beyond(bare, plan, few)) / (many - few))
-    known = replace(bare, microbatch_seconds=each, step_seconds=max(0.0, beyond(bare, plan, few) - few * each))
-    operations = steps[plan, large] - beyond(bare, plan, large)
-    known = replace(known, in_run=max(1.0, 1 + beyond(known, plan, large) / operations))
-    for plan, count in others:
-        axis, left = plan.partition("=")[0], beyond(known, plan, count)
-        slower = replace(known, exchanges={**known.exchanges, axis: PROBED_SECONDS})
-        exchanges = (left - beyond(slower, plan, count)) / PROBED_SECONDS
-        known = replace(known, exchanges={**known.exchanges, axis: max(0.0, left / exchanges)})
+    each = max(0.0, (beyond(bare, many) - beyond(bare, few)) / (many.microbatches - few.microbatches))
+    known = replace(bare, microbatch_seconds=each, step_seconds=max(0.0, beyond(bare, few) - few.microbatches * each))
+
+    def slower(in_run: float) -> float:
+        machine = replace(known, in_run=in_run)
+        return sum(beyond(machine, step) / steps[step] for step in (middle, large))
+
+    known = replace(known, in_run=_root(slower, 1.0, MOST_IN_RUN))
+    for fewer, more in zip(others[::2], others[1::2], strict=True):
+        known = _with_exchange(known, (fewer, steps[fewer], predicted[fewer]), (more, steps[more], predicted[more]))
     return known
+
+
+Probe = tuple[ReferenceStep, float, Callable[[Costs], float]]
+"""A step, its seconds, and their prediction."""
+
+
+def _with_exchange(machine: MeasuredMachine, few: Probe, many: Probe) -> MeasuredMachine:
+    """Return the machine with what surrounds each collective, or message, of an axis, from what more microbatches take;
+    and with what a step takes once."""
+    axis, _, ranks = few[0].plan.rpartition(",")[2].partition("=")
+    name = axis if axis == PIPELINE else f"{axis} {ranks}"
+
+    def changed(around: float) -> MeasuredMachine:
+        return replace(machine, exchanges={**machine.exchanges, name: around})
+
+    def beyond(around: float, step: Probe) -> float:
+        return step[1] - step[2](changed(around).costs())
+
+    least = 0.0 if axis == PIPELINE else -MOST_AROUND_SECONDS
+    around = _root(lambda around: beyond(around, many) - beyond(around, few), least, MOST_AROUND_SECONDS)
+    once = max(0.0, (beyond(around, few) + beyond(around, many)) / 2)
+    return replace(changed(around), steps={**machine.steps, axis: once})
+
+
+def _prediction(step: ReferenceStep, machine: MeasuredMachine) -> Callable[[Costs], float]:
+    return seconds_on_costs(reference_recipe(step, 100), Plan.parse(step.plan), machine_of(machine))
+
+
+def _root(beyond: Callable[[float], float], low: float, high: float) -> float:
+    """Return the value where a function that falls is zero; `low` or `high` where it is not between them."""
+    if beyond(low) <= 0:
+        return low
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if beyond(middle) > 0 else (low, middle)
+    return (low + high) / 2
 
 
 def machine_of(measured: MeasuredMachine) -> Machine:
