@@ -49,8 +49,11 @@ PLANS: Mapping[int, Sequence[str]] = {
         *("replicate=2", "shard=2", "tensor=2", "pipeline=2,schedule=gpipe", "pipeline=2,schedule=1f1b"),
         *("pipeline=2,schedule=interleaved", "pipeline=2,schedule=zero-bubble"),
     ],
-    3: ["replicate=3", "shard=3"],
-    4: ["replicate=4", "shard=4", "replicate=2,shard=2", "shard=2,tensor=2", "replicate=2,pipeline=2", "pipeline=4"],
+    3: ["replicate=3", "shard=3", *(f"pipeline=3,schedule={name}" for name in ("gpipe", "1f1b", "interleaved", "zero-bubble"))],
+    4: [
+        *("replicate=4", "shard=4", "tensor=4", "pipeline=4", "replicate=2,shard=2", "replicate=2,tensor=2", "shard=2,tensor=2"),
+        *("replicate=2,pipeline=2", "shard=2,pipeline=2", "tensor=2,pipeline=2"),
+    ],
 }
 """The plans by number of processes."""
 
