@@ -39,8 +39,8 @@ HALVINGS = 18
 LEAST_SECONDS = 1e-7
 """Least time of an operation."""
 HERE = Interval(low=0.67, high=1.12)
-"""Quantiles of measured over predicted seconds on a machine of two cores: 39 steps of `benchmarks/planner_here.py` under
-other load, predicted by drafts of this model."""
+"""Quantiles of measured over predicted seconds on a machine of two cores: 39 steps of `benchmarks/planner_here.py`
+under other load, predicted by drafts of this model."""
 EVERY = "memory"
 """Name of the curve for operations that were not measured."""
 
