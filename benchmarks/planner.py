@@ -4,7 +4,7 @@
 
 Rows are those of `planner_data/published.csv`: dense models in bf16 or fp16 whose fields are complete. Each source's
 steps are predicted with numbers fitted to the other sources (`planner_data/held_out.toml`); sources are repositories.
-`--fit` fits all of them again, and `planner/machines/fitted.toml` to all sources: about two minutes, with scipy.
+`--fit` fits all of them again, and `planner/machines/fitted.toml` to all sources: about half a minute, with scipy.
 
 Held out is what was fitted. The rules of the model, its estimates (`published/software.py`, `published/memory.py`) and
 the priors (`published/fit.py`) were written by someone who saw all of these rows.

@@ -19,7 +19,7 @@ NUMBERS = (
     "micro_batch", "global_batch", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "hfu", "network_gbit_per_node",
 )  # fmt: skip
 COLUMNS = ("source", "model", "gpu", "act_ckpt", "compile", "precision", "notes", "mem_gib", *NUMBERS)
-OTHER_STEPS = re.compile(r"LoRA|Muon|memory-saving|unpacked|offload|8-?bit|unclear", re.IGNORECASE)
+OTHER_STEPS = re.compile(r"LoRA|memory-saving|unpacked|offload|8-?bit|unclear", re.IGNORECASE)
 SAME = {"yes": "full", "true": "full", "no": "none", "false": "none"}
 SPARSE = re.compile(r"MoE|\bEP=|DeepSeek|A3B|A22B|Mixtral|Grok|GPT.?OSS", re.IGNORECASE)
 NARROW = re.compile(r"fp8|float8|fp4|mxfp|int8", re.IGNORECASE)
@@ -66,7 +66,7 @@ def excluded(cells: Mapping[str, str]) -> str:
     if SPARSE.search(text):
         return "mixture of experts"
     if OTHER_STEPS.search(text):
-        return "not a plain step (LoRA, Muon, 8-bit optimizers, offload, padding, an unclear unit)"
+        return "not a plain step (LoRA, 8-bit optimizers, offload, padding, an unclear unit)"
     return _wrong(cells) or _unknown(cells)
 
 

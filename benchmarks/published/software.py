@@ -128,7 +128,7 @@ def software_of(row: Row) -> Software:
         found = replace(found, attention="flash")
     if row.compiled.startswith("yes"):
         found = replace(found, fused=True)
-    if "graph" in f"{row.compiled} {row.notes} {row.source}" or "chunked CE" in row.notes or "activation ckpt" in row.notes:
+    if re.search("graph|chunked CE|activation ckpt|optimizer-in-bwd", f"{row.compiled} {row.notes} {row.source}"):
         found = replace(found, fused_loss=True, logits_bytes=2.5)
     if "optimizer-in-bwd" in row.notes:
         found = replace(found, gradient_bytes=0)  # each is applied and freed as it comes

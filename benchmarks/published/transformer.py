@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from lockstep.planner.operations import Operation
 from published.rows import Row
@@ -31,6 +32,7 @@ def parameters(row: Row) -> int:
     return layer_parameters(row) * row.layers + row.vocab * row.hidden * (1 if row.tied else 2)
 
 
+@cache
 def forward(row: Row, software: Software) -> list[Operation]:
     """The forward pass of one layer."""
     t, h, tp = row.tokens, row.hidden, row.tp
@@ -43,6 +45,7 @@ def forward(row: Row, software: Software) -> list[Operation]:
     return products + _attention(row, software, "forward") + _element_wise(row, software, "forward")
 
 
+@cache
 def backward(row: Row, software: Software) -> list[Operation]:
     """The backward pass of one layer, without what checkpointing computes again."""
     products = [each for each in forward(row, software) if each.kind == "matmul" and not each.name.startswith("attention")]
@@ -52,6 +55,7 @@ def backward(row: Row, software: Software) -> list[Operation]:
     return both + _attention(row, software, "backward") + _element_wise(row, software, "backward")
 
 
+@cache
 def recomputed(row: Row, software: Software, checkpointing: str) -> list[tuple[Operation, float]]:
     """What the backward pass of one layer computes again, and how often on average."""
     kind = checkpointing

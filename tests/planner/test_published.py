@@ -64,7 +64,7 @@ def test_a_well_known_model_has_its_shape(tmp_path: Path) -> None:
         ({"tokens_per_s_per_gpu": "0"}, "too small: tokens_per_s_per_gpu"),
         ({"tokens_per_s_per_gpu": ""}, "neither step time nor out of memory"),
         ({"tp": "2"}, "inconsistent: the mesh's sizes do not multiply to the devices"),
-        ({"notes": "LoRA r=8"}, "not a plain step (LoRA, Muon, 8-bit optimizers, offload, padding, an unclear unit)"),
+        ({"notes": "LoRA r=8"}, "not a plain step (LoRA, 8-bit optimizers, offload, padding, an unclear unit)"),
         (
             {"tokens_per_s_per_gpu": "", "tflops_per_gpu": "400", "seq_len": "131072"},
             "a time in TFLOP/s alone, of so long a sequence that it matters how attention was counted, which is not stated",
