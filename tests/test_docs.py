@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sklearn.metrics  # noqa: F401  # it sets environment variables for good, when first imported
 import tensorboardX  # noqa: F401  # it sets an environment variable when it is first imported
 
+from lockstep.recipe.parameters import declared
 from lockstep.testing.pool import WorkerPool
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +26,8 @@ def examples(page: Path) -> str:
 
 def run(page: Path) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(examples(page), str(page), "exec"), names)
+    with patch.multiple(declared, parameters={}, values={}, is_closed=False):  # as in a process of its own
+        exec(compile(examples(page), str(page), "exec"), names)
     return names
 
 

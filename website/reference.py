@@ -33,8 +33,9 @@ PAGES = {
         title="Recipe",
         about="What is learned. The page [the recipe](../recipe.md) explains it with examples.",
         names=(
-            *("lockstep.Recipe", "lockstep.Sum", "lockstep.Loss", "lockstep.Evaluation", "lockstep.Mean", "lockstep.Gathered"),
-            *("lockstep.Weights", "lockstep.Stream", "lockstep.warmup_cosine", "lockstep.OnMetric"),
+            *("lockstep.Recipe", "lockstep.param", "lockstep.Sum", "lockstep.Loss", "lockstep.Evaluation", "lockstep.Mean"),
+            *("lockstep.Gathered", "lockstep.Weights", "lockstep.Ensemble", "lockstep.Stream", "lockstep.warmup_cosine"),
+            "lockstep.OnMetric",
         ),
     ),
     "samplers": ReferencePage(
