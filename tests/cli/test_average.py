@@ -149,7 +149,7 @@ def test_the_greedy_soup_leaves_out_a_run_that_makes_it_worse(trained: Path, out
         (["--evaluate", "train.py fails"], 7, "evaluating a\n"),
         (["--evaluate", "train.py again"], 2, "train.py trains 2 times; runs are compared by one recipe; give a script of one"),
         (
-            ["--evaluate", "train.py", "--greedy", "--metric", "accuracy"],
+            ["--evaluate", "train.py", "--greedy", "--metric", "accuracy", "--mode", "max"],
             2,
             "--metric accuracy, and train.py measures loss; give one of these",
         ),

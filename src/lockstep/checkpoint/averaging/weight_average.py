@@ -126,8 +126,10 @@ class _TensorMean:
 
         self._wide = torch.complex128 if first.is_complex() else torch.float64
         self._first = first
-        self._sum = first.to(self._wide) * share
+        self._sum = torch.empty(len(first), dtype=self._wide)
         self._same = torch.ones(len(first), dtype=torch.bool)
+        for piece in _pieces(first):
+            torch.mul(first[piece].to(self._wide), share, out=self._sum[piece])
 
     def add(self, tensor: Tensor, share: float) -> bool:
         """Add a model's tensor. Returns False if it has, or lacks, an infinity that the first one has not, or has."""
