@@ -110,8 +110,9 @@ class TrialStorage:
 
     @property
     def parameters(self) -> list[Parameter] | None:
-        """The parameters of the script. None until a trial has told them."""
+        """The parameters of the script. None until a trial has told them. Raises `RecipeError` if that is not alike."""
         if self._parameters is None and (found := self.study.user_attrs.get("parameters")) is not None:
+            self._check_search()  # another one that was begun at the same time may have told them
             self._parameters = [Parameter.of(each) for each in found]
         return self._parameters
 
