@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -12,8 +13,9 @@ from lockstep.search.figures.best_so_far import scale_notes
 from lockstep.search.figures.plot import Point, coordinates, drawing, figure, in_front, legend, polyline, shades, trial_path
 from lockstep.search.results import SearchResults, TrialResult
 
-_NARROWEST_REM = 6
+_NARROWEST_REM = 7.5
 """Smallest distance between two axes."""
+_LONGEST_NAME = 24
 
 
 def parallel_coordinates(results: SearchResults) -> str:
@@ -57,7 +59,7 @@ def _labels(place: float, name: str, ticks: Sequence[tuple[float, str]], note: s
     """Return an axis's name, note and ticks as HTML over the picture."""
     small = f"<small>{note}</small>" if note else ""
     left = f"left:{100 * place:.2f}%"
-    edge = " first" if place == 0 else " last" if place == 1 else ""
-    head = f'<i class="name{edge}" style="{left}" title="{escape(name)}">{escape(shorten(name, 22))}{small}</i>'
+    short = re.sub(r"([/._-])", r"\1<wbr>", escape(shorten(name, _LONGEST_NAME)))
+    head = f'<i class="name" style="{left}" title="{escape(name)}">{short}{small}</i>'
     marks = "".join(f'<i class="tick" style="{left};bottom:{100 * height:.2f}%">{escape(label)}</i>' for height, label in ticks)
     return head + marks

@@ -87,7 +87,7 @@ def _tiles(results: SearchResults) -> str:
 
 
 def _head(name: str, *, numeric: bool) -> str:
-    kind = ' class="number"' if is_number else ""
+    kind = ' class="number"' if numeric else ""
     return f'<th scope="col"{kind}><button type="button">{escape(name)}</button></th>'
 
 
