@@ -201,4 +201,3 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
