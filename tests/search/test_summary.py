@@ -58,8 +58,8 @@ def test_the_best_has_the_finite_value_that_the_direction_asks_for() -> None:
 def test_the_command_sets_what_is_searched_and_what_is_not_the_default() -> None:
     parameters = [PARAMETERS[0], Parameter(name="data", default="a"), Parameter(name="seed", default=0)]
     found = trial(0, parameters={"lr": 3e-4, "data": "b c", "seed": 0, "other": None})
-    command = "lockstep run --set lr=0.0003 --set 'data=b c' --set other=None 'my train.py'"
-    assert train_command(search(found, parameters=parameters, script="my train.py"), found) == command
+    command = "lockstep run --set lr=0.0003 --set 'data=b c' --set other=None 'my train.py' --steps 5"
+    assert train_command(search(found, parameters=parameters, script="'my train.py' --steps 5"), found) == command
 
 
 def test_failures_that_differ_in_numbers_are_one_and_the_most_frequent_is_first() -> None:

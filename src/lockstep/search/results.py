@@ -53,6 +53,7 @@ class SearchResults:
 
     name: str
     script: str
+    """The script and its arguments, as in a shell."""
     metric: str
     direction: Direction
     wanted: int

@@ -62,7 +62,7 @@ def train_command(results: SearchResults, trial: TrialResult) -> str:
     defaults = {parameter.name: parameter.default for parameter in results.parameters if not parameter.is_searched}
     given = {name: value for name, value in trial.parameters.items() if name not in defaults or defaults[name] != value}
     settings = [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
-    return shlex.join(["lockstep", "run", *settings, results.script])
+    return f"{shlex.join(['lockstep', 'run', *settings])} {results.script}"
 
 
 def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
