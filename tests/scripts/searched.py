@@ -21,6 +21,7 @@ parser.add_argument("--trouble", default="")
 parser.add_argument("--low", type=float, default=1e-3)
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--seconds", type=float, default=0.0, help="that each step takes besides")
+parser.add_argument("--meet", type=Path, help="a folder; a trial trains once two have come there")
 options = parser.parse_args()
 
 lr = ls.param("lr", 0.1, low=options.low, high=1.0, log=True)
@@ -38,6 +39,15 @@ x = torch.randn(64, 4, generator=generator)
 y = x @ torch.tensor([1.0, -2.0, 3.0, 0.5])
 
 
+def meet(folder: Path) -> None:
+    """Wait for another trial."""
+    (folder / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < 2:
+        assert time.monotonic() < deadline, "no other trial came"
+        time.sleep(0.02)
+
+
 class Slow(ls.Hook):
     """Takes its time, and notes what each rank was given."""
 
@@ -45,6 +55,8 @@ class Slow(ls.Hook):
         Path(run.dir, f"rank-{run.rank}.json").write_text(json.dumps([lr, width]))
 
     def before_step(self, run) -> None:
+        if options.meet is not None:
+            meet(options.meet)
         time.sleep(options.seconds)
         if options.trouble == "kill" and bad:
             os.kill(os.getpid(), 9)

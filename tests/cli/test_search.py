@@ -1,0 +1,200 @@
+"""`lockstep search` as a whole command: what becomes of trials that fail, and of mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.searches import BAD, SCRIPT, events, left_of, lockstep, reported, results, search, searched, starts
+
+pytestmark = pytest.mark.timeout(150)
+SEARCHED = ["lr", "width"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The first 8 trials with seed 0, of which none fails."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    found = searched(folder, "--trials", 8, "--parallel", 2)
+    assert found.returncode == 0, found.stderr
+    return reported(folder)
+
+
+@pytest.mark.command
+def test_every_rank_of_every_trial_has_the_values_of_the_trial(tmp_path: Path) -> None:
+    found = searched(tmp_path, "--trials", 5, "--parallel", 1, "--plan", "replicate=3")
+    assert found.returncode == 0, found.stderr
+    for trial in reported(tmp_path):
+        values = [trial["parameters"][name] for name in SEARCHED]
+        folder = tmp_path / "s" / f"trial-{trial['number']:04d}"
+        assert [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(3)] == [values] * 3
+        assert json.loads((folder / "run.json").read_text())["recipe"]["parameters"] == trial["parameters"]
+        assert trial["state"] == "complete"
+    assert len({json.dumps(trial["parameters"]) for trial in reported(tmp_path)}) == 5
+
+
+@pytest.mark.command
+def test_a_parameter_on_one_rank_only_is_a_clear_error(tmp_path: Path) -> None:
+    found = searched(tmp_path, "--trials", 5, "--parallel", 1, "--plan", "replicate=2", "--", "--trouble", "rank")
+    assert found.returncode == 2
+    assert "RecipeError: parameters.momentum is not there on rank 0 and 0.5 on rank 1; " in found.stderr.splitlines()[-1]
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.command
+def test_values_that_differ_by_rank_are_a_clear_error(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = SCRIPT.read_text()
+    asked = 'width = ls.param("width", 2, choices=[1, 2, 4])'
+    assert asked in text
+    script.write_text(text.replace(asked, 'width = ls.param("width", 2 if os.environ["RANK"] == "0" else 4, choices=[1, 2, 4])'))
+    found = lockstep(tmp_path, "run", "--nproc", 2, "--run-dir", "run", script)
+    assert found.returncode == 2
+    assert found.stderr.startswith("lockstep: RecipeError: parameters.width is 2 on rank 0 and 4 on rank 1; ")
+    assert "Traceback" not in found.stderr
+
+
+REASONS = {
+    "crash": (r"ValueError: lr 0\.\d+", []),
+    "kill": ("rank 0 was killed by SIGKILL", []),
+    "memory": ("MemoryError: ", []),
+    "nan": ("LossError: ", []),
+    "hang": ("HangError: ", ["--hang-after", "3s"]),
+}
+
+
+@pytest.mark.command
+@pytest.mark.parametrize("trouble", REASONS)
+def test_a_trial_that_fails_is_that_trials_result(tmp_path: Path, undisturbed: list[dict[str, Any]], trouble: str) -> None:
+    reason, options = REASONS[trouble]
+    found = searched(tmp_path, "--trials", 8, "--parallel", 2, *options, "--", "--trouble", trouble)
+    assert found.returncode == 0, found.stderr
+    trials = reported(tmp_path)
+    assert {trial["number"] for trial in trials if trial["state"] == "failed"} == BAD
+    for trial in trials:
+        if trial["number"] in BAD:
+            assert re.match(reason, trial["reason"]), trial["reason"]
+            assert f"trial {trial['number']} failed" in found.stderr
+        else:
+            assert results([trial]) == results([undisturbed[trial["number"]]])
+    assert not left_of(tmp_path)
+
+
+@pytest.mark.command
+def test_a_wrong_script_ends_the_search_after_three_failures_with_its_error(tmp_path: Path) -> None:
+    found = searched(tmp_path, "--trials", 20, "--parallel", 1, "--", "--trouble", "syntax")
+    assert found.returncode == 2
+    assert "NameError: a name that is not there" in found.stderr.splitlines()[-1]
+    assert "the script is at fault" in found.stderr.splitlines()[-1]
+    assert "Traceback" not in found.stderr
+    assert [trial["state"] for trial in reported(tmp_path)] == ["failed"] * 3
+    assert "NameError: a name that is not there" in (tmp_path / "s" / "trial-0002" / "output.txt").read_text()
+
+
+@pytest.mark.command
+def test_a_mistake_in_the_metric_says_what_there_is_and_can_be_corrected(tmp_path: Path) -> None:
+    found = searched(tmp_path, "--trials", 2, "--metric", "los", "--mode", "min")
+    assert (found.returncode, found.stderr.count("\n")) == (2, 2), found.stderr
+    last = found.stderr.splitlines()[-1]
+    assert "--metric los" in last
+    assert "loss" in last.replace("--metric los", "")
+    found = searched(tmp_path, "--trials", 2, "--metric", "loss")
+    assert found.returncode == 0, found.stderr
+    assert [trial["state"] for trial in reported(tmp_path)] == ["complete"] * 2
+
+
+@pytest.mark.command
+def test_a_space_that_has_changed_is_refused_with_what_has(tmp_path: Path) -> None:
+    script = tmp_path / "searched.py"
+    shutil.copy(SCRIPT, script)
+    assert searched(tmp_path, "--trials", 2, "--parallel", 1, script=script).returncode == 0
+    found = searched(tmp_path, "--trials", 3, "--parallel", 1, "--", "--low", 1e-4, script=script)
+    assert found.returncode == 2
+    assert "is another one: script: " in found.stderr
+    text = script.read_text().replace("default=1e-3", "default=1e-4").replace("choices=[1, 2, 4]", "choices=[1, 2, 8]")
+    script.write_text(text)
+    found = searched(tmp_path, "--trials", 3, "--parallel", 1, script=script)
+    assert found.returncode == 2
+    last = found.stderr.splitlines()[-1]
+    assert "the parameters of the script are not those of the search: lr has low=0.0001, and had 0.001; width has choices=[1, 2, 8]" in last
+    shutil.copy(SCRIPT, script)
+    assert searched(tmp_path, "--trials", 3, "--parallel", 1, script=script).returncode == 0
+    assert [trial["state"] for trial in reported(tmp_path)] == ["complete"] * 3
+
+
+@pytest.mark.command
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_asked_to_end_its_trials_save_and_the_same_command_goes_on(
+    tmp_path: Path, undisturbed: list[dict[str, Any]], number: signal.Signals
+) -> None:
+    words = ("--trials", 4, "--parallel", 2, "--", "--seconds", 0.1)
+    with search(tmp_path, *words) as first:
+        folders = [tmp_path / "s" / f"trial-{trial:04d}" / "checkpoints" for trial in (0, 1)]
+        while not all(folder.is_dir() and any(folder.iterdir()) for folder in folders):
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.02)
+        first.send_signal(number)
+        _, complained = first.communicate()
+    assert first.returncode == 75, complained
+    assert complained.endswith(f"lockstep: stopped by {number.name}; the same command goes on\n")
+    assert [trial["state"] for trial in reported(tmp_path)][:2] == ["running"] * 2
+    second = searched(tmp_path, *words)
+    assert second.returncode == 0, second.stderr
+    assert results(reported(tmp_path)) == results(undisturbed[:4])
+    for trial in (0, 1):
+        told = {event["event"]: event["step"] for event in events(tmp_path, trial)}
+        assert told["resumed"] == told["preempted"] >= 5
+    assert searched(tmp_path, *words).returncode == 0
+    assert [starts(tmp_path, trial) for trial in (0, 1)] == [2, 2]
+    assert not left_of(tmp_path)
+
+
+@pytest.mark.command
+def test_a_search_goes_on_to_more_trials_and_repeats_none(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    for trials in (2, 5, 5, 3):
+        assert searched(tmp_path, "--trials", trials, "--parallel", 2).returncode == 0
+    assert results(reported(tmp_path)) == results(undisturbed[:3])
+    assert searched(tmp_path, "--trials", 5).returncode == 0
+    assert results(reported(tmp_path)) == results(undisturbed[:5])
+    assert [starts(tmp_path, number) for number in range(5)] == [1] * 5
+
+
+@pytest.mark.command
+def test_two_searches_of_one_folder_share_the_trials(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    (tmp_path / "met").mkdir()
+    words = ("--trials", 8, "--parallel", 1, "--", "--meet", tmp_path / "met")
+    with search(tmp_path, *words) as one, search(tmp_path, *words) as two:
+        said = [each.communicate()[1] for each in (one, two)]
+    assert [one.returncode, two.returncode] == [0, 0], said
+    assert results(reported(tmp_path)) == results(undisturbed)
+    assert [starts(tmp_path, number) for number in range(8)] == [1] * 8
+    assert all("complete, loss" in each for each in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--trials", 2, "--storage", "s.db"], "LaunchError: --storage 's.db'; it is the URL of a database: sqlite:///search.db, "),
+        (["--sampler", "tpe"], "LaunchError: a search by tpe without --trials; only a grid has an end of its own; give --trials 50, say"),
+        (
+            ["--trials", 2, "--metric", "accuracy"],
+            "LaunchError: --metric accuracy without --mode; only of a loss it is known that less is ",
+        ),
+        (["--trials", 0], "UsageError: Invalid value for '--trials': 0 is not in the range x>=1; see lockstep search --help"),
+        (["--trials", 2, "--set", "lr"], "RecipeError: --set 'lr'; it is a parameter's name and its value: --set lr=1e-3"),
+        (["--trials", 2, "--storage", "postgresql+psycopg2://u:p@127.0.0.1:1/x"], "LaunchError: --storage postgresql+psycopg2://u:***@"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+@pytest.mark.command
+def test_a_users_mistake_is_one_message_and_status_2(tmp_path: Path, words: list[Any], error: str) -> None:
+    found = searched(tmp_path, *words)
+    assert found.returncode == 2
+    assert found.stderr.startswith(f"lockstep: {error}")
+    assert found.stderr.count("\n") == 1
