@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +84,7 @@ def test_a_file_and_modules_are_members_too(trained: list[str]) -> None:
     [
         (lambda x, number: x * number, lambda x: x * 2),
         (lambda x, number: {"logits": x * number, "hidden": [x, None]}, lambda x: {"logits": x * 2, "hidden": [x, None]}),
+        (lambda x, number: OrderedDict(logits=x * number), lambda x: OrderedDict(logits=x * 2)),
         (lambda x, number: (x, (x + number, "same")), lambda x: (x, (x + 2, "same"))),
         (lambda x, number: Pair(x * number, torch.tensor([3])), lambda x: Pair(x * 2, torch.tensor([3]))),
     ],
@@ -97,7 +98,7 @@ def test_the_mean_is_of_each_tensor_in_an_output(make: Callable[..., Any], expec
 
 def test_outputs_are_combined_by_a_function_of_their_list() -> None:
     ensemble = ls.Ensemble(
-        [Gives(number, lambda x, number: x * number) for number in (1.0, 5.0, 3.0)],
+        [Gives(number, lambda x, number: x * number) for number in (1.0, 6.0, 3.0)],
         combine=lambda outputs: torch.stack(outputs).median(0).values,
     )
     assert ensemble(torch.ones(2)).tolist() == [3.0, 3.0]
