@@ -85,7 +85,7 @@ def test_the_collectives_of_two_and_of_all_devices_are_timed(tmp_path: Path) -> 
 
 def test_devices_that_cannot_talk_are_said_to_be_so() -> None:
     with (
-        patch.object(measuring_gpu, "diagnose", lambda **_: type("", (), {"results": {"timed": []}})),
+        patch("lockstep.doctor.diagnose.diagnose", lambda **_: type("", (), {"results": {"timed": []}})),
         pytest.raises(LaunchError, match="see what lockstep doctor --nproc 4 says"),
     ):
         timed_collectives(4)

@@ -23,6 +23,8 @@ from published.unstated import with_schedule
 
 from lockstep.planner.machines.costs import FITTED
 
+sys.path.remove(str(Path(__file__).parents[2] / "benchmarks"))  # its modules have names of folders of tests
+
 LLAMA = {
     "source": "someone/else:README.md", "model": "Llama-3-8B", "gpu": "H100-80GB", "gpu_count": "8", "fsdp": "8", "seq_len": "8192",
     "micro_batch": "1", "global_batch": "8", "precision": "bf16", "tokens_per_s_per_gpu": "6000",

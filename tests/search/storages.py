@@ -54,9 +54,10 @@ def loss_of(values: Mapping[str, Value]) -> float:
 
 def make_trial(storage: TrialStorage, wanted: int) -> tuple[int, dict[str, Value]] | None:
     """Claim a trial, and end it with its loss. Returns its number and values. None if there is none."""
+    given = proposals(storage)
     claimed = storage.claim(wanted)
     if claimed is None:
         return None
-    values = dict(proposals(storage).values(claimed))
+    values = dict(given.values(claimed))
     storage.end(claimed, TrialOutcome(state="complete", value=loss_of(values)))
     return claimed.number, values

@@ -16,6 +16,7 @@ from search.storages import PARAMETERS, Open, end_as_killed, make_trial, proposa
 from lockstep.base.errors import LaunchError, RecipeError
 from lockstep.options import LaunchOptions
 from lockstep.search.outcome import TrialOutcome
+from lockstep.search.proposals import Proposals
 from lockstep.search.results import TrialResult
 from lockstep.search.study import TrialStorage, importance_of, results_of, study_of
 
@@ -220,6 +221,19 @@ class TestWhichSearchItIs:
         (tmp_path / "search" / "search.json").write_text(json.dumps({"storage": None, "name": "gone"}))
         with pytest.raises(LaunchError, match=r"search\.db has no search 'gone'; it may be another file or database; give the one it was"):
             study_of(tmp_path / "search")
+
+
+def test_parameters_that_another_search_tells_at_any_moment_are_sampled(storage: Open) -> None:
+    """Not even a look in vain, just before, makes a trial begin with the defaults."""
+    here, there = storage(), storage()
+    mine = Proposals(here._request, here)
+    assert number_of(here.claim(2)) == 0
+    assert not mine.are_known
+    claimed = here.claim(2)
+    assert claimed is not None
+    proposals(there)
+    assert set(mine.values(claimed)) == {"lr", "width", "layers"}
+    assert mine.values(claimed)["lr"] != 0.1
 
 
 class TestReports:

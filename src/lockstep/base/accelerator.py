@@ -218,6 +218,14 @@ def total_bytes(device: torch.device) -> int | None:
     return torch.accelerator.get_memory_info(device)[1] if has_streams(device) else None
 
 
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU. None for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
+
+
 def free_unused_memory(device: torch.device) -> None:
     """Give the memory that torch keeps for later back to the device."""
     if has_streams(device):

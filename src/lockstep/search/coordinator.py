@@ -120,7 +120,6 @@ class Search:
         if done is not None:
             self._finish(claimed, done)
             return
-        self.proposals.look()
         is_probe = not self.proposals.are_known and (claimed.number > 0 or self.proposals.need_probe)
         self._start(claimed, self._free.pop(0), is_probe=is_probe)
 
@@ -201,14 +200,12 @@ class Search:
         if self._storage.parameters is None:
             try:
                 self._storage.note_parameters(message["parameters"])
-                self.proposals.look()
                 self.proposals.check()
             except UserError as error:
                 self._stop(error)
                 return
-            if not running.is_probe:
-                self.proposals.values(running.claimed)
         if not running.is_probe:
+            self.proposals.values(running.claimed)  # of the first trial, which began before they were known
             running.claimed.trial.set_user_attr("values", message["values"])
 
     def _on_ended(self) -> None:

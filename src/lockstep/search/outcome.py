@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from lockstep.search.warm_parent import LaunchEnding
 
 MOST_ALIKE = 3
 """The search ends after so many trials that have failed alike, if none has succeeded."""
-_KILLED = 128 + signal.SIGKILL
+_KILLED = 128 + 9
 """Exit status after SIGKILL: mostly the kernel, because memory ran out."""
 _OF_THE_TRIAL = ("LossError", "MemoryError", "OutOfMemoryError", "HangError")
 """Failures that come from a trial's values: other trials may do without."""

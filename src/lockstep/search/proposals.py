@@ -23,10 +23,8 @@ class Proposals:
         if request.sweep:
             storage.study.sampler = sampler_of("random", seed=request.seed, given=self._given)
             storage.study.pruner = pruner_of("none", None, None)
-        else:
-            self.look()
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Take up the script's parameters once a trial has told them."""
         if self._request.sweep or self._parameters or not (found := self._storage.parameters):
             return
@@ -37,6 +35,7 @@ class Proposals:
     @property
     def are_known(self) -> bool:
         """True if the values of a trial can be had before its script has run."""
+        self._look()
         return bool(self._request.sweep) or self._storage.parameters is not None
 
     @property
@@ -47,6 +46,7 @@ class Proposals:
     @property
     def searched(self) -> list[Parameter]:
         """The parameters that are sampled: those with bounds or choices that `--set` does not fix."""
+        self._look()
         fixed = {text.partition("=")[0] for text in self._request.launch.set}
         return [each for each in self._parameters if each.is_searched and each.name not in fixed]
 
@@ -68,6 +68,7 @@ class Proposals:
     @property
     def wanted(self) -> int:
         """Trials of the whole search."""
+        self._look()
         is_grid = self._request.sampler == "grid" and bool(self._parameters)
         limits = (self._request.trials, len(self._request.combinations), len(grid_of(self.searched)) if is_grid else None)
         return min(filter(None, limits), default=1)
@@ -75,6 +76,7 @@ class Proposals:
     @property
     def ready(self) -> int:
         """Trials that may have begun by now."""
+        self._look()
         if self._request.sampler != "pbt" or not self._parameters:
             return self.wanted
         return min(self.wanted, self.population.ready(self._storage.results()))

@@ -19,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError
-from lockstep.doctor.diagnose import diagnose
 from lockstep.launch.spawn import spawn
 from lockstep.planner.machines.sheets import ALONE, GpuReadings, as_toml, link_of, link_path
 
@@ -59,6 +58,8 @@ def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
 
 def timed_collectives(ranks: int) -> list[dict[str, Any]]:
     """Return the doctor's times of collectives between so many devices. Raises `LaunchError` if it has none."""
+    from lockstep.doctor.diagnose import diagnose  # reads Linux's /proc
+
     diagnosis = diagnose(nproc=ranks)
     rows: list[dict[str, Any]] | None = diagnosis.results.get("timed")
     if not rows:
@@ -176,10 +177,10 @@ def _launch_seconds(device: torch.device, seconds: Timer) -> float:
 
 
 def _generation(device: torch.device) -> str:
-    if device.type != "cuda" or torch.version.hip is not None:
+    capability = accelerator.compute_capability(device)
+    if capability is None:
         return "other"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "Blackwell" if major >= 10 else GENERATIONS.get((major, minor), "other")
+    return "Blackwell" if capability[0] >= 10 else GENERATIONS.get(capability, "other")
 
 
 def _multiprocessors(device: torch.device) -> int:
