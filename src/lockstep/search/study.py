@@ -19,7 +19,6 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from lockstep.base.errors import LaunchError, RecipeError
@@ -273,6 +272,8 @@ def _result(trial: FrozenTrial) -> TrialResult:
 def importance_of(study: optuna.Study) -> dict[str, float]:
     """Return how much of the metric's variation each parameter explains, by PED-ANOVA (Watanabe et al. 2023). Empty if
     there are too few trials."""
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # imports scikit-learn, if it is there
+
     try:
         return get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
     except (ValueError, RuntimeError):
