@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import optuna.importance  # noqa: F401 (scikit-learn, which it imports, sets variables of the environment)
+import optuna.importance
 import pytest
 from search.storages import PARAMETERS, Open, end_as_killed, make_trial, proposals, request
 
