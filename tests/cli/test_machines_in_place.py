@@ -30,7 +30,10 @@ def test_a_machine_joins_and_is_lost_while_the_other_keeps_its_process(tmp_path:
     wait_for(lambda: steps(tmp_path) >= 2)
     before = workers(first)
     second = agent(*IN_PLACE, SCRIPT, "0.8")
-    wait_for(lambda: worlds(run) == [1, 2] and steps(tmp_path) >= 12)
+    wait_for(lambda: bool(events(run, "recovered")))  # `run-started` comes before the state is restored
+    joined_after = events(run, "recovered")[0]["step"]
+    wait_for(lambda: steps(tmp_path) > joined_after)
+    assert worlds(run) == [1, 2]
     second.send_signal(signal.SIGKILL)
     wait_for(lambda: worlds(run) == [1, 2, 1])
     assert workers(first) == before
