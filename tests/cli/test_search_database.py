@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 import time
 from collections import Counter
@@ -36,7 +37,8 @@ def folders_of(tmp_path: Path, count: int) -> list[str]:
 
 
 def test_searches_that_claim_at_once_never_get_the_same_trial(tmp_path: Path, server: Server) -> None:
-    opened = [TrialStorage(request(tmp_path / name, storage=server.url)) for name in ("a", "b", "a", "b")]
+    url = server.url.replace("tester@", "tester:secret@")
+    opened = [TrialStorage(request(tmp_path / name, storage=url)) for name in ("a", "b", "a", "b")]
     barrier, claimed = threading.Barrier(len(opened)), []
 
     def claim(mine: TrialStorage) -> None:
@@ -52,6 +54,9 @@ def test_searches_that_claim_at_once_never_get_the_same_trial(tmp_path: Path, se
     for each in opened:
         end_as_killed(each)
     assert sorted(claimed) == [(number, False) for number in range(40)]
+    told = tmp_path / "a" / "search.json"
+    assert "secret" in told.read_text()
+    assert stat.S_IMODE(told.stat().st_mode) == 0o600
 
 
 def test_two_searches_make_each_trial_once_and_none_is_missing(tmp_path: Path, server: Server) -> None:

@@ -15,7 +15,7 @@ from lockstep.search.warm_parent import LaunchEnding
 
 
 def result(folder: Path, metrics: dict[str, float | None], loss: float | None = 0.5) -> None:
-    (folder / "result.json").write_text(json.dumps({"metrics": metrics, "loss": loss}))
+    (folder / "result.json").write_text(json.dumps({"metrics": metrics, "loss": loss, "steps": 40}))
 
 
 def ending(folder: Path, **fields: Any) -> None:
@@ -31,7 +31,7 @@ def events(folder: Path, *told: dict[str, Any]) -> None:
     [
         ({"loss": 0.25}, 0.5, "loss", TrialOutcome(state="complete", value=0.25)),
         ({"accuracy": 0.9, "loss": 0.25}, 0.5, "accuracy", TrialOutcome(state="complete", value=0.9)),
-        ({}, 0.5, "loss", TrialOutcome(state="complete", value=0.5)),
+        ({}, 0.5, "loss", TrialOutcome(state="complete", value=0.5, steps=40)),
         ({}, None, "loss", TrialOutcome(state="failed", reason="loss is not finite")),
         ({"loss": None}, 0.5, "loss", TrialOutcome(state="failed", reason="loss is not finite")),
         ({"accuracy": 0.9}, 0.5, "loss", TrialOutcome(state="failed", reason="loss is not finite")),

@@ -255,6 +255,16 @@ class TestReports:
         trial = of_number(opened, 6)
         assert (trial.state, trial.value, dict(trial.values), trial.reason) == ("pruned", 9.0, {5: 9.0}, "bad")
 
+    def test_the_loss_of_a_training_without_evaluations_is_noted_at_its_last_step(self, storage: Open) -> None:
+        opened = storage()
+        claimed = opened.claim(1)
+        assert claimed is not None
+        proposals(opened)
+        opened.note_wanted(1)
+        opened.end(claimed, TrialOutcome(state="complete", value=0.5, steps=40))
+        trial = of_number(opened, 0)
+        assert (trial.value, trial.steps, dict(trial.values)) == (0.5, 40, {40: 0.5})
+
     def test_results_are_read_back_with_what_was_searched(self, storage: Open, tmp_path: Path) -> None:
         opened = storage()
         made = [make_trial(opened, 8) for _ in range(8)]

@@ -95,5 +95,5 @@ def test_the_time_left_is_estimated_from_the_trials_that_have_ended() -> None:
     assert seconds_left(results, parallel=2, now=BEGAN + 105.0) == pytest.approx((15.0 + 3 * mean) / 2)
     assert seconds_left(results, parallel=100, now=BEGAN + 105.0) == pytest.approx(15.0), "no less than the one that runs"
     assert seconds_left(results, parallel=1, now=BEGAN + 900.0) == pytest.approx(3 * mean), "one that takes longer ends soon"
-    assert seconds_left(search(*ended), parallel=2, now=BEGAN) == 0.0
+    assert seconds_left(search(*ended), parallel=2, now=BEGAN) is None, "all have ended"
     assert seconds_left(search(running, wanted=3), parallel=2, now=BEGAN) is None

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ import click
 
 from lockstep.base.errors import LaunchError
 from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
-from lockstep.cli.arguments.target import MODEL, RESULT, Target
+from lockstep.cli.arguments.target import MODEL, Target
 from lockstep.cli.export import export
-from lockstep.cli.run import count_gpus, run
-from lockstep.launch.count import count_processes
-from lockstep.logging.run_path import numbered
+from lockstep.cli.measurement import Metrics, ScriptLine, measure
 from lockstep.recipe.parameters import saved_values, split_assignment
 
 
@@ -50,7 +47,7 @@ def command(best: bool, as_json: bool, source: str, is_module: bool, script: str
     """
     began = time.time()
     options = options_from(given)
-    plan = options.validate()
+    options.validate()
     if script is None:
         script, *recorded = _script_of(source)
         arguments = tuple(recorded)
@@ -59,22 +56,13 @@ def command(best: bool, as_json: bool, source: str, is_module: bool, script: str
         weights = source if _is_plain(Path(source)) else os.path.join(temporary, MODEL)
         if weights != source:
             export(source, Path(weights), best=best)
-        run_dir = options.run_dir or str(Path(temporary, "run"))
-        changed = {"run_dir": run_dir, "evaluate": os.path.abspath(weights), "set": _assignments(source, options.set)}
-        options = options_from({**given, **changed})
-        processes = count_processes(options.nproc, plan, count_gpus, name="--nproc ")
-        status = run(
-            [*(["-m"] if is_module else []), script],
-            arguments,
-            options,
-            count=processes,
-            machines=None,
-            began=began,
-            stdout=sys.stderr if as_json else None,
-        )
-        if status == 0:
-            _print(Path(run_dir), script, as_json=as_json)
-        return status
+        run_dir, assignments = Path(options.run_dir or Path(temporary, "run")), _assignments(source, options.set)
+        line = ScriptLine([*(["-m"] if is_module else []), script], arguments)
+        stdout = sys.stderr if as_json else None
+        status, measured = measure(Path(weights), line, {**given, "set": assignments}, run_dir=run_dir, began=began, stdout=stdout)
+    if status == 0:
+        _print(measured, as_json=as_json)
+    return status
 
 
 def _assignments(source: str, given: Sequence[str]) -> tuple[str, ...]:
@@ -102,12 +90,8 @@ def _script_of(source: str) -> list[str]:
     return [os.path.join(environment["working_directory"], words[0]), *words[1:]]
 
 
-def _print(run_dir: Path, script: str, *, as_json: bool) -> None:
-    """Print the metrics of each training of the script. Raises `LaunchError` if the script has not evaluated."""
-    results = list(takewhile(Path.is_file, (numbered(run_dir, number) / RESULT for number in count(1))))
-    if not results:
-        raise LaunchError(f"{script} ended without an evaluation; ls.train makes it instead of training; call it in the script")
-    measured = [json.loads(result.read_text(encoding="utf-8"))["metrics"] for result in results]
+def _print(measured: Sequence[Metrics], *, as_json: bool) -> None:
+    """Print the metrics of each training of the script."""
     if as_json:
         print(json.dumps(measured if len(measured) > 1 else measured[0], indent=2))
         return

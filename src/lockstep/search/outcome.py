@@ -28,6 +28,8 @@ class TrialOutcome:
 
     state: State
     value: float | None = None
+    steps: int | None = None
+    """Optimizer steps of a training without evaluations, whose own loss is the value."""
     reason: str | None = None
     alike: str | None = None
     """Equal for failures with the same cause in the script. None: it is the trial's own result."""
@@ -40,14 +42,15 @@ def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
     except (OSError, ValueError):
         return None
     value = result["metrics"].get(metric)
-    if value is None and metric == "loss" and not result["metrics"]:
-        value = result["loss"]
+    steps = None
+    if metric == "loss" and not result["metrics"]:
+        value, steps = result["loss"], result["steps"]
     pruned = _reason_of_pruning(folder)
     if pruned is not None:
         return TrialOutcome(state="pruned", value=value, reason=pruned)
     if value is None or not math.isfinite(value):
         return TrialOutcome(state="failed", reason=f"{metric} is not finite")
-    return TrialOutcome(state="complete", value=value)
+    return TrialOutcome(state="complete", value=value, steps=steps)
 
 
 def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:

@@ -23,9 +23,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from lockstep.base.errors import LaunchError, RecipeError
 from lockstep.base.file_lock import try_lock
-from lockstep.base.files import write_atomically
+from lockstep.base.files import replace_atomically
 from lockstep.recipe.parameters import Parameter
-from lockstep.search.database import alone, opened_study, reachable, shown
+from lockstep.search.database import alone, opened_study, parsed, reachable, shown
 from lockstep.search.outcome import TrialOutcome
 from lockstep.search.request import SEARCH, SearchRequest
 from lockstep.search.results import SearchResults, State, TrialResult
@@ -87,7 +87,10 @@ class TrialStorage:
         identity = self._check_folder().get("identity")
         if identity is None:
             identity = secrets.token_hex(8)
-            write_atomically(self.folder / SEARCH, json.dumps({**self._told, "identity": identity}))
+            with replace_atomically(self.folder / SEARCH) as temporary:
+                if parsed(self.url).password is not None:
+                    temporary.chmod(0o600)
+                temporary.write_text(json.dumps({**self._told, "identity": identity}), encoding="utf-8")
         return str(identity)
 
     def _check_search(self) -> None:
@@ -184,15 +187,20 @@ class TrialStorage:
 
     def report(self, claimed: ClaimedTrial, step: int, value: float) -> bool:
         """Note the metric after a step. Returns True if the trial is to be pruned."""
+        self._note_value(claimed, step, value)
+        return bool(claimed.trial.should_prune())  # numpy's of some pruners
+
+    def _note_value(self, claimed: ClaimedTrial, step: int, value: float) -> None:
         if step not in self.study._storage.get_trial(claimed.trial._trial_id).intermediate_values:
             claimed.trial.report(value, step)
-        return bool(claimed.trial.should_prune())  # numpy's of some pruners
 
     def end(self, claimed: ClaimedTrial, outcome: TrialOutcome) -> None:
         """Note the end of a trial, and release it; one that was interrupted stays to be resumed."""
         if outcome.state != "running":
             if outcome.reason is not None:
                 claimed.trial.set_user_attr("reason", outcome.reason[:2000])
+            if outcome.steps is not None and outcome.value is not None:
+                self._note_value(claimed, outcome.steps, outcome.value)
             values = outcome.value if outcome.state == "complete" else None
             self.study.tell(claimed.trial, values, state=_OPTUNA_STATES[outcome.state])
         self.release(claimed.number)

@@ -37,7 +37,7 @@ def summary_lines(results: SearchResults) -> list[str]:
 
 
 def progress_line(results: SearchResults, seconds_left: float | None) -> str:
-    """Return one line on a search that goes on. `seconds_left`: None if it cannot be estimated yet."""
+    """Return one line on a search that goes on. `seconds_left`: None if it is not known, or over."""
     parts = [f"{results.count('running')} running", f"{results.count('pruned')} pruned", f"{results.count('failed')} failed"]
     best = results.best
     found = "none complete" if best is None else f"best {results.metric} {_text(best.value)} (trial {best.number})"
@@ -47,9 +47,9 @@ def progress_line(results: SearchResults, seconds_left: float | None) -> str:
 
 def seconds_left(results: SearchResults, *, parallel: int, now: float) -> float | None:
     """Return an estimate of the seconds until all trials have ended, from the mean duration of those that have. None if
-    none has."""
+    none has, and if all have."""
     took = [trial.seconds for trial in results.trials if trial.state in ("complete", "pruned", "failed") and trial.seconds is not None]
-    if not took:
+    if not took or _ended(results) >= results.wanted:
         return None
     mean = max(0.0, sum(took) / len(took))
     running = [max(0.0, mean - (now - trial.started)) for trial in results.trials if trial.state == "running" and trial.started is not None]
