@@ -1,14 +1,16 @@
 """Holds `lockstep plan --on this` against this machine: predicted steps and memory beside measured ones.
 
-    python benchmarks/planner_here.py [--only MODEL ...] [--processes 1 2 3 4] [--rounds 2] [--json FILE]
+    python benchmarks/planner_here.py [--only MODEL ...] [--processes 1 2 3 4] [--rounds 3] [--json FILE]
 
-Five small models are trained under plans of one to four processes. The measured time is the first decile of the steps
-of all runs: other load on the machine only adds. Logging steps do not count. The measured memory is the most
-bytes of tensors that were there at once on the rank with the most, by lockstep's own profile of a step (torch's
-record of each allocation, and notes of the parameters, gradients and optimizer state that were there before). Predicted
-is the peak of the traced step, with no overhead added. Neither has what Python and torch's libraries take.
+Five small models are trained under plans of one to four processes, in rounds: a virtual machine is for minutes slower
+than at other times, so each round measures the machine anew, and trains each model once. The measured time is the
+median of the steps of all rounds. Logging steps do not count. The measured memory is the most bytes of tensors that
+were there at once on the rank with the most, by lockstep's own profile of a step (torch's record of each allocation,
+and notes of the parameters, gradients and optimizer state that were there before).
+Predicted is the peak of the traced step, with no overhead added. Neither has what Python and torch's libraries take.
 
-The machine is measured once for each number of processes, as the command does. Nothing is fitted to these models.
+The machine is measured for each number of processes, as the command does, and the medians of the rounds count.
+Nothing is fitted to these models.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.hooks.profiling.profiler import Profiler
+from lockstep.launch.environment import threads_per_process
 from lockstep.plan import Plan
-from lockstep.planner.machines.this_machine import machine_here
+from lockstep.planner.machines.measuring import Measurements, measure
+from lockstep.planner.machines.this_machine import machine_of, measured_machine
 from lockstep.planner.predict import Machine, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -270,16 +274,11 @@ class StepTimes(ls.Hook):
         return [b - a for a, b in zip(self.ends[SKIPPED : SKIPPED + STEPS], self.ends[SKIPPED + 1 :], strict=False)]
 
 
-def measured(names: Sequence[str], processes: int, rounds: int) -> dict[str, tuple[float, int]]:
-    """Train each model under each plan, in this many processes. Returns seconds of a step and bytes, by model and plan.
-    Called by every rank."""
-    found = {}
-    for name in names:
-        for plan in MODELS[name].plans(processes):
-            runs = [one_run(MODELS[name], plan, with_memory=number == 0) for number in range(rounds)]
-            steps = sorted(each for seconds, _ in runs for each in seconds)
-            found[f"{name} {plan}"] = steps[len(steps) // 10], runs[0][1]
-    return found
+def measured(names: Sequence[str], processes: int, with_memory: bool) -> dict[str, tuple[list[float], int]]:
+    """Train each model under each plan, in this many processes. Returns the seconds of each step, and bytes, by model
+    and plan. Called by every rank."""
+    cases = [(name, plan) for name in names for plan in MODELS[name].plans(processes)]
+    return {f"{name} {plan}": one_run(MODELS[name], plan, with_memory=with_memory) for name, plan in cases}
 
 
 def one_run(model: Model, plan: str, *, with_memory: bool) -> tuple[list[float], int]:
@@ -320,10 +319,40 @@ class Row:
 
 
 def compared(names: Sequence[str], processes: int, rounds: int) -> list[Row]:
-    """Measure and predict all models under all plans of this many processes."""
-    machine = machine_here(processes)
-    found = ls.spawn(measured, nproc=processes, args=(names, processes, rounds))
-    return [row(name, plan, machine, found[f"{name} {plan}"]) for name in names for plan in MODELS[name].plans(processes)]
+    """Measure and predict all models under all plans of this many processes. In each round the machine is measured, and
+    each model trained under each plan."""
+    threads = threads_per_process(processes)
+    machines, runs = list[Measurements](), list[dict[str, tuple[list[float], int]]]()
+    for number in range(rounds):
+        machines.append(measure(processes, threads))
+        runs.append(ls.spawn(measured, nproc=processes, args=(names, processes, number == 0)))
+    machine = machine_of(measured_machine(middle(machines), processes, threads))
+    found = []
+    for name in names:
+        for plan in MODELS[name].plans(processes):
+            steps = [each for run in runs for each in run[f"{name} {plan}"][0]]
+            found.append(row(name, plan, machine, (statistics.median(steps), runs[0][f"{name} {plan}"][1])))
+    return found
+
+
+def middle(found: Sequence[Measurements]) -> Measurements:
+    """Return the medians of several measurements."""
+
+    def curves(several: Sequence[Mapping[str, Mapping[float, float]]]) -> dict[str, dict[float, float]]:
+        names = dict.fromkeys(name for each in several for name in each)
+        return {name: medians([each[name] for each in several if name in each]) for name in names}
+
+    def medians(several: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+        keys = dict.fromkeys(key for each in several for key in each)
+        return {key: statistics.median(each[key] for each in several if key in each) for key in keys}
+
+    return Measurements(
+        operations=curves([each.operations for each in found]),
+        around=medians([each.around for each in found]),
+        collectives=curves([each.collectives for each in found]),
+        steps=medians([each.steps for each in found]),
+        slice_seconds=statistics.median(each.slice_seconds for each in found),
+    )
 
 
 def row(name: str, plan: str, machine: Machine, found: tuple[float, int]) -> Row:
@@ -342,7 +371,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--processes", nargs="+", type=int, default=list(PLANS), choices=list(PLANS))
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     found: list[Row] = []

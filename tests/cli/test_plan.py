@@ -120,15 +120,21 @@ def test_a_size_without_a_unit_or_of_nothing_is_refused(text: str) -> None:
         memory_bytes(text)
 
 
-@pytest.mark.command
-def test_a_machine_is_measured_once_and_planned_for(tmp_path: Path) -> None:
-    line = [LOCKSTEP, "doctor", "--nproc", "2", "--write", "mine.toml"]
+@pytest.mark.parametrize(
+    ("processes", "plans"),
+    [
+        pytest.param(1, ["replicate=1"], marks=pytest.mark.command),
+        pytest.param(2, ["replicate=2", "shard=2"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_machine_is_measured_once_and_planned_for(tmp_path: Path, processes: int, plans: list[str]) -> None:
+    line = [LOCKSTEP, "doctor", "--nproc", str(processes), "--write", "mine.toml"]
     ended = subprocess.run(line, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "lockstep plan --on mine.toml" in ended.stdout
-    status, told = found("--on", "mine.toml", SCRIPT, "--plans", "replicate=2", "shard=2", folder=tmp_path)
+    status, told = found("--on", "mine.toml", SCRIPT, "--plans", *plans, folder=tmp_path)
     assert status == 0
-    assert told["on"] == "2 x this machine"
+    assert told["on"] == f"{processes} x this machine"
     assert all(1e-4 < each["seconds"] < 10 for each in told["plans"])
 
 

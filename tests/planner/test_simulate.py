@@ -151,10 +151,9 @@ def test_the_last_process_is_late_by_half_a_slice_at_most(seconds: int, slice_se
     assert step.seconds == pytest.approx(min(2 * seconds, 1.5 * seconds + slice_seconds / 2))
 
 
-def test_a_step_with_collectives_on_an_axis_takes_what_that_axis_takes_once() -> None:
-    costs = replace(COSTS, mark_seconds={"end": 3.0, "end shard": 5.0, "end tensor": 7.0})
-    assert time_of(kernel(1), Mark("end"), costs=costs).seconds == 1 + 3
-    assert time_of(kernel(1), begun(1, 2, axis="shard"), Await(1, 0), Mark("end"), costs=costs).seconds == 1 + 2 + 3 + 5
+def test_marks_take_what_the_machine_takes_at_them() -> None:
+    costs = replace(COSTS, mark_seconds={"end": 3.0})
+    assert time_of(kernel(1), Mark("microbatch"), Mark("end"), costs=costs).seconds == 1 + 3
 
 
 # Pipelines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lockstep.planner.operations import Collective, Operation
@@ -29,8 +29,7 @@ class Costs:
     is_synchronous: bool = False
     """True if the host computes itself, as on a CPU."""
     mark_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Mark -> seconds that the host computes at it beside operations. `end shard`: at `end`, in steps with collectives
-    on that mesh axis."""
+    """Mark -> seconds that the host computes at it beside operations."""
     message_seconds: float = 0.0
     """Seconds that the host computes at a message, on each of its sides."""
     processes: int = 1
@@ -82,8 +81,6 @@ class _Rank:
     items: Sequence[Item]
     shift: int
     """Added to the places of its messages' peers: its trace is that of another rank."""
-    axes: Set[str]
-    """Mesh axes of its collectives."""
     position: int = 0
     host: float = 0.0
     streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -150,8 +147,7 @@ class Simulation:
             case AwaitEvent(event, stream) if event in rank.events:
                 self._wait(rank, stream, *rank.events[event])
             case Mark(name):
-                names = name, *(f"{name} {axis}" for axis in rank.axes)
-                seconds = sum(self._costs.mark_seconds.get(each, 0.0) for each in names)
+                seconds = self._costs.mark_seconds.get(name, 0.0)
                 rank.streams[0] += seconds
                 rank.host += seconds
                 rank.computed += seconds
@@ -232,8 +228,7 @@ def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
     """Return the time of a step. `traces`: one of each stage's rank, in order; one alone without a pipeline. A trace
     may stand for the ranks after it: give it again, and its messages go to the neighbours of its place."""
     first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
-    axes = {id(trace): {each.axis for each in trace.collectives()} for trace in traces}
-    ranks = [_Rank(place, trace.items, place - first[id(trace)], axes[id(trace)]) for place, trace in enumerate(traces)]
+    ranks = [_Rank(place, trace.items, place - first[id(trace)]) for place, trace in enumerate(traces)]
     return _on_cores(Simulation(ranks, _sharing(costs, len(ranks))).run(), ranks, costs)
 
 

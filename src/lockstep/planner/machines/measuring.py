@@ -1,6 +1,6 @@
 """Measures this machine in the processes of a run: operations, collectives, and steps of a tiny model.
 
-Times are the shortest of several, and of collectives the lower quartile: other load on the machine only adds.
+Times are medians: those of parts then add up to that of a step, on a machine with other load as well.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -32,20 +33,19 @@ from lockstep.planner.tracing.torch_fakes import TorchDispatchMode
 from lockstep.run import train
 from lockstep.training.hook import Hook, Run
 
-WIDTHS = (16, 64, 256, 512)
+WIDTHS = (16, 32, 64, 128, 256, 512)
 """Widths of the models whose operations are measured."""
-TOKENS = {16: 32, 64: 128, 256: 512, 512: 1024}
-"""Tokens in a microbatch of a text model of each width."""
 THIN_ROWS = 8
 """Rows of a matrix multiplication that is bound by its bytes."""
-LARGE_BYTES, COLD_BYTES = 2**22, 2**26
-"""A weight of so many bytes is seldom in a cache when it is used again; and bytes of weights that no cache holds."""
+LARGE_BYTES, COLD_BYTES = 2**17, 2**26
+"""A weight of so many bytes is seldom in a core's cache when it is used again, because others were used since; and
+bytes of weights that no cache holds."""
 LEAST_BYTES = 2**16
 """An operation that was met at smaller sizes alone has no curve of its own."""
 REPEATS = 7
 AROUND_WIDTH, AROUND_REPEATS = 16, 60
 """Width of the model whose steps show what is around operations, and how often it computes one."""
-SIZES_BYTES = (2**8, 2**13, 2**16, 2**19, 2**22)
+SIZES_BYTES = (2**8, 2**13, 2**16, 2**19, 2**22, 2**24)
 """Sizes of the collectives that are measured."""
 COLLECTIVE_SECONDS = 0.03
 """Seconds of repeats for each size of each collective, about."""
@@ -55,7 +55,10 @@ SLICE_SECONDS = 0.15
 """Time in which it is seen how long a process waits for a core."""
 LEAST_SLICE_SECONDS = 3e-4
 """A shorter interruption is no wait for a core that another process uses."""
-STEPS = {"tiny": 24, "middle": 12, "large": 10}
+STEPS = {"tiny": 24, "middle": 24, "large": 14}
+"""Steps of a reference model, of which the first and last two do not count."""
+TURNS = 2
+"""Times that the reference models are trained, one after another: a virtual machine is slower for seconds."""
 
 
 @dataclass(slots=True)
@@ -92,7 +95,8 @@ def reference_steps(processes: int) -> list[ReferenceStep]:
         several = "" if ranks == processes else f"replicate={processes // ranks},"
         found += [ReferenceStep(f"{several}{axis}={ranks}", "middle", count) for axis in ("shard", "tensor") for count in (1, 3)]
     if processes > 1:
-        found += [ReferenceStep(f"pipeline={processes}", "middle", count * processes) for count in (1, 3)]
+        found.append(ReferenceStep(f"pipeline={processes}", "middle", processes))
+        found.append(ReferenceStep(f"schedule=interleaved,pipeline={processes}", "middle", 3 * processes))
     return found
 
 
@@ -103,8 +107,10 @@ def _group_sizes(processes: int) -> list[int]:
 def _measured(processes: int) -> Measurements:
     """Measure on this rank. Called by every rank."""
     found = Measurements()
-    for step in reference_steps(processes):
-        found.steps[step] = _reference_step(step)
+    times: dict[ReferenceStep, list[float]] = defaultdict(list)
+    for step in reference_steps(processes) * TURNS:
+        times[step] += _step_times(step)
+    found.steps = {step: median(several) for step, several in times.items()}
     if processes == 1 or dist.get_rank() < usable_cpus():
         found.operations, found.around = _operations()
     if processes > 1:
@@ -140,14 +146,14 @@ class _StepEnds(Hook):
         self.ends.append(time.perf_counter())
 
 
-def _reference_step(step: ReferenceStep) -> float:
-    """Train a reference model. Returns the seconds of a step."""
+def _step_times(step: ReferenceStep) -> list[float]:
+    """Train a reference model. Returns the seconds of each step."""
     ends = _StepEnds()
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):
         recipe = reference_recipe(step, STEPS[step.scale])
         run_dir = os.environ.get("LOCKSTEP_RUN_DIR") or f"{folder}/run"
         train(recipe, plan=step.plan, run_dir=run_dir, hooks=[ends], log_every=1000, resume="never")
-    return min(after - before for before, after in zip(ends.ends[2:-2], ends.ends[3:-1], strict=True))
+    return [after - before for before, after in zip(ends.ends[2:-2], ends.ends[3:-1], strict=True)]
 
 
 # Operations
@@ -188,13 +194,15 @@ def _operations() -> tuple[dict[str, dict[float, float]], dict[str, float]]:
     for size in (2**10, 2**14, 2**18, 2**21, 2**24):
         found["memory"][3 * 4 * size] = [_addition(size)]
     curves = {
-        name: _thinned({size: min(times) for size, times in points.items()}) for name, points in found.items() if max(points) >= LEAST_BYTES
+        name: _thinned({size: median(times) for size, times in points.items()})
+        for name, points in found.items()
+        if max(points) >= LEAST_BYTES
     }
     return curves | {THIN: _thin_matmuls(SecondsCurve.through(curves["matmul float32"]))}, around
 
 
 def _models(width: int) -> Iterator[tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]]:
-    tokens = torch.zeros(max(1, TOKENS[width] // 64), min(64, TOKENS[width]), dtype=torch.long)
+    tokens = torch.zeros(max(1, 2 * width // 64), min(64, 2 * width), dtype=torch.long)
     yield Text(width, head_width=max(8, min(64, width // 4))), tokens, lambda output: cross_entropy(output, tokens)
     if width <= 256:
         images = torch.randn(4, 3, 32 if width < 256 else 8, 32 if width < 256 else 8)
@@ -210,7 +218,7 @@ def _timed(model: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor]) ->
             for part in _parts(model, batch, loss, optimizer):
                 runs[-1].phase = part
     several = zip(*(run.found for run in runs[1:]), strict=True)
-    return [(each[0][0], min(seconds for _, seconds in each)) for each in several]
+    return [(each[0][0], median(seconds for _, seconds in each)) for each in several]
 
 
 def _parts(model: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Phase]:
@@ -235,7 +243,7 @@ def _around(
     runs = [_phase_times(_parts(model, batch, loss, optimizer)) for _ in range(AROUND_REPEATS)]
     spent, counts = defaultdict[str, float](float), Counter(operation.phase for operation, _ in timed)
     for several in zip(*runs, strict=True):
-        spent[several[0][0]] += min(seconds for _, seconds in several)
+        spent[several[0][0]] += median(seconds for _, seconds in several)
     for operation, seconds in timed:
         spent[operation.phase] -= seconds
     found = {phase: spent[phase] / counts[phase] for phase in ("forward", "backward")}
@@ -258,7 +266,7 @@ def _thin_matmuls(arithmetic: SecondsCurve) -> dict[float, float]:
     for width in (64, 256, 1024, 2048):
         size = 4 * width * (width + 2 * THIN_ROWS)
         count = COLD_BYTES // size if size >= LARGE_BYTES else 1
-        rows, others = torch.ones(THIN_ROWS, width), itertools.cycle(torch.ones(count, 2, width, width).unbind())
+        rows, others = torch.ones(THIN_ROWS, width), itertools.cycle(torch.ones(count, width, width).unbind())
         seconds = _call_seconds(partial(_thin_products, rows, others), 0.08) / 3
         found[float(size)] = max(LEAST_SECONDS, seconds - arithmetic.at(2 * THIN_ROWS * width * width))
     return found
@@ -266,10 +274,10 @@ def _thin_matmuls(arithmetic: SecondsCurve) -> dict[float, float]:
 
 def _thin_products(rows: Tensor, others: Iterator[Tensor]) -> None:
     """Multiply rows by a weight, by its transpose, and by themselves for its gradient, as a layer does."""
-    weight, gradient = next(others)
+    weight = next(others)
     torch.mm(rows, weight.t())
-    torch.mm(rows, weight)
-    torch.mm(rows.t(), rows, out=gradient)
+    torch.mm(rows, next(others))
+    torch.mm(rows.t(), rows)
 
 
 def _addition(count: int) -> float:
@@ -286,7 +294,7 @@ def _call_seconds(call: Callable[[], Any], seconds: float) -> float:
         began = time.perf_counter()
         call()
         times.append(time.perf_counter() - began)
-    return min(times)
+    return median(times)
 
 
 def _thinned(points: dict[float, float]) -> dict[float, float]:
@@ -343,7 +351,7 @@ def _collective_seconds(call: Callable[[], Any], *, computes: bool) -> float:
         began = time.perf_counter()
         call()
         times.append(time.perf_counter() - began)
-    return sorted(times)[len(times) // (2 if computes else 4)]
+    return median(times)
 
 
 def _there_and_back(tensor: Tensor, group: dist.ProcessGroup) -> None:

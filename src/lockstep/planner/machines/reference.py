@@ -93,7 +93,7 @@ def reference_recipe(step: ReferenceStep, steps: int) -> Recipe:
     names = ("query", "key", "value", "gate", "up"), ("output", "down")
     styles = [{f"blocks.*.{name}": style for name in several} for several, style in zip(names, ("colwise", "rowwise"), strict=True)]
     return Recipe(
-        model=partial(Text, width, max(2, _size(plan.pipeline)), head_width),
+        model=partial(Text, width, 2 * _size(plan.pipeline), head_width),
         data=[torch.zeros(TOKENS[step.scale], dtype=torch.long)] * 64,
         inputs=_same,
         loss=cross_entropy,

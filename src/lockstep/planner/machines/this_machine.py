@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 import warnings
 from bisect import bisect_right
@@ -13,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, log
+from typing import TYPE_CHECKING
 
 from lockstep.base.control_group import available_memory_bytes, memory_limit_bytes, usable_cpus
-from lockstep.launch.environment import Environment
 from lockstep.plan import Plan
 from lockstep.planner.machines.fitted import Interval
 from lockstep.planner.machines.hardware import Cluster, Device, Link
@@ -23,6 +22,9 @@ from lockstep.planner.machines.reference import ReferenceStep, reference_recipe
 from lockstep.planner.operations import Collective, CollectiveKind, Operation
 from lockstep.planner.predict import Machine, seconds_on_costs
 from lockstep.planner.simulate import PIPELINE, Costs
+
+if TYPE_CHECKING:
+    from lockstep.planner.machines.measuring import Measurements
 
 SHARED_AXES = ("replicate", "shard", "data")
 """The mesh axes whose collectives go through shared memory on one host."""
@@ -92,8 +94,6 @@ class MeasuredMachine:
     exchanges: Mapping[str, float]
     """Mesh axis and number of ranks, such as `shard 2` -> seconds that Python, and waking the other ranks, add to each
     of its collectives in a run. `pipeline`: of a message, on each of its sides."""
-    steps: Mapping[str, float]
-    """Mesh axis -> seconds that a step under it takes once, beside its collectives: preparing and agreeing."""
     microbatch_seconds: float
     """Time that a microbatch takes beside its operations: loading, checks, random streams."""
     step_seconds: float
@@ -127,13 +127,11 @@ class MeasuredMachine:
 
     def costs(self) -> Costs:
         """Return the costs for the simulation."""
-        marks = {"microbatch": self.microbatch_seconds, "end": self.step_seconds}
-        marks |= {f"end {axis}": seconds for axis, seconds in self.steps.items()}
         return Costs(
             self.operation_seconds,
             self.collective_seconds,
             is_synchronous=True,
-            mark_seconds=marks,
+            mark_seconds={"microbatch": self.microbatch_seconds, "end": self.step_seconds},
             message_seconds=self.exchanges.get("pipeline", 0.0),
             processes=self.processes,
             cores=self.cores / self.threads,
@@ -147,7 +145,7 @@ class MeasuredMachine:
     def as_toml(self) -> str:
         """Return the text that `from_toml` reads."""
         lines = [f"{name} = {getattr(self, name)!r}" for name in NUMBERS]
-        for table in ("around", "exchanges", "steps"):
+        for table in ("around", "exchanges"):
             lines += ["", f"[{table}]", *(f'"{name}" = {value!r}' for name, value in getattr(self, table).items())]
         for table in ("operations", "collectives"):
             for name, curve in getattr(self, table).items():
@@ -172,7 +170,11 @@ def measure_machine(processes: int, threads: int) -> MeasuredMachine:
     """Measure this machine with so many processes of so many threads each. It takes some seconds."""
     from lockstep.planner.machines.measuring import measure
 
-    found = measure(processes, threads)
+    return measured_machine(measure(processes, threads), processes, threads)
+
+
+def measured_machine(found: Measurements, processes: int, threads: int) -> MeasuredMachine:
+    """Return the machine on which so many processes, of so many threads each, have measured this."""
     memory = memory_limit_bytes() or available_memory_bytes()
     bare = MeasuredMachine(
         processes=processes,
@@ -183,7 +185,6 @@ def measure_machine(processes: int, threads: int) -> MeasuredMachine:
         around=found.around,
         collectives={name: SecondsCurve.through(points) for name, points in found.collectives.items()},
         exchanges={},
-        steps={},
         microbatch_seconds=0.0,
         step_seconds=0.0,
         slice_seconds=found.slice_seconds,
@@ -224,21 +225,19 @@ Probe = tuple[ReferenceStep, float, Callable[[Costs], float]]
 
 
 def _with_exchange(machine: MeasuredMachine, few: Probe, many: Probe) -> MeasuredMachine:
-    """Return the machine with what surrounds each collective, or message, of an axis, from what more microbatches take;
-    and with what a step takes once."""
+    """Return the machine with what surrounds each collective, or message, of an axis."""
     axis, _, ranks = few[0].plan.rpartition(",")[2].partition("=")
     name = axis if axis == PIPELINE else f"{axis} {ranks}"
 
     def changed(around: float) -> MeasuredMachine:
         return replace(machine, exchanges={**machine.exchanges, name: around})
 
-    def beyond(around: float, step: Probe) -> float:
-        return step[1] - step[2](changed(around).costs())
+    def beyond(around: float) -> float:
+        costs = changed(around).costs()
+        return sum(1 - predicted(costs) / seconds for _, seconds, predicted in (few, many))
 
     least = 0.0 if axis == PIPELINE else -MOST_AROUND_SECONDS
-    around = _root(lambda around: beyond(around, many) - beyond(around, few), least, MOST_AROUND_SECONDS)
-    once = max(0.0, (beyond(around, few) + beyond(around, many)) / 2)
-    return replace(changed(around), steps={**machine.steps, axis: once})
+    return changed(_root(beyond, least, MOST_AROUND_SECONDS))
 
 
 def _prediction(step: ReferenceStep, machine: MeasuredMachine) -> Callable[[Costs], float]:
@@ -281,9 +280,3 @@ def machine_of(measured: MeasuredMachine) -> Machine:
         overhead_bytes=0,
         is_gpu=False,
     )
-
-
-def machine_here(processes: int) -> Machine:
-    """Measure this machine for a run of so many processes, and return it."""
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(processes), "LOCKSTEP_LAUNCHER": "spawn"}
-    return machine_of(measure_machine(processes, Environment.read(environment).threads))
