@@ -206,7 +206,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.command
-@pytest.mark.parametrize(("waits", "cause"), [("dist.barrier()", "collective_mismatch"), ("time.sleep(1000)", "hang")])
+@pytest.mark.parametrize(
+    ("waits", "cause"), [("dist.barrier()", "collective_mismatch"), pytest.param("time.sleep(1000)", "hang", marks=pytest.mark.slow)]
+)
 def test_a_script_that_hangs_is_a_finding_and_leaves_no_process(folder: Path, waits: str, cause: str) -> None:
     text = f"""
 def each(epoch):

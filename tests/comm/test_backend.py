@@ -113,7 +113,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.command
-@pytest.mark.parametrize("plan", ["shard=2,transport=torch", "replicate=2,numerics=bitwise"])
+@pytest.mark.parametrize("plan", ["shard=2,transport=torch", pytest.param("replicate=2,numerics=bitwise", marks=pytest.mark.slow)])
 def test_a_run_trains_through_a_backend_that_the_script_registers(tmp_path: Path, plan: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -213,7 +213,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.command
-@pytest.mark.parametrize("fallbacks", [1, 2, 3])
+@pytest.mark.parametrize("fallbacks", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_command_goes_on_until_its_devices_have_room(tmp_path: Path, undisturbed: str, fallbacks: int) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.format(limit=LIMITS[fallbacks]))
     options = ("--nproc", "2", "--run-dir", "run", "--plan", PLAN, "--out-of-memory", "halve")

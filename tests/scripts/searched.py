@@ -17,21 +17,22 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--trouble", default="")
-parser.add_argument("--low", type=float, default=1e-3)
+parser.add_argument("--trouble", default="", help="of the trials whose lr is more than 0.1: a kind, or several, which take turns")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--seconds", type=float, default=0.0, help="that each step takes besides")
 parser.add_argument("--meet", type=Path, help="a folder; a trial trains once two have come there")
 options = parser.parse_args()
 
-lr = ls.param("lr", 0.1, low=options.low, high=1.0, log=True)
+lr = ls.param("lr", 0.1, low=1e-3, high=1.0, log=True)
 width = ls.param("width", 2, choices=[1, 2, 4])
 if options.trouble == "rank" and os.environ.get("RANK") == "1":
     ls.param("momentum", 0.5)
 if options.trouble == "syntax":
     raise NameError("a name that is not there")
-bad = lr > 0.1
-if options.trouble == "crash" and bad:
+kinds = options.trouble.split(",")
+digit = os.environ.get("LOCKSTEP_RUN_DIR", "")[-1:]  # of the trial's number
+trouble = kinds[int(digit) % len(kinds)] if lr > 0.1 and digit.isdigit() else ""
+if trouble == "crash":
     raise ValueError(f"lr {lr}")
 
 generator = torch.Generator().manual_seed(0)
@@ -58,16 +59,16 @@ class Slow(ls.Hook):
         if options.meet is not None:
             meet(options.meet)
         time.sleep(options.seconds)
-        if options.trouble == "kill" and bad:
+        if trouble == "kill":
             os.kill(os.getpid(), 9)
-        if options.trouble == "memory" and bad:
+        if trouble == "memory":
             raise MemoryError
-        if options.trouble == "hang" and bad:
+        if trouble == "hang":
             time.sleep(600)
 
 
 def loss(output: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
-    scale = float("nan") if options.trouble == "nan" and bad else 1.0
+    scale = float("nan") if trouble == "nan" else 1.0
     return F.mse_loss(output.mean(1), batch[1]) * scale
 
 

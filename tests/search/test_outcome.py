@@ -94,6 +94,18 @@ def test_other_failures_are_alike_if_their_kind_and_place_are(tmp_path: Path) ->
     assert outcome_of(tmp_path, -9, "loss") == TrialOutcome(state="failed", reason="its launcher was killed by signal 9", alike="signal 9")
 
 
+@pytest.mark.parametrize(("kind", "is_mistake"), [("RecipeError", True), ("PlanError", True), ("LaunchError", True), ("DataError", False)])
+def test_what_lockstep_refuses_is_a_mistake(tmp_path: Path, kind: str, is_mistake: bool) -> None:
+    ending(tmp_path, status=2, kind=f"lockstep.base.errors:{kind}", message="wrong; correct it")
+    outcome = outcome_of(tmp_path, 2, "loss")
+    assert (outcome.is_mistake, outcome.reason) == (is_mistake, f"{kind}: wrong; correct it")
+
+
+def test_the_report_of_a_crash_in_native_code_ends_without_its_colon(tmp_path: Path) -> None:
+    ending(tmp_path, status=139, report="rank 0 was killed by SIGSEGV (a crash in native code):\n  File x")
+    assert outcome_of(tmp_path, 139, "loss").reason == "rank 0 was killed by SIGSEGV (a crash in native code)"
+
+
 def test_the_first_failure_is_kept_with_the_last_line_of_its_traceback(tmp_path: Path) -> None:
     text = 'Traceback:\n  File "a.py", line 1, in <module>\n    f()\n  File "a.py", line 3, in f\n    raise ValueError(1)\nValueError: 1\n'
     record = FailureRecord(time=2.0, status=1, kind="builtins:ValueError", message="1", traceback=text, user_error=False, peer_lost=False)

@@ -92,15 +92,23 @@ DECLARATIONS: list[tuple[Any, dict[str, Any], str]] = [
     (0.5, {"low": math.nan, "high": 1.0}, "has low=nan and high=1.0; low is less than high, and both are finite"),
     (1, {"low": 0.5, "high": 2}, "has the whole default 1, and bounds or a step that are not; write 1.0, or whole numbers"),
     (1, {"low": 0, "high": 2, "step": 0.5}, "has the whole default 1, and bounds or a step that are not; write 1.0, or whole numbers"),
-    (0.5, {"low": 0.0, "high": 1.0, "log": True}, "has log=True with low=0.0, step=None; low is then more than 0, and there is no step"),
-    (0.5, {**BOUNDS, "log": True, "step": 0.1}, "has log=True with low=0.1, step=0.1; low is then more than 0, and there is no step"),
+    (
+        0.5,
+        {"low": 0.0, "high": 1.0, "log": True},
+        "has log=True with low=0.0, step=None; log needs low > 0, and no step; change one",
+    ),
+    (
+        0.5,
+        {**BOUNDS, "log": True, "step": 0.1},
+        "has log=True with low=0.1, step=0.1; log needs low > 0, and no step; change one",
+    ),
     (0.5, {**BOUNDS, "step": 0.0}, "has step=0.0; it is more than 0 and at most high - low = 0.9"),
     (1, {"low": 0, "high": 9, "step": math.inf}, "has step=inf; it is more than 0 and at most high - low = 9"),
     (0.5, {**BOUNDS, "step": "1"}, "has step='1'; it is more than 0 and at most high - low = 0.9"),
     (0.5, {"log": True}, "has log or step, and no bounds; both are of values between low and high; give low= and high="),
     (0.5, {"step": 0.1}, "has log or step, and no bounds; both are of values between low and high; give low= and high="),
-    (2.0, BOUNDS, "has the value 2.0 (default); it is a number from 0.1 to 1.0"),
-    (math.nan, {}, "has the value nan (default); run.json, which has the values, holds finite numbers; give None, say"),
+    (2.0, BOUNDS, "has the value 2.0 (default); it is a number from 0.1 to 1.0; change it, or the bounds"),
+    (math.nan, {}, "has the value nan (default); a value is finite; give a number, or None for no value"),
 ]
 
 
@@ -109,6 +117,11 @@ def test_a_declaration_that_contradicts_itself_is_refused(default: Any, options:
     with pytest.raises(RecipeError) as raised:
         ls.param("x", default, **options)
     assert str(raised.value) == f"the parameter 'x' {text}"
+
+
+def test_no_choices_are_refused() -> None:
+    with pytest.raises(RecipeError, match=re.escape("ls.param('x', ..., choices=[]); give at least one value, or leave")):
+        ls.param("x", 1, choices=[])
 
 
 @pytest.mark.parametrize("name", ["", "2x", "a b", "a=b", 3])
@@ -123,10 +136,10 @@ def test_a_name_is_a_word(name: Any) -> None:
         ("fast", 0.1, {}, "has the value 'fast' (--set); it is a number, as its default 0.1 is"),
         ("0.5", 1, {}, "has the value '0.5' (--set); it is a whole number, as its default 1 is"),
         ("yes", True, {}, "has the value 'yes' (--set); it is true or false"),
-        ("inf", 0.1, {}, "has the value inf (--set); run.json, which has the values, holds finite numbers; give None, say"),
-        ("2.0", 0.5, BOUNDS, "has the value 2.0 (--set); it is a number from 0.1 to 1.0"),
-        ("0.01", 0.5, BOUNDS, "has the value 0.01 (--set); it is a number from 0.1 to 1.0"),
-        ("nan", 0.5, BOUNDS, "has the value nan (--set); run.json, which has the values, holds finite numbers; give None, say"),
+        ("inf", 0.1, {}, "has the value inf (--set); a value is finite; give a number, or None for no value"),
+        ("2.0", 0.5, BOUNDS, "has the value 2.0 (--set); it is a number from 0.1 to 1.0; change it, or the bounds"),
+        ("0.01", 0.5, BOUNDS, "has the value 0.01 (--set); it is a number from 0.1 to 1.0; change it, or the bounds"),
+        ("nan", 0.5, BOUNDS, "has the value nan (--set); a value is finite; give a number, or None for no value"),
         ("3", 1, {"choices": [1, 2]}, "has the value '3' (--set); its choices are 1, 2"),
         ("none", None, {"choices": [None, 1]}, "has the value 'none' (--set); its choices are None, 1"),
     ],
@@ -149,7 +162,7 @@ def test_asked_for_twice_it_has_one_value_and_with_other_bounds_it_is_refused() 
     with pytest.raises(RecipeError) as raised:
         ls.param("lr", 0.1, low=0.01, high=2.0, log=True)
     assert str(raised.value) == (
-        "the parameter 'lr' is asked for twice, with high=1.0 and 2.0, log=False and True; both are the same; ask for it once"
+        "the parameter 'lr' is asked for twice, with high=1.0 and 2.0, log=False and True; it has one declaration; ask for it once"
     )
 
 
@@ -168,11 +181,11 @@ def test_after_the_recipe_was_made_none_is_added() -> None:
 
 def test_a_value_for_a_parameter_that_is_not_there_is_refused(declared: Declared) -> None:
     given = {parameters.ASSIGNMENTS: '["lr=1", "wdith=2"]'}
-    with pytest.raises(RecipeError, match="no parameter of that name before its recipe; it has none; correct the name, or "):
+    with pytest.raises(RecipeError, match="has not asked for it before its recipe; it has asked for none; correct the name, or "):
         declared.check_all_used(given)
     ls.param("lr", 0.1)
     ls.param("width", 2)
-    with pytest.raises(RecipeError, match=r"^--set wdith=\.\.\., and the script asks for .* it has lr, width; correct the name"):
+    with pytest.raises(RecipeError, match=r"^--set wdith=\.\.\., or a search's .* it has asked for lr, width; correct the name"):
         declared.check_all_used(given)
     declared.check_all_used({parameters.ASSIGNMENTS: '["lr=1"]'})
 
@@ -201,7 +214,12 @@ class TestOfTheRunThatIsResumed:
     @pytest.mark.parametrize(
         ("name", "default", "options", "error"),
         [
-            ("lr", 0.1, {"low": 0.01, "high": 0.2}, "has the value 0.5 (of the run in {}); it is a number from 0.01 to 0.2"),
+            (
+                "lr",
+                0.1,
+                {"low": 0.01, "high": 0.2},
+                "has the value 0.5 (of the run in {}); it is a number from 0.01 to 0.2; change it, or the bounds",
+            ),
             ("lr", 1, {"low": 0, "high": 2}, "has the value '0.5' (of the run in {}); it is a whole number, as its default 1 is"),
             ("width", 2, {"choices": [1, 2]}, "has the value '4' (of the run in {}); its choices are 1, 2"),
         ],
@@ -227,6 +245,7 @@ class TestOfTheRunThatIsResumed:
         ({"default": 3, "low": 1, "high": 6, "step": 2}, [1, 3, 5]),
         ({"default": 0.1, "low": 0.0, "high": 0.3, "step": 0.1}, [0.0, 0.1, 0.2, 0.3]),
         ({"default": 0.1, "low": 0.0, "high": 0.25, "step": 0.1}, [0.0, 0.1, 0.2]),
+        ({"default": 0.3, "low": 0.0, "high": 1.0, "step": 0.3}, [0.0, 0.3, 0.6, 0.9]),
         ({"default": 0.1, "low": 0.0, "high": 0.3}, None),
         ({"default": 2, "low": 1, "high": 4, "log": True}, None),
         ({"default": 2}, None),

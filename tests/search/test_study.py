@@ -265,6 +265,25 @@ class TestReports:
         trial = of_number(opened, 0)
         assert (trial.value, trial.steps, dict(trial.values)) == (0.5, 40, {40: 0.5})
 
+    def test_its_seconds_are_those_for_which_it_ran(self, storage: Open) -> None:
+        opened = storage()
+        claimed = opened.claim(1)
+        assert claimed is not None
+        opened.note_wanted(1)
+        opened.note_seconds(claimed, 20.0)
+        assert of_number(opened, 0).seconds is None
+        opened.note_seconds(claimed, 10.0)
+        opened.end(claimed, TrialOutcome(state="complete", value=0.5))
+        assert of_number(opened, 0).seconds == 30.0
+
+    def test_fewer_trials_than_there_are_hide_none(self, storage: Open) -> None:
+        opened = storage()
+        for _ in range(3):
+            make_trial(opened, 3)
+        for wanted in (3, 2):
+            opened.note_wanted(wanted)
+            assert (len(opened.results().trials), opened.results().wanted) == (3, 3)
+
     def test_results_are_read_back_with_what_was_searched(self, storage: Open, tmp_path: Path) -> None:
         opened = storage()
         made = [make_trial(opened, 8) for _ in range(8)]
@@ -286,7 +305,10 @@ class TestReports:
             "postgresql+pg8000://u:secret@h/x",
             "--storage postgresql+pg8000://u:***@h/x needs the module pg8000; install it: pip install pg8000",
         ),
-        ("sqlite:////proc/none/s.db", "--storage sqlite:////proc/none/s.db cannot be reached: No such file or directory: /proc/none; "),
+        (
+            "sqlite:////proc/none/s.db",
+            "--storage sqlite:////proc/none/s.db cannot be reached: No such file or directory: /proc/none/s.db.lock; ",
+        ),
         (
             "postgresql+psycopg2://u:secret@127.0.0.1:1/x",
             '--storage postgresql+psycopg2://u:***@127.0.0.1:1/x cannot be reached: connection to server at "127.0.0.1", port 1 failed: '
@@ -299,6 +321,26 @@ def test_a_storage_that_cannot_be_had_is_one_message_and_can_be_corrected(storag
         storage(storage=url)
     assert "secret" not in str(raised.value)
     assert number_of(storage().claim(1)) == 0
+
+
+def test_a_storage_in_a_folder_that_is_not_there_makes_none(storage: Open, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="cannot be reached: No such file or directory"):
+        storage(storage=f"sqlite:///{tmp_path}/none/s.db")
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_folder_of_a_run_is_refused(storage: Open, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    with pytest.raises(LaunchError, match=r"^--run-dir .*run holds a run; a search has a folder of its own; give another one$"):
+        storage("run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(storage: Open, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=r"^--run-dir .*file cannot be made: Not a directory; a search writes to it; give a folder"):
+        storage("file")
 
 
 def test_a_file_that_is_no_database_is_refused(storage: Open, tmp_path: Path) -> None:

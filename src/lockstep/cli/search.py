@@ -99,6 +99,7 @@ def command(
     Exit status: 0; 1 if no trial has succeeded; 2 for a mistake, and for a script that fails alike in three trials; 75
     if it was asked to end: the same command goes on.
     """
+    check_target(script, is_module=is_module)
     if trials is None and sampler != "grid":
         raise LaunchError(f"a search by {sampler} without --trials; only a grid has an end of its own; give --trials 50, say")
     return run_search(
@@ -194,7 +195,7 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
         gpus = parent.gpus()
         count = count_processes(request.launch.nproc, plan, lambda: min(gpus, 1), name="--nproc ")
         free = slots(request.parallel, count, cpus=usable_cpus(), gpus=gpus, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
-        search = Search(request, storage, parent, free, count, lambda number: _show(number, storage.results(), len(free)))
+        search = Search(request, storage, parent, free, count, lambda number: _show(number, storage.results(), request, len(free)))
         _greet(storage.results(), request)
         asked_to_end = search.run()
         results = storage.results()
@@ -213,13 +214,14 @@ def _greet(results: SearchResults, request: SearchRequest) -> None:
     say(f"lockstep: search {request.name} in {request.folder}" + (f" goes on: {ended} trials have ended" if ended else ""))
 
 
-def _show(number: int, results: SearchResults, parallel: int) -> None:
+def _show(number: int, results: SearchResults, request: SearchRequest, parallel: int) -> None:
     """Print how a trial has ended, and the state of the search."""
     from lockstep.search.summary import progress_line, seconds_left
 
     trial = results.trials[number]
     value = "" if trial.value is None else f", {results.metric} {trial.value:.6g}"
-    values = {name: trial.parameters[name] for name in results.searched if name in trial.parameters}
+    names = [name for name, _ in request.sweep] or results.searched
+    values = {name: trial.parameters[name] for name in names if name in trial.parameters}
     given = ", ".join(f"{name}={f'{each:.5g}' if isinstance(each, float) else each}" for name, each in values.items())
     say(
         f"trial {number} {trial.state}{value}" + (f" ({given})" if given else "") + (f": {trial.reason}" if trial.state == "failed" else "")

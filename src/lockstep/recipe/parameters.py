@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,7 +80,7 @@ class Parameter:
                 f"has the whole default {self.default}, and bounds or a step that are not; write {self.default}.0, or whole numbers"
             )
         if self.log and (self.low <= 0 or self.step is not None):
-            raise self._error(f"has log=True with low={self.low}, step={self.step}; low is then more than 0, and there is no step")
+            raise self._error(f"has log=True with low={self.low}, step={self.step}; log needs low > 0, and no step; change one")
 
     @property
     def is_int(self) -> bool:
@@ -101,19 +102,21 @@ class Parameter:
         if self.is_int:
             return range(int(self.low), int(self.high) + 1, int(self.step or 1))
         assert self.step is not None, "else they are not countable"
-        count = math.floor((self.high - self.low) / self.step * (1 + 1e-12)) + 1
-        return [min(self.low + number * self.step, self.high) for number in range(count)]  # 3 * 0.1 > 0.3
+        low, high, step = (Decimal(str(each)) for each in (self.low, self.high, self.step))  # 3 * 0.1 > 0.3
+        return [float(low + number * step) for number in range(int((high - low) / step) + 1)]
 
     def check(self, value: Value, source: str) -> None:
         """Raise `RecipeError` for a value that the parameter cannot have. `source`: who gave it."""
         if isinstance(value, float) and not math.isfinite(value):
-            raise self._error(f"has the value {value!r} ({source}); run.json, which has the values, holds finite numbers; give None, say")
+            raise self._error(f"has the value {value!r} ({source}); a value is finite; give a number, or None for no value")
         if self.choices and not any(value == each and type(value) is type(each) for each in self.choices):
             raise self._error(f"has the value {value!r} ({source}); its choices are {', '.join(map(repr, self.choices))}")
         if self.low is None or self.high is None:
             return
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
-            raise self._error(f"has the value {value!r} ({source}); it is a number from {self.low} to {self.high}")
+            raise self._error(
+                f"has the value {value!r} ({source}); it is a number from {self.low} to {self.high}; change it, or the bounds"
+            )
 
     def read(self, text: str, source: str) -> Value:
         """Return the value that a text gives. Raises `RecipeError` if it cannot be one. `source`: who gave it."""
@@ -167,7 +170,7 @@ def param(
     high: float | None = None,
     log: bool = False,
     step: float | None = None,
-    choices: Sequence[T] = (),
+    choices: Sequence[T] | None = None,
 ) -> T:
     """Return the value of a hyper-parameter: of `--set name=value`, of the trial of a search, of the run that is
     resumed, or else `default`. The same on every rank.
@@ -179,7 +182,9 @@ def param(
     Called on every rank, before the `Recipe` is made; the values are in `run.json`. Raises `RecipeError` for values
     that contradict each other, for a parameter declared twice in two ways, and after the recipe was made.
     """
-    declaration = Parameter(name=name, default=default, low=low, high=high, log=log, step=step, choices=tuple(choices))
+    if choices is not None and len(choices) == 0:
+        raise RecipeError(f"ls.param({name!r}, ..., choices={choices!r}); give at least one value, or leave choices out")
+    declaration = Parameter(name=name, default=default, low=low, high=high, log=log, step=step, choices=tuple(choices or ()))
     value: Any = declared.add(declaration, os.environ)
     return value  # type: ignore[no-any-return]
 
@@ -198,7 +203,9 @@ class Declared:
         name, before = parameter.name, self.parameters.get(parameter.name)
         if before is not None and before != parameter:
             changed = [f"{key}={old!r} and {new!r}" for key, new in parameter.describe().items() if (old := before.describe()[key]) != new]
-            raise RecipeError(f"the parameter {name!r} is asked for twice, with {', '.join(changed)}; both are the same; ask for it once")
+            raise RecipeError(
+                f"the parameter {name!r} is asked for twice, with {', '.join(changed)}; it has one declaration; ask for it once"
+            )
         if before is None:
             if self.is_closed:
                 raise RecipeError(
@@ -219,8 +226,8 @@ class Declared:
         if unknown:
             there = ", ".join(self.parameters) or "none"
             raise RecipeError(
-                f"--set {unknown[0]}=..., and the script asks for no parameter of that name before its recipe; it has {there}; correct the "
-                "name, or call ls.param in the script"
+                f"--set {unknown[0]}=..., or a search's value for it, and the script has not asked for it before its recipe; it has asked "
+                f"for {there}; correct the name, or call ls.param whatever other values are"
             )
 
     def describe(self) -> list[dict[str, Any]]:

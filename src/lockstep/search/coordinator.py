@@ -14,6 +14,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from lockstep.base import errors
 from lockstep.base.errors import LaunchError, UserError, say
 from lockstep.base.system import signals
 from lockstep.launch.recovery.channel import Channel
@@ -222,7 +223,11 @@ class Search:
             shutil.rmtree(folder)
             self._after_probe(running)
             return
+        self._storage.note_seconds(running.claimed, time.monotonic() - running.began)
         outcome = outcome_of(folder, message["status"], self._request.metric)
+        if outcome.is_mistake and running.claimed.number == 0:
+            name, _, text = str(outcome.reason).partition(": ")
+            self._stop(getattr(errors, name)(text))
         if self._ends_early and outcome.state == "failed":
             outcome = TrialOutcome(state="running")  # by the signal that ends the search, or by a mistake that no trial can mend
         self._finish(running.claimed, outcome)

@@ -86,7 +86,6 @@ def reachable(url: str) -> Iterator[None]:
 @contextmanager
 def _file_locked(url: str, path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise _unreachable(url, error) from error

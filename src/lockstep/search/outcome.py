@@ -21,6 +21,8 @@ _KILLED = 128 + 9
 _OF_THE_TRIAL = ("LossError", "MemoryError", "OutOfMemoryError", "HangError")
 """Failures that come from a trial's values: other trials may do without."""
 
+_MISTAKES = ("LaunchError", "PlanError", "RecipeError")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOutcome:
@@ -31,6 +33,8 @@ class TrialOutcome:
     steps: int | None = None
     """Optimizer steps of a training without evaluations, whose own loss is the value."""
     reason: str | None = None
+    is_mistake: bool = False
+    """True for a mistake in the script or the command, as lockstep's own errors say."""
     alike: str | None = None
     """Equal for failures with the same cause in the script. None: it is the trial's own result."""
 
@@ -66,10 +70,10 @@ def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
         return TrialOutcome(state="failed", reason=f"its launcher was killed by signal {-status}", alike=f"signal {-status}")
     name = ending.kind.rpartition(":")[2]
     first = ending.message.partition("\n")[0]
-    reason = f"{name}: {first}" if name else ending.report.partition("\n")[0]
+    reason = f"{name}: {first}" if name else ending.report.partition("\n")[0].rstrip(":")
     if status in (HUNG_STATUS, _KILLED) or name in _OF_THE_TRIAL:
         return TrialOutcome(state="failed", reason=reason)
-    return TrialOutcome(state="failed", reason=reason, alike=f"{status} {ending.kind} {ending.where}")
+    return TrialOutcome(state="failed", reason=reason, is_mistake=name in _MISTAKES, alike=f"{status} {ending.kind} {ending.where}")
 
 
 def _reason_of_pruning(folder: Path) -> str | None:

@@ -61,7 +61,7 @@ class SearchRequest:
             "metric": self.metric,
             "direction": self.direction,
             "set": sorted(self.launch.set),
-            "sweep": [[name, list(values)] for name, values in self.sweep],
+            "sweep": [f"{name}={','.join(values)}" for name, values in self.sweep],
         }
 
 

@@ -36,10 +36,15 @@ class TrialResult:
     parent: int | None = None
     """The trial whose checkpoint it went on from, in population-based training."""
 
+    ran: float | None = None
+    """Seconds for which its processes ran. None: no search has seen them end."""
+
     @property
     def seconds(self) -> float | None:
-        """Wall-clock time, interruptions included."""
-        return None if self.started is None or self.ended is None else self.ended - self.started
+        """Seconds that it took: without interruptions, if they are known. None: it has not ended."""
+        if self.started is None or self.ended is None:
+            return None
+        return self.ended - self.started if self.ran is None else self.ran
 
     @property
     def steps(self) -> int:

@@ -58,7 +58,7 @@ class TrialStorage:
         search."""
         self._request = request
         self.folder = request.folder
-        (self.folder / "locks").mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         self.url = own_file(self.folder) if request.storage is None else request.storage
         self._locks: dict[int, int] = {}
         self._parameters: list[Parameter] | None = None
@@ -69,6 +69,17 @@ class TrialStorage:
             self.study = opened_study(self.url, request.name, request.direction)
             self._check_search()
             self._identity = self._identify()
+
+    def _make_folder(self) -> None:
+        """Raises `LaunchError` where it cannot be made, and for that of a run."""
+        if (self.folder / "run.json").exists():
+            raise LaunchError(f"--run-dir {self.folder} holds a run; a search has a folder of its own; give another one")
+        try:
+            (self.folder / "locks").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"--run-dir {self.folder} cannot be made: {error.strerror}; a search writes to it; give a folder that can be"
+            ) from error
 
     def _check_folder(self) -> dict[str, Any]:
         """Return what the folder says. Empty if it is new. Raises `LaunchError` if it is another search's."""
@@ -126,10 +137,16 @@ class TrialStorage:
                 self.study.set_user_attr("parameters", list(described))
 
     def note_wanted(self, wanted: int) -> None:
-        """Keep the number of trials that the search is to have."""
+        """Keep the number of trials that the search is to have, unless it has more already."""
         if self._wanted != wanted:
-            self.study.set_user_attr("wanted", wanted)
             self._wanted = wanted
+            if wanted > self.study.user_attrs.get("wanted", 0):
+                self.study.set_user_attr("wanted", wanted)
+
+    def note_seconds(self, claimed: ClaimedTrial, seconds: float) -> None:
+        """Add to the time for which the processes of a trial have run."""
+        before = claimed.trial.user_attrs.get("seconds", 0.0)
+        claimed.trial.set_user_attr("seconds", before + seconds)
 
     def claim(self, wanted: int) -> ClaimedTrial | None:
         """Return a trial to run, of the first `wanted`: one that was interrupted, or else a new one. None if there is
@@ -274,6 +291,7 @@ def _result(trial: FrozenTrial) -> TrialResult:
         reason=trial.user_attrs.get("reason"),
         run_dir=trial.user_attrs.get("run_dir", ""),
         parent=trial.user_attrs.get("parent"),
+        ran=trial.user_attrs.get("seconds"),
     )
 
 
