@@ -53,12 +53,15 @@ def test_resumed_with_another_value_it_is_refused(tmp_path: Path) -> None:
             ["--set", "lr=fast"],
             "lockstep: RecipeError: the parameter 'lr' has the value 'fast' (--set); it is a number, as its default 0.1 is\n",
         ),
-        (["--set", "lr=7"], "lockstep: RecipeError: the parameter 'lr' has the value 7.0 (--set); it is a number from 0.001 to 1.0\n"),
+        (
+            ["--set", "lr=7"],
+            "lockstep: RecipeError: the parameter 'lr' has the value 7.0 (--set); it is a number from 0.001 to 1.0; change it, or the bounds\n",
+        ),
         (["--set", "width=3"], "lockstep: RecipeError: the parameter 'width' has the value '3' (--set); its choices are 1, 2, 4\n"),
         (
             ["--set", "wdith=4"],
-            "lockstep: RecipeError: --set wdith=..., and the script asks for no parameter of that name before its recipe; it has lr, "
-            "width; correct the name, or call ls.param in the script\n",
+            "lockstep: RecipeError: --set wdith=..., or a search's value for it, and the script has not asked for it before its recipe; it "
+            "has asked for lr, width; correct the name, or call ls.param whatever other values are\n",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
