@@ -168,6 +168,16 @@ def test_asked_to_end_its_trials_save_and_the_same_command_goes_on(
 
 
 @pytest.mark.command
+def test_when_its_time_is_over_the_trials_save_and_the_same_command_is_to_go_on(tmp_path: Path) -> None:
+    found = searched(tmp_path, "--trials", 2, "--parallel", 2, "--timeout", "8s", "--", "--seconds", 2)
+    assert found.returncode == 75, found.stderr
+    assert "lockstep: the time of the search is over; its trials save and end\n" in found.stderr
+    assert found.stderr.endswith("lockstep: stopped by --timeout; the same command goes on\n")
+    assert "complete" not in {trial["state"] for trial in reported(tmp_path)}
+    assert not left_of(tmp_path)
+
+
+@pytest.mark.command
 def test_a_search_goes_on_to_more_trials_and_repeats_none(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
     for trials, parallel in ((2, 2), (5, 1), (5, 2)):
         assert searched(tmp_path, "--trials", trials, "--parallel", parallel).returncode == 0

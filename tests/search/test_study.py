@@ -280,7 +280,7 @@ class TestReports:
         opened = storage()
         for _ in range(3):
             make_trial(opened, 3)
-        for wanted in (3, 2):
+        for wanted in (2, 3, 2):
             opened.note_wanted(wanted)
             assert (len(opened.results().trials), opened.results().wanted) == (3, 3)
 
@@ -327,6 +327,17 @@ def test_a_storage_in_a_folder_that_is_not_there_makes_none(storage: Open, tmp_p
     with pytest.raises(LaunchError, match="cannot be reached: No such file or directory"):
         storage(storage=f"sqlite:///{tmp_path}/none/s.db")
     assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_whose_storage_has_lost_the_search_is_refused(storage: Open, tmp_path: Path) -> None:
+    make_trial(storage(), 1)
+    for path in (tmp_path / "search").glob("search.db*"):
+        path.unlink()
+    for _ in range(2):
+        with pytest.raises(
+            LaunchError, match=r"^--run-dir .*search has the trials of a search, and .*search\.db has lost it; .* bring the"
+        ):
+            storage()
 
 
 def test_the_folder_of_a_run_is_refused(storage: Open, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -197,13 +197,13 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
         free = slots(request.parallel, count, cpus=usable_cpus(), gpus=gpus, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
         search = Search(request, storage, parent, free, count, lambda number: _show(number, storage.results(), request, len(free)))
         _greet(storage.results(), request)
-        asked_to_end = search.run()
+        ended_by = search.run()
         results = storage.results()
     finally:
         parent.close()
     _print(results, request, as_json=as_json, csv=csv)
-    if asked_to_end is not None:
-        say(f"lockstep: stopped by {signal.Signals(asked_to_end).name}; the same command goes on")
+    if ended_by is not None:
+        say(f"lockstep: stopped by {ended_by}; the same command goes on")
         return 75
     return 0 if results.best is not None else 1
 
@@ -238,4 +238,4 @@ def _print(results: SearchResults, request: SearchRequest, *, as_json: bool, csv
         print(json.dumps(results.as_json(), indent=2, allow_nan=False))
     else:
         print("\n".join(summary_lines(results)))
-        print(f"lockstep report {request.folder} makes a page of it", file=sys.stderr)
+        print(f"lockstep report {shlex.quote(str(request.folder))} makes a page of it", file=sys.stderr)

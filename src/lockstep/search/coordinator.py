@@ -69,15 +69,15 @@ class Search:
         self._selector = selectors.DefaultSelector()
         self._selector.register(parent.channel, selectors.EVENT_READ)
         self._error: UserError | None = None
-        self._signal: int | None = None
+        self._ended_by: str | None = None
         self._signals = 0
         self._looked = self._claims_from = 0.0
         self._until = None if request.timeout_seconds is None else time.monotonic() + request.timeout_seconds
         self._ends_early = False
 
-    def run(self) -> int | None:
-        """Run trials until all are made, the time is over, or a signal asks to end. Returns that signal. Raises the
-        error of a script that is at fault."""
+    def run(self) -> str | None:
+        """Run trials until all are made, the time is over, or a signal asks to end. Returns what has ended it early:
+        the name of the signal, or `--timeout`. Raises the error of a script that is at fault."""
         with self._handling_signals(), reachable(self._storage.url):
             while True:
                 self._storage.note_wanted(self.proposals.wanted)
@@ -92,7 +92,7 @@ class Search:
                 self._end_in_time()
         if self._error is not None:
             raise self._error
-        return self._signal
+        return self._ended_by
 
     def _is_done(self) -> bool:
         """True if no trial is left for this search: those of other folders may still run theirs."""
@@ -260,8 +260,9 @@ class Search:
 
     def _end_in_time(self) -> None:
         if self._until is not None and time.monotonic() >= self._until and not self._ends_early:
-            say("lockstep: the time of the search is over; its trials save and end, and the same command goes on with them")
+            say("lockstep: the time of the search is over; its trials save and end")
             self._ends_early = True
+            self._ended_by = "--timeout"
             self._parent.signal(signal.SIGTERM)
 
     @contextmanager
@@ -279,6 +280,6 @@ class Search:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
-        self._signal = self._signal or number
+        self._ended_by = self._ended_by or signal.Signals(number).name
         self._ends_early = True
         self._parent.signal(signal.SIGTERM if self._signals < 3 else signal.SIGKILL)

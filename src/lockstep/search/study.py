@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class TrialStorage:
         self._check_folder()
         with alone(self.url, request.name), reachable(self.url):
             self.study = opened_study(self.url, request.name, request.direction)
+            self._check_not_lost()
             self._check_search()
             self._identity = self._identify()
 
@@ -104,6 +106,15 @@ class TrialStorage:
                 temporary.write_text(json.dumps({**self._told, "identity": identity}), encoding="utf-8")
         return str(identity)
 
+    def _check_not_lost(self) -> None:
+        """Raise `LaunchError` if the folder has a search that the storage does not know."""
+        if "identity" in self._check_folder() and "search" not in self.study.user_attrs:
+            where = self.folder / "search.db" if self._request.storage is None else shown(self.url)
+            raise LaunchError(
+                f"--run-dir {self.folder} has the trials of a search, and {where} has lost it; a folder's trials are those of one search; "
+                "bring the storage back, or give another folder"
+            )
+
     def _check_search(self) -> None:
         """Raise `RecipeError` if the study is of another search.
 
@@ -137,11 +148,10 @@ class TrialStorage:
                 self.study.set_user_attr("parameters", list(described))
 
     def note_wanted(self, wanted: int) -> None:
-        """Keep the number of trials that the search is to have, unless it has more already."""
+        """Keep the number of trials that the search is to have."""
         if self._wanted != wanted:
+            self.study.set_user_attr("wanted", wanted)
             self._wanted = wanted
-            if wanted > self.study.user_attrs.get("wanted", 0):
-                self.study.set_user_attr("wanted", wanted)
 
     def note_seconds(self, claimed: ClaimedTrial, seconds: float) -> None:
         """Add to the time for which the processes of a trial have run."""
@@ -261,18 +271,19 @@ class TrialStorage:
 
 
 def results_of(study: optuna.Study) -> SearchResults:
-    """Return the trials of a study: as many as it is to have. Those beyond were never begun."""
+    """Return the trials of a study: as many as it is to have, and those beyond that were begun."""
     attributes = study.user_attrs
     wanted = attributes.get("wanted", 0)
     parameters = [Parameter.of(each) for each in attributes.get("parameters", [])]
-    trials = [_result(trial) for trial in study.get_trials(deepcopy=False) if trial.number < wanted]
+    found = study.get_trials(deepcopy=False)
+    trials = [_result(trial) for trial in found if trial.number < wanted or trial.state != TrialState.WAITING]
     identity = attributes["search"]
     return SearchResults(
         name=study.study_name,
         script=shlex.join(identity["script"]),
         metric=identity["metric"],
         direction=identity["direction"],
-        wanted=wanted,
+        wanted=max(wanted, len(trials)),
         parameters=parameters,
         trials=trials,
     )
@@ -301,7 +312,9 @@ def importance_of(study: optuna.Study) -> dict[str, float]:
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # imports scikit-learn, if it is there
 
     try:
-        return get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # too few trials
+            return get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
     except (ValueError, RuntimeError):
         return {}
 
