@@ -21,8 +21,10 @@ from training.kept import PLANS, STEPS, run
 from training.started import started
 
 import lockstep as ls
+from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.manifest import Manifest, _hash
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
+from lockstep.cli.arguments.target import Target
 from lockstep.cli.inspect import inspect_all
 from lockstep.testing.pool import WorkerPool
 
@@ -231,6 +233,12 @@ def test_what_is_exported_is_what_a_run_may_start_from(copied: Path, tmp_path: P
     found, said = started("replicate=1", str(tmp_path / "again"), str(tmp_path / "model.safetensors"))
     assert found == json.loads((copied / "result.json").read_text())["fingerprint"]
     assert said["kept"] == []
+
+
+def test_the_folder_of_a_search_says_where_its_runs_are(tmp_path: Path) -> None:
+    (tmp_path / "search.json").touch()
+    with pytest.raises(CheckpointError, match="is the folder of a search, whose runs are in its folders `trial-"):
+        Target.find(str(tmp_path))
 
 
 MISTAKES: list[tuple[list[str], str]] = [

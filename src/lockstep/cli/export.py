@@ -206,5 +206,5 @@ def write_model(model: StateDictReader, path: Path, metadata: Mapping[str, str] 
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}; make room, or name another place") from error
     except (DamagedError, UnreachableError) as error:
-        raise CheckpointError(f"the checkpoint has changed while it was read: {error}; export another") from error
+        raise CheckpointError(f"the checkpoint is damaged, or has changed while it was read: {error}; export another") from error
     return len(shards), layout.bytes

@@ -15,6 +15,7 @@ from lockstep.checkpoint.saved_model import StateDictReader
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.logging.fingerprint_format import TensorRecord, digest
 from lockstep.saving import Saving
+from lockstep.search.request import SEARCH
 
 RESULT = "result.json"
 MODEL = "model.safetensors"
@@ -96,6 +97,8 @@ def _at_path(text: str) -> Target:
     if (path / "run.json").is_file():
         storage = open_storage(_read_json(path / "run.json").get("checkpoints") or path / "checkpoints")
         return Target(storage, storage.names(), path)
+    if (path / SEARCH).is_file():
+        raise CheckpointError(f"{text} is the folder of a search, whose runs are in its folders `trial-*`; give one of them")
     storage = open_storage(path)
     if not (names := storage.names()):
         raise CheckpointError(f"{text} is neither a run directory (it has no run.json) nor a checkpoint, nor does it hold any; give one")
