@@ -192,3 +192,17 @@ def test_operations_in_a_run_are_between_what_a_middle_and_a_large_step_show() -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(this_machine, "_prediction", prediction)
         assert 1.3 < calibrated(BARE, steps).in_run < 1.55
+
+
+def test_an_exchange_is_between_what_few_and_many_microbatches_show() -> None:
+    truth = replace(BARE, exchanges={"shard 2": 1e-3})
+    steps = {each: prediction(each, truth)(truth.costs()) for each in STEPS}
+    few, many = (each for each in STEPS if each.plan == "shard=2")
+    steps[few] *= 1.1
+    steps[many] *= 0.9
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(this_machine, "_prediction", prediction)
+        found = calibrated(BARE, steps)
+    told = [prediction(each, found)(found.costs()) / steps[each] for each in (few, many)]
+    assert told[0] < 1 < told[1]
+    assert sum(told) == pytest.approx(2, abs=1e-3)
