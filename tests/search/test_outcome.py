@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def events(folder: Path, *told: dict[str, Any]) -> None:
         ({}, 0.5, "loss", TrialOutcome(state="complete", value=0.5, steps=40)),
         ({}, None, "loss", TrialOutcome(state="failed", reason="loss is not finite")),
         ({"loss": None}, 0.5, "loss", TrialOutcome(state="failed", reason="loss is not finite")),
+        ({"loss": math.inf}, 0.5, "loss", TrialOutcome(state="failed", reason="loss is not finite")),
         ({"accuracy": 0.9}, 0.5, "loss", TrialOutcome(state="failed", reason="loss is not finite")),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,10 @@ def test_an_endless_grid_is_refused_and_so_is_nothing_to_search(storage: Open) -
 )
 def test_a_parameter_has_optunas_distribution(parameter: Parameter, distribution: Any) -> None:
     assert distribution_of(parameter) == distribution
+
+
+def test_a_step_that_does_not_divide_the_range_ends_at_its_last_value() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Optuna changes the range, and says so
+        found = distribution_of(Parameter(name="x", default=0.3, low=0.0, high=1.0, step=0.3))
+    assert found == FloatDistribution(0.0, 0.9, step=0.3)
