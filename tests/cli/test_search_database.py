@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from cli.postgres import Server, serving, why_not
 from cli.searches import BAD, left_of, lockstep, reported, results, search, searched, starts
-from search.storages import end_as_killed, request
+from search.storages import claimed_at_once, end_as_killed, request
 
 from lockstep.search.study import TrialStorage
 
@@ -39,21 +38,10 @@ def folders_of(tmp_path: Path, count: int) -> list[str]:
 def test_searches_that_claim_at_once_never_get_the_same_trial(tmp_path: Path, server: Server) -> None:
     url = server.url.replace("tester@", "tester:secret@")
     opened = [TrialStorage(request(tmp_path / name, storage=url)) for name in ("a", "b", "a", "b")]
-    barrier, claimed = threading.Barrier(len(opened)), []
-
-    def claim(mine: TrialStorage) -> None:
-        barrier.wait()
-        while (found := mine.claim(40)) is not None:
-            claimed.append((found.number, found.is_resumed))
-
-    threads = [threading.Thread(target=claim, args=(each,)) for each in opened]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    claimed = claimed_at_once(opened, 40)
     for each in opened:
         end_as_killed(each)
-    assert sorted(claimed) == [(number, False) for number in range(40)]
+    assert claimed == [(number, False) for number in range(40)]
     told = tmp_path / "a" / "search.json"
     assert "secret" in told.read_text()
     assert stat.S_IMODE(told.stat().st_mode) == 0o600

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,24 @@ def end_as_killed(storage: TrialStorage) -> None:
     backend: Any = getattr(storage.study._storage, "_backend", storage.study._storage)
     backend.remove_session()
     backend.engine.dispose()
+
+
+def claimed_at_once(opened: Sequence[TrialStorage], wanted: int) -> list[tuple[int, bool]]:
+    """Claim all trials in a thread for each storage. Returns, of each claim, the trial's number and whether it was
+    resumed; sorted."""
+    barrier, claimed = threading.Barrier(len(opened)), list[tuple[int, bool]]()
+
+    def claim(mine: TrialStorage) -> None:
+        barrier.wait()
+        while (found := mine.claim(wanted)) is not None:
+            claimed.append((found.number, found.is_resumed))
+
+    threads = [threading.Thread(target=claim, args=(each,)) for each in opened]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(claimed)
 
 
 def proposals(storage: TrialStorage, parameters: tuple[Parameter, ...] = PARAMETERS) -> Proposals:

@@ -12,7 +12,7 @@ from typing import Any
 import optuna
 import optuna.importance
 import pytest
-from search.storages import PARAMETERS, Open, end_as_killed, make_trial, proposals, request
+from search.storages import PARAMETERS, Open, claimed_at_once, end_as_killed, make_trial, proposals, request
 
 from lockstep.base.errors import LaunchError, RecipeError
 from lockstep.options import LaunchOptions
@@ -122,19 +122,7 @@ class TestClaims:
     def test_searches_that_claim_at_once_never_get_the_same_trial(self, storage: Open, tmp_path: Path, folders: list[str]) -> None:
         url = f"sqlite:///{tmp_path}/shared.db"
         opened = [storage(folder, storage=url) for folder in folders * (4 // len(folders))]
-        barrier, claimed = threading.Barrier(len(opened)), []
-
-        def claim(mine: TrialStorage) -> None:
-            barrier.wait()
-            while (found := mine.claim(24)) is not None:
-                claimed.append((found.number, found.is_resumed))
-
-        threads = [threading.Thread(target=claim, args=(each,)) for each in opened]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(claimed) == [(number, False) for number in range(24)]
+        assert claimed_at_once(opened, 24) == [(number, False) for number in range(24)]
 
     def test_a_process_that_is_killed_while_it_claims_leaves_its_trial_to_the_next(self, storage: Open, tmp_path: Path) -> None:
         reader, writer = os.pipe()

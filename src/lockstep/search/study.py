@@ -73,7 +73,7 @@ class TrialStorage:
             self._identity = self._identify()
 
     def _make_folder(self) -> None:
-        """Raises `LaunchError` where it cannot be made, and for that of a run."""
+        """Make the folder of the search. Raises `LaunchError` where it cannot be made, and for that of a run."""
         if (self.folder / "run.json").exists():
             raise LaunchError(f"--run-dir {self.folder} holds a run; a search has a folder of its own; give another one")
         try:
