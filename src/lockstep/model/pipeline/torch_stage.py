@@ -51,6 +51,8 @@ class VariableShapeStage(PipelineStage):
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.has_backward:
             self.received[fwd_chunk_id] = self.submod.received
+        else:
+            self._free(self.args_recv_info[fwd_chunk_id])
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -58,6 +60,8 @@ class VariableShapeStage(PipelineStage):
         received = self.received.pop(bwd_chunk_id, ())
         with self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._free(self.args_recv_info[bwd_chunk_id])
+        self._free(self.grad_recv_info.get(bwd_chunk_id, ()))  # an evaluation has none
         needed = [isinstance(tensor, Tensor) and tensor.requires_grad for tensor in received]
         gradients = stage_input_gradients(self)
         found = gradients.get(bwd_chunk_id, ())
@@ -80,9 +84,12 @@ class VariableShapeStage(PipelineStage):
         self.received.clear()
         self.submod.received = ()
         for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-            for info in received:
-                if info.buffer is not None:
-                    info.buffer = None if _allocates_at_receive(info) else torch.empty(0, device=self.device)
+            self._free(received)
+
+    def _free(self, received: Sequence[Any]) -> None:
+        for info in received:
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = None if _allocates_at_receive(info) else torch.empty(0, device=self.device)
 
     def _renew(self, received: Sequence[Any], boundary: Boundary) -> None:
         for info, tensor in zip(received, boundary.tensors("meta"), strict=True):
