@@ -43,3 +43,12 @@ def test_a_prediction_has_the_plan_as_a_user_writes_it_and_the_parts_of_a_microb
 def test_a_stream_has_a_shard_for_each_microbatch_that_is_traced() -> None:
     given = recipe(data=ls.Stream(samples, shards=8), global_batch=8, microbatch=1)
     assert predict(given, Plan.parse("replicate=2"), MACHINE).microbatches == 4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_the_memory_of_a_pipeline_is_that_of_all_microbatches(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, plan = recipe(global_batch=20), Plan.parse(f"pipeline=2,schedule={schedule}")
+    told = predict(given, plan, MACHINE)
+    monkeypatch.setattr("lockstep.planner.predict.ROUNDS", 5)
+    whole = predict(given, plan, MACHINE)
+    assert [each.bytes for each in told.memory] == pytest.approx([each.bytes for each in whole.memory], rel=0.02)

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 from hypothesis import given, strategies as st
 
-from lockstep.planner.operations import Collective, CollectiveKind, sent_bytes
-from lockstep.planner.trace import Cause, Communicate, MemoryChange, TracedStep, peak
+from lockstep.planner.operations import Collective, CollectiveKind, Operation, sent_bytes
+from lockstep.planner.trace import Cause, Communicate, Compute, Mark, MemoryChange, TracedStep, peak, with_more_microbatches
 
 CAUSES = get_args(Cause)
 
@@ -106,3 +106,46 @@ def test_a_trace_sums_what_it_sends_by_kind_and_axis_and_what_it_receives_is_not
     trace = TracedStep(0, items, [], {})
     assert trace.sent_bytes() == {"all_gather on shard": 80, "all_gather on tensor": 30, "send on pipeline": 7}
     assert [each.bytes for each in trace.collectives()] == [100, 60, 60, 7]
+
+
+# More microbatches
+
+
+def item(kind: str) -> Mark | Compute:
+    if kind == "microbatch":
+        return Mark(kind)
+    return Compute(Operation(kind="memory", dtype="float32", flops=0, bytes=4, shape=(), phase="backward", name="aten.add_"))
+
+
+def two_microbatches(*changes: tuple[int, int, int], causes: dict[int, Cause] | None = None) -> TracedStep:
+    """A step of two microbatches, with changes of blocks: number, bytes, place."""
+    known = causes or dict.fromkeys((number for number, _, _ in changes), "activations")
+    items = [item(kind) for kind in ("microbatch", "backward", "microbatch", "backward")]
+    return TracedStep(0, [*items, Mark("update")], [MemoryChange(*each) for each in changes], known)
+
+
+def test_what_each_microbatch_leaves_until_the_last_backward_grows_with_their_number() -> None:
+    trace = two_microbatches((1, 10, 1), (2, 10, 3), (1, -10, 4), (2, -10, 4))
+    assert [peak(with_more_microbatches(trace, 2, count)).bytes for count in (2, 3, 8)] == [20, 30, 80]
+    assert sum(each.bytes for each in with_more_microbatches(trace, 2, 7).allocations) == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [(1, 10, 1), (1, -10, 2), (2, 10, 3), (2, -10, 3)],
+        [(1, 10, 0), (2, 10, 0)],
+        [(1, 10, 1), (2, 20, 3), (1, -10, 4), (2, -20, 4)],
+        [(1, 10, 4), (2, 10, 4), (1, -10, 5), (2, -10, 5)],
+    ],
+    ids=["freed before the last backward", "there before the step", "one alone of its size", "allocated after the last backward"],
+)
+def test_other_memory_does_not(changes: list[tuple[int, int, int]]) -> None:
+    trace = two_microbatches(*changes)
+    assert with_more_microbatches(trace, 2, 8).allocations == trace.allocations
+
+
+@pytest.mark.parametrize("cause", ["parameters", "gradients", "optimizer"])
+def test_state_does_not_grow_with_the_number_of_microbatches(cause: Cause) -> None:
+    trace = two_microbatches((1, 10, 1), (2, 10, 3), causes={1: cause, 2: cause})
+    assert with_more_microbatches(trace, 2, 8).allocations == trace.allocations

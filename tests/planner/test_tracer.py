@@ -101,6 +101,21 @@ def test_what_a_stage_receives_is_communication(rank: int) -> None:
     assert MESSAGE <= found <= MICROBATCHES * MESSAGE
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_1f1b_a_stage_needs_no_more_memory_for_more_microbatches(rank: int) -> None:
+    few, many = (traced("pipeline=2", recipe(global_batch=count * MICROBATCH), rank=rank) for count in (4, 12))
+    for cause in ("communication", "activations"):
+        assert held(many, cause) == pytest.approx(held(few, cause), abs=MESSAGE // 2), "no more than the sums of the loss"
+
+
+def test_split_layers_are_nowhere_whole() -> None:
+    """Torch computes with fake whole weights to know the shape of a result; that is no part of the step."""
+    sums = Counter(each.bytes for each in operations(plain("tensor=2")) if each.name == "aten.add_")
+    whole, later = 3 * 4 * WIDTH * HIDDEN, BLOCKS * (MICROBATCHES - 1)
+    assert sums[whole] == later, "the projection's, which is as large and not split"
+    assert sums[whole // 2] == 2 * later
+
+
 def test_the_sums_of_split_layers_are_activations() -> None:
     assert held(plain("tensor=2"), "communication") < MESSAGE
 

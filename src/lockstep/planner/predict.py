@@ -15,7 +15,7 @@ from lockstep.planner.machines.hardware import Cluster
 from lockstep.planner.operations import Collective, Operation
 from lockstep.planner.prediction import Prediction, RankPeak, text
 from lockstep.planner.simulate import Costs, StepTime, fused, repeated, simulate
-from lockstep.planner.trace import ON_HOST, Mark, TracedStep, offloaded, peak
+from lockstep.planner.trace import ON_HOST, Mark, TracedStep, offloaded, peak, with_more_microbatches
 from lockstep.planner.tracing.tracer import ModelSize, TraceOptions, model_size, stage_split, trace_step
 from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
@@ -93,6 +93,8 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
     shape = _shape(recipe, plan.resolve(machine.cluster.count))
     traces = _traces(shape, machine, is_fake)
     whole = _whole(traces, shape)
+    if shape.plan.pipeline != 1:
+        traces = [with_more_microbatches(trace, shape.traced, shape.count) for trace in traces]
     if shape.plan.offload:
         traces = [offloaded(trace) for trace in traces]
     step = _simulated(whole, machine.costs, shape, machine)

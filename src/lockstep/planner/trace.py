@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -107,6 +107,29 @@ class TracedStep:
 def offloaded(trace: TracedStep) -> TracedStep:
     """Return the trace with only what is on the device under CPU offload."""
     return replace(trace, allocations=[each for each in trace.allocations if trace.causes[each.number] not in ON_HOST])
+
+
+def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> TracedStep:
+    """Return the trace with the memory of a step of `count` microbatches, from one of `traced`. What each microbatch
+    leaves in memory until the last backward grows with their number: torch's schedules with several stages to a rank
+    keep what they have sent."""
+    backward = [place for place, item in enumerate(trace.items) if isinstance(item, Compute) and item.operation.phase == "backward"]
+    if count == traced or not backward:
+        return trace
+    born, died, sizes = dict[int, int](), dict[int, int](), dict[int, int]()
+    for each in trace.allocations:
+        if each.bytes > 0 and each.number not in born:
+            born[each.number], sizes[each.number] = each.at, each.bytes
+        elif each.bytes < 0:
+            died[each.number] = each.at
+    start = next(place for place, item in enumerate(trace.items) if isinstance(item, Mark) and item.name == "microbatch")
+    alike: dict[tuple[Cause, int], list[int]] = defaultdict(list)
+    for number, place in born.items():
+        if start < place <= backward[-1] < died.get(number, len(trace.items)) and trace.causes[number] not in ON_HOST:
+            alike[trace.causes[number], sizes[number]].append(number)
+    kept = {number for several in alike.values() if len(several) >= traced for number in several}
+    grown = [replace(each, bytes=each.bytes * count // traced) if each.number in kept else each for each in trace.allocations]
+    return replace(trace, allocations=grown)
 
 
 @dataclass(frozen=True, slots=True)

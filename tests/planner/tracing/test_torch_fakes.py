@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.base import torch_private
@@ -227,6 +228,26 @@ def test_mesh_methods(group: None) -> None:
             joined = made._concatenate([made["a"], made["b"]])
     assert joined.mesh_dim_names == ("a", "b")
     torch_private.forget_process_groups(made)
+
+
+def test_propagation_methods(group: None) -> None:
+    """Torch finds the shape of a distributed tensor by computing with whole fake tensors."""
+    calls: list[str] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*arguments, **keywords)
+
+        return wrapped
+
+    owner, methods = torch_fakes.propagation_methods(noted)
+    mesh = init_device_mesh("cpu", (1,))
+    with torch_fakes.replaced(owner, **methods):
+        found = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False) * 2
+    assert found.shape == (2, 3)
+    assert set(calls) == {"_propagate_tensor_meta_non_cached"}
+    torch_private.forget_process_groups(mesh)
 
 
 def test_keeping_buckets(group: None) -> None:

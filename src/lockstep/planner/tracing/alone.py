@@ -17,7 +17,7 @@ from lockstep.model.pipeline.boundary import Boundary
 from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery
 from lockstep.model.pipeline.failure import PipelineFailure
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
-from lockstep.planner.tracing.torch_fakes import FakeTensor, keeping_buckets, mesh_methods
+from lockstep.planner.tracing.torch_fakes import FakeTensor, keeping_buckets, mesh_methods, propagation_methods
 from lockstep.planner.tracing.values import listed
 from lockstep.training.losses import loss
 from lockstep.training.losses.loss import Contribution
@@ -43,6 +43,11 @@ def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
     yield BoundaryDiscovery, {"_discover": lambda *_: list(boundaries)}
     # Agrees with the other ranks on new buckets, in C++.
     yield DistributedDataParallel, keeping_buckets()
+
+
+def unrecorded() -> Patch:
+    """Return what torch computes only to know the shapes of distributed tensors."""
+    return propagation_methods(with_values)
 
 
 def with_short_first_step() -> Patch:

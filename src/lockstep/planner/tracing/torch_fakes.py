@@ -110,6 +110,14 @@ def mesh_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
     return {"__init__": wrapped(DeviceMesh.__init__), "_concatenate": staticmethod(wrapped(DeviceMesh._concatenate))}
 
 
+def propagation_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> tuple[Any, dict[str, Any]]:
+    """Return the class that finds the shapes of distributed tensors by computing with fake ones, and that method,
+    wrapped."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return ShardingPropagator, {"_propagate_tensor_meta_non_cached": wrapped(ShardingPropagator._propagate_tensor_meta_non_cached)}
+
+
 class _KeepsBuckets:
     """DDP's reducer, without new buckets after the first step."""
 

@@ -30,7 +30,7 @@ from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.opening import Opened, RunRequest
 from lockstep.plan import Plan
 from lockstep.planner.trace import TracedStep
-from lockstep.planner.tracing.alone import with_short_first_step, with_values, without_others, without_values
+from lockstep.planner.tracing.alone import unrecorded, with_short_first_step, with_values, without_others, without_values
 from lockstep.planner.tracing.fake_world import fake_world, listening
 from lockstep.planner.tracing.gpu_semantics import GpuSemantics
 from lockstep.planner.tracing.recorder import TraceRecorder
@@ -172,7 +172,7 @@ class _TracedSession(RecipeSession):
         """Compute without values from here on. Torch's meshes, made before, need theirs."""
         stack.enter_context(listening(self.hook.recorder))
         stack.enter_context(self.hook.recorder.streams_and_storages())
-        for owner, names in without_others(self._options.boundaries):
+        for owner, names in (*without_others(self._options.boundaries), unrecorded()):
             stack.enter_context(replaced(owner, **names))
         if self._executed.pipeline == 1 and not isinstance(self.recipe.data, Stream):
             # A schedule needs as many microbatches as it has stages, and a stream gives one of each shard.
