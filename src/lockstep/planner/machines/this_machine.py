@@ -40,7 +40,7 @@ HALVINGS = 18
 """Bisections with which a quantity is found."""
 LEAST_SECONDS = 1e-7
 """Least time of an operation."""
-HERE = Interval(low=0.95, high=1.56)
+HERE = Interval(low=0.91, high=1.22)
 """Quantiles, 0.1 and 0.9, of measured over predicted seconds on a machine of two cores: the 115 steps of
 `benchmarks/planner_here.py`."""
 EVERY = "memory"
