@@ -115,6 +115,11 @@ def test_a_device_is_named_or_not_known(text: str, sheet: str | None) -> None:
     assert device_name("someone/else", text) == sheet
 
 
+def test_a_source_whose_part_is_another_than_it_says_has_that_parts_sheet() -> None:
+    assert device_name("pytorch/torchtitan:docs/performance.md", "H100-SXM") == "H100-HBM2e"
+    assert device_name("pytorch/torchtitan:docs/performance.md", "A100-80GB") == "A100-80GB"
+
+
 def test_the_machines_of_a_source_are_as_published(tmp_path: Path) -> None:
     """Jean Zay's 4 links of 100 Gbit/s are shared by 8 devices, and NCCL reaches 135 of 400."""
     row = one(tmp_path, gpu="A100-80GB", gpu_count="16", fsdp="16")
