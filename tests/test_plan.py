@@ -105,7 +105,7 @@ def test_a_plan_is_frozen_and_takes_keywords_only() -> None:
             3,
             "replicate=2",
             "plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and must multiply to the number of processes; "
-            "change the plan, or start 2 processes",
+            "change the plan, or the number of processes to 2",
         ),
         (1, "replicate=4,numerics=bitwise", "plan 'replicate=4,numerics=bitwise' with 1 processes; the axes multiply to 4"),
         (2, "split=2", "plan 'replicate=1,numerics=fast,split=2' with 2 processes; the axes multiply to 1"),

@@ -228,7 +228,7 @@ class Plan:
             raise PlanError(
                 f"plan {str(self)!r} with {world_size} processes; the axes multiply to {fixed}, and must "
                 f"{'divide' if 'auto' in sizes.values() else 'multiply to'} the number of processes; "
-                f"change the plan, or start {fixed} processes"
+                f"change the plan, or the number of processes to {fixed}"
             )
         return replace(self, **sizes)
 

@@ -98,7 +98,7 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         (
             ["run", "--nproc", "3", "--plan", "replicate=2", "train.py"],
             "PlanError: plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and must multiply to the number of "
-            "processes; change the plan, or start 2 processes",
+            "processes; change the plan, or the number of processes to 2",
         ),
         (
             ["run", "--run-dir", "", "train.py"],

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lockstep.base.errors import PlanError
-from lockstep.cli.plan import memory_bytes
+from lockstep.cli.plan import _why_no_outcome, memory_bytes
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "planned.py")
@@ -83,6 +87,11 @@ def test_a_model_that_needs_values_is_computed_with_values_and_its_line_is_named
         (["--on", "2 x H100", "--memory", "80", SCRIPT], "--memory '80'; it is a size with its unit"),
         (["--on", "2 x H100", "--html", "no/such/page.html", SCRIPT], "its directory is not there"),
         (["--on", "2 x H100", "none.py"], "'none.py' is not there"),
+        (["--on", "2 x this", SCRIPT, "--plans", "replicate=3"], "the number of processes to 3"),
+        (["--on", "2 x H100", "--memory", "10TB", SCRIPT], "--memory 10TB; a device (H100) has 85 GB; give no more than that"),
+        (["--on", "2 x H100", "--tokens", "nan", SCRIPT], "'nan' is not a finite number"),
+        (["--on", "2 x H100", "--tokens", "many", SCRIPT], "'many' is not a valid number"),
+        (["--on", "2 x H100", SCRIPT, "--plans"], "--plans, and no plan follows"),
     ],
 )
 def test_a_mistake_in_the_command_is_said_at_once(arguments: list[str], said: str, tmp_path: Path) -> None:
@@ -99,12 +108,45 @@ def test_a_mistake_in_the_command_is_said_at_once(arguments: list[str], said: st
         ("never", "ended and did not train"),
         ("fails", "OSError: no such data"),
         ("loop", "lockstep plan on a script with its own loop"),
+        ("missing", "loading a microbatch of Recipe.data failed with OSError: no such sample"),
     ],
 )
-def test_a_script_that_gives_no_recipe_is_a_mistake(how: str, said: str, tmp_path: Path) -> None:
+def test_a_script_that_no_plan_can_be_made_from_is_a_mistake(how: str, said: str, tmp_path: Path) -> None:
     ended = plan("--on", "2 x H100", SCRIPT, how, folder=tmp_path)
     assert ended.returncode == 2
     assert said in ended.stderr
+
+
+@pytest.mark.command
+def test_if_no_plan_can_be_run_that_is_a_mistake(tmp_path: Path) -> None:
+    ended = plan("--on", "32 x H100", SCRIPT, "--plans", "pipeline=32", folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "no plan can be run; pipeline=32: RecipeError: pipeline=32 makes 32 stages" in ended.stderr
+
+
+@pytest.mark.command
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ended_by_a_signal_it_leaves_no_process_and_asked_to_end_no_file(number: signal.Signals, tmp_path: Path) -> None:
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    line = [LOCKSTEP, "plan", "--on", "8 x H100", SCRIPT]
+    with subprocess.Popen(line, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_for(lambda: any(tmp_path.glob("lockstep-plan-*/lockstep-plan-*")))  # a plan is being traced
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+    assert len(started) >= 2
+    wait_for(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in started), seconds=2)
+    assert number == signal.SIGKILL or not list(tmp_path.iterdir())
+
+
+def wait_for(happens: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_script_that_says_nothing_is_said_to() -> None:
+    assert _why_no_outcome(["train.py"], 3, "").endswith("correct the script, and said nothing")
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_a_signal_reaches_the_handler_that_was_there_after_the_processes_ended()
             {"nproc": 3, "plan": "replicate=2"},
             PlanError,
             "plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and must multiply to the number of processes; "
-            "change the plan, or start 2 processes",
+            "change the plan, or the number of processes to 2",
         ),
         ({"nproc": 1, "plan": "replicat=2"}, PlanError, "'replicat' in plan 'replicat=2' is unknown; known are "),
         (

@@ -29,7 +29,7 @@ def forecast(*outcomes: Outcome, tokens: float | None = None, price: float | Non
 BOTH = (
     Outcome(plan="tensor=8", prediction=SLOW),
     Outcome(plan="shard=8", prediction=FAST),
-    Outcome(plan="pipeline=8", reason="RecipeError: <no stages>"),
+    Outcome(plan="pipeline=8", reason="RecipeError: <no stages>", is_refused=True),
 )
 
 
@@ -38,6 +38,12 @@ def test_the_fastest_is_first_with_its_interval_and_its_limit() -> None:
     assert first == ("shard=8", "500 ms", "450 ms to 600 ms", "128", "33.7 GB", "arithmetic", "1.25 times as fast")
     assert (second[0], second[5]) == ("tensor=8", "network (tensor)")
     assert len(HEAD) == len(first)
+
+
+def test_a_plan_that_cannot_be_run_is_not_counted_with_those_that_do_not_fit() -> None:
+    tight = Outcome(plan="replicate=8", prediction=replace(FAST, plan="replicate=8"), reason="needs 90 GB")
+    assert forecast(*BOTH).title == "train.py on 8 x H100: 2 of 2 plans fit, and 1 cannot be run"
+    assert forecast(*BOTH[:2], tight).title == "train.py on 8 x H100: 2 of 3 plans fit"
 
 
 def test_the_lines_say_what_the_time_and_the_memory_go_to_and_what_is_struck_out() -> None:
@@ -55,6 +61,14 @@ def test_days_and_cost_follow_from_tokens_and_price() -> None:
     assert abs(found.device_hours - hours) < 1e-6 * hours
     assert found.cost is not None
     assert abs(found.cost - 2 * hours) < 1e-6 * hours
+
+
+def test_devices_that_fail_before_all_have_started_again_never_end() -> None:
+    only = Outcome(plan="replicate=1000000", prediction=replace(FAST, plan="replicate=1000000"))
+    found = Forecast.of("train.py", parse_target("1000000 x H100"), [only], INTERVAL, tokens=1e9, price_per_hour=2.0)
+    assert "1e+09 tokens: never; of 1,000,000 devices one fails before" in "\n".join(found.lines(5))
+    (told,) = json.loads(json.dumps(found.as_json(), allow_nan=False))["plans"]
+    assert told["budget"] == {"days": None, "device_hours": None, "cost": None, "goodput": 0}
 
 
 def test_tokens_without_a_weight_are_said_to_be_unknown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -105,6 +106,55 @@ def test_a_file_with_a_fault(tmp_path: Path, text: str, message: str) -> None:
     load = load_link if "unknown" in message else load_device
     with pytest.raises(PlanError, match=message):
         load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("launch_seconds", '"fast"', "it is a number, 0 or more"),
+        ("launch_seconds", "-1e-6", "it is a number, 0 or more"),
+        ("memory_bytes", "-5", "it is a whole number, above 0"),
+        ("memory_bytes", "1.5", "it is a whole number, above 0"),
+        ("multiprocessors", "true", "it is a whole number, above 0"),
+        ("memory_fraction", "nan", "it is a number, above 0"),
+        ("memory_fraction", "inf", "it is a number, above 0"),
+        ("memory_bytes_per_second", "0", "it is a number, above 0"),
+        (
+            "attention_fraction",
+            '{flash = 0.5, cudnn = 0.5, colour = "red"}',
+            "it is a table of numbers above 0, with at least cudnn, flash",
+        ),
+        ("peak_flops", "{bfloat16 = 1e15}", "it is a table of numbers above 0, with at least float32"),
+        ("inside", "3", "it is a text"),
+        ("aliases", '"mine"', "it is a list of names"),
+    ],
+)
+def test_a_value_that_is_none(tmp_path: Path, key: str, value: str, rule: str) -> None:
+    sheet = tomllib.loads((FOLDER / "devices" / "h100.toml").read_text(encoding="utf-8"))
+    del sheet[key]
+    told = [f"{name} = {_toml(each)}" for name, each in sheet.items()]
+    path = tmp_path / "mine.toml"
+    path.write_text("\n".join([*told, f"{key} = {value}"]), encoding="utf-8")
+    with pytest.raises(PlanError, match=f"{key} = .*; {re.escape(rule)}"):
+        load_device(str(path))
+
+
+def test_a_latency_may_be_zero(tmp_path: Path) -> None:
+    text = (FOLDER / "links" / "nvlink4.toml").read_text(encoding="utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text(re.sub(r"hop_seconds = .*", "hop_seconds = 0", text), encoding="utf-8")
+    assert load_link(str(path)).hop_seconds == 0
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(each)}" for name, each in value.items()) + "}"
+    return json.dumps(value)
+
+
+def test_a_count_without_an_x() -> None:
+    with pytest.raises(PlanError, match="between a count and its device is an x; write `8 x A100-80GB`"):
+        parse_target("8 A100-80GB")
 
 
 def test_a_file_that_is_not_there() -> None:

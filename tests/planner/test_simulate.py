@@ -63,7 +63,15 @@ def test_the_host_puts_a_kernel_on_the_stream_before_it_runs(times: list[int], h
     costs = Costs(COSTS.operation, COSTS.collective, host_seconds=host)
     step = time_of(*map(kernel, times), costs=costs)
     assert step.seconds == end
-    assert step.by_limit.get("launches", 0) == end - sum(times)
+    assert sum(step.by_limit.values()) == end
+
+
+def test_a_step_that_the_host_limits_is_all_launches_but_its_last_kernel() -> None:
+    """However long each kernel takes, as long as the host takes longer: faster kernels would gain nothing."""
+    costs = Costs(COSTS.operation, COSTS.collective, host_seconds=10)
+    assert time_of(*map(kernel, [9, 9, 9, 9]), costs=costs).by_limit == {"launches": 40, "matmul": 9}
+    assert time_of(*map(kernel, [30, 30, 5, 5]), costs=costs).by_limit == {"matmul": 70, "launches": 10}
+    assert time_of(*map(kernel, [16, 1, 1]), costs=costs).by_limit == {"launches": 14, "matmul": 17}
 
 
 @given(st.lists(SECONDS, max_size=20), st.integers(1, 50))

@@ -66,7 +66,7 @@ NEEDY: dict[str, dict[str, Any]] = {
     ("what", "plan"), [("a value", "shard=2"), ("a value", "replicate=1"), ("a shape", "replicate=2"), ("a list", "shard=2")]
 )
 def test_a_script_that_needs_values_is_told_where(what: str, plan: str) -> None:
-    with pytest.raises(ValueNeeded, match=rf"{HERE.name}:{line_of(what)}: .* needs the values of a tensor"):
+    with pytest.raises(ValueNeeded, match=rf"{HERE.name}:{line_of(what)}: .* asks for values of a tensor"):
         traced(plan, recipe(**NEEDY[what], tensor=None))
 
 

@@ -1,7 +1,8 @@
-"""A small GPT for `lockstep plan`, and variants with a mistake: python planned.py [values|never|loop|fails]"""
+"""A small GPT for `lockstep plan`, and variants with a mistake: python planned.py [values|never|loop|fails|missing]"""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import torch
@@ -44,6 +45,14 @@ class GPT(nn.Module):
         return self.head(hidden)
 
 
+class Missing(torch.utils.data.Dataset[tuple[Tensor]]):
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        raise OSError("no such sample")
+
+
 tokens = torch.randint(0, WORDS, (256, LENGTH + 1), generator=torch.Generator().manual_seed(0))
 recipe = ls.Recipe(
     model=GPT,
@@ -66,5 +75,7 @@ if __name__ == "__main__":
     if "loop" in sys.argv:
         with ls.Session():
             pass
+    elif "missing" in sys.argv:
+        ls.train(dataclasses.replace(recipe, data=Missing()))
     elif "never" not in sys.argv:
         ls.train(recipe)

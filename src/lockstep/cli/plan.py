@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import click
 from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import LaunchError, PlanError
 from lockstep.base.system import refuse_on_windows
+from lockstep.base.units import size
 from lockstep.cli.arguments.launch import check_target, script_arguments
 from lockstep.cli.arguments.plans import PlansCommand
 from lockstep.cli.arguments.work_folder import ended_by_signals, work_folder
@@ -35,16 +37,26 @@ TOP = 5
 _BYTES = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
+class Quantity(click.FloatRange):
+    """A finite number in a range."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
+
+
 @click.command("plan", cls=PlansCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
     "--on", "target", required=True, metavar="DEVICES", help='The devices: "64 x H100", "16 x A100-80GB over Ethernet", or "this".'
 )
 @click.option("--plans", multiple=True, metavar="PLAN...", help='Plans to predict: "shard=8,tensor=8" ... Default: search all legal ones.')
 @click.option("--memory", metavar="SIZE", help="Memory of a device that may be used, such as 80GB. Default: all of it.")
-@click.option(
-    "--tokens", type=click.FloatRange(min=1), metavar="N", help="Tokens to train on, for days and cost. Default: the recipe's steps."
-)
-@click.option("--price", type=click.FloatRange(min=0), metavar="X", help="Price of a device-hour, for the cost.")
+@click.option("--tokens", type=Quantity(min=1), metavar="N", help="Tokens to train on, for days and cost. Default: the recipe's steps.")
+@click.option("--price", type=Quantity(min=0), metavar="X", help="Price of a device-hour, for the cost.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with all plans.")
 @script_arguments()
@@ -75,22 +87,37 @@ def command(
     Exit status: 0 if a plan fits, 1 if none does, 2 for a mistake (a device that nobody has described, a bad plan, a
     script that fails or never trains).
     """
-    from lockstep.planner.machines.target import machine_at, written
+    from lockstep.planner.machines.target import machine_at, processes_here, written
 
     refuse_on_windows("lockstep plan")
     check_target(script, is_module=is_module)
     if html is not None and not Path(html).absolute().parent.is_dir():
         raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")
     limit = None if memory is None else memory_bytes(memory)
+    processes = processes_here(target)
+    count = machine_at(target, None).cluster.count if processes is None else processes
+    for plan in plans:
+        Plan.parse(plan).resolve(count)
     with ended_by_signals(), work_folder(None, "lockstep-plan-", "traces") as folder:
         found = written(target, folder)
         machine = machine_at(found, limit)
-        for plan in plans:
-            Plan.parse(plan).resolve(machine.cluster.count)
-        is_here = found != target
-        request = PlanRequest(target=found, plans=plans, memory_bytes=limit, slots=usable_cpus(), folder=str(folder), is_here=is_here)
+        device = machine.cluster.device
+        if limit is not None and limit > device.memory_bytes:
+            raise PlanError(f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give no more than that")
+        request = PlanRequest(
+            target=found,
+            plans=plans,
+            memory_bytes=limit,
+            slots=usable_cpus(),
+            folder=str(folder),
+            is_here=processes is not None,
+            parent=os.getpid(),
+        )
         line = [*(["-m"] if is_module else []), script, *arguments]
         outcomes = _outcomes(line, request, None if as_json or not sys.stderr.isatty() else _progress)
+    if all(each.is_refused for each in outcomes):
+        reasons = dict.fromkeys(f"{each.plan}: {each.reason}" for each in outcomes)
+        raise PlanError("no plan can be run; " + "; ".join(reasons))
     forecast = _forecast(script, machine, outcomes, tokens, price)
     if html is not None:
         from lockstep.planner.html_page import page
@@ -115,6 +142,7 @@ def _outcomes(line: Sequence[str], request: PlanRequest, progress: Callable[[int
     """Run the script, which predicts the plans. Raises `LaunchError` if it fails, or never trains."""
     folder = Path(request.folder)
     environ = {**os.environ, **request.write(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    environ["TMPDIR"] = str(folder)  # forks that are killed leave files
     with (folder / "output.txt").open("w") as output:
         streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         process = subprocess.Popen([sys.executable, *line], env=environ, start_new_session=True, **streams)
@@ -138,8 +166,8 @@ def _why_no_outcome(line: Sequence[str], status: int, said: str) -> str:
     name = " ".join(line)
     if status == 0:
         return f"{name} ended and did not train; a plan is made from the recipe that it gives to ls.train; call ls.train(recipe)"
-    last = "\n".join(said.splitlines()[-20:])
-    return f"{name} failed with status {status} before its first step; correct the script; it said:\n{last}"
+    last = "; it said:\n" + "\n".join(said.splitlines()[-20:]) if said else ", and said nothing"
+    return f"{name} failed with status {status} before its first step; correct the script{last}"
 
 
 def _read(folder: Path) -> list[Outcome]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 from lockstep.base.units import size
@@ -80,7 +81,9 @@ class Forecast:
     @property
     def title(self) -> str:
         """The headline."""
-        return f"{self.script} on {self.target}: {len(self.fitting)} of {len(self.outcomes)} plans fit"
+        refused = sum(each.is_refused for each in self.outcomes)
+        others = f", and {refused} cannot be run" if refused else ""
+        return f"{self.script} on {self.target}: {len(self.fitting)} of {len(self.outcomes) - refused} plans fit{others}"
 
     def bounds(self, prediction: Prediction) -> tuple[float, float]:
         """The seconds between which 80% of measured steps were, where others were predicted."""
@@ -165,6 +168,9 @@ class Forecast:
             return
         cost = "" if found.cost is None else f", costs {found.cost:,.0f}"
         what = f"{self.tokens:.3g} tokens" if self.tokens is not None else f"{best.steps} steps"
+        if not found.goodput:
+            yield f"{what}: never; of {self.devices:,} devices one fails before the others have started again (goodput 0)"
+            return
         yield f"{what}: {_days(found.days)}, {found.device_hours:,.1f} device-hours{cost}; goodput {found.goodput:.3f}"
 
     def as_json(self) -> dict[str, Any]:
@@ -181,7 +187,7 @@ class Forecast:
             return {"plan": outcome.plan, "fits": False, "reason": outcome.reason}
         found = self.budget(outcome.prediction)
         low, high = self.bounds(outcome.prediction)
-        told = {"days": found.days, "device_hours": found.device_hours, "cost": found.cost, "goodput": found.goodput} if found else None
+        told = {name: value if value is None or isfinite(value) else None for name, value in asdict(found).items()} if found else None
         rate = self.loader_rate(outcome.prediction)
         known = {"reason": outcome.reason, "seconds_low": low, "seconds_high": high, "budget": told}
         return {**outcome.prediction.as_json(), **known, "loader_samples_per_second_per_node": rate}

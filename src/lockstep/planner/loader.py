@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep.base.errors import RecipeError
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
 from lockstep.plan import Plan
 from lockstep.planner.prediction import Prediction
@@ -23,7 +24,7 @@ LOADER = "loader"
 """Name of the limit."""
 MEASURED_SECONDS = 1.0
 """Time in which as many microbatches are loaded as there is time for."""
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 """Time after which a loader that has not loaded one microbatch is given up."""
 MOST_SAMPLES = 32
 """Samples of a measured microbatch, if the recipe leaves its size to the plan."""
@@ -31,38 +32,37 @@ MOST_SAMPLES = 32
 
 @dataclass(frozen=True, slots=True)
 class LoaderTime:
-    """The time that a process of this machine needs for a sample; or why that is not known."""
+    """The time that a process of this machine needs for a sample."""
 
-    seconds: float | None
+    seconds: float
     note: str
 
     @classmethod
-    def measured(cls, recipe: Recipe, folder: Path) -> LoaderTime:
-        """Load microbatches with the recipe's own data and `collate`, in a fork of this process, for about a second."""
+    def measured(cls, recipe: Recipe, folder: Path, seconds: float) -> LoaderTime:
+        """Load microbatches with the recipe's own data and `collate`, in a fork of this process, for so many seconds.
+        Raises `RecipeError` if that fails, or if the first takes longer than `PATIENCE_SECONDS`."""
         path = folder / "loader.json"
         process = os.fork()
         if not process:
             try:
-                path.write_text(json.dumps(_loaded(recipe)), encoding="utf-8")
+                path.write_text(json.dumps(_loaded(recipe, seconds)), encoding="utf-8")
             except BaseException as error:
                 path.write_text(json.dumps(f"{type(error).__name__}: {error}"), encoding="utf-8")
             finally:
                 os._exit(0)
         if not _ends(process, PATIENCE_SECONDS):
-            return cls(None, _unknown(f"no microbatch was loaded in {PATIENCE_SECONDS:.0f} s"))
+            raise _cannot_load(f"took longer than {PATIENCE_SECONDS:.0f} s")
         if not path.exists():
-            return cls(None, _unknown("its process was killed"))
+            raise _cannot_load("killed its process")
         told = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(told, str):
-            return cls(None, _unknown(told))
+            raise _cannot_load(f"failed with {told}")
         return cls(told, f"a process loads {1 / told:,.4g} samples/s here")
 
     def added_to(self, prediction: Prediction, plan: Plan, *, processes: int, cores: float) -> Prediction:
         """Return the prediction with the loader of each process. Without workers the process loads before it computes;
         with workers the slower of the two counts. `cores`: those that all processes share."""
         noted = replace(prediction, note="; ".join(filter(None, (prediction.note, self.note))))
-        if self.seconds is None:
-            return noted
         own, samples = cores / processes, prediction.microbatch * prediction.microbatches
         workers = plan.workers if isinstance(plan.workers, int) else max(1, int(own))
         loading = samples * self.seconds / min(max(1, workers), own)
@@ -92,17 +92,17 @@ def _ends(process: int, seconds: float) -> bool:
     return True
 
 
-def _unknown(why: str) -> str:
-    return f"the loader could not be measured ({why}): the step is that of the devices"
+def _cannot_load(why: str) -> RecipeError:
+    return RecipeError(f"loading a microbatch of Recipe.data {why}; a plan is made from one; correct the dataset, or `collate`")
 
 
-def _loaded(recipe: Recipe) -> float:
+def _loaded(recipe: Recipe, seconds: float) -> float:
     """Load for some time. Returns the seconds of a sample."""
     size = recipe.microbatch if isinstance(recipe.microbatch, int) else min(recipe.global_batch or 1, MOST_SAMPLES)
     loaded, began = 0, time.perf_counter()
     for microbatch in _microbatches(recipe, size):
         loaded += microbatch.size
-        if (spent := time.perf_counter() - began) >= MEASURED_SECONDS:
+        if (spent := time.perf_counter() - began) >= seconds:
             return spent / loaded
     raise AssertionError("there is always another microbatch")
 

@@ -41,6 +41,8 @@ class Outcome:
     prediction: Prediction | None = None
     reason: str | None = None
     """Why the plan cannot be run, or does not fit; None if it can."""
+    is_refused: bool = False
+    """True if memory is not the reason."""
 
     @property
     def seconds(self) -> float:
@@ -49,13 +51,14 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as JSON."""
-        return {"plan": self.plan, "prediction": self.prediction and self.prediction.as_json(), "reason": self.reason}
+        prediction = self.prediction and self.prediction.as_json()
+        return {"plan": self.plan, "prediction": prediction, "reason": self.reason, "is_refused": self.is_refused}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Outcome:
         """Read what `as_json` returned."""
         prediction = told["prediction"] and Prediction.from_json(told["prediction"])
-        return cls(plan=told["plan"], prediction=prediction, reason=told["reason"])
+        return cls(plan=told["plan"], prediction=prediction, reason=told["reason"], is_refused=told["is_refused"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

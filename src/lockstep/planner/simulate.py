@@ -95,6 +95,8 @@ class _Rank:
     shared: Counter[str] = field(default_factory=Counter)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
+    latest: tuple[str, float] = ("launches", 0.0)
+    """Kind and seconds of the default stream's latest kernel."""
     communication: float = 0.0
     computed: float = 0.0
     """Seconds that the host has computed since it last met the other ranks in a collective."""
@@ -159,12 +161,21 @@ class Simulation:
         rank.host += self._costs.host_seconds
         start, seconds = max(rank.streams[stream], rank.host), self._costs.operation(operation)
         if stream == 0:
-            rank.spent["launches"] += start - rank.streams[stream]
+            if idle := start - rank.streams[stream]:
+                self._blame_host(rank, idle)
             rank.spent[operation.kind] += seconds
+            rank.latest = operation.kind, seconds
         rank.streams[stream] = start + seconds
         if self._costs.is_synchronous:
             rank.host = rank.streams[stream]
             rank.computed += seconds
+
+    def _blame_host(self, rank: _Rank, idle: float) -> None:
+        """The stream was idle until the host had put this kernel on it: the kernel before ran meanwhile, and would gain
+        nothing from a faster device."""
+        kind, seconds = rank.latest
+        rank.spent[kind] -= seconds
+        rank.spent["launches"] += idle + seconds
 
     def _wait(self, rank: _Rank, stream: int, until: float, axis: str) -> None:
         if until > rank.streams[stream]:

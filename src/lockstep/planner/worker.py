@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.base.errors import UserError
+from lockstep.base.parent import die_with_parent
 from lockstep.plan import Plan
-from lockstep.planner.loader import LoaderTime
+from lockstep.planner.loader import MEASURED_SECONDS, LoaderTime
 from lockstep.planner.machines.target import machine_at
 from lockstep.planner.predict import Machine, is_splittable, predict
 from lockstep.planner.prediction import Prediction, text
@@ -29,6 +30,8 @@ MOST_COPIES = 8
 def train(recipe: Recipe) -> None:
     """Predict the plans of the request for this recipe, and end the process."""
     request = PlanRequest.read(os.environ)
+    if os.getppid() == request.parent:  # a script may start processes that train
+        die_with_parent(request.parent)
     evaluation = _Evaluation(recipe, request)
     if request.plans:
         evaluation.evaluate([Plan.parse(plan) for plan in request.plans])
@@ -47,7 +50,8 @@ class _Evaluation:
         self._recipe, self._request = recipe, request
         self._machine = machine_at(request.target, request.memory_bytes)
         self._known: dict[str, Outcome] = {}
-        self._loader = LoaderTime.measured(recipe, Path(request.folder)) if request.is_here else None
+        loader = LoaderTime.measured(recipe, Path(request.folder), MEASURED_SECONDS if request.is_here else 0.0)
+        self._loader = loader if request.is_here else None
 
     def space(self) -> Space:
         """Return the space in which plans for this recipe are searched for."""
@@ -83,13 +87,15 @@ class _Evaluation:
         return [found[text(plan)] for plan in plans]
 
     def _fork(self, plan: Plan, path: Path) -> int:
+        own = os.getpid()
         process = os.fork()
         if process:
             return process
+        die_with_parent(own)
         try:
             outcome = self._with_loader(_predicted(self._recipe, plan, self._machine), plan)
         except BaseException as error:
-            outcome = Outcome(plan=text(plan), reason=_fault(error))
+            outcome = Outcome(plan=text(plan), reason=_fault(error), is_refused=True)
         try:
             path.write_text(json.dumps(outcome.as_json()), encoding="utf-8")
         finally:
@@ -106,7 +112,8 @@ class _Evaluation:
         try:
             outcome = Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
-            return Outcome(plan=text(plan), reason=f"the process that traced it ended with status {os.waitstatus_to_exitcode(status)}")
+            reason = f"the process that traced it ended with status {os.waitstatus_to_exitcode(status)}"
+            return Outcome(plan=text(plan), reason=reason, is_refused=True)
         path.unlink()
         return outcome
 
@@ -137,7 +144,7 @@ def _predicted(recipe: Recipe, plan: Plan, machine: Machine) -> Outcome:
             note = f"computed with values on this CPU, because {error}"
             prediction = replace(predict(recipe, plan, machine, is_fake=False), note=note)
     except UserError as error:
-        return Outcome(plan=text(plan), reason=f"{type(error).__name__}: {error}")
+        return Outcome(plan=text(plan), reason=f"{type(error).__name__}: {error}", is_refused=True)
     return Outcome(plan=text(plan), prediction=prediction, reason=None if prediction.fits else _why_not(prediction))
 
 

@@ -47,6 +47,8 @@ def _own(args: Sequence[str], start: int) -> tuple[list[str], int]:
         if option == "--":
             break
         if option == "--plans":
+            if place == len(args) or "=" not in args[place] or args[place].startswith("-"):
+                raise LaunchError("--plans, and no plan follows; write for example --plans replicate=2 shard=2, or leave it out")
             while place < len(args) and "=" in args[place] and not args[place].startswith("-"):
                 found += ["--plans", args[place]]
                 place += 1

@@ -11,12 +11,20 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.base.errors import PlanError
 
 FOLDER = Path(__file__).parent
+MAY_BE_ZERO = ("launch_seconds", "latency_seconds", "hop_seconds", "few_ranks")
+"""Keys of sheets whose number may be 0."""
+NEEDED: Mapping[str, frozenset[str]] = {
+    "peak_flops": frozenset({"float32"}),
+    "attention_fraction": frozenset({"flash", "cudnn"}),
+}
+"""Keys that a table of a sheet must have."""
 TARGET = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?(\S.*?)(?:\s+over\s+(\S.*?))?\s*")
 
 
@@ -95,6 +103,8 @@ def parse_target(text: str) -> Cluster:
     count, name, link = int(match[1] or 1), match[2], match[3]
     if count < 1:
         raise PlanError(f"target {text!r}: the number of devices is {count}, and must be at least 1")
+    if match[1] is None and (counted := re.fullmatch(r"(\d+)\s+(\S.*)", name)):
+        raise PlanError(f"target {text!r}: between a count and its device is an x; write `{counted[1]} x {counted[2]}`")
     device = load_device(name)
     between = load_link(link) if link else load_link(device.between)
     return Cluster(device, count, min(count, device.devices_per_node), load_link(device.inside), between)
@@ -153,4 +163,30 @@ def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
     if missing or (unknown := sorted(set(sheet) - set(known))):
         wrong = f"lacks {', '.join(missing)}" if missing else f"has the unknown keys {', '.join(unknown)}"
         raise PlanError(f"the sheet of {name!r} {wrong}; its keys are {', '.join(known)}")
+    for key, value in sheet.items():
+        if (rule := _rule_broken(key, value, str(known[key].type))) is not None:
+            raise PlanError(f"the sheet of {name!r} has {key} = {value!r}; {rule}")
     return kind(**{**sheet, "aliases": tuple(sheet.get("aliases", ()))})
+
+
+def _rule_broken(key: str, value: Any, annotation: str) -> str | None:
+    """Return the rule for a value of a sheet that this one breaks."""
+    if annotation in ("int", "float"):
+        return None if _is_quantity(value, is_whole=annotation == "int", or_zero=key in MAY_BE_ZERO) else _number_rule(key, annotation)
+    if annotation.startswith("Mapping"):
+        needed = NEEDED[key]
+        whole = isinstance(value, dict) and needed <= value.keys() and all(_is_quantity(each) for each in value.values())
+        return None if whole else f"it is a table of numbers above 0, with at least {', '.join(sorted(needed))}"
+    if annotation.startswith("tuple"):
+        return None if isinstance(value, list) and all(isinstance(each, str) for each in value) else "it is a list of names"
+    return None if isinstance(value, str) else "it is a text"
+
+
+def _number_rule(key: str, annotation: str) -> str:
+    return f"it is a {'whole ' if annotation == 'int' else ''}number, {'0 or more' if key in MAY_BE_ZERO else 'above 0'}"
+
+
+def _is_quantity(value: Any, *, is_whole: bool = False, or_zero: bool = False) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
+        return False
+    return isfinite(value) and (value > 0 or (or_zero and value == 0))

@@ -18,15 +18,24 @@ THIS = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?this\s*")
 MOST_PROCESSES = 64
 
 
-def written(text: str, folder: Path) -> str:
-    """Return the text of a target. If it names this machine, that is measured and written to a file, whose path is then
-    the text. Raises `PlanError`."""
+def processes_here(text: str) -> int | None:
+    """Return the number of processes on this machine that a target names; None if it names other devices. Raises
+    `PlanError`."""
     match = THIS.fullmatch(text)
     if match is None:
-        return text
+        return None
     processes = usable_cpus() if match[1] is None else int(match[1])
     if not 1 <= processes <= MOST_PROCESSES:
         raise PlanError(f"--on {text!r}; it is a number of processes on this machine, 1 to {MOST_PROCESSES}, as in '2 x this'")
+    return processes
+
+
+def written(text: str, folder: Path) -> str:
+    """Return the text of a target. If it names this machine, that is measured and written to a file, whose path is then
+    the text. Raises `PlanError`."""
+    processes = processes_here(text)
+    if processes is None:
+        return text
     path = folder / "this-machine.toml"
     path.write_text(measure_machine(processes, threads_per_process(processes)).as_toml(), encoding="utf-8")
     return str(path)
