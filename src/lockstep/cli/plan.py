@@ -87,16 +87,37 @@ def command(
     Exit status: 0 if a plan fits, 1 if none does, 2 for a mistake (a device that nobody has described, a bad plan, a
     script that fails or never trains).
     """
-    from lockstep.planner.machines.target import machine_at, processes_here, written
-
     refuse_on_windows("lockstep plan")
     check_target(script, is_module=is_module)
     if html is not None and not Path(html).absolute().parent.is_dir():
         raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")
+    line = [*(["-m"] if is_module else []), script, *arguments]
+    machine, outcomes = _predicted(target, plans, memory, line, None if as_json or not sys.stderr.isatty() else _progress)
+    if all(each.is_refused for each in outcomes):
+        reasons = dict.fromkeys(f"{each.plan}: {each.reason}" for each in outcomes)
+        raise PlanError("no plan can be run; " + "; ".join(reasons))
+    forecast = _forecast(script, machine, outcomes, tokens, price)
+    if html is not None:
+        from lockstep.planner.html_page import page
+
+        Path(html).write_text(page(forecast), encoding="utf-8")
+    if as_json:
+        print(json.dumps(forecast.as_json(), indent=2, allow_nan=False))
+    else:
+        _show(forecast)
+    return 0 if forecast.fitting else 1
+
+
+def _predicted(
+    target: str, plans: tuple[str, ...], memory: str | None, line: Sequence[str], progress: Callable[[int, str], None] | None
+) -> tuple[Machine, list[Outcome]]:
+    """Return the machine that the target names, and the outcomes of the plans, or of a search."""
+    from lockstep.planner.machines.target import machine_at, processes_here, written
+
     limit = None if memory is None else memory_bytes(memory)
     processes = processes_here(target)
     count = machine_at(target, None).cluster.count if processes is None else processes
-    for plan in plans:
+    for plan in plans:  # before this machine is measured, which takes long
         Plan.parse(plan).resolve(count)
     with ended_by_signals(), work_folder(None, "lockstep-plan-", "traces") as folder:
         found = written(target, folder)
@@ -113,21 +134,7 @@ def command(
             is_here=processes is not None,
             parent=os.getpid(),
         )
-        line = [*(["-m"] if is_module else []), script, *arguments]
-        outcomes = _outcomes(line, request, None if as_json or not sys.stderr.isatty() else _progress)
-    if all(each.is_refused for each in outcomes):
-        reasons = dict.fromkeys(f"{each.plan}: {each.reason}" for each in outcomes)
-        raise PlanError("no plan can be run; " + "; ".join(reasons))
-    forecast = _forecast(script, machine, outcomes, tokens, price)
-    if html is not None:
-        from lockstep.planner.html_page import page
-
-        Path(html).write_text(page(forecast), encoding="utf-8")
-    if as_json:
-        print(json.dumps(forecast.as_json(), indent=2, allow_nan=False))
-    else:
-        _show(forecast)
-    return 0 if forecast.fitting else 1
+        return machine, _outcomes(line, request, progress)
 
 
 def memory_bytes(text: str) -> int:
