@@ -145,7 +145,12 @@ def test_a_loss_in_an_evaluation_goes_back_to_an_image(tmp_path: Path, undisturb
 
 
 @pytest.mark.parametrize(
-    ("plan", "case"), [("shard=2", "counts"), ("replicate=2", "counts"), pytest.param("shard=2", "counts deep", marks=pytest.mark.slow)]
+    ("plan", "case"),
+    [
+        ("shard=2", "counts"),
+        pytest.param("replicate=2", "counts", marks=pytest.mark.slow),
+        pytest.param("shard=2", "counts deep", marks=pytest.mark.slow),
+    ],
 )
 def test_a_hook_that_cannot_be_set_back_makes_all_start_again_and_the_event_says_so(
     tmp_path: Path, undisturbed: str, plan: str, case: str
