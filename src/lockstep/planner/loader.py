@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.parent import die_with_parent
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
 from lockstep.plan import Plan
 from lockstep.planner.prediction import Prediction
@@ -42,8 +43,10 @@ class LoaderTime:
         """Load microbatches with the recipe's own data and `collate`, in a fork of this process, for so many seconds.
         Raises `RecipeError` if that fails, or if the first takes longer than `PATIENCE_SECONDS`."""
         path = folder / "loader.json"
+        own = os.getpid()
         process = os.fork()
         if not process:
+            die_with_parent(own)
             try:
                 path.write_text(json.dumps(_loaded(recipe, seconds)), encoding="utf-8")
             except BaseException as error:

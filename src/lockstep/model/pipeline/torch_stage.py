@@ -88,7 +88,7 @@ class VariableShapeStage(PipelineStage):
 
     def _free(self, received: Sequence[Any]) -> None:
         for info in received:
-            if getattr(info, "buffer", None) is not None:
+            if info.buffer is not None:
                 info.buffer = None if _allocates_at_receive(info) else torch.empty(0, device=self.device)
 
     def _renew(self, received: Sequence[Any], boundary: Boundary) -> None:
