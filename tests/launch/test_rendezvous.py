@@ -182,6 +182,15 @@ def test_machines_that_wait_hear_of_the_end_of_the_run(two: list[ElasticRendezvo
             waiting.result(timeout=10)
 
 
+def test_they_hear_of_it_if_the_one_that_ended_the_run_is_lost(two: list[ElasticRendezvous]) -> None:
+    one, other = two
+    other.set_closed()
+    time.sleep(2 * rendezvous.STATE_SECONDS)
+    one._met = [one._this_node]
+    with pytest.raises(RendezvousClosedError):
+        one.wait_for_all()
+
+
 def test_number_0_is_where_the_others_look_for_it() -> None:
     with pytest.raises(
         LaunchError, match=r"--master-addr 192\.0\.2\.1:29400: 192\.0\.2\.1 is no address of this machine, whose number is 0"

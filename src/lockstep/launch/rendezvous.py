@@ -289,11 +289,11 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             self._store.set(self._key(f"waits-{self._met.index(self._this_node)}"), "")
         while True:
             here = self._participants()
+            if self.is_closed():  # by a machine that may be lost already
+                raise RendezvousClosedError
             missing = [number for number, node in enumerate(self._met) if node in here]
             if all(self._store.check([self._key(f"waits-{number}")]) for number in missing):
                 break
-            if self.is_closed():
-                raise RendezvousClosedError
             time.sleep(RENDEZVOUS_POLL_SECONDS / 2)
         self._timeout.last_call = timedelta(seconds=RECOVERY_CALL_SECONDS)
 
