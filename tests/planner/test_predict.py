@@ -45,7 +45,7 @@ def test_a_stream_has_a_shard_for_each_microbatch_that_is_traced() -> None:
     assert predict(given, Plan.parse("replicate=2"), MACHINE).microbatches == 4
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_the_memory_of_a_pipeline_is_that_of_all_microbatches(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, plan = recipe(global_batch=20), Plan.parse(f"pipeline=2,schedule={schedule}")
     told = predict(given, plan, MACHINE)
