@@ -58,7 +58,7 @@ def install(wheel: Path, folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     programs = folder / "bin"
     pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--constraint", str(ROOT / "constraints.txt"), str(wheel)], check=True)
+    subprocess.run([*pip, "install", "--no-compile", "--constraint", str(ROOT / "constraints.txt"), str(wheel)], check=True)
     return programs
 
 

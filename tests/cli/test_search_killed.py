@@ -50,7 +50,7 @@ def wait_until_nothing_runs(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sampler", "parallel", "kills"),
     [
-        pytest.param("random", 2, 4, marks=pytest.mark.command),
+        pytest.param("random", 2, 3, marks=pytest.mark.command),
         pytest.param("random", 2, 20, marks=pytest.mark.slow),
         pytest.param("tpe", 1, 20, marks=pytest.mark.slow),
     ],
