@@ -204,8 +204,24 @@ def test_the_interpreters_own_resource_tracker_is_no_leak() -> None:
         process.communicate(b"\n")
 
 
-def test_shared_memory_that_a_stranger_maps_is_no_leak() -> None:
-    script = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print('mapped', flush=True); input()"
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("path", id="under its name"),
+        pytest.param("'/dev/shm/of-before'", id="under a name since removed"),  # as the process that makes a semaphore does
+    ],
+)
+def test_shared_memory_that_a_stranger_maps_is_no_leak(name: str) -> None:
+    script = f"""
+import mmap, os, sys
+path = sys.argv[1]
+if path != {name}: os.link(path, {name})
+file = open({name}, "r+b")
+memory = mmap.mmap(file.fileno(), 0)
+if path != {name}: os.unlink({name})
+print("mapped", flush=True)
+input()
+"""
     # The shell ends at once, so that the process which it started becomes somebody else's child.
     orphan = ["sh", "-c", 'exec 3<&0; "$@" <&3 &', "sh", sys.executable, "-c", script]
     before = leaks.take(["shared-memory"])

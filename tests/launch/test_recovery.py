@@ -42,8 +42,8 @@ def train(step, why_not=None, sizes=()):
     # As ls.train does: `attempt` is one start of the run in this process.
     while True:
         rejoin.join_at_first()
-        note()
         rejoin.announce(why_not, sizes)
+        note()  # afterwards: one that waits for this may be lost at once
         rejoin.end_recovery()
         try:
             return attempt()

@@ -262,19 +262,31 @@ def _shared_memory() -> Found:
 
 
 def _mapped_by_others(paths: Collection[str]) -> set[str]:
-    """Return those of `paths` that are mapped by a process other than this one and its descendants."""
-    if not paths:
+    """Return those of `paths` that are mapped by a process other than this one and its descendants.
+
+    A file is known by its inode: the process that made a semaphore maps it under another name, since removed.
+    """
+    files = {}
+    for path in paths:
+        with contextlib.suppress(OSError):  # removed since it was listed
+            files[_inode(os.stat(path))] = path
+    if not files:
         return set()
     mapped: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            text = (process / "maps").read_text(errors="replace")
+            lines = (process / "maps").read_text(errors="replace").splitlines()
         except OSError:
             continue  # it ended, or belongs to another user
-        hits = {path for path in paths if path in text}
+        hits = {files[key] for line in lines if (key := tuple(line.split(maxsplit=5)[3:5])) in files}
         if hits and not _is_family(int(process.name)):
             mapped |= hits
     return mapped
+
+
+def _inode(file: os.stat_result) -> tuple[str, str]:
+    """Return the device and the inode of a file as /proc/<pid>/maps prints them."""
+    return f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}", str(file.st_ino)
 
 
 def _is_family(number: int) -> bool:
