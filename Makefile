@@ -24,13 +24,13 @@ help: ## show this
 
 venv: $(STAMP) ## make .venv and install lockstep in it, under constraints.txt (again only where something changed)
 
-# pip does not compile all modules, of which most are never imported: it takes half a minute.
 # The stamp holds the folder that the installation is for. A virtual environment does not work elsewhere: in a copied or moved checkout it
 # is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
+# pip does not compile all modules, of which most are never imported: it takes half a minute.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11, which lockstep needs; name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@grep -qs '$(CURDIR)/$(BIN)/python' $(BIN)/pip && $(BIN)/pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import psutil
 import pytest
+from cli.agents import wait_for
 
 from lockstep.base.errors import PlanError, UserError
 from lockstep.cli.plan import _why_no_outcome, command, memory_bytes
@@ -97,7 +96,7 @@ def test_a_model_that_needs_values_is_computed_with_values_and_its_line_is_named
         (["--on", "2 x H100", "--memory", "10TB", SCRIPT], "--memory 10TB; a device (H100) has 85 GB; give no more than that"),
         (["--on", "2 x H100", "--tokens", "nan", SCRIPT], "'nan' is not a finite number"),
         (["--on", "2 x H100", "--tokens", "many", SCRIPT], "'many' is not a valid number"),
-        (["--on", "2 x H100", SCRIPT, "--plans"], "--plans, and no plan follows"),
+        (["--on", "2 x H100", SCRIPT, "--plans"], "--plans is followed by nothing, which is no plan; a plan is KEY=VALUE"),
     ],
 )
 def test_a_mistake_in_the_command_is_said_at_once(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +143,6 @@ def test_ended_by_a_signal_it_leaves_no_process_and_asked_to_end_no_file(number:
     assert len(started) >= 2
     wait_for(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in started), seconds=2)
     assert number == signal.SIGKILL or not list(tmp_path.iterdir())
-
-
-def wait_for(happens: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_a_script_that_says_nothing_is_said_to() -> None:

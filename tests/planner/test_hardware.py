@@ -125,11 +125,11 @@ def test_a_file_with_a_fault(tmp_path: Path, text: str, message: str) -> None:
             "it is a table of numbers above 0, with at least cudnn, flash",
         ),
         ("peak_flops", "{bfloat16 = 1e15}", "it is a table of numbers above 0, with at least float32"),
-        ("inside", "3", "it is a text"),
-        ("aliases", '"mine"', "it is a list of names"),
+        ("inside", "3", "it is a string"),
+        ("aliases", '"mine"', "it is a list of strings"),
     ],
 )
-def test_a_value_that_is_none(tmp_path: Path, key: str, value: str, rule: str) -> None:
+def test_a_value_that_is_not_possible(tmp_path: Path, key: str, value: str, rule: str) -> None:
     sheet = tomllib.loads((FOLDER / "devices" / "h100.toml").read_text(encoding="utf-8"))
     del sheet[key]
     told = [f"{name} = {_toml(each)}" for name, each in sheet.items()]

@@ -149,7 +149,6 @@ def _outcomes(line: Sequence[str], request: PlanRequest, progress: Callable[[int
     """Run the script, which predicts the plans. Raises `LaunchError` if it fails, or never trains."""
     folder = Path(request.folder)
     environ = {**os.environ, **request.write(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
-    environ["TMPDIR"] = str(folder)  # forks that are killed leave files
     with (folder / "output.txt").open("w") as output:
         streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         process = subprocess.Popen([sys.executable, *line], env=environ, start_new_session=True, **streams)

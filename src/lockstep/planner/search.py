@@ -42,7 +42,7 @@ class Outcome:
     reason: str | None = None
     """Why the plan cannot be run, or does not fit; None if it can."""
     is_refused: bool = False
-    """True if memory is not the reason."""
+    """True if the plan cannot be run, whatever the memory."""
 
     @property
     def seconds(self) -> float:

@@ -162,7 +162,7 @@ class Simulation:
         start, seconds = max(rank.streams[stream], rank.host), self._costs.operation(operation)
         if stream == 0:
             if idle := start - rank.streams[stream]:
-                self._blame_host(rank, idle)
+                self._count_as_launches(rank, idle)
             rank.spent[operation.kind] += seconds
             rank.latest = operation.kind, seconds
         rank.streams[stream] = start + seconds
@@ -170,9 +170,9 @@ class Simulation:
             rank.host = rank.streams[stream]
             rank.computed += seconds
 
-    def _blame_host(self, rank: _Rank, idle: float) -> None:
-        """The stream was idle until the host had put this kernel on it: the kernel before ran meanwhile, and would gain
-        nothing from a faster device."""
+    def _count_as_launches(self, rank: _Rank, idle: float) -> None:
+        """Count the time that the stream was idle, because the host had not launched the next kernel yet, as launches;
+        and the kernel before too: the host was busy meanwhile, and a faster device would gain nothing."""
         kind, seconds = rank.latest
         rank.spent[kind] -= seconds
         rank.spent["launches"] += idle + seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from lockstep.base.errors import UserError
 from lockstep.base.parent import die_with_parent
+from lockstep.hooks.hang.snapshot import Frame, innermost_line
 from lockstep.plan import Plan
 from lockstep.planner.loader import MEASURED_SECONDS, LoaderTime
 from lockstep.planner.machines.target import machine_at
@@ -92,6 +94,7 @@ class _Evaluation:
         if process:
             return process
         die_with_parent(own)
+        tempfile.tempdir = self._request.folder  # a fork that is killed leaves files
         try:
             outcome = self._with_loader(_predicted(self._recipe, plan, self._machine), plan)
         except BaseException as error:
@@ -129,9 +132,9 @@ class _Evaluation:
 
 
 def _fault(error: BaseException) -> str:
-    """Return what has failed that no user's mistake explains, and the place."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"it could not be traced: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    """Return what has failed that no check of lockstep explains, and the script's line."""
+    frames = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(error.__traceback__)]
+    return f"it could not be traced: {type(error).__name__}: {error} (at {innermost_line(frames)})"
 
 
 def _predicted(recipe: Recipe, plan: Plan, machine: Machine) -> Outcome:

@@ -47,11 +47,15 @@ def _own(args: Sequence[str], start: int) -> tuple[list[str], int]:
         if option == "--":
             break
         if option == "--plans":
-            if place == len(args) or "=" not in args[place] or args[place].startswith("-"):
-                raise LaunchError("--plans, and no plan follows; write for example --plans replicate=2 shard=2, or leave it out")
+            first = place
             while place < len(args) and "=" in args[place] and not args[place].startswith("-"):
                 found += ["--plans", args[place]]
                 place += 1
+            if place == first:
+                follows = repr(args[first]) if first < len(args) else "nothing"
+                raise LaunchError(
+                    f"--plans is followed by {follows}, which is no plan; a plan is KEY=VALUE[,KEY=VALUE...], such as replicate=2"
+                )
         elif option in _FLAGS or "=" in option:
             found.append(option)
         else:

@@ -178,8 +178,8 @@ def _rule_broken(key: str, value: Any, annotation: str) -> str | None:
         whole = isinstance(value, dict) and needed <= value.keys() and all(_is_quantity(each) for each in value.values())
         return None if whole else f"it is a table of numbers above 0, with at least {', '.join(sorted(needed))}"
     if annotation.startswith("tuple"):
-        return None if isinstance(value, list) and all(isinstance(each, str) for each in value) else "it is a list of names"
-    return None if isinstance(value, str) else "it is a text"
+        return None if isinstance(value, list) and all(isinstance(each, str) for each in value) else "it is a list of strings"
+    return None if isinstance(value, str) else "it is a string"
 
 
 def _number_rule(key: str, annotation: str) -> str:

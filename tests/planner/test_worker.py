@@ -1,0 +1,18 @@
+"""What a plan that cannot be traced is refused with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.planner.worker import _fault
+
+
+def test_an_error_in_a_library_names_the_line_of_the_script_that_called_it() -> None:
+    with pytest.raises(TypeError) as raised:
+        torch.optim.SGD([torch.nn.Linear(1, 1)])
+    line = raised.traceback[0].lineno + 1
+    assert _fault(raised.value).startswith("it could not be traced: TypeError: optimizer can only optimize Tensors")
+    assert _fault(raised.value).endswith(
+        f"(at {__file__}:{line} in {test_an_error_in_a_library_names_the_line_of_the_script_that_called_it.__name__})"
+    )
