@@ -22,18 +22,22 @@ def verdicts(path: Path) -> dict[str, str]:
 def copying(old: Path, new: Path) -> None:
     """What stands for a rename where an object store is mounted as a file system."""
     if old.is_dir():
-        shutil.copytree(old, new)
-        time.sleep(0.02)
+        shutil.copytree(old, new, copy_function=copying_slowly)
         shutil.rmtree(old)
     else:
         shutil.copyfile(old, new)
         old.unlink()
 
 
+def copying_slowly(old: str, new: str) -> None:
+    shutil.copyfile(old, new)
+    time.sleep(0.01)
+
+
 def removing_first(old: Path, new: Path) -> None:
     """A rename over a file, where none may be there."""
     new.unlink(missing_ok=True)
-    time.sleep(0.001)
+    time.sleep(0.01)
     old.rename(new)
 
 

@@ -247,8 +247,9 @@ def test_messages_are_matched_in_their_order(times: list[int]) -> None:
 
 
 def test_a_collective_over_the_pipeline_waits_for_its_last_rank() -> None:
+    """Each rank is traced alone: torch may name its group otherwise."""
     ranks = [
-        TracedStep(rank, [kernel(before), begun(1, 5, axis="pipeline"), Await(1, 0), kernel(after)], [], {})
+        TracedStep(rank, [kernel(before), begun(1, 5, group=f"{rank}", axis="pipeline"), Await(1, 0), kernel(after)], [], {})
         for rank, (before, after) in enumerate([(3, 10), (20, 0), (7, 0)])
     ]
     assert simulate(ranks, COSTS).seconds == 20 + 5 + 10

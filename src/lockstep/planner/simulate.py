@@ -92,7 +92,8 @@ class _Rank:
     received: Counter[int] = field(default_factory=Counter)
     expected: dict[int, tuple[tuple[int, int, int], float]] = field(default_factory=dict)
     """Messages that were asked for and are not yet waited for, and when they were asked for."""
-    shared: Counter[str] = field(default_factory=Counter)
+    together: int = 0
+    """Collectives that it has had with the other ranks of the pipeline."""
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
     latest: tuple[str, float] = ("launches", 0.0)
@@ -112,7 +113,7 @@ class Simulation:
     def __init__(self, ranks: Sequence[_Rank], costs: Costs) -> None:
         self._ranks, self._costs = ranks, costs
         self._sent: dict[tuple[int, int, int], float] = {}
-        self._arrived: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+        self._arrived: dict[int, dict[int, float]] = defaultdict(dict)
 
     def run(self) -> StepTime:
         """Let each rank go on until it waits for another, in turns, until all have ended."""
@@ -193,13 +194,12 @@ class Simulation:
         if item.peer is not None:
             return self._exchange(rank, item, ready, seconds)
         if len(self._ranks) > 1 and axis == PIPELINE:
-            place = rank.shared[item.group]
-            arrived = self._arrived[item.group, place]
+            arrived = self._arrived[rank.together]
             arrived[rank.place] = ready
             if len(arrived) < len(self._ranks):
                 return False
             ready = max(arrived.values())
-            rank.shared[item.group] += 1
+            rank.together += 1
         if len(self._ranks) == 1:
             ready += self._costs.lateness(rank.computed)
             rank.computed = 0.0
