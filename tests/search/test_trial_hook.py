@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.search.trial_hook import TrialHook, TrialRequest
+from lockstep.search.request import TrialRequest
+from lockstep.search.trial_hook import TrialHook
 
 
 class Answering:

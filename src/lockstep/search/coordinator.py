@@ -19,16 +19,14 @@ from lockstep.base.errors import LaunchError, UserError, say
 from lockstep.base.system import signals
 from lockstep.launch.recovery.channel import Channel
 from lockstep.options import RunOptions, variable
-from lockstep.search import trial_hook
 from lockstep.search.database import reachable
 from lockstep.search.outcome import FailuresAlike, TrialOutcome, finished_outcome, outcome_of
 from lockstep.search.population import CHANGEABLE
 from lockstep.search.processes import WarmParent
 from lockstep.search.proposals import Proposals
-from lockstep.search.request import SearchRequest
+from lockstep.search.request import TRIAL_HOOK, SearchRequest, TrialRequest
 from lockstep.search.slots import TrialSlot
 from lockstep.search.study import ClaimedTrial, TrialStorage
-from lockstep.search.trial_hook import TrialRequest
 from lockstep.search.warm_parent import ENDING, LaunchRequest
 
 POLL_SECONDS = 0.2
@@ -137,7 +135,7 @@ class Search:
         )
         environment = {**slot.variables(os.environ), **request.variables()}
         if is_probe:
-            environment[variable("instead_of_training")] = trial_hook.__name__
+            environment[variable("instead_of_training")] = TRIAL_HOOK
         launch = LaunchRequest(
             number=claimed.number,
             folder=str(folder.absolute()),

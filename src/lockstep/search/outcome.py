@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
+from lockstep.search.request import PRUNED
 from lockstep.search.results import State
-from lockstep.search.trial_hook import PRUNED
 from lockstep.search.warm_parent import LaunchEnding
 
 MOST_ALIKE = 3

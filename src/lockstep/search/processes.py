@@ -60,4 +60,6 @@ class WarmParent:
     def close(self) -> None:
         """End it, with all that it has started."""
         self.channel.close()
+        if self._gpus is None:  # it still imports torch, and has started nothing
+            self._process.kill()
         self._process.wait()

@@ -1,10 +1,11 @@
-"""The request for a search: the options of `lockstep search` and `lockstep sweep`, checked."""
+"""Requests: for a search, which has the options of `lockstep search` and `lockstep sweep`, checked; and for a trial."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,12 @@ SamplerName = Literal["tpe", "random", "grid", "cma", "pbt"]
 PrunerName = Literal["asha", "median", "none"]
 SEARCH = "search.json"
 """In the folder of a search: storage, name, and the folder's own identity."""
+TRIAL = "LOCKSTEP_TRIAL"
+"""The variable with a `TrialRequest` as JSON."""
+TRIAL_HOOK = "lockstep.search.trial_hook"
+"""The module with the hook of a trial. The search does not import it: it imports torch."""
+PRUNED = "pruned: "
+"""The beginning of the reason for which a pruned trial stops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +70,22 @@ class SearchRequest:
             "set": sorted(self.launch.set),
             "sweep": [f"{name}={','.join(values)}" for name, values in self.sweep],
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialRequest:
+    """A trial as its processes see it."""
+
+    metric: str
+    parameters: Sequence[Mapping[str, Any]] | None
+    """The parameters of the search, described. None: this trial is the first to tell."""
+    can_be_pruned: bool
+    until: int | None = None
+    """The step after which it ends, at an evaluation. None: at the end of the training."""
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables for the trial's workers."""
+        return {"LOCKSTEP_PROBE": TRIAL_HOOK, TRIAL: json.dumps(asdict(self))}
 
 
 def direction_of(metric: str, mode: str | None) -> Direction:

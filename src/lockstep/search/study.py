@@ -309,6 +309,8 @@ def _result(trial: FrozenTrial) -> TrialResult:
 def importance_of(study: optuna.Study) -> dict[str, float]:
     """Return how much of the metric's variation each parameter explains, by PED-ANOVA (Watanabe et al. 2023). Empty if
     there are too few trials."""
+    if len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])) < 2:
+        return {}
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # imports scikit-learn, if it is there
 
     try:

@@ -14,39 +14,19 @@ import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lockstep.base.errors import RecipeError, UserError
 from lockstep.hooks.metric_names import check_metric
 from lockstep.launch.recovery.channel import Channel
 from lockstep.recipe.parameters import Parameter, declared
 from lockstep.recipe.recipe import Recipe
+from lockstep.search.request import PRUNED, TRIAL, TrialRequest
 from lockstep.search.warm_parent import DESCRIPTOR
 from lockstep.training.context import Overrides
 from lockstep.training.hook import Hook, Run
 
-TRIAL = "LOCKSTEP_TRIAL"
-"""The variable with a `TrialRequest` as JSON."""
-PRUNED = "pruned: "
-"""The beginning of the reason for which a pruned trial stops."""
 _trainings = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrialRequest:
-    """A trial as its processes see it."""
-
-    metric: str
-    parameters: Sequence[Mapping[str, Any]] | None
-    """The parameters of the search, described. None: this trial is the first to tell."""
-    can_be_pruned: bool
-    until: int | None = None
-    """The step after which it ends, at an evaluation. None: at the end of the training."""
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables for the trial's workers."""
-        return {"LOCKSTEP_PROBE": __name__, TRIAL: json.dumps(asdict(self))}
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
