@@ -38,9 +38,11 @@ import lockstep as ls
 from lockstep.hooks.profiling.profiler import Profiler
 from lockstep.launch.environment import threads_per_process
 from lockstep.plan import Plan
+from lockstep.planner.machines.calibration import measured_machine
+from lockstep.planner.machines.machine import Machine
 from lockstep.planner.machines.measuring import Measurements, measure
-from lockstep.planner.machines.this_machine import machine_of, measured_machine
-from lockstep.planner.predict import Machine, predict
+from lockstep.planner.machines.this_machine import machine_of
+from lockstep.planner.predict import predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import gpt

@@ -101,7 +101,7 @@ def test_a_model_that_needs_values_is_computed_with_values_and_its_line_is_named
 )
 def test_a_mistake_in_the_command_is_said_at_once(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for slow in ("machines.target.measure_machine", "request.PlanRequest.write"):
+    for slow in ("machines.calibration.measure_machine", "request.PlanRequest.write"):
         monkeypatch.setattr(f"lockstep.planner.{slow}", lambda *_: pytest.fail("it measures this machine, or runs the script"))
     with pytest.raises((UserError, click.ClickException)) as raised:
         command.main(arguments, standalone_mode=False)

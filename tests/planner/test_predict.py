@@ -14,7 +14,8 @@ import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.plan import Plan
 from lockstep.planner.machines.hardware import parse_target
-from lockstep.planner.predict import Machine, is_splittable, predict
+from lockstep.planner.machines.machine import Machine
+from lockstep.planner.predict import is_splittable, predict
 from lockstep.planner.tracing.tracer import model_size
 
 MACHINE = Machine.of(parse_target("2 x H100"), None)

@@ -10,9 +10,10 @@ from hypothesis import given, settings, strategies as st
 from planner.subjects import MICROBATCH, recipe
 
 from lockstep.plan import Plan
-from lockstep.planner.machines import this_machine
+from lockstep.planner.machines import calibration
+from lockstep.planner.machines.calibration import calibrated
 from lockstep.planner.machines.reference import ReferenceStep
-from lockstep.planner.machines.this_machine import MeasuredMachine, SecondsCurve, calibrated, machine_of
+from lockstep.planner.machines.this_machine import MeasuredMachine, SecondsCurve, machine_of
 from lockstep.planner.operations import Collective, Operation
 from lockstep.planner.predict import predict
 from lockstep.planner.simulate import Costs
@@ -169,7 +170,7 @@ def test_calibration_finds_what_the_steps_were_made_with(
     truth = replace(known, in_run=in_run, exchanges={"shard 2": shard, "tensor 2": tensor, "pipeline": pipeline})
     tiny = replace(truth, in_run=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(this_machine, "_prediction", prediction)
+        patch.setattr(calibration, "_prediction", prediction)
         found = calibrated(BARE, {each: prediction(each, truth)((tiny if each.scale == "tiny" else truth).costs()) for each in STEPS})
     for each in STEPS[2:]:
         assert prediction(each, found)(found.costs()) == pytest.approx(prediction(each, truth)(truth.costs()), rel=0.02)
@@ -180,7 +181,7 @@ def test_calibration_finds_what_the_steps_were_made_with(
 
 def test_steps_that_take_no_longer_than_predicted_add_nothing() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(this_machine, "_prediction", prediction)
+        patch.setattr(calibration, "_prediction", prediction)
         found = calibrated(BARE, {each: prediction(each, BARE)(BARE.costs()) for each in STEPS})
     assert (found.in_run, found.exchanges["pipeline"]) == (1, 0)
     assert found.exchanges["shard 2"] == pytest.approx(0, abs=1e-6)
@@ -190,7 +191,7 @@ def test_operations_in_a_run_are_between_what_a_middle_and_a_large_step_show() -
     steps = {each: prediction(each, BARE)(BARE.costs()) for each in STEPS}
     steps |= {each: seconds * {"tiny": 1, "middle": 1.2, "large": 1.6}[each.scale] for each, seconds in steps.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(this_machine, "_prediction", prediction)
+        patch.setattr(calibration, "_prediction", prediction)
         assert 1.3 < calibrated(BARE, steps).in_run < 1.55
 
 
@@ -201,7 +202,7 @@ def test_an_exchange_is_between_what_few_and_many_microbatches_show() -> None:
     steps[few] *= 1.1
     steps[many] *= 0.9
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(this_machine, "_prediction", prediction)
+        patch.setattr(calibration, "_prediction", prediction)
         found = calibrated(BARE, steps)
     told = [prediction(each, found)(found.costs()) / steps[each] for each in (few, many)]
     assert told[0] < 1 < told[1]

@@ -98,7 +98,7 @@ def _write(path: Path, processes: int) -> None:
         print(f"{' and '.join(map(str, files))}: the GPUs of this machine; lockstep plan --on '{processes} x {path}' SCRIPT")
         return
     from lockstep.launch.environment import threads_per_process
-    from lockstep.planner.machines.this_machine import measure_machine
+    from lockstep.planner.machines.calibration import measure_machine
 
     path.write_text(measure_machine(processes, threads_per_process(processes)).as_toml(), encoding="utf-8")
     print(f"{path}: this machine with {processes} processes; lockstep plan --on {path} SCRIPT")

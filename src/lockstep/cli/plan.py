@@ -29,7 +29,7 @@ from lockstep.planner.request import ENDED, OUTCOMES, PlanRequest
 
 if TYPE_CHECKING:
     from lockstep.planner.forecast import Forecast
-    from lockstep.planner.predict import Machine
+    from lockstep.planner.machines.machine import Machine
     from lockstep.planner.search import Outcome
 
 TOP = 5

@@ -10,9 +10,8 @@ from typing import Any
 from lockstep.assignment import MicrobatchAssignment, total_steps
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.plan import Plan
-from lockstep.planner.machines.costs import FITTED, collective_seconds, operation_seconds
-from lockstep.planner.machines.hardware import Cluster
-from lockstep.planner.operations import Collective, Operation
+from lockstep.planner.machines.machine import Machine
+from lockstep.planner.operations import Operation
 from lockstep.planner.prediction import Prediction, RankPeak, text
 from lockstep.planner.simulate import Costs, StepTime, fused, repeated, simulate
 from lockstep.planner.trace import ON_HOST, Mark, TracedStep, offloaded, peak, with_more_microbatches
@@ -20,10 +19,6 @@ from lockstep.planner.tracing.tracer import ModelSize, TraceOptions, model_size,
 from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 
-HOST_SECONDS = 7e-6
-"""Time in which Python and torch put an operation on a GPU's stream."""
-OVERHEAD_BYTES = 1_300_000_000
-"""Memory of a GPU that its driver's context and the libraries of matrix products and collectives take."""
 PCIE_BYTES_PER_SECOND = 25e9
 """Rate of copies from pinned memory over PCIe 4.0 x16: https://en.wikipedia.org/wiki/PCI_Express gives 31.5e9."""
 HOST_BYTES_PER_SECOND = 25e9
@@ -32,38 +27,6 @@ TRACED = 3
 """Microbatches that are traced: a first, a middle one that is repeated, and a last."""
 ROUNDS = 3
 """Times that the microbatches in a pipeline's trace fill it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """The machines that a plan is to run on."""
-
-    cluster: Cluster
-    costs: Costs
-    capacity_bytes: int | None
-    overhead_bytes: int
-    is_gpu: bool = True
-    contention: float = 0.0
-    """Part of the communication beside computation that costs time all the same."""
-    jitter: float = 0.0
-    """Part of a step that each doubling of the devices adds."""
-
-    @classmethod
-    def of(cls, cluster: Cluster, memory_bytes: int | None) -> Machine:
-        """The machines of a data sheet. `memory_bytes`: of a device, if it is not the data sheet's."""
-
-        def collective(each: Collective) -> float:
-            return collective_seconds(each, cluster)
-
-        costs = Costs(lambda each: operation_seconds(each, cluster.device), collective, HOST_SECONDS)
-        return cls(
-            cluster=cluster,
-            costs=costs,
-            capacity_bytes=memory_bytes or cluster.device.memory_bytes,
-            overhead_bytes=OVERHEAD_BYTES,
-            contention=FITTED.contention,
-            jitter=FITTED.jitter,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from lockstep.base.parent import die_with_parent
 from lockstep.hooks.hang.snapshot import Frame, innermost_line
 from lockstep.plan import Plan
 from lockstep.planner.loader import MEASURED_SECONDS, LoaderTime
+from lockstep.planner.machines.machine import Machine
 from lockstep.planner.machines.target import machine_at
-from lockstep.planner.predict import Machine, is_splittable, predict
+from lockstep.planner.predict import is_splittable, predict
 from lockstep.planner.prediction import Prediction, text
 from lockstep.planner.request import ENDED, OUTCOMES, PlanRequest
 from lockstep.planner.search import Outcome, Space, search

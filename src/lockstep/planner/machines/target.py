@@ -11,8 +11,8 @@ from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import PlanError
 from lockstep.launch.environment import threads_per_process
 from lockstep.planner.machines.hardware import parse_target
-from lockstep.planner.machines.this_machine import MeasuredMachine, machine_of, measure_machine
-from lockstep.planner.predict import Machine
+from lockstep.planner.machines.machine import Machine
+from lockstep.planner.machines.this_machine import MeasuredMachine, machine_of
 
 THIS = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?this\s*")
 MOST_PROCESSES = 64
@@ -36,6 +36,8 @@ def written(text: str, folder: Path) -> str:
     processes = processes_here(text)
     if processes is None:
         return text
+    from lockstep.planner.machines.calibration import measure_machine  # imports torch
+
     path = folder / "this-machine.toml"
     path.write_text(measure_machine(processes, threads_per_process(processes)).as_toml(), encoding="utf-8")
     return str(path)

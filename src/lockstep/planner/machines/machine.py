@@ -1,0 +1,47 @@
+"""The machines that plans are predicted on: devices, their costs, and their memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.planner.machines.costs import FITTED, collective_seconds, operation_seconds
+from lockstep.planner.machines.hardware import Cluster
+from lockstep.planner.operations import Collective
+from lockstep.planner.simulate import Costs
+
+HOST_SECONDS = 7e-6
+"""Time in which Python and torch put an operation on a GPU's stream."""
+OVERHEAD_BYTES = 1_300_000_000
+"""Memory of a GPU that its driver's context and the libraries of matrix products and collectives take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The machines that a plan is to run on."""
+
+    cluster: Cluster
+    costs: Costs
+    capacity_bytes: int | None
+    overhead_bytes: int
+    is_gpu: bool = True
+    contention: float = 0.0
+    """Part of the communication beside computation that costs time all the same."""
+    jitter: float = 0.0
+    """Part of a step that each doubling of the devices adds."""
+
+    @classmethod
+    def of(cls, cluster: Cluster, memory_bytes: int | None) -> Machine:
+        """The machines of a data sheet. `memory_bytes`: of a device, if it is not the data sheet's."""
+
+        def collective(each: Collective) -> float:
+            return collective_seconds(each, cluster)
+
+        costs = Costs(lambda each: operation_seconds(each, cluster.device), collective, HOST_SECONDS)
+        return cls(
+            cluster=cluster,
+            costs=costs,
+            capacity_bytes=memory_bytes or cluster.device.memory_bytes,
+            overhead_bytes=OVERHEAD_BYTES,
+            contention=FITTED.contention,
+            jitter=FITTED.jitter,
+        )
