@@ -74,6 +74,7 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         ([], "UsageError: Missing command; see lockstep --help"),
         (["nix"], "UsageError: No such command 'nix'; see lockstep --help"),
         (["run"], "UsageError: Missing argument 'SCRIPT'; see lockstep run --help"),
+        (["plan", "--on"], "UsageError: Option '--on' requires an argument; see lockstep plan --help"),
         (["run", "--nix", "train.py"], "UsageError: No such option '--nix'; see lockstep run --help"),
         (
             ["run", "trian.py"],

@@ -145,6 +145,16 @@ def test_ended_by_a_signal_it_leaves_no_process_and_asked_to_end_no_file(number:
     assert number == signal.SIGKILL or not list(tmp_path.iterdir())
 
 
+def test_killed_it_leaves_no_script_that_has_not_come_to_its_training(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time; time.sleep(600)")
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([LOCKSTEP, "plan", "--on", "8 x H100", "train.py"], cwd=tmp_path, env=environ) as process:
+        wait_for(lambda: any(psutil.Process(process.pid).children()))
+        started = psutil.Process(process.pid).children()
+        process.kill()
+    wait_for(lambda: not any(each.is_running() for each in started), seconds=5)
+
+
 def test_a_script_that_says_nothing_is_said_to() -> None:
     assert _why_no_outcome(["train.py"], 3, "").endswith("correct the script, and said nothing")
 

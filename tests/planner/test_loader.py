@@ -83,7 +83,7 @@ def fails(index: int) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (fails, "failed with OSError: no such file"),
+        (fails, r"failed with OSError: no such file \(at .*test_loader.py:\d+ in fails\)"),
         (lambda index: time.sleep(60), "took longer than 0 s"),
         (lambda index: os.kill(os.getpid(), signal.SIGKILL), "killed its process"),
     ],

@@ -1,4 +1,4 @@
-"""What a plan that cannot be traced is refused with."""
+"""What a plan that cannot be run is refused with."""
 
 from __future__ import annotations
 
@@ -16,3 +16,11 @@ def test_an_error_in_a_library_names_the_line_of_the_script_that_called_it() -> 
     assert _fault(raised.value).endswith(
         f"(at {__file__}:{line} in {test_an_error_in_a_library_names_the_line_of_the_script_that_called_it.__name__})"
     )
+
+
+def test_an_error_in_no_line_of_the_script_names_none() -> None:
+    """As in the forward of an `nn.Sequential`."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.nn.Linear(2, 1)(torch.ones(3))
+    inside = raised.value.with_traceback(raised.tb.tb_next)
+    assert _fault(inside) == f"it could not be traced: RuntimeError: {inside}"

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import click
 
 from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import LaunchError, PlanError
+from lockstep.base.parent import die_with_parent
 from lockstep.base.system import refuse_on_windows
 from lockstep.base.units import size
 from lockstep.cli.arguments.launch import check_target, script_arguments
@@ -132,7 +134,6 @@ def _predicted(
             slots=usable_cpus(),
             folder=str(folder),
             is_here=processes is not None,
-            parent=os.getpid(),
         )
         return machine, _outcomes(line, request, progress)
 
@@ -151,7 +152,8 @@ def _outcomes(line: Sequence[str], request: PlanRequest, progress: Callable[[int
     environ = {**os.environ, **request.write(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     with (folder / "output.txt").open("w") as output:
         streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        process = subprocess.Popen([sys.executable, *line], env=environ, start_new_session=True, **streams)
+        dies_with_this = partial(die_with_parent, os.getpid())
+        process = subprocess.Popen([sys.executable, *line], env=environ, start_new_session=True, preexec_fn=dies_with_this, **streams)
         try:
             shown = 0
             while process.poll() is None:

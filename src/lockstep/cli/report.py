@@ -43,11 +43,13 @@ def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int
     searches = [folder for folder in run_dirs if Path(folder, SEARCH).is_file()]
     if searches and len(run_dirs) > 1:
         raise LaunchError(f"{searches[0]} is the folder of a search; its report is of it alone; give it by itself")
+    path = Path(output if output is not None else "report.html" if len(run_dirs) > 1 else Path(run_dirs[0]) / "report.html")
+    makes_page = output is not None or not as_json
     data, lines, make = _of_search(Path(searches[0])) if searches else _of_runs(run_dirs)
-    print(json.dumps(data, indent=2, allow_nan=False) if as_json else "\n".join(lines))
-    if output is not None or not as_json:
-        path = Path(output if output is not None else "report.html" if len(run_dirs) > 1 else Path(run_dirs[0]) / "report.html")
+    if makes_page:
         _check(path)
+    print(json.dumps(data, indent=2, allow_nan=False) if as_json else "\n".join(lines))
+    if makes_page:
         text = make(time.time()).encode(errors="backslashreplace")  # names of folders may be any bytes
         try:
             write_atomically(path, text)

@@ -123,7 +123,7 @@ def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool,
     csv = given["csv"]
     if csv is not None and (Path(csv).is_dir() or not Path(csv).absolute().parent.is_dir()):
         raise LaunchError(f"--csv {csv}; it is a file, which is written when the search has ended; name one in a folder that is there")
-    metric, timeout, stem = given["metric"], given["timeout"], Path(script[1] if is_module else script[0]).stem
+    metric, timeout, stem = given["metric"], given["timeout"], script[1] if is_module else Path(script[0]).stem
     launch = options_from({name: given[name] for name in (*LAUNCH, "set") if name in given})
     plan = launch.validate()
     request = SearchRequest(
@@ -151,7 +151,7 @@ def _send_to_slurm(options: str, jobs: int | None, script: Sequence[str], *, is_
     context = click.get_current_context()
     words = given_options(context, without=("slurm", "parallel"))
     line = ["lockstep", str(context.info_name), *words, "--parallel", "1", *script]
-    text = array_of(line, shell_words("--slurm", options), jobs=jobs, name=Path(script[1] if is_module else script[0]).stem)
+    text = array_of(line, shell_words("--slurm", options), jobs=jobs, name=script[1] if is_module else Path(script[0]).stem)
     say(f"lockstep: job {submit(text)}, an array of {jobs}: squeue shows them; their trials are in the folder of the search")
     if "--storage" not in words:
         say(

@@ -27,8 +27,6 @@ class PlanRequest:
     folder: str
     is_here: bool
     """True if the devices are this machine, on which the loader is measured too."""
-    parent: int
-    """The process that asks, with which the script's ends."""
 
     def write(self) -> dict[str, str]:
         """Write the request. Returns the environment variables for the process."""

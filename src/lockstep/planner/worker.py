@@ -6,16 +6,15 @@ import json
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lockstep.base.errors import UserError
 from lockstep.base.parent import die_with_parent
-from lockstep.hooks.hang.snapshot import Frame, innermost_line
+from lockstep.base.units import size
 from lockstep.plan import Plan
-from lockstep.planner.loader import MEASURED_SECONDS, LoaderTime
+from lockstep.planner.loader import MEASURED_SECONDS, LoaderTime, told
 from lockstep.planner.machines.machine import Machine
 from lockstep.planner.machines.target import machine_at
 from lockstep.planner.predict import is_splittable, predict
@@ -33,8 +32,6 @@ MOST_COPIES = 8
 def train(recipe: Recipe) -> None:
     """Predict the plans of the request for this recipe, and end the process."""
     request = PlanRequest.read(os.environ)
-    if os.getppid() == request.parent:  # a script may start processes that train
-        die_with_parent(request.parent)
     evaluation = _Evaluation(recipe, request)
     if request.plans:
         evaluation.evaluate([Plan.parse(plan) for plan in request.plans])
@@ -59,16 +56,16 @@ class _Evaluation:
     def space(self) -> Space:
         """Return the space in which plans for this recipe are searched for."""
         recipe, cluster = self._recipe, self._machine.cluster
-        size = model_size(recipe)
+        model = model_size(recipe)
         return Space(
             devices=cluster.count,
             devices_per_node=cluster.devices_per_node,
             samples=recipe.global_batch or 1,
             microbatch=recipe.microbatch if isinstance(recipe.microbatch, int) else None,
-            is_splittable=is_splittable(recipe, size),
+            is_splittable=is_splittable(recipe, model),
             is_compilable=self._machine.is_gpu,
-            state_bytes=2 * size.parameter_bytes,
-            stages=size.parts,
+            state_bytes=2 * model.parameter_bytes,
+            stages=model.parts,
             capacity_bytes=self._machine.capacity_bytes,
         )
 
@@ -133,9 +130,8 @@ class _Evaluation:
 
 
 def _fault(error: BaseException) -> str:
-    """Return what has failed that no check of lockstep explains, and the script's line."""
-    frames = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(error.__traceback__)]
-    return f"it could not be traced: {type(error).__name__}: {error} (at {innermost_line(frames)})"
+    """Return what has failed that no check of lockstep explains."""
+    return f"it could not be traced: {told(error)}"
 
 
 def _predicted(recipe: Recipe, plan: Plan, machine: Machine) -> Outcome:
@@ -159,4 +155,4 @@ def available_bytes() -> int:
 
 def _why_not(prediction: Prediction) -> str:
     peak, capacity = prediction.peak, prediction.capacity_bytes or 0
-    return f"needs {prediction.needed_bytes / 1e9:.1f} GB of {capacity / 1e9:.1f} GB, on rank {peak.rank} in {peak.moment}"
+    return f"needs {size(prediction.needed_bytes)} of {size(capacity)}, on rank {peak.rank} in {peak.moment}"

@@ -68,6 +68,7 @@ class SearchRequest:
             "metric": self.metric,
             "direction": self.direction,
             "set": sorted(self.launch.set),
+            "population": [self.trials, self.population] if self.sampler == "pbt" else None,
             "sweep": [f"{name}={','.join(values)}" for name, values in self.sweep],
         }
 

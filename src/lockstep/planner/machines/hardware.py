@@ -158,6 +158,11 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
+    if "operations" in sheet:
+        raise PlanError(
+            f"{name!r} is a machine that lockstep doctor has measured, with {sheet.get('processes')} processes; give it without a count "
+            f"and a link: --on {name}; for more processes measure it with these: lockstep doctor --nproc 4 --write {name}"
+        )
     known = {each.name: each for each in fields(kind)}
     missing = [key for key in known if key not in sheet and key not in ("aliases", "few_ranks", "all_reduce_gain")]
     if missing or (unknown := sorted(set(sheet) - set(known))):
