@@ -73,8 +73,8 @@ def main() -> None:
     try:
         status = _commands.main(prog_name="lockstep", standalone_mode=False)
     except click.UsageError as error:
-        # Click's parser does not know the command.
-        where = error.ctx.command_path if error.ctx is not None else " ".join(["lockstep", *set(sys.argv[1:2]).intersection(_COMMANDS)])
+        # Without a context: a command's option lacks its value.
+        where = error.ctx.command_path if error.ctx is not None else f"lockstep {sys.argv[1]}"
         _fail(f"UsageError: {error.format_message().rstrip('.')}; see {where} --help")
     except click.ClickException as error:
         _fail(f"UsageError: {error.format_message()}")

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -17,7 +16,7 @@ import torch
 from lockstep.base.errors import RecipeError
 from lockstep.base.parent import die_with_parent
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
-from lockstep.hooks.hang.snapshot import Frame, innermost_line
+from lockstep.hooks.hang.snapshot import error_with_line
 from lockstep.plan import Plan
 from lockstep.planner.prediction import Prediction
 from lockstep.recipe.data import Stream
@@ -52,17 +51,17 @@ class LoaderTime:
             try:
                 path.write_text(json.dumps(_loaded(recipe, seconds)), encoding="utf-8")
             except BaseException as error:
-                path.write_text(json.dumps(told(error)), encoding="utf-8")
+                path.write_text(json.dumps(error_with_line(error)), encoding="utf-8")
             finally:
                 os._exit(0)
         if not _ends(process, PATIENCE_SECONDS):
             raise _cannot_load(f"took longer than {PATIENCE_SECONDS:.0f} s")
         if not path.exists():
             raise _cannot_load("killed its process")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, str):
-            raise _cannot_load(f"failed with {found}")
-        return cls(found, f"a process loads {1 / found:,.4g} samples/s here")
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(told, str):
+            raise _cannot_load(f"failed with {told}")
+        return cls(told, f"a process loads {1 / told:,.4g} samples/s here")
 
     def added_to(self, prediction: Prediction, plan: Plan, *, processes: int, cores: float) -> Prediction:
         """Return the prediction with the loader of each process. Without workers the process loads before it computes;
@@ -95,13 +94,6 @@ def _ends(process: int, seconds: float) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def told(error: BaseException) -> str:
-    """Return an exception in words, with the script's innermost line in its traceback, if there is one."""
-    frames = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(error.__traceback__)]
-    line = innermost_line(frames)
-    return f"{type(error).__name__}: {error}" + (f" (at {line})" if line is not None and line.is_user_code else "")
 
 
 def _cannot_load(why: str) -> RecipeError:

@@ -13,8 +13,9 @@ from pathlib import Path
 from lockstep.base.errors import UserError
 from lockstep.base.parent import die_with_parent
 from lockstep.base.units import size
+from lockstep.hooks.hang.snapshot import error_with_line
 from lockstep.plan import Plan
-from lockstep.planner.loader import MEASURED_SECONDS, LoaderTime, told
+from lockstep.planner.loader import MEASURED_SECONDS, LoaderTime
 from lockstep.planner.machines.machine import Machine
 from lockstep.planner.machines.target import machine_at
 from lockstep.planner.predict import is_splittable, predict
@@ -96,7 +97,7 @@ class _Evaluation:
         try:
             outcome = self._with_loader(_predicted(self._recipe, plan, self._machine), plan)
         except BaseException as error:
-            outcome = Outcome(plan=text(plan), reason=_fault(error), is_refused=True)
+            outcome = Outcome(plan=text(plan), reason=f"it could not be traced: {error_with_line(error)}", is_refused=True)
         try:
             path.write_text(json.dumps(outcome.as_json()), encoding="utf-8")
         finally:
@@ -127,11 +128,6 @@ class _Evaluation:
     def _report(self, outcome: Outcome) -> None:
         with (Path(self._request.folder) / OUTCOMES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(outcome.as_json()) + "\n")
-
-
-def _fault(error: BaseException) -> str:
-    """Return what has failed that no check of lockstep explains."""
-    return f"it could not be traced: {told(error)}"
 
 
 def _predicted(recipe: Recipe, plan: Plan, machine: Machine) -> Outcome:

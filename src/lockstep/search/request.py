@@ -1,4 +1,4 @@
-"""Requests: for a search, which has the options of `lockstep search` and `lockstep sweep`, checked; and for a trial."""
+"""The request for a search, with the checked options of `lockstep search` and `lockstep sweep`; and for a trial."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SearchRequest:
             "metric": self.metric,
             "direction": self.direction,
             "set": sorted(self.launch.set),
-            "population": [self.trials, self.population] if self.sampler == "pbt" else None,
+            "population": f"{self.trials} trials, {self.population} members" if self.sampler == "pbt" else None,
             "sweep": [f"{name}={','.join(values)}" for name, values in self.sweep],
         }
 

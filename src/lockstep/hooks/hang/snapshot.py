@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -175,6 +176,13 @@ def stack_of(frame: FrameType | None) -> Stack:
         found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname))
         frame = frame.f_back
     return tuple(reversed(found))
+
+
+def error_with_line(error: BaseException) -> str:
+    """Return the type and text of an exception, and the innermost line of the user's code in its traceback, if any."""
+    frames = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(error.__traceback__)]
+    line = innermost_line(frames)
+    return f"{type(error).__name__}: {error}" + (f" (at {line})" if line is not None and line.is_user_code else "")
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:
