@@ -17,7 +17,7 @@ CODE := src tests examples benchmarks website
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test commands slow slurm verify matrix check docs bench peers zoo dist clean
+.PHONY: help venv train test commands slow slurm verify matrix check sizes docs bench peers zoo dist clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ check: venv ## ruff, mypy --strict, and the floors
 	$(BIN)/ruff format --check $(wildcard $(CODE))
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+sizes: ## the largest functions, classes, files and folders of the package: advice
+	@$(PYTHON) tests/sizes.py
 
 # A warning, a broken link, or a page that is not in the navigation fails it. Nothing is fetched.
 docs: venv ## the documentation site, in build/site: open build/site/index.html
