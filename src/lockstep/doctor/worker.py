@@ -76,7 +76,7 @@ def _run_probes(coordinator: ProbeCoordinator, environment: Environment, values:
     if len(names) > 1 and machine["path"] is not None:
         with coordinator.probe("the run directory on all machines"):
             values["shared"] = _ranks_that_share(coordinator, Path(machine["path"]))
-    groups = _groups(coordinator, world)
+    groups = _groups(coordinator, world, values["backend"])
     if len(names) > 1:
         first_ranks = [machine_of_rank.index(number) for number in range(len(names))]
         values["clocks"] = benchmark.measure_clocks(coordinator, groups[0], first_ranks)
@@ -100,15 +100,16 @@ def _run_probes(coordinator: ProbeCoordinator, environment: Environment, values:
         coordinator.barrier()
 
 
-def _groups(coordinator: ProbeCoordinator, world: World) -> list[collective_checks.RankGroup]:
+def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[collective_checks.RankGroup]:
     """Return the group of all ranks, then each of `subgroups` that this rank is in. Every rank creates every group."""
-    groups = [collective_checks.RankGroup("all ranks", list(range(world.size)), world.rank, None, world.device)]
+    groups = [collective_checks.RankGroup("all ranks", list(range(world.size)), world.rank, None, world.device, backend)]
     for name, parts in subgroups(world.size).items():
         for ranks in parts:
             with coordinator.probe(f"the group of {name}"):
                 process_group = dist.new_group(ranks)
             if world.rank in ranks:
-                groups.append(collective_checks.RankGroup(name, ranks, ranks.index(world.rank), process_group, world.device))
+                group_rank = ranks.index(world.rank)
+                groups.append(collective_checks.RankGroup(name, ranks, group_rank, process_group, world.device, backend))
     return groups
 
 
