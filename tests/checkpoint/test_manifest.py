@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
 from lockstep.checkpoint.manifest import (
     BLOCK_BYTES,
+    FORMAT,
     BlockHashes,
     DamagedError,
     FileEntry,
     Manifest,
     UnknownFormatError,
+    _hash,
     hash_blocks,
     hash_bytes,
 )
-from lockstep.checkpoint.tensor_shards import TensorShard
+from lockstep.checkpoint.tensor_shards import TensorShard, check_cover
 
 MANIFEST = Manifest(
     step=60,
     files={
         "rank-0.safetensors": FileEntry(
             BlockHashes(70, ("00" * 16,)),
-            {TensorShard("weight", "float32", (2, 3), (0, 0), (1, 3)): 58, TensorShard("step", "int64", (), (), ()): 50},
+            {TensorShard("weight", "float32", (1, 3), (0, 0), (1, 3)): 58, TensorShard("step", "int64", (), (), ()): 50},
         )
     },
     values={"position": 960, "rate": 0.1, "größe": [None, True]},
@@ -79,3 +85,111 @@ def test_a_block_hash_depends_on_its_bytes() -> None:
     assert (sealed.size_bytes, len(sealed.blocks)) == (BLOCK_BYTES + 5, 2)
     assert sealed.blocks[1] == hash_bytes([bytes(5)]) == hash_bytes([bytes(2), bytes(3)])
     assert sealed.blocks[1] not in (hash_bytes([bytes(4)]), hash_bytes([b"\0\0\1\0\0"]))
+
+
+RIGHT = {"bytes": 100, "blocks": ["00" * 16], "shards": [["a", "float32", [4], [0], [4], 50]]}
+
+
+def forged(content: object) -> bytes:
+    """A manifest of any content, with the right hash."""
+    text = json.dumps(content, separators=(",", ":"))
+    return f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, text.encode())}","content":{text}}}\n'.encode()
+
+
+def content(files: Any, **fields: Any) -> dict[str, Any]:
+    return {"step": 1, "metadata": {}, "values": {}, "files": files, **fields}
+
+
+def entry(*shards: Any, **fields: Any) -> dict[str, Any]:
+    return {**RIGHT, "shards": list(shards), **fields}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (content({"../a.safetensors": RIGHT}), "it names a file"),
+        (content({"/etc/rank-0.safetensors": RIGHT}), "it names a file"),
+        (content({"rank-0.safetensors\n": RIGHT}), "it names a file"),
+        (content({"manifest.json": RIGHT}), "it names a file"),
+        (content({"rank-0.safetensors": {**RIGHT, "blocks": []}}), "0 hashes are not those of 100 bytes"),
+        (content({"rank-0.safetensors": {**RIGHT, "bytes": 2**70}}), "is no size"),
+        (content({"rank-0.safetensors": {**RIGHT, "bytes": 100.0}}), "is no size"),
+        (content({"rank-0.safetensors": {**RIGHT, "blocks": ["0" * 31 + "X"]}}), "1 hashes are not those"),
+        (content({"rank-0.safetensors": {**RIGHT, "blocks": [7]}}), "expected string"),
+        (content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [4], 90])}), "reaches beyond its file"),
+        (content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [4], -16])}), "is no size"),
+        (content({"rank-0.safetensors": entry(["a", "float32", [4], [2], [4], 0])}), "reaches beyond its shape"),
+        (
+            content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [4], 0], ["b", "float32", [4], [0], [4], 8])}),
+            "overlaps another",
+        ),
+        (content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [4], 0], ["a", "float32", [4], [0], [4], 50])}), "a shard twice"),
+        (content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [3], 0])}), "overlap, or do not cover it"),
+        (
+            content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [2], 0], ["a", "float32", [4], [0], [2], 50])}),
+            "a file has a shard twice",
+        ),
+        (
+            content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [3], 0], ["a", "float32", [4], [1], [3], 50])}),
+            "overlap, or do not cover it",
+        ),
+        (
+            content(
+                {
+                    "rank-0.safetensors": entry(["a", "float32", [4], [0], [4], 0]),
+                    "rank-1.safetensors": entry(["a", "int32", [4], [0], [4], 0]),
+                }
+            ),
+            "differ in type or shape",
+        ),
+        (content({"rank-0.safetensors": entry(["a", "object", [4], [0], [4], 0])}), "it names the type 'object'"),
+        (content({"rank-0.safetensors": entry(["a", "float32", [4, 1], [0], [4], 0])}), "other dims than its shape"),
+        (content({"rank-0.safetensors": entry(["a", "uint8", [0] * 65, [0] * 65, [0] * 65, 0])}), "more than 64"),
+        (content({"rank-0.safetensors": entry([["a"], "float32", [4], [0], [4], 0])}), "cannot be parsed"),
+        (content({}, step=-1), "is no size"),
+        (content({}, metadata=[]), "values and metadata are objects"),
+        (content({}, metadata={"score": 3}), "has int as 'metadata.score', but a run writes an object"),
+        (content({}, metadata={"score": {"value": "1"}}), "has str as 'metadata.score.value', but a run writes a number"),
+        (content({}, values=None), "cannot be parsed"),
+        (content([]), "cannot be parsed"),
+        ([], "cannot be parsed"),
+    ],
+)
+def test_a_forged_manifest_is_damage(given: object, says: str) -> None:
+    with pytest.raises(DamagedError, match=says):
+        Manifest.decode(forged(given))
+
+
+def test_a_full_tensor_may_be_in_several_files() -> None:
+    found = Manifest.decode(forged(content({"part-0.safetensors": RIGHT, "part-1.safetensors": RIGHT})))
+    assert len(found.files) == 2
+
+
+@given(st.data())
+def test_shards_cover_a_tensor_if_each_element_is_in_one(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
+    boxes = {(tuple(0 for _ in shape), shape)}
+    for _ in range(data.draw(st.integers(0, 4))):  # cut a box, and then perhaps move an end or take one away
+        offsets, lengths = data.draw(st.sampled_from(sorted(boxes)))
+        if shape:
+            dim = data.draw(st.integers(0, len(shape) - 1))
+            cut = data.draw(st.integers(0, lengths[dim]))
+            low, high = list(lengths), list(lengths)
+            low[dim], high[dim] = cut, lengths[dim] - cut
+            moved = list(offsets)
+            moved[dim] += cut
+            boxes = (boxes - {(offsets, lengths)}) | {(offsets, tuple(low)), (tuple(moved), tuple(high))}
+    if data.draw(st.booleans()) and shape:
+        offsets, lengths = data.draw(st.sampled_from(sorted(boxes)))
+        boxes -= {(offsets, lengths)}
+        wrong = tuple(data.draw(st.integers(0, size - at)) for at, size in zip(offsets, shape, strict=True))
+        boxes |= data.draw(st.sampled_from([{(offsets, wrong)}, set()]))
+    count = np.zeros(shape, int)
+    for offsets, lengths in boxes:
+        count[tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))] += 1
+    shards = [TensorShard("a", "float32", shape, *box) for box in boxes]
+    if not shards or (count == 1).all():
+        check_cover(shards)
+        return
+    with pytest.raises(ValueError, match="overlap, or do not cover it"):
+        check_cover(shards)

@@ -133,8 +133,8 @@ def test_reads_are_concurrent(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("memory").store.clear()
     storage, content = ObjectStorage("memory://run"), bytes(6 * BLOCK_BYTES)
     storage.begin(NAME)
-    storage.write(NAME, "a", [content])
-    manifest = Manifest(step=40, files={"a": FileEntry(hash_blocks(memoryview(content)), {})}, values={}, metadata={})
+    storage.write(NAME, "rank-0.safetensors", [content])
+    manifest = Manifest(step=40, files={"rank-0.safetensors": FileEntry(hash_blocks(memoryview(content)), {})}, values={}, metadata={})
     storage.commit(NAME, manifest.encode())
     raise_on_all_ranks, read_into = threading.Barrier(6, timeout=20), storage.read_into
     monkeypatch.setattr(storage, "read_into", lambda *given: (raise_on_all_ranks.wait() and 0) or read_into(*given))

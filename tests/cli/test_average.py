@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -213,8 +213,8 @@ def test_nothing_is_written_over(trained: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_has_not_ended_is_named_with_its_checkpoint(trained: Path, tmp_path: Path, out: str) -> None:
     (tmp_path / "parts").mkdir()
-    for name in ("run.json", "checkpoints"):
-        os.symlink(trained / "b" / name, tmp_path / "parts" / name)
+    shutil.copy(trained / "b" / "run.json", tmp_path / "parts")
+    shutil.copytree(trained / "b" / "checkpoints", tmp_path / "parts" / "checkpoints")
     (checkpoint,) = (trained / "b" / "checkpoints").iterdir()
     ended = average(trained, "a", str(tmp_path / "parts"), "-o", out)
     assert ended.returncode == 2

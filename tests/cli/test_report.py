@@ -155,7 +155,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["torn"],
         "torn/run.json is not valid JSON (Expecting value: line 1 column 1 (char 0)); a run never writes it in part",
     ),
-    (["deep"], "deep/run.json is not valid JSON (maximum recursion depth exceeded"),
+    (["deep"], "deep/run.json is not valid JSON (its values are nested too deep)"),
     (["kinds"], "kinds/result.json has str as 'steps', but a run writes int; give another run directory"),
     (["runs/a", "-o", "no/page.html"], "LaunchError: -o no/page.html; its directory is not there; name a file in a directory that is"),
     (["runs/a", "-o", "empty"], "LaunchError: -o empty is a directory; a report is one file; name a file in it"),

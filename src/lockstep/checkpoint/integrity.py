@@ -7,17 +7,19 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from lockstep.checkpoint.manifest import BLOCK_BYTES, BlockHashes, DamagedError, Manifest, UnreachableError, hash_bytes
+from lockstep.checkpoint.manifest import BLOCK_BYTES, MOST_BYTES, BlockHashes, DamagedError, Manifest, UnreachableError, hash_bytes
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
 
-DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
-"""Error numbers of a file that is missing or damaged."""
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EINVAL, errno.EFBIG)
+"""Error numbers of a file that is missing or damaged, or none that a run writes."""
 
 
 def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
     """Read and verify the manifest. Raises `DamagedError`, `UnknownFormatError`, `UnreachableError`."""
     with _storage_errors(MANIFEST):
-        data = folder.read(name, MANIFEST)
+        data = folder.read(name, MANIFEST, 0, MOST_BYTES)
+    if len(data) == MOST_BYTES:
+        raise DamagedError(f"the manifest is larger than {MOST_BYTES:,} bytes")
     found = Manifest.decode(data)
     if found.step != name.step:
         raise DamagedError(f"the manifest is that of step {found.step}")

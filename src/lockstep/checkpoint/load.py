@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.checkpoint.integrity import read_block, read_manifest
 from lockstep.checkpoint.manifest import BLOCK_BYTES, BlockHashes, DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.storage import CheckpointName, Storage
-from lockstep.checkpoint.tensor_shards import DTYPES, ShardCopy, TensorShard, plan_copies, torch_dtype
+from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
@@ -99,8 +99,6 @@ class CheckpointReader:
         """Shard -> its file, and the position of its first byte there."""
         for file, entry in self.manifest.files.items():
             for shard, start in entry.shards.items():
-                if shard.dtype not in DTYPES:
-                    raise DamagedError(f"the manifest names the type {shard.dtype!r}")
                 self._locations[shard] = file, start
         self._spare: list[bytearray] = []
         """Buffers of one block each, for reuse."""

@@ -7,6 +7,7 @@ Files are hashed in blocks, so that a part of a file can be read and checked alo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,23 @@ from typing import Any
 from blake3 import blake3
 
 from lockstep.base.errors import LockstepError
-from lockstep.checkpoint.tensor_shards import TensorShard
+from lockstep.base.foreign_files import NUMBER, check_kinds
+from lockstep.checkpoint.tensor_shards import TensorShard, check_cover, whole_number
 
 JsonObject = Mapping[str, Any]
 FORMAT = 1
 BLOCK_BYTES = 4 << 20
 HASH_BYTES = 16
 """Bytes kept of BLAKE3's 32. A wrong block passes by chance once in 2^128 times."""
+MOST_BYTES = 1 << 30
+"""Largest size of a manifest that is read."""
+_METADATA = {
+    "recipe": dict, "plan": str, "world_size": int, "saved": str, "score": {"metric": str, "mode": str, "value": NUMBER},
+    "optimizers": list, "code": dict, "versions": {"python": str},
+}  # fmt: skip
+_FILE_NAME = re.compile(r"(?:rank|part)-\d{1,9}\.safetensors")
+_HASH = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
+_HEAD = re.compile(rb'\{"format":(\d{1,9}),"blake3":"([0-9a-f]{32})","content":')
 
 
 class DamagedError(LockstepError):
@@ -83,8 +94,19 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, entry: JsonObject) -> FileEntry:
-        shards = {TensorShard.from_json(shard): start for *shard, start in entry["shards"]}
-        return cls(BlockHashes(entry["bytes"], tuple(entry["blocks"])), shards)
+        """Raises `ValueError` for shards that overlap, or reach beyond the file."""
+        shards = {TensorShard.from_json(shard): whole_number(start) for *shard, start in entry["shards"]}
+        size, blocks = whole_number(entry["bytes"]), tuple(entry["blocks"])
+        if len(blocks) != -(-size // BLOCK_BYTES) or not all(map(_HASH.fullmatch, blocks)):
+            raise ValueError(f"{len(blocks)} hashes are not those of {size} bytes")
+        if len(shards) != len(entry["shards"]):
+            raise ValueError("a file has a shard twice")
+        at = 0
+        for start, stop, name in sorted((start, start + shard.bytes, shard.name) for shard, start in shards.items()):
+            if start < at or stop > size:
+                raise ValueError(f"a shard of {name!r} overlaps another, or reaches beyond its file")
+            at = stop
+        return cls(BlockHashes(size, blocks), shards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,21 +128,33 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Parse a manifest. Raises `DamagedError` for changed bytes, `UnknownFormatError` for another version."""
+        """Parse a manifest. Raises `DamagedError` for bytes that no save has written, `UnknownFormatError` for another
+        version."""
+        head = _HEAD.match(data)
+        if head is None or not data.endswith(b"}\n"):
+            raise DamagedError("the manifest cannot be parsed: it does not begin and end as one does")
+        known = int(head[1])
+        if _hash(known, memoryview(data)[head.end() : -2]) != head[2].decode():
+            raise DamagedError("the manifest's hash is not that of its content")
+        if known != FORMAT:
+            raise UnknownFormatError(
+                f"the checkpoint has format {known}, and this version of lockstep reads {FORMAT}; load it with a newer one"
+            )
         try:
-            whole = json.loads(data)
-            known = whole["format"]
-            content = whole["content"]
-            start = data.index(b'"content":') + len(b'"content":')
-            if not data.endswith(b"}\n") or _hash(known, data[start:-2]) != whole["blake3"]:
-                raise DamagedError("the manifest's hash is not that of its content")
-            if known != FORMAT:
-                raise UnknownFormatError(
-                    f"the checkpoint has format {known}, and this version of lockstep reads {FORMAT}; load it with a newer one"
-                )
+            content = json.loads(data[head.end() : -2])
             files = {name: FileEntry.from_json(entry) for name, entry in content["files"].items()}
-            return cls(step=content["step"], files=files, values=content["values"], metadata=content["metadata"])
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            if wrong := [name for name in files if not _FILE_NAME.fullmatch(name)]:
+                raise ValueError(f"it names a file {wrong[0]!r}")
+            check_cover(shard for entry in files.values() for shard in entry.shards)
+            values, metadata = content["values"], content["metadata"]
+            if not isinstance(values, dict) or not isinstance(metadata, dict):
+                raise ValueError("values and metadata are objects")
+            check_kinds(metadata, _METADATA, "metadata.")
+            score = metadata.get("score")
+            if score is not None and (score.get("mode") not in ("min", "max") or score.get("metric") is None or score.get("value") is None):
+                raise ValueError(f"its score is {score}")
+            return cls(step=whole_number(content["step"]), files=files, values=values, metadata=metadata)
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise DamagedError(f"the manifest cannot be parsed: {error}") from error
 
 
@@ -134,5 +168,5 @@ def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
     return found
 
 
-def _hash(known: Any, content: bytes) -> str:
+def _hash(known: int, content: bytes | memoryview) -> str:
     return hash_bytes([f"{known}:".encode(), content])

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from lockstep.base.foreign_files import open_below, open_named, parse_object
 from lockstep.checkpoint.integrity import read_block, read_manifest
 from lockstep.checkpoint.manifest import DamagedError
 from lockstep.checkpoint.storage import CheckpointName, Storage
-from lockstep.checkpoint.tensor_shards import DTYPES, TensorShard, item_bytes
+from lockstep.checkpoint.tensor_shards import DTYPES, MOST_DIMS, TensorShard, item_bytes, whole_number
 
+MODEL = "model.safetensors"
+"""The final model in a run directory."""
+_MOST_HEADER_BYTES = 100_000_000
+"""Largest header of the format."""
+_OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 _BLOCKS = 8
 """Blocks kept in memory, because one block may hold many small tensors."""
 
@@ -46,16 +55,31 @@ class StoredCheckpoint:
 
     @property
     def modules(self) -> list[int]:
-        """The indices of the saved models, in the order in which they were prepared."""
-        return sorted(map(int, self.manifest.values["modules"]))
+        """The indices of the saved models, in the order in which they were prepared. Raises `DamagedError`."""
+        with self._parsing():
+            return sorted(map(int, self.manifest.values["modules"]))
+
+    @property
+    def other_state(self) -> list[str]:
+        """The names of the state beside the models. Raises `DamagedError`."""
+        with self._parsing():
+            return sorted(self.manifest.values["state"])
 
     def model(self, module: int) -> StateDictReader:
-        """The saved model with this index."""
+        """The saved model with this index. Raises `DamagedError`."""
         prefix, specs = f"{module}/model/", self.specs()
         names = {name.removeprefix(prefix): name for name in specs if name.startswith(prefix)}
-        tied: Mapping[str, str] = self.manifest.values["modules"][str(module)]["tied"]
-        names |= {other: names[first] for other, first in tied.items()}
+        with self._parsing():
+            tied: Mapping[str, str] = self.manifest.values["modules"][str(module)]["tied"]
+            names |= {other: names[first] for other, first in tied.items()}
         return StateDictReader({name: specs[saved] for name, saved in names.items()}, lambda name: self.read(names[name]))
+
+    @contextmanager
+    def _parsing(self) -> Iterator[None]:
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedError(f"the manifest describes no models as a run does: {error!r}") from error
 
     def specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> dtype and shape of each saved tensor."""
@@ -66,8 +90,6 @@ class StoredCheckpoint:
         """Read the bytes of a tensor, row-major. Raises `DamagedError`, `UnreachableError`."""
         shards = list(self._shards[name].values())
         dtype, shape = shards[0][0].dtype, shards[0][0].shape
-        if sum(math.prod(shard.lengths) for shard, _, _ in shards) != math.prod(shape):
-            raise DamagedError(f"the shards of {name} do not cover it")
         whole = np.empty((*shape, item_bytes(dtype)), np.uint8)
         for shard, file, start in shards:
             box = tuple(slice(at, at + length) for at, length in zip(shard.offsets, shard.lengths, strict=True))
@@ -97,24 +119,61 @@ class StoredCheckpoint:
 
 
 def read_safetensors(path: Path) -> StateDictReader:
-    """Open a safetensors file; the format has no hashes to verify its bytes with. Raises `DamagedError`, `OSError`."""
-    torchs = {theirs: ours for ours, theirs in DTYPES.items()}
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(length))
-            offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-            specs = {name: (torchs[header[name]["dtype"]], tuple(header[name]["shape"])) for name in offsets}
-        except (ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
-            raise DamagedError(f"{path.name} is not a safetensors file: {error}") from error
+    """Open a safetensors file that the user named; the format has no hashes to verify its bytes with. Raises
+    `DamagedError`, `OSError`."""
+    return _safetensors(path.name, lambda: FileIO(open_named(path)))
 
-    def read(name: str) -> memoryview:
-        start, stop = offsets[name]
-        with path.open("rb") as file:
+
+def read_final_model(run: Path) -> StateDictReader:
+    """Open the final model of a run. Raises `DamagedError`, `OSError`."""
+    return _safetensors(MODEL, lambda: FileIO(open_below(run, MODEL)))
+
+
+def _safetensors(name: str, opened: Callable[[], FileIO]) -> StateDictReader:
+    try:
+        with opened() as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(_MOST_HEADER_BYTES, size - 8):
+                raise ValueError(f"a header of {length:,} bytes in {size:,}")
+            header = parse_object(file.read(length).decode())
+        header.pop("__metadata__", None)
+        "".join(header).encode()  # half a surrogate pair is no name
+        specs = {key: _spec(entry) for key, entry in header.items()}
+        spans = {key: [whole_number(at) for at in entry["data_offsets"]] for key, entry in header.items()}
+        _check_spans(specs, spans, size - 8 - length)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{name} is not a safetensors file: {error}") from error
+
+    def read(key: str) -> memoryview:
+        start, stop = spans[key]
+        with opened() as file:
             file.seek(8 + length + start)
-            data = file.read(stop - start)
-        if len(data) < stop - start:
-            raise DamagedError(f"{path.name} ends too early")
-        return memoryview(data)
+            data = memoryview(bytearray(stop - start))
+            at = 0
+            while at < len(data) and (got := file.readinto(data[at:])):
+                at += got
+        if at < len(data):
+            raise DamagedError(f"{name} ends too early")
+        return data
 
     return StateDictReader(specs, read)
+
+
+def _spec(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    shape = tuple(whole_number(size) for size in entry["shape"])
+    if len(shape) > MOST_DIMS:
+        raise ValueError(f"a tensor of {len(shape)} dims")
+    return _OURS[entry["dtype"]], shape
+
+
+def _check_spans(specs: Mapping[str, tuple[str, tuple[int, ...]]], spans: Mapping[str, list[int]], size: int) -> None:
+    """Raise `ValueError` unless the tensors' bytes follow each other and fill the file, as the format has it."""
+    at = 0
+    for key, (start, stop) in sorted(spans.items(), key=lambda pair: pair[1]):
+        dtype, shape = specs[key]
+        if start != at or stop - start != math.prod(shape) * item_bytes(dtype):
+            raise ValueError(f"{key!r} has the bytes from {start} to {stop}")
+        at = stop
+    if at != size:
+        raise ValueError(f"its tensors have {at:,} bytes, and {size:,} are there")

@@ -14,10 +14,12 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
 from lockstep.base.files import sync
+from lockstep.base.foreign_files import open_below
 from lockstep.base.system import BINARY
 
 MANIFEST = "manifest.json"
@@ -109,15 +111,20 @@ class FolderStorage:
 
     def names(self) -> list[CheckpointName]:
         try:
-            entries = os.listdir(self.path)
+            with os.scandir(self.path) as entries:
+                folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
-        return sorted(name for entry in entries if (name := CheckpointName.parse(entry)) is not None)
+        return sorted(name for folder in folders if (name := CheckpointName.parse(folder)) is not None)
 
     def remove_uncommitted(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         for entry in self.path.glob(".step-*"):
-            if CheckpointName.parse(entry.name.removeprefix(".").removesuffix(".deleted")) is not None:
+            if CheckpointName.parse(entry.name.removeprefix(".").removesuffix(".deleted")) is None:
+                continue
+            if entry.is_symlink() or not entry.is_dir():
+                entry.unlink()
+            else:
                 shutil.rmtree(entry)
 
     def free_bytes(self) -> int | None:
@@ -162,16 +169,17 @@ class FolderStorage:
         sync(self.path)
 
     def size(self, name: CheckpointName, file: str) -> int:
-        return (self.path / str(name) / file).stat().st_size
+        with self._opened(name, file) as opened:
+            return os.fstat(opened.fileno()).st_size
 
     def read(self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None) -> bytes:
-        with open(self.path / str(name) / file, "rb", buffering=0) as opened:
+        with self._opened(name, file) as opened:
             size = os.fstat(opened.fileno()).st_size
             opened.seek(start)
             return opened.read(max(0, min(size, size if stop is None else stop) - start))
 
     def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        with open(self.path / str(name) / file, "rb", buffering=0) as opened:
+        with self._opened(name, file) as opened:
             opened.seek(start)
             for part in parts:
                 rest = part
@@ -187,6 +195,9 @@ class FolderStorage:
         os.rename(self.path / str(name), hidden)
         sync(self.path)
         shutil.rmtree(hidden)
+
+    def _opened(self, name: CheckpointName, file: str) -> FileIO:
+        return FileIO(open_below(self.path, f"{name}/{file}"))
 
     def _temporary(self, name: CheckpointName) -> Path:
         return self.path / f".{name}"

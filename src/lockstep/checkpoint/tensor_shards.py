@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 
 Box = tuple[slice, ...]
 ALIGNMENT = 64
+MOST_DIMS = 64
+"""Largest number of dims of a tensor, as in torch."""
+_MOST_SPLIT_DIMS = 8
+_LARGEST = 2**62
 DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "uint16": "U16", "int16": "I16",
     "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "int32": "I32", "float32": "F32", "complex64": "C64", "uint64": "U64",
@@ -60,9 +66,17 @@ class TensorShard:
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> TensorShard:
+        """Raises `ValueError` for a box that does not lie inside of its tensor, and for an unknown type."""
         name, dtype, *boxes = fields
-        shape, offsets, lengths = (tuple(int(size) for size in box) for box in boxes)
-        return cls(str(name), str(dtype), shape, offsets, lengths)
+        shape, offsets, lengths = (tuple(whole_number(size) for size in box) for box in boxes)
+        if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError(f"it names the type {dtype!r}")
+        name.encode()  # half a surrogate pair is no name
+        if not len(shape) == len(offsets) == len(lengths) <= MOST_DIMS:
+            raise ValueError(f"{name!r} has boxes of other dims than its shape, or more than {MOST_DIMS}")
+        if any(at + size > whole for at, size, whole in zip(offsets, lengths, shape, strict=True)):
+            raise ValueError(f"a shard of {name!r} reaches beyond its shape")
+        return cls(name, dtype, shape, offsets, lengths)
 
 
 class FileLayout:
@@ -140,6 +154,46 @@ def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> It
     for item in create_default_local_load_plan(distributed, metadata).items:
         shard = by_name[item.storage_index.fqn][item.storage_index.index or 0]
         yield ShardCopy(shard, _box(item.storage_offsets, item.lengths), _box(item.dest_offsets, item.lengths))
+
+
+def whole_number(value: Any) -> int:
+    """Return a number of JSON that is a size or a position. Raises `ValueError`."""
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def check_cover(shards: Iterable[TensorShard]) -> None:
+    """Raise `ValueError` unless the shards of each tensor cover it, without overlap. Equal shards count once: an
+    emergency save has them in several files."""
+    by_name: dict[str, set[TensorShard]] = {}
+    for shard in shards:
+        by_name.setdefault(shard.name, set()).add(shard)
+    for name, boxes in by_name.items():
+        first = next(iter(boxes))
+        if any((box.dtype, box.shape) != (first.dtype, first.shape) for box in boxes):
+            raise ValueError(f"the shards of {name!r} differ in type or shape")
+        if math.prod(first.shape) and not _is_tiled(first.shape, boxes):
+            raise ValueError(f"the shards of {name!r} overlap, or do not cover it")
+
+
+def _is_tiled(shape: Sequence[int], boxes: Iterable[TensorShard]) -> bool:
+    """Return True if the boxes cover the shape, each element once.
+
+    The number of boxes over an element is given by its differences along each dim, which are not 0 only at corners of
+    boxes. So the corners' sum, with a sign for each upper end, is that of one box of the full shape.
+    """
+    split = [dim for dim, size in enumerate(shape) if any(box.lengths[dim] != size for box in boxes)]
+    if len(split) > _MOST_SPLIT_DIMS:
+        return False
+    count: Counter[tuple[int, ...]] = Counter()
+    for sign, box in [(-1, [(0, shape[dim]) for dim in split])] + [
+        (1, [(box.offsets[dim], box.offsets[dim] + box.lengths[dim]) for dim in split]) for box in boxes
+    ]:
+        for ends in product((0, 1), repeat=len(split)):
+            corner = tuple(side[end] for side, end in zip(box, ends, strict=True))
+            count[corner] += sign * (-1) ** sum(ends)
+    return not any(count.values())
 
 
 def item_bytes(dtype: str) -> int:

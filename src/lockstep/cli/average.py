@@ -21,12 +21,13 @@ from lockstep.base.errors import CheckpointError, DataError, LaunchError, say
 from lockstep.checkpoint.averaging.greedy_soup import greedy_soup
 from lockstep.checkpoint.averaging.weight_average import COUNTER, AverageMember, WeightAverage, check_alike, normalised
 from lockstep.checkpoint.manifest import DamagedError
-from lockstep.checkpoint.saved_model import StateDictReader, read_safetensors
+from lockstep.checkpoint.saved_model import MODEL, StateDictReader, read_safetensors
 from lockstep.cli.arguments.launch import launch_option
-from lockstep.cli.arguments.target import MODEL, Target, reachable
+from lockstep.cli.arguments.target import Target, reachable
 from lockstep.cli.arguments.work_folder import ended_by_signals
 from lockstep.cli.export import check_out, final_model, saved_model, write_model
 from lockstep.cli.measurement import Metrics, ScriptLine, measure
+from lockstep.logging.run_files import RUN
 from lockstep.recipe.parameters import saved_values, split_assignment
 from lockstep.search.request import direction_of
 
@@ -139,7 +140,7 @@ def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
     with reachable(source):
         model, what, file = _weights(source, module)
     places = (Path(source), *Path(source).absolute().parents[:2])
-    folder = next((place for place in places if (place / "run.json").is_file()), None)
+    folder = next((place for place in places if (place / RUN).is_file()), None)
     return _AveragedRun(AverageMember(source, model, part), what, file, {} if folder is None else saved_values(folder))
 
 

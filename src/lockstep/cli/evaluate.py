@@ -14,10 +14,12 @@ from typing import Any
 import click
 
 from lockstep.base.errors import LaunchError
+from lockstep.checkpoint.saved_model import MODEL
 from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
-from lockstep.cli.arguments.target import MODEL, Target
+from lockstep.cli.arguments.target import Target
 from lockstep.cli.export import export
 from lockstep.cli.measurement import Metrics, ScriptLine, measure
+from lockstep.logging.run_files import RUN, is_there, read_metadata
 from lockstep.recipe.parameters import saved_values, split_assignment
 
 
@@ -76,18 +78,18 @@ def _assignments(source: str, given: Sequence[str]) -> tuple[str, ...]:
 def _is_plain(path: Path) -> bool:
     """True for a file of weights and for a Hugging Face folder."""
     names = (MODEL, f"{MODEL}.index.json")
-    return path.is_file() or (not (path / "run.json").exists() and any((path / name).is_file() for name in names))
+    return path.is_file() or (not is_there(path, RUN) and any((path / name).is_file() for name in names))
 
 
 def _script_of(source: str) -> list[str]:
     """The script of a run and its arguments, as run.json has them. Raises `LaunchError`."""
     path = None if _is_plain(Path(source)) else Target.find(source).run
-    environment = {} if path is None else json.loads((path / "run.json").read_text(encoding="utf-8"))["environment"]
-    line = environment.get("command_line", [])
+    environment = {} if path is None else read_metadata(path).get("environment") or {}
+    line = [str(word) for word in environment.get("command_line") or []]
     words = line[line.index("lockstep.launch.worker") + 1 :] if "lockstep.launch.worker" in line else line[1:]
     if not words or words[0].startswith("-"):
         raise LaunchError(f"{source} does not say which script made it; the evaluations are those of a script's recipe; give SCRIPT")
-    return [os.path.join(environment["working_directory"], words[0]), *words[1:]]
+    return [os.path.join(environment.get("working_directory") or "", words[0]), *words[1:]]
 
 
 def _print(measured: Sequence[Metrics], *, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -15,13 +15,14 @@ import click
 
 from lockstep.base.errors import CheckpointError
 from lockstep.base.files import replace_atomically
+from lockstep.base.foreign_files import MOST_BYTES, read_below
 from lockstep.checkpoint.configuration import CONFIGURATION
 from lockstep.checkpoint.integrity import check, read_manifest
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
-from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint, read_safetensors
+from lockstep.checkpoint.saved_model import MODEL, StateDictReader, StoredCheckpoint, read_final_model
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
-from lockstep.cli.arguments.target import MODEL, Target, best_of, fingerprint, reachable
+from lockstep.cli.arguments.target import Target, best_of, fingerprint, reachable
 
 
 @click.command("export")
@@ -66,8 +67,7 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
 def _export_folder(source: str, folder: Path, *, module: int | None, best: bool) -> str:
     """Write a folder for `from_pretrained`. Returns in words what was written. Raises `CheckpointError`."""
     run = Target.find(source).run or Path(source).resolve().parent.parent
-    configuration = run / CONFIGURATION
-    if not configuration.is_dir():
+    if not (run / CONFIGURATION).is_dir():
         raise CheckpointError(
             f"--format huggingface, and {run} has no folder {CONFIGURATION}; ls.train saves the configuration of a model that has one, as "
             "those of transformers have; leave --format out, or call ls.export_pretrained with the model"
@@ -76,7 +76,10 @@ def _export_folder(source: str, folder: Path, *, module: int | None, best: bool)
         raise CheckpointError(f"{folder} is there already; nothing is overwritten; name another, or remove it")
     with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}-") as temporary:
         made = Path(temporary, "made")
-        shutil.copytree(configuration, made)
+        made.mkdir()
+        with reachable(str(run / CONFIGURATION)):
+            for name in sorted(os.listdir(run / CONFIGURATION)):
+                (made / name).write_bytes(read_below(run, f"{CONFIGURATION}/{name}", MOST_BYTES))
         said = export(source, made / MODEL, module=module, best=best)
         made.rename(folder)
     return said.replace(str(made / MODEL), str(folder), 1)
@@ -132,11 +135,14 @@ def _best(at: Target) -> CheckpointName | None:
     """The checkpoint of the best evaluation; None if that is the final model. Raises `CheckpointError` without one."""
     known = (at.result() or {}).get("best")
     if known is not None:
-        return known["checkpoint"] and CheckpointName.parse(known["checkpoint"])
+        named = known.get("checkpoint")
+        if named is not None and CheckpointName.parse(named) not in at.names:
+            raise CheckpointError(f"--best is checkpoint {named}, by result.json, and it is not there: {at.none_there}")
+        return named and CheckpointName.parse(named)
     scores = {}
     for name in at.names:
         with suppress(DamagedError, UnknownFormatError, UnreachableError):
-            scores[name] = read_manifest(at.storage, name).metadata["score"]
+            scores[name] = read_manifest(at.storage, name).metadata.get("score")
     if (found := best_of(scores)) is None:
         raise CheckpointError(
             f"--best, and no checkpoint of {at.run or at.storage} has a score; the metric of ls.Saving(best=...) is one; leave --best out "
@@ -153,13 +159,13 @@ def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] |
     _choose([0], module)
     path = at.run / MODEL
     try:
-        model = read_safetensors(path)
-        right = fingerprint(model) == result["fingerprint"]
-    except DamagedError:
-        right = False
-    if not right:
-        raise CheckpointError(f"{path} is damaged: its fingerprint is not that of result.json; export a checkpoint of the run by name")
-    return model, f"step {result['steps']}, the end of the run"
+        model = read_final_model(at.run)
+        why = "" if fingerprint(model) == result["fingerprint"] else "its fingerprint is not that of result.json"
+    except DamagedError as error:
+        why = str(error)
+    if why:
+        raise CheckpointError(f"{path} is damaged: {why}; export a checkpoint of the run by name")
+    return model, f"step {result.get('steps')}, the end of the run"
 
 
 def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
@@ -167,18 +173,15 @@ def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
     for name in reversed(at.names):
         try:
             stored = StoredCheckpoint(at.storage, name)
-            damage = check(at.storage, name)
+            modules, damage = stored.modules, check(at.storage, name)
         except DamagedError as error:
             damage = [str(error)]
         except (UnknownFormatError, UnreachableError) as error:
             raise CheckpointError(f"checkpoint {name}: {error}") from error
         if not damage:
-            return stored.model(_choose(stored.modules, module)), f"step {name.step}, checkpoint {name}"
+            return stored.model(_choose(modules, module)), f"step {name.step}, checkpoint {name}"
         print(f"warning: checkpoint {name} is damaged: {damage[0]}", file=sys.stderr)
-    raise CheckpointError(
-        f"{at.run or at.storage} has no checkpoint to export: {'all are damaged' if at.names else 'there is none'}; lockstep inspect shows "
-        "what is there"
-    )
+    raise CheckpointError(f"{at.run or at.storage} has no checkpoint to export: {at.none_there}")
 
 
 def _choose(modules: list[int], module: int | None) -> int:

@@ -11,12 +11,15 @@ from typing import Any
 
 import click
 
+from lockstep.base.errors import CheckpointError
 from lockstep.base.units import size
+from lockstep.base.urls import without_password
 from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
-from lockstep.checkpoint.saved_model import StoredCheckpoint, read_safetensors
+from lockstep.checkpoint.saved_model import MODEL, StoredCheckpoint, read_final_model
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
-from lockstep.cli.arguments.target import MODEL, Target, best_of, fingerprint, reachable
+from lockstep.cli.arguments.target import Target, best_of, fingerprint, reachable
+from lockstep.logging.run_files import EVENTS, read_rows
 
 _EVENT_WORDS = {
     "run-started": "started", "resumed": "resumed", "weights-loaded": "loaded pretrained weights", "rescued": "rescued",
@@ -76,12 +79,16 @@ def command(as_json: bool, target: str) -> int:
     with reachable(target):
         found = inspect_all(at.storage, at.names)
     model = _final_model(at)
-    events = [] if at.run is None else list(_events(at.run / "events.jsonl"))
+    elsewhere = None if at.elsewhere is None else without_password(at.elsewhere)
+    if elsewhere is not None and model is None and not found:
+        raise CheckpointError(f"{target} has no checkpoint to inspect: {at.none_there}")
+    events = [] if at.run is None else list(_events(at.run))
     if as_json:
         checkpoints = [asdict(each) for each in found]
-        print(json.dumps({"target": target, "checkpoints": checkpoints, "model": model and asdict(model), "events": events}, indent=2))
+        said = {"target": target, "checkpoints": checkpoints, "model": model and asdict(model), "events": events, "elsewhere": elsewhere}
+        print(json.dumps(said, indent=2))
     else:
-        _show(target, [*found, *([model] if model else [])], events)
+        _show(target, [*found, *([model] if model else [])], events, elsewhere)
     return 0 if all(each.state == "intact" for each in (*found, *([model] if model else []))) else 1
 
 
@@ -102,7 +109,7 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
         metadata = stored.manifest.metadata
         found.saved, found.plan, found.processes = metadata.get("saved"), metadata.get("plan"), metadata.get("world_size")
         found.score = metadata.get("score")
-        found.other_state = sorted(stored.manifest.values["state"])
+        found.other_state = stored.other_state
         found.size_bytes = sum(file.hashes.size_bytes for file in stored.manifest.files.values()) + storage.size(name, MANIFEST)
         found.reasons = check(storage, name)
         if not found.reasons:
@@ -121,11 +128,10 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
-    found = InspectedCheckpoint(MODEL, result["steps"], plan=result["plan"], processes=result["world_size"])
-    path = at.run / MODEL
+    found = InspectedCheckpoint(MODEL, result.get("steps") or 0, plan=result.get("plan"), processes=result.get("world_size"))
     try:
-        found.size_bytes = path.stat().st_size
-        found.fingerprints = {"0": fingerprint(read_safetensors(path))}
+        found.size_bytes = (at.run / MODEL).lstat().st_size
+        found.fingerprints = {"0": fingerprint(read_final_model(at.run))}
         if found.fingerprints["0"] != result["fingerprint"]:
             found.reasons = [f"its fingerprint is not that of result.json, {result['fingerprint']}"]
     except (DamagedError, OSError) as error:
@@ -135,22 +141,12 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
     return found
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
+def _events(run: Path) -> Iterator[dict[str, Any]]:
     """The events of a run that are shown. Skips a last line that is still being written."""
-    if not path.is_file():
-        return
-    with reachable(str(path)):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row.get("event") in _EVENT_WORDS:
-            yield row
+    return read_rows(run, EVENTS, lambda row: row["event"] in _EVENT_WORDS, {})
 
 
-def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, Any]]) -> None:
+def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, Any]], elsewhere: str | None) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -168,6 +164,8 @@ def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, 
         console.print(table)
     else:
         console.print(Text(f"{target}: no checkpoint yet"))
+    if elsewhere is not None:
+        console.print(Text(f"not read: the checkpoints in {elsewhere}, which the run names; give that URL to inspect them"))
     for each in found:
         for reason in each.reasons:
             console.print(Text(f"{each.name}: {reason}", style="red"))

@@ -13,9 +13,9 @@ from typing import Any, TextIO
 
 from lockstep.base.errors import LaunchError
 from lockstep.cli.arguments.launch import check_target, options_from
-from lockstep.cli.arguments.target import RESULT
 from lockstep.cli.run import count_gpus, run
 from lockstep.launch.count import count_processes
+from lockstep.logging.run_files import RESULT
 from lockstep.logging.run_path import numbered
 
 Metrics = dict[str, float | None]

@@ -66,7 +66,7 @@ class Scores:
         if world.rank == 0:
             for name in names:
                 with suppress(DamagedError, UnknownFormatError, UnreachableError):
-                    score = read_manifest(folder, name).metadata["score"]
+                    score = read_manifest(folder, name).metadata.get("score")
                     if score is not None and score["metric"] == self.saving.best:
                         found.append([name.step, name.attempt, score["value"]])
         self.by_name = {CheckpointName(step, attempt): value for step, attempt, value in world.value_of(0, found)}

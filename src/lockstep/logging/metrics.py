@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.base.closing import Closing
 from lockstep.base.errors import DataError, cannot_write
 from lockstep.base.files import write_atomically
+from lockstep.base.foreign_files import MOST_BYTES, lines_below
 from lockstep.logging.tensorboard_file import TensorBoardFile
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
@@ -74,7 +75,7 @@ class MetricsLog(Closing):
 
 def drop_rows_after(step: int, path: Path) -> None:
     """Remove the lines of steps after `step`, and incomplete lines, from a file of JSON lines."""
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_up_to(step, line)]
+    kept = [line.rstrip("\n") for line in lines_below(path.parent, path.name, MOST_BYTES) if _is_up_to(step, line)]
     write_atomically(path, "".join(f"{line}\n" for line in kept))
 
 
@@ -82,7 +83,7 @@ def _is_up_to(step: int, line: str) -> bool:
     """Return True if the line is a row of one of the first `step` steps. An incomplete line, from a crash, is not."""
     try:
         return bool(json.loads(line)["step"] <= step)
-    except ValueError:
+    except (ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

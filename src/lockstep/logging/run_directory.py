@@ -27,12 +27,15 @@ from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import RecipeError, RunDirectoryError
 from lockstep.base.file_lock import try_lock
 from lockstep.base.files import replace_atomically, write_atomically
-from lockstep.base.system import BINARY
+from lockstep.base.foreign_files import open_below, parse_object
 from lockstep.base.version import __version__
 
 _RUN_FILE = "run.json"
 _RESULT_FILE = "result.json"
 _RUN_FILES = (_RUN_FILE, "metrics.jsonl", "ranks.jsonl", "events.jsonl", _RESULT_FILE, "model.safetensors")
+_FOLDERS = ("checkpoints", "profile", "huggingface")
+_OTHER_FILES = ("out-of-memory.json", "output.txt")
+_PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
 Holder = dict[str, Any]
 """JSON in that file: the process that holds the lock, and since when."""
@@ -69,6 +72,7 @@ class RunDirectory(Closing):
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
+            _check_kinds(path)
             lock = _FileLock.acquire(path / _LOCK, lost_holders)
         except (FileExistsError, NotADirectoryError):
             raise RunDirectoryError(
@@ -147,6 +151,23 @@ class RunDirectory(Closing):
         self._lock.release()
 
 
+def _check_kinds(path: Path) -> None:
+    """Raise `RunDirectoryError` if a link, or anything that is neither file nor folder, stands where the run writes:
+    it would write elsewhere, or wait."""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            is_folder = entry.name in _FOLDERS
+            if not is_folder and entry.name not in (*_RUN_FILES, _LOCK, *_OTHER_FILES) and not entry.name.startswith(_PREFIXES):
+                continue
+            if not (entry.is_dir if is_folder else entry.is_file)(follow_symlinks=False):
+                found = "a link" if entry.is_symlink() else f"no {'folder' if is_folder else 'regular file'}"
+                remedy = "ls.Saving(folder=...) names a folder of checkpoints elsewhere" if entry.name == _FOLDERS[0] else "remove it"
+                raise RunDirectoryError(
+                    f"run directory {path} holds {entry.name}, which is {found}; a run writes to files and folders of its own there; "
+                    f"{remedy}, or choose another directory"
+                )
+
+
 class _FileLock:
     """An exclusive lock on a file, held until `release` or the end of the process. The file is removed on release."""
 
@@ -162,7 +183,7 @@ class _FileLock:
         """Raises `RunDirectoryError` if another process holds it, `OSError` if it cannot be created or locked. `lost`:
         processes on lost machines, which may not know it yet: the file is removed from under them."""
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | BINARY, 0o644)
+            descriptor = open_below(path.parent, path.name, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 try_lock(descriptor)
                 current = _is_same_file(path, descriptor)
@@ -227,10 +248,10 @@ def _holder(descriptor: int) -> Holder | None:
     """Return the contents of the lock file. None if no run wrote them."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
-        holder = json.loads(os.read(descriptor, 4096))
+        holder = parse_object(os.read(descriptor, 4096).decode())
     except ValueError:
         return None
-    return holder if isinstance(holder, dict) and {"pid", "host", "started"} <= holder.keys() else None
+    return holder if {"pid", "host", "started"} <= holder.keys() else None
 
 
 def _claim(descriptor: int, path: Path) -> None:

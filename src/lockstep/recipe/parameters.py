@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.foreign_files import read_object
 
 Value = bool | int | float | str | None
 T = TypeVar("T", bool, int, float, str, None)
@@ -265,11 +266,11 @@ def split_assignment(text: str) -> tuple[str, str]:
 def saved_values(run_dir: Path) -> dict[str, Value]:
     """Return the values with which the run in a directory was started. Empty if there is none, or it had none."""
     try:
-        saved = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-        found: dict[str, Value] = (saved["recipe"] or {}).get("parameters", {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = read_object(run_dir, "run.json")["recipe"]["parameters"]
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return found
+    values = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in values if _NAME.fullmatch(name) and isinstance(value, Value)}
 
 
 def _value(parameter: Parameter, environ: Mapping[str, str]) -> Value:

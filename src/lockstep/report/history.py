@@ -14,6 +14,8 @@ RunState = Literal["ended", "running", "unfinished", "preempted", "failed"]
 PHASES = ("step", "data", "compute", "communication")
 """Step time of a rank: the whole step, and its parts."""
 
+MOST_SERIES = 1000
+"""Largest number of metrics that are read; a page has a chart for each."""
 _NOT_METRICS = frozenset({"step", "time", "not_finite"})
 _LARGEST = 1e290
 _MOST = 2**53
@@ -57,6 +59,8 @@ class Curves:
     last_step: int = 0
     progress: list[tuple[float, int]] = field(default_factory=list)
     """Time and step of each row, as written."""
+    left_out: set[str] = field(default_factory=set)
+    """Names of metrics beyond the first `MOST_SERIES`."""
 
 
 @dataclass(slots=True)
@@ -215,9 +219,13 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
         found.progress.append((row["time"], step))
         not_finite = row.get("not_finite", {})
         for name, value in row.items():
-            if name not in _NOT_METRICS:
-                number = float(not_finite.get(name, "nan")) if value is None else float(value)
-                found.series.setdefault(name, Series()).add(step, _clamp(number))
+            if name in _NOT_METRICS:
+                continue
+            if name not in found.series and len(found.series) == MOST_SERIES:
+                found.left_out.add(name)
+                continue
+            number = float(not_finite.get(name, "nan")) if value is None else float(value)
+            found.series.setdefault(name, Series()).add(step, _clamp(number))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.report import event_timeline, heatmap, losses, tables
 from lockstep.report.chart import Chart, Curve, RenderedFigure, render
-from lockstep.report.history import PHASES, RunHistory
+from lockstep.report.history import MOST_SERIES, PHASES, RunHistory
 from lockstep.report.loss_list import loss_list
 from lockstep.report.memory import memory_charts, memory_tables
 
@@ -152,6 +152,11 @@ def _lost(runs: Sequence[RunHistory]) -> str:
 def _unreadable(runs: Sequence[RunHistory]) -> str:
     texts = [
         f"{run.name}: {lines:,} lines of {name} are invalid, and are left out" for run in runs for name, lines in run.unreadable.items()
+    ]
+    texts += [
+        f"{run.name}: {len(run.curves.left_out):,} more metrics are in metrics.jsonl; a page has the first {MOST_SERIES:,}"
+        for run in runs
+        if run.curves.left_out
     ]
     return "".join(f'<p class="reason failed">{escape(text)}.</p>' for text in texts)
 

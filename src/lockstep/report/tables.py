@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -66,10 +67,10 @@ def key_figures(run: RunHistory) -> list[tuple[str, str]]:
     for name in series:
         if name.startswith("evaluation/"):
             found.append((name.replace("/", " "), format_number(series[name].values[-1])))
-    if isinstance(best := (run.result or {}).get("best"), dict):
-        found.append(
-            (f"best {best.get('metric')}", f"{format_number(best['value'])}<small> after step {format_count(best['step'])}</small>")
-        )
+    best = (run.result or {}).get("best") or {}
+    if (value := best.get("value")) is not None:
+        after = f"<small> after step {format_count(best['step'])}</small>" if best.get("step") is not None else ""
+        found.append((f"best {best.get('metric')}", f"{format_number(value)}{after}"))
     for name, label in (("samples_per_second", "samples/s"), ("weight_per_second", "weight/s"), ("mfu", "MFU")):
         if name in series and (values := series[name].finite()):
             found.append((f"{label}, median", format_number(median(values), UNITS.get(name, ""))))
@@ -252,13 +253,21 @@ def as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
                 "series": {name: summary(series) for name, series in run.curves.series.items()},
                 "ranks": [{"host": host, **each} for host, each in zip(_hosts(run), mean_times(run.ranks), strict=True)],
                 "losses": [each.as_json() for each in losses(run)],
-                "events": [{"time": event.time, "event": event.kind, "step": event.step, **event.details} for event in run.events],
+                "events": [{"time": event.time, "event": event.kind, "step": event.step, **_finite(event.details)} for event in run.events],
                 "unreadable_lines": dict(run.unreadable),
             }
             for run in runs
         ],
         "differences": [{"about": about.lower(), "field": name, "values": values} for about, name, values in differences(runs)],
     }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _hosts(run: RunHistory) -> list[str | None]:

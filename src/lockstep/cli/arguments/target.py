@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import CheckpointError
+from lockstep.base.urls import without_password
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.saved_model import StateDictReader
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.logging.fingerprint_format import TensorRecord, digest
+from lockstep.logging.run_files import RUN, is_there, read_metadata, read_result
 from lockstep.saving import Saving
 from lockstep.search.request import SEARCH
-
-RESULT = "result.json"
-MODEL = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +26,8 @@ class Target:
     """Names of its checkpoints, in order of their steps."""
     run: Path | None
     """The run directory. None if the target is not one."""
+    elsewhere: str | None = None
+    """The URL of the run's checkpoints, as `run.json` names it. It is not opened: its user has not named it."""
 
     @classmethod
     def find(cls, text: str) -> Target:
@@ -35,9 +35,19 @@ class Target:
         with reachable(text):
             return _at_url(text) if "://" in text else _at_path(text)
 
+    @property
+    def none_there(self) -> str:
+        """Why there is no checkpoint, and what to do."""
+        if self.names:
+            return "all are damaged; lockstep inspect shows what is there"
+        if self.elsewhere is None:
+            return "there is none; lockstep inspect shows what is there"
+        url = without_password(self.elsewhere)
+        return f"{RUN} says that they are in {url}, and only what you name yourself is connected to; give {url}"
+
     def result(self) -> dict[str, Any] | None:
-        """The contents of `result.json`; None unless the target is a run that has ended."""
-        return None if self.run is None or not (self.run / RESULT).is_file() else _read_json(self.run / RESULT)
+        """The contents of `result.json`; None unless the target is a run that has ended. Raises `RunDirectoryError`."""
+        return None if self.run is None else read_result(self.run)
 
 
 @contextmanager
@@ -94,10 +104,9 @@ def _at_path(text: str) -> Target:
         raise CheckpointError(f"{text} is a file; a run and a checkpoint are folders; give the one that it is in")
     if (name := CheckpointName.parse(path.name)) is not None:
         return _one(open_storage(path.parent), name, text)
-    if (path / "run.json").is_file():
-        storage = open_storage(_read_json(path / "run.json").get("checkpoints") or path / "checkpoints")
-        return Target(storage, storage.names(), path)
-    if (path / SEARCH).is_file():
+    if is_there(path, RUN):
+        return _of_run(path)
+    if is_there(path, SEARCH):
         raise CheckpointError(f"{text} is the folder of a search, whose runs are in its folders `trial-*`; give one of them")
     storage = open_storage(path)
     if not (names := storage.names()):
@@ -111,11 +120,13 @@ def _one(storage: Storage, name: CheckpointName, text: str) -> Target:
     return Target(storage, [name], None)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON ({error}); a run wrote it otherwise; give one of its checkpoints by name") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}; a run writes an object there; give one of its checkpoints by name")
-    return found
+def _of_run(path: Path) -> Target:
+    place = read_metadata(path).get("checkpoints")
+    elsewhere = place if place is not None and _is_remote(place) else None
+    storage = open_storage(path / "checkpoints" if place is None or elsewhere else place)
+    return Target(storage, storage.names(), path, elsewhere)
+
+
+def _is_remote(place: str) -> bool:
+    """True if it takes a connection to read a place: a URL, or another machine's folder (Windows)."""
+    return ("://" in place and not place.startswith("file://")) or place.startswith((r"\\", "//"))

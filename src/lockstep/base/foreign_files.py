@@ -1,0 +1,134 @@
+"""Reading files that others may have written: regular files of a limited size, below a folder that the user named.
+
+A link, a FIFO or a device in the place of a file is refused, and nobody waits for it. Errors are `OSError`s, whose
+`strerror` says what is there instead.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.base.system import BINARY
+
+MOST_BYTES = 4 << 20
+"""Largest size of a file of JSON, such as `run.json`, and of a line in one of many."""
+MOST_DEPTH = 64
+"""Largest number of JSON values inside each other."""
+MOST_BITS = 62
+"""Bits of the largest number that counts something."""
+NUMBER = (int, float)
+_SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | BINARY
+_FOLDER = getattr(os, "O_DIRECTORY", 0)
+_BY_FOLDER = os.open in os.supports_dir_fd
+"""True if a file can be opened below an open folder, so that no part of its path can become a link meanwhile."""
+
+
+def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open the regular file `name`, such as `profile/memory.json`, of which no part below `folder` is a link. Returns
+    its descriptor. Raises `OSError`."""
+    path = folder / name
+    if not _BY_FOLDER:
+        return _checked(_open_unless_link(path, flags, mode), path)
+    *parents, last = name.split("/")
+    at = os.open(folder, os.O_RDONLY | _FOLDER)
+    try:
+        for parent in parents:
+            at, outer = _open_part(parent, os.O_RDONLY | _FOLDER, mode, at, path), at
+            os.close(outer)
+        return _checked(_open_part(last, flags, mode, at, path), path)
+    finally:
+        os.close(at)
+
+
+def open_named(path: Path) -> int:
+    """Open the regular file at a path that the user named, which may be a link. Raises `OSError`."""
+    return _checked(os.open(path, os.O_RDONLY | (_SAFE & ~getattr(os, "O_NOFOLLOW", 0))), path)
+
+
+def read_below(folder: Path, name: str, most_bytes: int) -> bytes:
+    """The content of a regular file. Raises `OSError`, also if it is larger than `most_bytes`."""
+    with open(open_below(folder, name), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > most_bytes else file.read(most_bytes + 1)
+    if max(size, len(content)) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes, and a run writes {most_bytes:,} at most", str(folder / name))
+    return content
+
+
+def read_object(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The JSON object in a regular file. Raises `OSError`, and `ValueError` if that is not what it holds."""
+    return parse_object(read_below(folder, name, most_bytes).decode(errors="surrogateescape"))
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises `ValueError`, also if it is nested deeper than `MOST_DEPTH`."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"it is a {type(found).__name__}, and not an object")
+    level: list[Any] = [found]
+    for _ in range(MOST_DEPTH):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inside for value in values if isinstance(value, dict | list)]
+        if not level:
+            return found
+    raise ValueError("its values are nested too deep")
+
+
+def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = "") -> None:
+    """Raise `ValueError` if a value of an object has another type than `kinds` says; None and missing ones pass.
+    `kinds`: a type, several, or a mapping for the fields of an object inside."""
+    for name, kind in kinds.items():
+        value, inside = found.get(name), isinstance(kind, Mapping)
+        if value is None:
+            continue
+        is_right = isinstance(value, dict if inside else kind) and (type(value) is not bool or kind is bool)
+        if not is_right or (type(value) is int and value.bit_length() > MOST_BITS):
+            expected = "an object" if inside else "a number" if kind is NUMBER else kind.__name__
+            raise ValueError(f"has {type(value).__name__} as {path + name!r}, but a run writes {expected}")
+        if inside:
+            check_kinds(value, kind, f"{path}{name}.")
+
+
+def lines_below(folder: Path, name: str, most_bytes: int) -> Iterator[str]:
+    """The lines of a regular file, with their ends. After a line longer than `most_bytes`, an empty string and the end.
+    Raises `OSError`."""
+    with open(open_below(folder, name), encoding="utf-8", errors="replace") as file:
+        while line := file.readline(most_bytes):
+            if len(line) == most_bytes and not line.endswith("\n"):
+                yield ""
+                return
+            yield line
+
+
+def _open_part(name: str, flags: int, mode: int, folder: int, path: Path) -> int:
+    try:
+        return os.open(name, flags | _SAFE, mode, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR):
+            what = "no folder, or a link to one" if error.errno == errno.ENOTDIR else "a link"
+            raise OSError(errno.ELOOP, f"{name} is {what}", str(path)) from None
+        if error.errno == errno.ENXIO:  # a FIFO, opened for writing
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path)) from None
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+
+
+def _open_unless_link(path: Path, flags: int, mode: int) -> int:
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, f"{path.name} is a link", str(path))
+    return os.open(path, flags | _SAFE, mode)
+
+
+def _checked(descriptor: int, path: Path) -> int:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor

@@ -1,0 +1,49 @@
+"""Passwords in URLs: found, and left out of what is shown, in mistyped URLs too."""
+
+from __future__ import annotations
+
+import re
+
+HIDDEN = "***"
+_PASSWORDS = re.compile(r"pass(?!file)|pwd|secret|token|credential", re.IGNORECASE)
+_SHOWN = frozenset(
+    ("host", "port", "user", "dbname", "sslmode", "charset", "driver", "passfile", "read_default_file", "connect_timeout", "timeout")
+)
+"""Names of arguments in a URL whose values are shown."""
+
+
+def has_password(url: str) -> bool:
+    """True if a text that is to be a URL may have a password in it."""
+    before, query = _split(url)
+    names = [name for name, _ in query]
+    return _without_login(before) != before or any(map(_PASSWORDS.search, names))
+
+
+def without_password(url: str) -> str:
+    """Return a text that is to be a URL without what may be a password in it, for messages and files."""
+    before, query = _split(url)
+    shown = "&".join(f"{name}={value if name in _SHOWN else HIDDEN}" if value else name for name, value in query)
+    return _without_login(before) + (f"?{shown}" if query else "")
+
+
+def _split(url: str) -> tuple[str, list[tuple[str, str]]]:
+    """The part before the arguments, and these. A question mark before an @ is part of a password."""
+    login, at, rest = url.rpartition("@")
+    before, question, query = rest.partition("?")
+    pairs = [pair.partition("=") for pair in query.split("&")] if question else []
+    return f"{login}{at}{before}", [(name, value) for name, _, value in pairs]
+
+
+def _without_login(text: str) -> str:
+    scheme, separator, rest = text.partition("://")
+    if not separator:  # mistyped: where its parts end is not known
+        return re.sub(r"(?s)[@:=].*", f":{HIDDEN}", text)
+    login, at, place = rest.rpartition("@")
+    user, colon, _ = login.partition(":")
+    if at:
+        return f"{scheme}://{user}{f':{HIDDEN}' if colon else ''}@{place}"
+    host, slash, path = rest.partition("/")
+    name, colon, port = host.partition(":")
+    if colon and port and not port.isdecimal() and not host.startswith("["):  # a login whose host is missing
+        host = f"{name}:{HIDDEN}"
+    return f"{scheme}://{host}{slash}{path}"

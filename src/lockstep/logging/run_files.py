@@ -1,0 +1,91 @@
+"""The files of a run directory, for readers who did not write them. Needs no torch.
+
+Whoever can send a folder can have written them: each is a regular file of limited size, and its values have the types
+that a run writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.base.errors import RunDirectoryError
+from lockstep.base.foreign_files import MOST_BITS, MOST_BYTES, NUMBER, check_kinds, lines_below, read_object
+
+RUN, RESULT, METRICS, RANKS, EVENTS = "run.json", "result.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl"
+_RUN_KINDS = {
+    "recipe": dict, "plan": {"text": str}, "world_size": int, "checkpoints": str,
+    "environment": {"host": str, "device": {"name": str}, "command_line": list, "working_directory": str},
+}  # fmt: skip
+_RESULT_KINDS = {
+    "steps": int, "fingerprint": str, "plan": str, "world_size": int, "metrics": dict,
+    "best": {"metric": str, "value": NUMBER, "step": int, "checkpoint": str},
+}  # fmt: skip
+
+
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """The contents of `run.json`. Raises `RunDirectoryError`."""
+    return _read(folder, RUN, _RUN_KINDS)
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """The contents of `result.json`; None if the run has not ended. Raises `RunDirectoryError`."""
+    return _read(folder, RESULT, _RESULT_KINDS) if is_there(folder, RESULT) else None
+
+
+def read_rows(folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines, which all have a step. Counts invalid ones in `unreadable`, but no last line without a
+    line end: it is being written, or the run was killed while it wrote. Raises `RunDirectoryError`."""
+    if not is_there(folder, name):
+        return
+    with readable(folder / name):
+        for line in lines_below(folder, name, MOST_BYTES):
+            try:
+                row = json.loads(line)
+                is_valid = isinstance(row, dict) and is_count(row["step"]) and fits(row)
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+                is_valid = False
+            if is_valid:
+                yield row
+            elif not line or line.endswith("\n"):
+                unreadable[name] = unreadable.get(name, 0) + 1
+
+
+def is_there(folder: Path, name: str) -> bool:
+    """True if the folder has something of this name, even if no run wrote it."""
+    return os.path.lexists(folder / name)
+
+
+def is_count(value: Any) -> bool:
+    """True for a number of steps as a run writes it."""
+    return type(value) is int and value >= 0 and value.bit_length() <= MOST_BITS
+
+
+@contextmanager
+def readable(what: Path | str) -> Iterator[None]:
+    """Turn any `OSError` of the block into a `RunDirectoryError`."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or what
+        raise RunDirectoryError(
+            f"{where} cannot be read ({error.strerror}); a run writes regular files, and you must be allowed to read them; check it"
+        ) from error
+
+
+def _read(folder: Path, name: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    path = folder / name
+    try:
+        with readable(path):
+            found = read_object(folder, name)
+    except ValueError as error:
+        raise RunDirectoryError(f"{path} is not valid JSON ({error}); a run never writes it in part; give another run directory") from None
+    try:
+        check_kinds(found, kinds)
+    except ValueError as error:
+        raise RunDirectoryError(f"{path} {error}; give another run directory") from None
+    return found
