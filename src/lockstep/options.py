@@ -163,7 +163,9 @@ class RunOptions:
         choices=get_args(Resume),
     )
     save_every: str | None = _option(
-        None, "Steps (500) or time (10m) from one checkpoint to the next. Default: 10m, or what the script says.", metavar="STEPS|TIME"
+        None,
+        "Steps (500) or time (10m) from one checkpoint to the next, or epoch: one after each. Default: 10m, or what the script says.",
+        metavar="STEPS|TIME|epoch",
     )
     out_of_memory: str | None = _option(
         None,

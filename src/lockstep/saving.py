@@ -25,7 +25,7 @@ class Saving:
     """When a run saves, and which checkpoints it keeps. Raises `CheckpointError` for an invalid value."""
 
     every: int | str = "10m"
-    """Steps between checkpoints, or a time between them: "90s", "10m", "1h30m"."""
+    """Steps between checkpoints, a time between them ("90s", "10m", "1h30m"), or "epoch": after each epoch."""
     last: int = 2
     """Number of newest checkpoints to keep, at least 1."""
     keep_every: int | None = None
@@ -47,8 +47,10 @@ class Saving:
                 raise CheckpointError(f"Saving({name}={value!r}); it is a whole number of at least {least}")
         if self.mode not in ("min", "max"):
             raise CheckpointError(f"Saving(mode={self.mode!r}); it is 'min' if a smaller value is better, else 'max'")
-        if not (duration(self.every) if isinstance(self.every, str) else type(self.every) is int and self.every >= 1):
-            raise CheckpointError(f"Saving(every={self.every!r}); it is a number of steps, at least 1, or a time such as '10m'")
+        if not self.each_epoch and not (
+            duration(self.every) if isinstance(self.every, str) else type(self.every) is int and self.every >= 1
+        ):
+            raise CheckpointError(f"Saving(every={self.every!r}); it is a number of steps, at least 1, a time such as '10m', or 'epoch'")
         if self.folder == "":
             raise CheckpointError("Saving(folder=''); it names a folder or a URL; leave it out for `checkpoints` in the run directory")
 
@@ -59,14 +61,19 @@ class Saving:
         return before is None or (value < before if self.mode == "min" else value > before)
 
     @property
+    def each_epoch(self) -> bool:
+        """True if the run is saved after each epoch."""
+        return self.every == "epoch"
+
+    @property
     def steps(self) -> int | None:
-        """Steps from one save to the next; None if seconds are counted."""
+        """Steps from one save to the next; None if seconds or epochs are counted."""
         return None if isinstance(self.every, str) else self.every
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from one save to the next; None if steps are counted."""
-        return duration(self.every) if isinstance(self.every, str) else None
+        """Seconds from one save to the next; None if steps or epochs are counted."""
+        return duration(self.every) if isinstance(self.every, str) and not self.each_epoch else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +91,14 @@ class Best:
 
 
 def interval(text: str, name: str) -> int | str:
-    """Parse an interval: a number of steps ("500") or a time ("10m"). `name` is for the error. Raises
+    """Parse an interval: a number of steps ("500"), a time ("10m") or "epoch". `name` is for the error. Raises
     `CheckpointError`."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
-    if not duration(text):
-        raise CheckpointError(f"{name}={text!r}; it is a number of steps, at least 1, or a time with its unit: 500, 90s, 10m, 1h30m")
+    if text != "epoch" and not duration(text):
+        raise CheckpointError(
+            f"{name}={text!r}; it is a number of steps, at least 1, a time with its unit, or epoch: 500, 90s, 10m, 1h30m, epoch"
+        )
     return text
 
 

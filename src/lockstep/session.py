@@ -157,6 +157,12 @@ class Session:
         return self.run.step
 
     @property
+    def epoch(self) -> int | None:
+        """Epochs of the data that the steps of this loop have ended, from 0: in a step, the epoch of its first sample.
+        None before the first step, and for data without a length."""
+        return self.run.epoch
+
+    @property
     def stopping(self) -> str | None:
         """Why no further step is taken, once `stop` has taken effect."""
         return self.run.stopping

@@ -339,7 +339,7 @@ def test_the_rate_is_that_of_the_last_step_for_either_kind_of_schedule() -> None
             assert float(optimizer.param_groups[0]["lr"]) == rate
             optimizer.step()
             schedule.after_step()
-            assert schedule.rate() == rate
+            assert schedule.rates() == {"lr": rate}
 
 
 def test_a_multiplier_that_is_not_finite_is_refused_before_the_step() -> None:

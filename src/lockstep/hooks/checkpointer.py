@@ -83,7 +83,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"a checkpoint has at least {needed:,} bytes, and {self.folder} has {free:,} free; make room, or give another folder"
             )
-        if self.saving.steps is not None:
+        if self.saving.seconds is None:
             self._saver.prepare(state.tensors)
 
     def is_time(self) -> bool:
@@ -98,7 +98,9 @@ class Checkpointer:
             self.run.event("best-evaluation", metric=self.saving.best, value=score)
             self.wait()  # a later step would save another state
             self._is_due = True
-        self._is_due |= is_time or (self.saving.steps is not None and step % self.saving.steps == 0)
+        every = self.saving.steps
+        self._is_due |= is_time or (every is not None and step % every == 0)
+        self._is_due |= self.saving.each_epoch and self.run.has_ended_epoch
         if self._is_due and self._has_ended():
             self._is_due = False
             self._save(step)
@@ -114,6 +116,10 @@ class Checkpointer:
         if step > self._saved:
             self._save(step)
             self.wait()
+
+    def await_last(self) -> None:
+        """Wait a while for the save under way on this rank, without the other ranks."""
+        self._poll(LAST_SECONDS)
 
     def rescue(self, step: int) -> str | None:
         """Save this rank's state without the other ranks. Returns the checkpoint's name; None if it is saved already.

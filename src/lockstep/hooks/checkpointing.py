@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lockstep.base.errors import DivergenceError
+from lockstep.base.errors import CheckpointError, DivergenceError
 from lockstep.checkpoint.integrity import read_manifest
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.storage import Storage
@@ -93,6 +93,12 @@ class Checkpointing(ControlHook):
         if self.saving.best is not None:
             check_metric(run, self.saving.best, f"Saving(best={self.saving.best!r})")
 
+    def before_steps(self, run: Run) -> None:
+        if self.saving.each_epoch and run.epoch is None:
+            raise CheckpointError(
+                "Saving(every='epoch') and data without a length, which has no epochs; give a number of steps, or a time such as '10m'"
+            )
+
     def request(self, run: Run) -> Request:
         return Request(save=True) if self._checkpointer is not None and self._checkpointer.is_time() else NOTHING
 
@@ -122,7 +128,8 @@ class Checkpointing(ControlHook):
         return None if self._checkpointer is None else self._checkpointer.scores.best(self._checkpointer.run)
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        self.rescue(run, error)
+        if not self.rescue(run, error) and self._checkpointer is not None:
+            self._checkpointer.await_last()
 
     def rescue(self, run: Run, error: BaseException) -> bool:
         """Save this rank's state, if it is that of a complete step, without the others. Returns True if saved."""

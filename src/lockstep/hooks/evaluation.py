@@ -46,8 +46,15 @@ class EvaluationHook(ControlHook):
         for prefix, evaluator in self._evaluators.items():
             compare_data(run, f"{_name(prefix)}.data", evaluator.loader.digests())
 
+    def before_steps(self, run: Run) -> None:
+        for prefix, evaluation in self.evaluations.items():
+            if evaluation.every == "epoch" and run.epoch is None:
+                raise RecipeError(
+                    f"{_name(prefix)} has every='epoch', and the training data has no length, so it has no epochs; give a number of steps"
+                )
+
     def after_step(self, run: Run) -> None:
-        due = [prefix for prefix, each in self.evaluations.items() if each.every is not None and run.step % each.every == 0]
+        due = [prefix for prefix, each in self.evaluations.items() if _is_due(each, run)]
         if due:
             self.measure(run, due)
             run.agree_to_stop()
@@ -86,6 +93,13 @@ class EvaluationHook(ControlHook):
     def on_end(self, run: Run) -> None:
         for evaluator in self._evaluators.values():
             evaluator.loader.close()
+
+
+def _is_due(evaluation: Evaluation, run: Run) -> bool:
+    """True if the evaluation is measured after the latest step."""
+    if evaluation.every == "epoch":
+        return run.has_ended_epoch
+    return evaluation.every is not None and run.step % evaluation.every == 0
 
 
 def _name(prefix: str) -> str:

@@ -63,12 +63,12 @@ class Metrics(ControlHook):
                 )
 
     def _write(self, run: Run) -> None:
-        """Write the line of the latest step, with the first model's loss, norm and rate. Every rank calls it."""
+        """Write the line of the latest step, with the first model's loss, norm and rates. Every rank calls it."""
         assert run.source is not None, "a step has begun"
         result, speed = run.latest, self.throughput.restart()
         module, world_size = run.modules[0], run.context.world.size
         norm = math.nan if result is None else float(result.norm)
-        values = {"loss": run.loss, "lr": module.schedule.rate(), "gradient_norm": norm, **speed, **run.measured}
+        values = {"loss": run.loss, **module.schedule.rates(), "gradient_norm": norm, **speed, **run.measured}
         if (mfu := module.flops.utilisation(speed["samples_per_second"], world_size)) is not None:
             values["mfu"] = mfu
         terms = {} if result is None else {f"loss/{name}": value for name, value in result.term_losses().items()}

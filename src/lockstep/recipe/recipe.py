@@ -83,8 +83,9 @@ class Evaluation:
 
     data: Any
     """A map-style dataset. It is read in order; a random sample is the same in every evaluation."""
-    every: int | None = None
-    """Steps between evaluations. None: only after the last step, which is always evaluated."""
+    every: int | Literal["epoch"] | None = None
+    """Steps between evaluations, or "epoch": after each epoch. None: only after the last step, which is always
+    evaluated."""
     metrics: Mapping[str, Mean | Gathered] = field(default_factory=dict)
     """Name -> metric. The loss is always measured, as `loss`."""
     microbatch: int | None = None
@@ -105,7 +106,9 @@ class Evaluation:
                 "read the samples into a list"
             )
         check_dataset("Evaluation.data", self.data)
-        if self.every is not None:
+        if isinstance(self.every, str) and self.every != "epoch":
+            raise RecipeError(f"Evaluation.every={self.every!r}; give a number of steps, 'epoch', or None for one evaluation at the end")
+        if self.every is not None and self.every != "epoch":
             check_count("Evaluation.every", self.every, "steps")
         if self.microbatch is not None:
             check_count("Evaluation.microbatch", self.microbatch, "samples")

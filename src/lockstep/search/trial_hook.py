@@ -40,7 +40,7 @@ def train(recipe: Recipe) -> NoReturn:
     """Tell the search which parameters the script has, instead of training, and end the process."""
     channel = _channel(os.environ)
     if channel is not None:
-        every = [each.every for each in recipe.evaluations.values() if each.every is not None]
+        every = [each.every for each in recipe.evaluations.values() if isinstance(each.every, int)]
         channel.send(
             "opened", parameters=declared.describe(), values=declared.values, every=min(every, default=None), steps=total_steps(recipe)
         )
@@ -84,7 +84,9 @@ class TrialHook(Hook):
     def _every(self, run: Run) -> int | None:
         """Return the steps from one evaluation with the metric to the next. None if it is evaluated at the end only."""
         evaluations = {} if run.recipe is None else run.recipe.evaluations
-        found = [each.every for prefix, each in evaluations.items() if self._request.metric.startswith(prefix) and each.every is not None]
+        found = [
+            each.every for prefix, each in evaluations.items() if self._request.metric.startswith(prefix) and isinstance(each.every, int)
+        ]
         return min(found, default=None)
 
     def _check(self, run: Run) -> None:

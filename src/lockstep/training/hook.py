@@ -180,6 +180,8 @@ class Run:
         """Samples of a microbatch; None: one microbatch for each rank."""
         self.source: Microbatches | None = None
         """The microbatches of the current step on this rank."""
+        self.epoch_of: Callable[[int], int] | None = None
+        """(step of the current loop) -> its epoch. None if the data has no length."""
         self.exchange = SyncBatchNormExchange()
         self.consensus = Consensus(context.mesh, self._request)
         self._has_started = self._has_ended = False
@@ -205,6 +207,18 @@ class Run:
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of `model`."""
         return list(self.modules[0].optimizers)
+
+    @property
+    def epoch(self) -> int | None:
+        """Epochs of the current loop's data that the steps done have ended, from 0: in `before_step`, the epoch of the
+        step's first sample. None before the first step, and for data without a length."""
+        return None if self.epoch_of is None else self.epoch_of(self.step - self.loop.steps_before)
+
+    @property
+    def has_ended_epoch(self) -> bool:
+        """True if the latest step was the last one of an epoch."""
+        done = self.step - self.loop.steps_before
+        return self.epoch_of is not None and done > 0 and self.epoch_of(done) > self.epoch_of(done - 1)
 
     @property
     def loss(self) -> float:
@@ -286,8 +300,8 @@ class Run:
         Raises `DataError` for a value that is not a number, or a name that the line has already.
         """
         for name, value in values.items():
-            if name in ROW_NAMES:
-                raise DataError(f"log({{{name!r}: ...}}); every line has {name!r} already; choose another name")
+            if name in ROW_NAMES or name.startswith("lr/"):
+                raise DataError(f"log({{{name!r}: ...}}); the run itself writes {name!r}; choose another name")
             self.logged[name] = as_number(name, value)
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:

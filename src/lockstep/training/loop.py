@@ -102,6 +102,7 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         microbatch_splits=plan.microbatch_splits,
         order=order,
     )
+    run.epoch_of = None if data is None or isinstance(data, Stream) else batching.epoch
     if (pipeline := run.modules[0].parallel.pipeline) is not None:
         pipeline.exchange = run.exchange if mesh.assignment.slices else None
         rounds = [len(mesh.assignment.with_dummies(batching.max_microbatches, rank)) for rank in range(mesh.assignment.ranks)]

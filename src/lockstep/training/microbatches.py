@@ -95,6 +95,12 @@ class Batching:
             step, length=self.samples, global_batch=self._global_batch, epochs=self._in_epochs, drop_last=self._drop_last
         )
 
+    def epoch(self, step: int) -> int:
+        """The epoch of a step's first sample."""
+        if self._batches is not None:
+            return step // self._batches.batches
+        return self.span(step)[0] // self.samples
+
     def spans(self, step: int) -> Spans:
         """The microbatches of a step, or their slices if each microbatch is split over ranks."""
         if self._batches is not None:

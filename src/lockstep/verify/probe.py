@@ -155,7 +155,7 @@ class TraceHook(ControlHook):
             loss=result.loss(),
             weight=weight,
             norm=None if result.clip_norm is None else float(result.norm),
-            lr=module.schedule.rate(),
+            lr=module.schedule.rates()["lr"],
             parameters=_full(module.model.named_parameters()),
             buffers=_full(module.model.named_buffers()),
             states=_full(_states(module)),

@@ -37,7 +37,7 @@ class Schedule:
         self._schedulers: list[LRScheduler] = []
         self._optimizers = optimizers
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._rate: Tensor | float = self._groups[0]["lr"]
+        self._latest: list[Tensor | float] = [group["lr"] for group in self._groups]
         self._given = schedule is not None
         self.metric: str | None = None
         """The metric of the evaluations that the schedule follows; None if it follows the step."""
@@ -85,8 +85,8 @@ class Schedule:
                     group["lr"].fill_(base * multiplier)
                 else:
                     group["lr"] = base * multiplier
-        rate = self._groups[0]["lr"]
-        self._rate = rate.clone() if isinstance(rate, Tensor) else rate
+        rates = self._rates()
+        self._latest = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         self._note_rates()
 
     def after_step(self) -> None:
@@ -136,9 +136,12 @@ class Schedule:
         if self._schedulers:
             settings["initial_lr"] = self._schedulers[optimizer].base_lrs[group] = now
 
-    def rate(self) -> float:
-        """The first parameter group's learning rate in the last step."""
-        return float(self._rate)
+    def rates(self) -> dict[str, float]:
+        """The learning rates of the last step, by the names of their numbers in metrics.jsonl: `lr` of the first
+        parameter group, and where others differ from it, `lr/1` and so on of all groups but the first."""
+        rates = [float(rate) for rate in self._latest]
+        others = enumerate(rates[1:], start=1) if len(set(rates)) > 1 else ()
+        return {"lr": rates[0], **{f"lr/{number}": rate for number, rate in others}}
 
 
 def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function: Exception) -> LRScheduler:
