@@ -74,6 +74,20 @@ class Server:
                 self._process.kill()
                 self._process.wait()
 
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def require_password(self, password: str) -> None:
+        """Let nobody in without a password from now on."""
+        (self._folder / "data" / "pg_hba.conf").write_text("local all all scram-sha-256\n")
+        connection = psycopg2.connect(host=str(self._folder), user="tester", dbname="postgres")
+        connection.autocommit = True
+        with connection.cursor() as cursor:
+            cursor.execute("ALTER USER tester PASSWORD %s", [password])
+            cursor.execute("SELECT pg_reload_conf()")
+        connection.close()
+
     def query(self, text: str) -> list[Any]:
         connection = psycopg2.connect(host=str(self._folder), user="tester", dbname="postgres")
         try:

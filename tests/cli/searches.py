@@ -54,9 +54,9 @@ def lockstep(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False)
 
 
-def reported(folder: Path, name: str = "s") -> list[dict[str, Any]]:
+def reported(folder: Path, name: str = "s", *words: str) -> list[dict[str, Any]]:
     """The trials, as `lockstep report --json` has them."""
-    found = lockstep(folder, "report", "--json", name)
+    found = lockstep(folder, "report", "--json", *words, name)
     assert found.returncode == 0, found.stderr
     trials: list[dict[str, Any]] = json.loads(found.stdout)["trials"]
     return trials

@@ -208,7 +208,10 @@ def test_two_searches_of_one_folder_share_the_trials(tmp_path: Path, undisturbed
         ),
         (["--trials", 0], "UsageError: Invalid value for '--trials': 0 is not in the range x>=1; see lockstep search --help"),
         (["--trials", 2, "--set", "lr"], "RecipeError: --set 'lr'; it is a parameter's name and its value: --set lr=1e-3"),
-        (["--trials", 2, "--storage", "postgresql+psycopg2://u:p@127.0.0.1:1/x"], "LaunchError: --storage postgresql+psycopg2://u:***@"),
+        (
+            ["--trials", 2, "--storage", "postgresql+psycopg2://u:p@127.0.0.1:1/x"],
+            "LaunchError: --storage postgresql+psycopg2://u:***@127.0.0.1:1/x has a password in it, and every",
+        ),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import stat
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,15 +36,11 @@ def folders_of(tmp_path: Path, count: int) -> list[str]:
 
 
 def test_searches_that_claim_at_once_never_get_the_same_trial(tmp_path: Path, server: Server) -> None:
-    url = server.url.replace("tester@", "tester:secret@")
-    opened = [TrialStorage(request(tmp_path / name, storage=url)) for name in ("a", "b", "a", "b")]
+    opened = [TrialStorage(request(tmp_path / name, storage=server.url)) for name in ("a", "b", "a", "b")]
     claimed = claimed_at_once(opened, 40)
     for each in opened:
         end_as_killed(each)
     assert claimed == [(number, False) for number in range(40)]
-    told = tmp_path / "a" / "search.json"
-    assert "secret" in told.read_text()
-    assert stat.S_IMODE(told.stat().st_mode) == 0o600
 
 
 def test_two_searches_make_each_trial_once_and_none_is_missing(tmp_path: Path, server: Server) -> None:
@@ -58,10 +54,10 @@ def test_two_searches_make_each_trial_once_and_none_is_missing(tmp_path: Path, s
     assert [one.returncode, two.returncode] == [0, 0], said
     folders = folders_of(tmp_path, 16)
     assert set(folders) == {"a", "b"}
-    trials = reported(tmp_path, "a")
+    trials = reported(tmp_path, "a", "--storage", server.url)
     bad = {trial["number"] for trial in trials if trial["parameters"]["lr"] > 0.1}
     assert [starts(tmp_path, number, folder) for number, folder in enumerate(folders) if number not in bad] == [1] * (16 - len(bad))
-    assert results(trials) == results(reported(tmp_path, "b"))
+    assert results(trials) == results(reported(tmp_path, "b", "--storage", server.url))
     assert [trial["number"] for trial in trials] == list(range(16))
     assert {trial["number"] for trial in trials if trial["state"] == "failed"} == bad > BAD
     assert Counter(trial["run_dir"] for trial in trials).most_common(1)[0][1] == 1
@@ -87,11 +83,45 @@ def test_a_server_that_goes_down_is_one_message_and_the_same_command_goes_on(tmp
     assert " cannot be reached: " in last
     assert last.endswith("; correct the address, or start the database; the same command goes on")
     assert "Traceback" not in said
-    found = lockstep(tmp_path, "report", "--json", "s")
+    found = lockstep(tmp_path, "report", "--json", "--storage", server.url, "s")
     assert (found.returncode, found.stderr.count("\n")) == (2, 1)
     server.start()
     again = searched(tmp_path, *words, "--", "--seconds", 0.1)
     assert again.returncode == 0, again.stderr
-    assert [(trial["number"], trial["state"]) for trial in reported(tmp_path)] == [(number, "complete") for number in range(4)]
+    assert [(trial["number"], trial["state"]) for trial in reported(tmp_path, "s", "--storage", server.url)] == [
+        (number, "complete") for number in range(4)
+    ]
     assert max(starts(tmp_path, number) for number in range(4)) == 2
     assert not left_of(tmp_path)
+
+
+def test_the_report_of_a_search_asks_for_the_database_and_makes_no_table_in_it(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "search.json").write_text(json.dumps({"storage": server.url, "name": "searched"}))
+    found = lockstep(tmp_path, "report", "s")
+    assert found.returncode == 2
+    assert found.stderr.endswith(
+        "only a database that you name yourself is connected to; give --storage postgresql+psycopg2://tester@/postgres"
+        f"?host={server.folder}\n"
+    )
+    found = lockstep(tmp_path, "report", "--storage", server.url, "s")
+    assert (found.returncode, "holds no search; it may be another file or database" in found.stderr) == (2, True), found.stderr
+    assert server.query("SELECT count(*) FROM information_schema.tables WHERE table_schema = 'public'") == [(0,)]
+
+
+def test_a_password_is_read_from_a_variable(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy of the refusal of a password in the URL."""
+    server.require_password("s3cret")
+    words = ("--trials", 2, "--parallel", 1)
+    refused = searched(tmp_path, *words, "--storage", server.url.replace("tester@", "tester:s3cret@"))
+    assert (refused.returncode, "PostgreSQL reads PGPASSWORD or ~/.pgpass" in refused.stderr) == (2, True), refused.stderr
+    assert "s3cret" not in refused.stderr
+    without = searched(tmp_path, *words, "--storage", server.url)
+    assert (without.returncode, "no password supplied" in without.stderr) == (2, True), without.stderr
+    monkeypatch.setenv("PGPASSWORD", "s3cret")
+    for nproc in (1, 2):
+        name = f"s{nproc}"
+        found = searched(tmp_path, *words, "--nproc", nproc, "--run-dir", name, "--name", name, "--storage", server.url)
+        assert found.returncode == 0, found.stderr
+        assert len(reported(tmp_path, name, "--storage", server.url)) == 2
+        assert "s3cret" not in (tmp_path / name / "search.json").read_text() + found.stderr + found.stdout

@@ -6,6 +6,7 @@ import re
 
 HIDDEN = "***"
 _PASSWORDS = re.compile(r"pass(?!file)|pwd|secret|token|credential", re.IGNORECASE)
+_SCHEME = re.compile(r"[A-Za-z0-9.+-]*")
 _SHOWN = frozenset(
     ("host", "port", "user", "dbname", "sslmode", "charset", "driver", "passfile", "read_default_file", "connect_timeout", "timeout")
 )
@@ -36,7 +37,7 @@ def _split(url: str) -> tuple[str, list[tuple[str, str]]]:
 
 def _without_login(text: str) -> str:
     scheme, separator, rest = text.partition("://")
-    if not separator:  # mistyped: where its parts end is not known
+    if not separator or not _SCHEME.fullmatch(scheme):  # mistyped: where its parts end is not known
         return re.sub(r"(?s)[@:=].*", f":{HIDDEN}", text)
     login, at, place = rest.rpartition("@")
     user, colon, _ = login.partition(":")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import RunDirectoryError
+from lockstep.base.urls import has_password, without_password
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage, Storage
 
 PART_BYTES = 16 << 20
@@ -53,6 +54,11 @@ class ObjectStorage:
         import fsspec  # type: ignore[import-untyped]  # imported here to save memory in writer processes that write to a path
         from fsspec.registry import known_implementations  # type: ignore[import-untyped]
 
+        if has_password(url):
+            raise RunDirectoryError(
+                f"{without_password(url)} has a password in it, which would stand in run.json and in messages; drivers read passwords from "
+                "their own files and variables; leave it out, and set FSSPEC_SFTP_PASSWORD, say, for sftp://"
+            )
         protocol, _, path = url.partition("://")
         if not protocol or (protocol in WITHOUT_FOLDERS and not path.partition("/")[0]):
             raise RunDirectoryError(

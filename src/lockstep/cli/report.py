@@ -13,17 +13,19 @@ import click
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.files import write_atomically
+from lockstep.logging.run_files import is_there
 from lockstep.report.page import GENERATOR, page
 from lockstep.report.reader import read_runs
 from lockstep.report.tables import as_json as report_json, summary_lines
-from lockstep.search.request import SEARCH
+from lockstep.search.request import SEARCH, check_storage
 
 
 @click.command("report")
 @click.option("-o", "--output", metavar="FILE", help="The page. Default: report.html in RUN_DIR, or for several runs here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs; writes a page only with -o.")
+@click.option("--storage", metavar="URL", help="The database of a search, as it was given to lockstep search.")
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int:
+def command(output: str | None, as_json: bool, storage: str | None, run_dirs: tuple[str, ...]) -> int:
     """Make a page of a run, or of several side by side.
 
     Writes one HTML file that needs no network and no other file: loss, evaluation metrics, learning rate, gradient
@@ -36,16 +38,20 @@ def command(output: str | None, as_json: bool, run_dirs: tuple[str, ...]) -> int
       lockstep report runs/a
       lockstep report runs/a runs/b -o compared.html
       lockstep report runs/search-train
+      lockstep report --storage postgresql://me@db/searches runs/search-train
       lockstep report --json runs/a
 
     Exit status: 0, or 2 for a mistake (no run directory, a file that cannot be written).
     """
-    searches = [folder for folder in run_dirs if Path(folder, SEARCH).is_file()]
+    check_storage(storage)
+    searches = [folder for folder in run_dirs if is_there(Path(folder), SEARCH)]
+    if storage is not None and not searches:
+        raise LaunchError("--storage, and no folder of a search; a run has no database; leave it out")
     if searches and len(run_dirs) > 1:
         raise LaunchError(f"{searches[0]} is the folder of a search; its report is of it alone; give it by itself")
     path = Path(output if output is not None else "report.html" if len(run_dirs) > 1 else Path(run_dirs[0]) / "report.html")
     makes_page = output is not None or not as_json
-    data, lines, make = _of_search(Path(searches[0])) if searches else _of_runs(run_dirs)
+    data, lines, make = _of_search(Path(searches[0]), storage) if searches else _of_runs(run_dirs)
     if makes_page:
         _check(path)
     print(json.dumps(data, indent=2, allow_nan=False) if as_json else "\n".join(lines))
@@ -68,12 +74,11 @@ def _of_runs(run_dirs: Sequence[str]) -> Report:
     return report_json(runs), summary_lines(runs), lambda made: page(runs, made=made)
 
 
-def _of_search(folder: Path) -> Report:
+def _of_search(folder: Path, storage: str | None) -> Report:
     from lockstep.search import page as search_page, summary
-    from lockstep.search.study import importance_of, results_of, study_of
+    from lockstep.search.study import results_in
 
-    study = study_of(folder)
-    results, importance = results_of(study), importance_of(study)
+    results, importance = results_in(folder, storage)
     lines = summary.summary_lines(results)
     return {**results.as_json(), "importance": importance}, lines, lambda made: search_page.page(results, importance, made)
 

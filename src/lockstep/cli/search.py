@@ -20,7 +20,7 @@ from lockstep.base.units import seconds
 from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
 from lockstep.launch.count import count_processes
 from lockstep.plan import Plan
-from lockstep.search.request import PrunerName, SamplerName, SearchRequest, direction_of
+from lockstep.search.request import PrunerName, SamplerName, SearchRequest, check_storage, direction_of
 
 if TYPE_CHECKING:
     from lockstep.search.results import SearchResults
@@ -117,6 +117,7 @@ def command(
 def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool, **fields: Any) -> int:
     """Run a search, and print its results. `given`: the values of `search_options`. Returns the exit status."""
     refuse_on_windows("lockstep search")
+    check_storage(given["storage"])
     if given["slurm"] is not None:
         return _send_to_slurm(given["slurm"], given["parallel"], script, is_module=is_module)
     check_target(script[1] if is_module else script[0], is_module=is_module)
@@ -238,4 +239,5 @@ def _print(results: SearchResults, request: SearchRequest, *, as_json: bool, csv
         print(json.dumps(results.as_json(), indent=2, allow_nan=False))
     else:
         print("\n".join(summary_lines(results)))
-        print(f"lockstep report {shlex.quote(str(request.folder))} makes a page of it", file=sys.stderr)
+        at = [] if request.storage is None else ["--storage", request.storage]
+        print(f"{shlex.join(['lockstep', 'report', *at, str(request.folder)])} makes a page of it", file=sys.stderr)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.file_lock import try_lock
+from lockstep.base.foreign_files import open_below
+from lockstep.base.urls import without_password
 from lockstep.search.results import Direction
 
 _LOCKS = {"postgresql": "SELECT pg_advisory_lock(('x' || :name)::bit(64)::bigint)", "mysql": "SELECT GET_LOCK(:name, 1000000)"}
@@ -29,21 +32,64 @@ _PACKAGES = {"MySQLdb": "mysqlclient", "psycopg": "'psycopg[binary]'", "psycopg2
 _CONNECT_SECONDS = 10
 
 
-def opened_study(url: str, name: str, direction: Direction | None) -> optuna.Study:
-    """Return the study, made if it is not there. `direction`: None if it must be there. Raises `LaunchError`."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
+def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
+    """Return the study, made if it is not there. Raises `LaunchError`."""
     is_sqlite = parsed(url).get_backend_name() == "sqlite"
     arguments: dict[str, Any] = {"connect_args": _connect_arguments(parsed(url)), **({} if is_sqlite else {"pool_pre_ping": True})}
+    with _studies(url):
+        return optuna.create_study(
+            study_name=name, storage=RDBStorage(url, engine_kwargs=arguments), direction=direction, load_if_exists=True
+        )
+
+
+def existing_study(url: str, name: str) -> optuna.Study:
+    """Return a study in a database that the user named, to be read: no table is made. Raises `LaunchError`."""
+    address = parsed(url)
+    if address.get_backend_name() == "sqlite" and address.database:
+        return study_in_file(Path(address.database).resolve(), name)
+    with _studies(url):
+        arguments = _connect_arguments(address)
+        _check_schema(url, set(inspect(create_engine(address, poolclass=NullPool, connect_args=arguments)).get_table_names()))
+        storage = RDBStorage(url, engine_kwargs={"connect_args": arguments}, skip_table_creation=True)
+        return optuna.load_study(study_name=name, storage=storage)
+
+
+def study_in_file(path: Path, name: str) -> optuna.Study:
+    """Return a study in an SQLite file, to be read. The file may come from others: it must hold tables alone, and is
+    opened for reading. Raises `LaunchError`."""
+
+    def connect() -> sqlite3.Connection:
+        os.close(open_below(path.parent, path.name))
+        return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60, check_same_thread=False)
+
+    with _studies(str(path)):
+        with closing(connect()) as connection:
+            found = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE type != 'index'").fetchall()
+        if strange := [name for kind, name, sql in found if kind != "table" or "VIRTUAL" in str(sql).upper()]:
+            raise LaunchError(f"{path} holds {strange[0]!r}, which is no table; a search writes tables only; it is not read")
+        _check_schema(str(path), {table for _, table, _ in found})
+        storage = RDBStorage("sqlite://", engine_kwargs={"creator": connect}, skip_table_creation=True)
+        return optuna.load_study(study_name=name, storage=storage)
+
+
+def _check_schema(url: str, tables: set[str]) -> None:
+    """Raise `LaunchError` unless these are the tables of a search: Optuna would write in a database without them."""
+    if not {"studies", "trials", "version_info", "alembic_version"} <= tables:
+        raise LaunchError(f"{without_password(url)} holds no search; it may be another file or database; give the one it was made in")
+
+
+@contextmanager
+def _studies(url: str) -> Iterator[None]:
+    """Turn what Optuna raises for a database into `LaunchError`."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    shown = without_password(url)
     try:
         with reachable(url):
-            storage = RDBStorage(url, engine_kwargs=arguments)
-            if direction is None:
-                return optuna.load_study(study_name=name, storage=storage)
-            return optuna.create_study(study_name=name, storage=storage, direction=direction, load_if_exists=True)
+            yield
     except KeyError:
-        raise LaunchError(f"{shown(url)} has no search {name!r}; it may be another file or database; give the one it was made in") from None
+        raise LaunchError(f"{shown} does not have that search; it may be another file or database; give the one it was made in") from None
     except RuntimeError as error:  # tables of another version of Optuna
-        raise LaunchError(f"--storage {shown(url)} cannot be used: {' '.join(str(error).split())}") from error
+        raise LaunchError(f"--storage {shown} cannot be used: {' '.join(str(error).split())}") from error
 
 
 @contextmanager
@@ -78,8 +124,8 @@ def reachable(url: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise _without_driver(shown(url), error) from error
-    except (StorageInternalError, SQLAlchemyError) as error:
+        raise _without_driver(url, error) from error
+    except (StorageInternalError, SQLAlchemyError, sqlite3.Error, OSError) as error:
         raise _unreachable(url, error) from error
 
 
@@ -109,7 +155,7 @@ def _connect_arguments(address: URL) -> dict[str, Any]:
 
 def _without_driver(url: str, error: ModuleNotFoundError) -> LaunchError:
     package = _PACKAGES.get(str(error.name), error.name)
-    return LaunchError(f"--storage {url} needs the module {error.name}; install it: pip install {package}")
+    return LaunchError(f"--storage {without_password(url)} needs the module {error.name}; install it: pip install {package}")
 
 
 def _unreachable(url: str, error: BaseException) -> LaunchError:
@@ -117,7 +163,8 @@ def _unreachable(url: str, error: BaseException) -> LaunchError:
     text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(getattr(found, "orig", None) or found)
     cause = text.strip().partition("\n")[0]
     return LaunchError(
-        f"--storage {shown(url)} cannot be reached: {cause}; correct the address, or start the database; the same command goes on"
+        f"--storage {without_password(url)} cannot be reached: {cause}; correct the address, or start the database; the same command "
+        "goes on"
     )
 
 
@@ -128,14 +175,14 @@ def parsed(url: str) -> URL:
         address.get_dialect()
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise LaunchError(
-            f"--storage {url!r}; it is the URL of a database: sqlite:///search.db, postgresql://user@host/name or mysql://user@host/name; "
-            "correct it"
+            f"--storage {without_password(url)!r}; it is the URL of a database: sqlite:///search.db, postgresql://user@host/name or "
+            "mysql://user@host/name; correct it"
         ) from error
     except ModuleNotFoundError as error:
-        raise _without_driver(repr(url), error) from error
+        raise _without_driver(url, error) from error
     return address
 
 
 def shown(url: str | None) -> str:
-    """Return a URL without its password."""
-    return "its own SQLite file" if url is None else parsed(url).render_as_string(hide_password=True)
+    """Return a URL without what may be its password."""
+    return "its own SQLite file" if url is None else without_password(url)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.urls import has_password, without_password
 from lockstep.options import LaunchOptions
 from lockstep.recipe.parameters import split_assignment
 from lockstep.search.results import Direction
@@ -55,6 +56,9 @@ class SearchRequest:
     population: int = 8
     """Members of a population, for population-based training."""
 
+    def __post_init__(self) -> None:
+        check_storage(self.storage)
+
     @property
     def combinations(self) -> list[tuple[str, ...]]:
         """The assignments of each trial of a sweep, as `--set` takes them; the last name changes the fastest."""
@@ -87,6 +91,17 @@ class TrialRequest:
     def variables(self) -> dict[str, str]:
         """Return the variables for the trial's workers."""
         return {"LOCKSTEP_PROBE": TRIAL_HOOK, TRIAL: json.dumps(asdict(self))}
+
+
+def check_storage(url: str | None) -> None:
+    """Raise `LaunchError` for the URL of a database with a password in it: every user of a machine sees the list of
+    processes."""
+    if url is not None and has_password(url):
+        raise LaunchError(
+            f"--storage {without_password(url)} has a password in it, and every user of this machine sees command lines; a password is "
+            "read from a file or a variable of your own; leave it out: PostgreSQL reads PGPASSWORD or ~/.pgpass, MySQL the option file in "
+            "?read_default_file=/home/me/.my.cnf"
+        )
 
 
 def direction_of(metric: str, mode: str | None) -> Direction:

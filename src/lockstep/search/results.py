@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lockstep.recipe.parameters import Parameter, Value
 
@@ -109,6 +109,17 @@ class SearchResults:
             if value is not None and (not found or self.sign * value < self.sign * found[-1][1]):
                 found.append((ended, value, number))
         return found
+
+    def check_kinds(self) -> None:
+        """Raise `TypeError` for values of other types than a search writes."""
+        texts = [self.name, self.script, self.metric, *(text for each in self.trials for text in (each.run_dir, each.reason or ""))]
+        numbers = [number for each in self.trials for number in (each.parent or 0, each.ran or 0.0)]
+        values = [value for each in self.trials for value in each.parameters.values()]
+        for found, kind in ((texts, str), (numbers, (int, float)), (values, Value), ([self.wanted], int)):
+            if wrong := [value for value in found if not isinstance(value, kind)]:
+                raise TypeError(f"{wrong[0]!r:.40} in the place of {kind}")
+        if self.direction not in get_args(Direction):
+            raise TypeError(f"the direction {self.direction!r}")
 
     def as_json(self) -> dict[str, Any]:
         """The results as JSON. Values that are not finite are None."""

@@ -25,12 +25,16 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from lockstep.base.errors import LaunchError, RecipeError
 from lockstep.base.file_lock import try_lock
 from lockstep.base.files import replace_atomically
+from lockstep.base.foreign_files import check_kinds, read_object
+from lockstep.base.urls import without_password
 from lockstep.recipe.parameters import Parameter
-from lockstep.search.database import alone, opened_study, parsed, reachable, shown
+from lockstep.search.database import alone, existing_study, opened_study, reachable, shown, study_in_file
 from lockstep.search.outcome import TrialOutcome
 from lockstep.search.request import SEARCH, SearchRequest
 from lockstep.search.results import SearchResults, State, TrialResult
 
+DATABASE = "search.db"
+"""The SQLite file in the folder of a search without `--storage`."""
 _STATES: Mapping[TrialState, State] = {
     TrialState.WAITING: "waiting", TrialState.RUNNING: "running", TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
@@ -86,7 +90,7 @@ class TrialStorage:
     def _check_folder(self) -> dict[str, Any]:
         """Return what the folder says. Empty if it is new. Raises `LaunchError` if it is another search's."""
         with suppress(OSError, ValueError):
-            found = json.loads((self.folder / SEARCH).read_text(encoding="utf-8"))
+            found = read_object(self.folder, SEARCH)
             if {key: found[key] for key in self._told} != self._told:
                 raise LaunchError(
                     f"--run-dir {self.folder} holds the search {found['name']!r} in {shown(found['storage'])}; a folder holds one search; "
@@ -101,15 +105,13 @@ class TrialStorage:
         if identity is None:
             identity = secrets.token_hex(8)
             with replace_atomically(self.folder / SEARCH) as temporary:
-                if parsed(self.url).password is not None:
-                    temporary.chmod(0o600)
                 temporary.write_text(json.dumps({**self._told, "identity": identity}), encoding="utf-8")
         return str(identity)
 
     def _check_not_lost(self) -> None:
         """Raise `LaunchError` if the folder has a search that the storage does not know."""
         if "identity" in self._check_folder() and "search" not in self.study.user_attrs:
-            where = self.folder / "search.db" if self._request.storage is None else shown(self.url)
+            where = self.folder / DATABASE if self._request.storage is None else shown(self.url)
             raise LaunchError(
                 f"--run-dir {self.folder} has the trials of a search, and {where} has lost it; a folder's trials are those of one search; "
                 "bring the storage back, or give another folder"
@@ -321,18 +323,49 @@ def importance_of(study: optuna.Study) -> dict[str, float]:
         return {}
 
 
-def study_of(folder: Path) -> optuna.Study:
-    """Return the study of a search's folder, to be read. Raises `LaunchError`."""
-    try:
-        told = json.loads((folder / SEARCH).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LaunchError(f"{folder / SEARCH} is damaged: {error}; it has the storage and the name of the search") from error
-    study = opened_study(told["storage"] or own_file(folder), told["name"], None)
+def study_of(folder: Path, storage: str | None = None) -> optuna.Study:
+    """Return the study of a search's folder, to be read. `storage`: the URL of its database, if the user named one; the
+    folder may come from others, and no other database is connected to. Raises `LaunchError`."""
+    told = _told(folder)
+    if storage is not None:
+        study = existing_study(storage, told["name"])
+    elif told["storage"] is not None:
+        url = without_password(told["storage"])
+        raise LaunchError(
+            f"{folder} is of a search in {url}, by {SEARCH}; only a database that you name yourself is connected to; give --storage {url}"
+        )
+    else:
+        study = study_in_file(folder / DATABASE, told["name"])
     if "search" not in study.user_attrs:
         raise LaunchError(f"the search of {folder} was ended before it had begun; there is nothing to report; go on with it")
     return study
 
 
+def results_in(folder: Path, storage: str | None) -> tuple[SearchResults, dict[str, float]]:
+    """Return the results of a search's folder, and the importance of its parameters. See `study_of`. Raises
+    `LaunchError`."""
+    study = study_of(folder, storage)
+    try:
+        with reachable(storage or str(folder / DATABASE)):
+            results = results_of(study)
+            results.check_kinds()
+            return results, importance_of(study)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecipeError) as error:
+        raise LaunchError(f"the search of {folder} has values that no search writes ({error!r}); it is not read") from error
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    """The contents of `search.json`. Raises `LaunchError`."""
+    try:
+        told = read_object(folder, SEARCH)
+        check_kinds(told, {"storage": str, "name": str, "identity": str})
+        return {"storage": told.get("storage"), "name": told["name"]}
+    except OSError as error:
+        raise LaunchError(f"{folder / SEARCH} cannot be read ({error.strerror}); it has the storage and the name of the search") from error
+    except (ValueError, KeyError) as error:
+        raise LaunchError(f"{folder / SEARCH} is damaged: {error}; it has the storage and the name of the search") from error
+
+
 def own_file(folder: Path) -> str:
     """Return the URL of the SQLite file of a search without `--storage`."""
-    return f"sqlite:///{folder.absolute() / 'search.db'}"
+    return f"sqlite:///{folder.absolute() / DATABASE}"
