@@ -366,3 +366,55 @@ def test_a_memory_profile_with_numbers_that_no_run_writes_is_left_out_and_told(n
     text = made(tmp_path / "a")
     assert "1 lines of profile/memory.json are invalid" in words(text)
     assert 'id="memory"' not in text
+
+
+def planted(value: Any, number: list[int]) -> Any:
+    """A value of JSON with a tag and control codes in each text and name, if a run may write another there."""
+    if isinstance(value, dict):
+        return {f"{name}" if name in KEPT else f"{name}{tag(number)}": planted(each, number) for name, each in value.items()}
+    if isinstance(value, list):
+        return [planted(each, number) for each in value]
+    return f"{value}{tag(number)}" if isinstance(value, str) and value not in KEPT else value
+
+
+def tag(number: list[int]) -> str:
+    number[0] += 1
+    return f"\"'><planted-{number[0]}>\x1b]0;\x07\u202e"
+
+
+KEPT = {
+    *("recipe", "plan", "environment", "text", "device", "name", "host", "command_line", "working_directory", "world_size", "steps"),
+    *("fingerprint", "best", "metric", "value", "step", "checkpoint", "metrics", "time", "ranks", "hosts", "event", "not_finite"),
+    *("reason", "error", "seconds", "bytes_by_cause", "at_peak", "largest", "peak_bytes", "peak_seconds", "peak_phase", "pid"),
+    *("inf", "run-started", "run-failed", "rescued", "restarted", "resumed", "run-ended", "compute", "data", "communication"),
+}
+"""Names and texts that mean something to the report."""
+
+
+def test_no_text_of_a_run_is_a_tag_or_a_control_code(tmp_path: Path) -> None:
+    number = [0]
+    for name in ("a", "b"):
+        folder = tmp_path / f"{name}<planted-0>"
+        whole(folder, steps=60, every=10, world=9)
+        result = json.loads((folder / "result.json").read_text())
+        result |= {"best": {"metric": "loss", "value": 1.0, "step": 3, "checkpoint": "x"}, "fingerprint": "f" * 8}
+        (folder / "result.json").write_text(json.dumps(planted(result, number)))
+        (folder / "run.json").write_text(json.dumps(planted(json.loads((folder / "run.json").read_text()), number)))
+        for file in ("metrics.jsonl", "ranks.jsonl", "events.jsonl"):
+            rows = [json.loads(line) for line in (folder / file).read_text().splitlines()]
+            write(folder, file, (planted(row, number) for row in rows))
+        (folder / "profile").mkdir()
+        memory = {"seconds": [0.0, 1.0], "bytes_by_cause": {"weights": [1, 2]}, "at_peak": {"weights": 2}, "peak_bytes": 2}
+        memory |= {"peak_seconds": 1.0, "peak_phase": "forward", "largest": [[2, "weights", "w"]]}
+        said = planted({"ranks": [memory], "steps": [1, 2]}, number)
+        said["ranks"][0]["at_peak"] = dict(zip(said["ranks"][0]["bytes_by_cause"], [2], strict=True))
+        (folder / "profile" / "memory.json").write_text(json.dumps(said))
+    folders = sorted(tmp_path.iterdir())
+    runs = read_runs([str(folder) for folder in folders])
+    assert all(run.memory is not None and run.events and not run.unreadable for run in runs)
+    for text in (made(*folders), made(folders[0])):
+        assert text.count("&lt;planted-") > 100
+        assert "<planted" not in text
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        words(text)

@@ -7,11 +7,11 @@ One file that needs no network, for light and dark displays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from itertools import groupby
 
 from lockstep.audit.finding import Audit, Finding
 from lockstep.audit.summary import extent, verdict
+from lockstep.base.foreign_text import escape
 from lockstep.verify.document import document, verdict_class
 
 AROUND = 2

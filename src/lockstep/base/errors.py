@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
+from lockstep.base.foreign_text import printable
+
 USER_ERROR_STATUS = 2
 
 
@@ -84,7 +86,7 @@ def say(text: str) -> None:
     """Print the text on stderr. A closed pipe or terminal there does not end the run."""
     if sys.stderr is not None:
         with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def install_excepthook() -> None:

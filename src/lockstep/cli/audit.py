@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.base import foreign_text
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 from lockstep.base.system import refuse_on_windows, shell_words
 from lockstep.cli.arguments.launch import check_target, script_arguments
@@ -156,12 +157,11 @@ def command(
 
 def show(audit: Audit) -> None:
     """Print the table of findings, each with its law and remedy, and below them what is right and what was not seen."""
-    from rich.console import Console
     from rich.text import Text
 
     from lockstep.audit.summary import extent, verdict
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = foreign_text.console(None if sys.stdout.isatty() else _WIDTH)
 
     def say_wrapped(text: str, indent: str = "") -> None:
         filled = fill(text, console.width, initial_indent=indent, subsequent_indent=f"{indent}   ", break_long_words=False)

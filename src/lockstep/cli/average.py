@@ -18,6 +18,7 @@ import click
 from click.core import ParameterSource
 
 from lockstep.base.errors import CheckpointError, DataError, LaunchError, say
+from lockstep.base.foreign_text import show
 from lockstep.checkpoint.averaging.greedy_soup import greedy_soup
 from lockstep.checkpoint.averaging.weight_average import COUNTER, AverageMember, WeightAverage, check_alike, normalised
 from lockstep.checkpoint.manifest import DamagedError
@@ -256,7 +257,7 @@ def _write(runs: Sequence[_AveragedRun], metrics: Metrics | None, path: Path, *,
         print(json.dumps({"path": str(path), "runs": list(map(_row, runs)), "metrics": metrics, "warnings": warnings}, indent=2))
         return
     _print_table(runs, metrics)
-    print(f"{path}: {tensors} tensors, {size:,} bytes, the average of {', '.join(run.name for run in chosen)}")
+    show(f"{path}: {tensors} tensors, {size:,} bytes, the average of {', '.join(run.name for run in chosen)}")
 
 
 def _average(runs: Sequence[_AveragedRun]) -> tuple[WeightAverage, list[_AveragedRun]]:
@@ -289,7 +290,7 @@ def _print_table(runs: Sequence[_AveragedRun], metrics: Metrics | None) -> None:
         rows.append(["average", "", *_texts(metrics, names)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        show("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _texts(metrics: Metrics | None, names: Sequence[str]) -> list[str]:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.base.errors import LaunchError
+from lockstep.base import foreign_text
+from lockstep.base.errors import LaunchError, say
+from lockstep.base.foreign_text import show
 from lockstep.base.system import require_linux
 from lockstep.cli.arguments.launch import launch_option, options_from
 from lockstep.cli.run import count_gpus
@@ -72,16 +74,16 @@ def command(write: str | None, as_json: bool, **given: Any) -> int:
 
     diagnosis = diagnose(nproc=count, machines=machines, run_dir=Path(options.run_dir) if options.run_dir is not None else None)
     if diagnosis.ending.signal is not None:
-        print(f"lockstep: {diagnosis.ending.report()}", file=sys.stderr)
+        say(f"lockstep: {diagnosis.ending.report()}")
         return diagnosis.ending.status
     if as_json:
         print(json.dumps(_as_json(diagnosis), indent=2, allow_nan=False))
     elif diagnosis.is_first_machine:
         _show(diagnosis)
     else:
-        print(f"lockstep: {diagnosis.verdict}; the first machine shows the report", file=sys.stderr)
+        say(f"lockstep: {diagnosis.verdict}; the first machine shows the report")
     if diagnosis.ending.first is not None and not diagnosis.results.get("statuses"):
-        print(f"lockstep: {diagnosis.ending.report()}", file=sys.stderr)
+        say(f"lockstep: {diagnosis.ending.report()}")
     return diagnosis.status
 
 
@@ -95,13 +97,13 @@ def _write(path: Path, processes: int) -> None:
         from lockstep.planner.machines.measuring_gpu import write_gpu_sheets
 
         files = write_gpu_sheets(path, processes)
-        print(f"{' and '.join(map(str, files))}: the GPUs of this machine; lockstep plan --on '{processes} x {path}' SCRIPT")
+        show(f"{' and '.join(map(str, files))}: the GPUs of this machine; lockstep plan --on '{processes} x {path}' SCRIPT")
         return
     from lockstep.launch.environment import threads_per_process
     from lockstep.planner.machines.calibration import measure_machine
 
     path.write_text(measure_machine(processes, threads_per_process(processes)).as_toml(), encoding="utf-8")
-    print(f"{path}: this machine with {processes} processes; lockstep plan --on {path} SCRIPT")
+    show(f"{path}: this machine with {processes} processes; lockstep plan --on {path} SCRIPT")
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -112,10 +114,9 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _show(diagnosis: Diagnosis) -> None:
     """All checks, then the times and the links, then the verdict."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH, highlight=False)
+    console = foreign_text.console(None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH)
     console.width = min(console.width, _WIDTH)
     console.print(_checks(diagnosis.checks))
     if diagnosis.results.get("timed"):

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.foreign_text import show
 from lockstep.checkpoint.saved_model import MODEL
 from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
 from lockstep.cli.arguments.target import Target
@@ -99,7 +100,7 @@ def _print(measured: Sequence[Metrics], *, as_json: bool) -> None:
         return
     for number, metrics in enumerate(measured, 1):
         if len(measured) > 1:
-            print(f"by the recipe of the script's training {number}:")
+            show(f"by the recipe of the script's training {number}:")
         width = max(map(len, metrics))
         for name, value in metrics.items():
-            print(f"{name:{width}}  {'nan' if value is None else f'{value:.6g}'}")
+            show(f"{name:{width}}  {'nan' if value is None else f'{value:.6g}'}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,9 +12,10 @@ from typing import Any
 
 import click
 
-from lockstep.base.errors import CheckpointError
+from lockstep.base.errors import CheckpointError, say
 from lockstep.base.files import replace_atomically
 from lockstep.base.foreign_files import MOST_BYTES, read_below
+from lockstep.base.foreign_text import show
 from lockstep.checkpoint.configuration import CONFIGURATION
 from lockstep.checkpoint.integrity import check, read_manifest
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
@@ -58,9 +58,9 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
     a file is a pickle, which runs code when it is read.
     """
     if form == "huggingface":
-        print(_export_folder(source, Path(out), module=module, best=best))
+        show(_export_folder(source, Path(out), module=module, best=best))
     else:
-        print(export(source, Path(out), module=module, best=best))
+        show(export(source, Path(out), module=module, best=best))
     return 0
 
 
@@ -180,7 +180,7 @@ def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
             raise CheckpointError(f"checkpoint {name}: {error}") from error
         if not damage:
             return stored.model(_choose(modules, module)), f"step {name.step}, checkpoint {name}"
-        print(f"warning: checkpoint {name} is damaged: {damage[0]}", file=sys.stderr)
+        say(f"warning: checkpoint {name} is damaged: {damage[0]}")
     raise CheckpointError(f"{at.run or at.storage} has no checkpoint to export: {at.none_there}")
 
 

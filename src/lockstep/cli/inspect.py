@@ -11,7 +11,9 @@ from typing import Any
 
 import click
 
+from lockstep.base import foreign_text
 from lockstep.base.errors import CheckpointError
+from lockstep.base.foreign_text import one_line
 from lockstep.base.units import size
 from lockstep.base.urls import without_password
 from lockstep.checkpoint.integrity import check
@@ -148,11 +150,10 @@ def _events(run: Path) -> Iterator[dict[str, Any]]:
 
 def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, Any]], elsewhere: str | None) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console = foreign_text.console(None if sys.stdout.isatty() else 140)
     if found:
         table = Table(title=f"{target}: every byte read", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         scored = any(each.score for each in found)
@@ -168,12 +169,12 @@ def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, 
         console.print(Text(f"not read: the checkpoints in {elsewhere}, which the run names; give that URL to inspect them"))
     for each in found:
         for reason in each.reasons:
-            console.print(Text(f"{each.name}: {reason}", style="red"))
+            console.print(Text(one_line(f"{each.name}: {reason}"), style="red"))
     others = sorted({name for each in found for name in each.other_state})
     if others:
-        console.print(Text(f"saved with the models: {', '.join(others)}"))
+        console.print(Text(one_line(f"saved with the models: {', '.join(others)}")))
     for row in events:
-        console.print(Text(_event_line(row)))
+        console.print(Text(one_line(_event_line(row))))
     if any(each.fingerprints for each in found):
         console.print(Text(f"fingerprints are truncated to {_DIGITS} digits; --json has all of them", style="dim"))
 

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
-from lockstep.base.errors import USER_ERROR_STATUS
+from lockstep.base.errors import USER_ERROR_STATUS, say
 from lockstep.base.version import __version__
 
 _COMMANDS = ("run", "verify", "audit", "plan", "search", "sweep", "average", "evaluate", "report", "doctor", "inspect", "export", "slurm")
@@ -103,5 +103,5 @@ def _open_closed_streams() -> None:
 
 
 def _fail(message: str) -> None:
-    print(f"lockstep: {message}", file=sys.stderr)
+    say(f"lockstep: {message}")
     sys.exit(USER_ERROR_STATUS)

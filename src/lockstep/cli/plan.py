@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.base import foreign_text
 from lockstep.base.control_group import usable_cpus
-from lockstep.base.errors import LaunchError, PlanError
+from lockstep.base.errors import LaunchError, PlanError, say
 from lockstep.base.parent import die_with_parent
 from lockstep.base.system import refuse_on_windows
 from lockstep.base.units import size
@@ -187,7 +188,7 @@ def _read(folder: Path) -> list[Outcome]:
 
 
 def _progress(count: int, plan: str) -> None:
-    print(f"lockstep plan: {count} plans predicted, the latest {plan}", file=sys.stderr, flush=True)
+    say(f"lockstep plan: {count} plans predicted, the latest {plan}")
 
 
 def _forecast(script: str, machine: Machine, outcomes: Sequence[Outcome], tokens: float | None, price: float | None) -> Forecast:
@@ -201,13 +202,12 @@ def _forecast(script: str, machine: Machine, outcomes: Sequence[Outcome], tokens
 
 def _show(forecast: Forecast) -> None:
     """Print the best plans, and what is known beside them."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from lockstep.planner.forecast import HEAD
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console = foreign_text.console(None if sys.stdout.isatty() else 140)
     table = Table(title=forecast.title, title_justify="left")
     for name in HEAD:
         table.add_column(name, justify="left" if name in ("plan", "limited by") else "right", overflow="fold", no_wrap=name == "plan")

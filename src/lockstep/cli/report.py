@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 
 import click
 
-from lockstep.base.errors import LaunchError
+from lockstep.base.errors import LaunchError, say
 from lockstep.base.files import write_atomically
+from lockstep.base.foreign_text import show
 from lockstep.logging.run_files import is_there
 from lockstep.report.page import GENERATOR, page
 from lockstep.report.reader import read_runs
@@ -54,14 +54,14 @@ def command(output: str | None, as_json: bool, storage: str | None, run_dirs: tu
     data, lines, make = _of_search(Path(searches[0]), storage) if searches else _of_runs(run_dirs)
     if makes_page:
         _check(path)
-    print(json.dumps(data, indent=2, allow_nan=False) if as_json else "\n".join(lines))
+    show(json.dumps(data, indent=2, allow_nan=False) if as_json else "\n".join(lines))
     if makes_page:
         text = make(time.time()).encode(errors="backslashreplace")  # names of folders may be any bytes
         try:
             write_atomically(path, text)
         except OSError as error:
             raise _unwritable(path, error) from error
-        print(f"{path} ({len(text) / 1000:,.0f} kB)", file=sys.stderr if as_json else sys.stdout)
+        (say if as_json else show)(f"{path} ({len(text) / 1000:,.0f} kB)")
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 
 from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import LaunchError, say
+from lockstep.base.foreign_text import show
 from lockstep.base.system import refuse_on_windows, shell_words
 from lockstep.base.units import seconds
 from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
@@ -238,6 +238,6 @@ def _print(results: SearchResults, request: SearchRequest, *, as_json: bool, csv
     if as_json:
         print(json.dumps(results.as_json(), indent=2, allow_nan=False))
     else:
-        print("\n".join(summary_lines(results)))
+        show("\n".join(summary_lines(results)))
         at = [] if request.storage is None else ["--storage", request.storage]
-        print(f"{shlex.join(['lockstep', 'report', *at, str(request.folder)])} makes a page of it", file=sys.stderr)
+        say(f"{shlex.join(['lockstep', 'report', *at, str(request.folder)])} makes a page of it")

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.base import foreign_text
 from lockstep.base.control_group import usable_cpus
-from lockstep.base.errors import USER_ERROR_STATUS, LaunchError
+from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 from lockstep.base.system import refuse_on_windows
 from lockstep.cli.arguments.launch import check_target, script_arguments
 from lockstep.cli.arguments.plans import PlansCommand
@@ -103,13 +104,12 @@ def command(
 
 def show(report: Report) -> None:
     """Print the table, and below it the mismatches and notes."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from lockstep.verify.verdict import COLUMNS, ROUNDING
 
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = foreign_text.console(None if sys.stdout.isatty() else 120)
     table = Table(title=f"{report.script}: {report.steps} steps against one process", title_justify="left")
     for name in COLUMNS:
         table.add_column(name, justify="right" if name == "processes" else "left", overflow="fold", no_wrap=name == "plan")
@@ -144,7 +144,7 @@ def _reports(*, quiet: bool) -> dict[str, Callable[[str], None]]:
     """Return what `Runner` calls: each run is reported that begins, unless `quiet`; to a person, each that ends too."""
 
     def report(line: str) -> None:
-        print(f"lockstep verify: {line}", file=sys.stderr, flush=True)
+        say(f"lockstep verify: {line}")
 
     if sys.stderr.isatty():
         return {"begins": report, "progress": report}

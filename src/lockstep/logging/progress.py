@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from lockstep.base.closing import Closing
+from lockstep.base.foreign_text import printable
 from lockstep.base.notebook import is_notebook
 
 if TYPE_CHECKING:
@@ -320,4 +321,4 @@ def _terminal(stream: TextIO) -> Console | None:
 
 def _encodable(text: str, encoding: str | None) -> str:
     encoding = encoding or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
+    return printable(text).encode(encoding, "replace").decode(encoding)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from html import escape
 
+from lockstep.base.foreign_text import escape
 from lockstep.base.units import size
 from lockstep.planner.forecast import HEAD, Forecast, duration, limit_in_words
 from lockstep.verify.document import document

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any, Literal
 
+from lockstep.base.foreign_text import escape
 from lockstep.report.history import Series
 from lockstep.report.scale import Scale, Unit, format_number, scale_of, short_time_scale, step_scale
 
@@ -96,7 +96,7 @@ def render(chart: Chart, *, index: int, last_step: int, columns: int) -> Rendere
         layers += _line(line, each, x_scale, y_scale)
     svg = f'<svg viewBox="0 0 {GRAIN} {GRAIN}" preserveAspectRatio="none" aria-hidden="true">{"".join(layers)}</svg>'
     aria_text = escape(
-        f"{chart.title} over {'steps' if axis == 'step' else axis}. {' '.join(_aria_text(line, axis) for line in chart.lines)}", quote=True
+        f"{chart.title} over {'steps' if axis == 'step' else axis}. {' '.join(_aria_text(line, axis) for line in chart.lines)}"
     )
     plot = f'<div class="plot" data-chart="{index}" role="img" aria-label="{aria_text}">{svg}{axis_labels(x_scale, axis, y_scale)}</div>'
     caption = f'<figcaption><span class="title">{escape(chart.title)}</span>{_legend(chart, y_scale)}{_latest(chart)}</figcaption>'

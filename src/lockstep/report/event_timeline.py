@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 from typing import Any, Literal
 
+from lockstep.base.foreign_text import escape
 from lockstep.report.chart import COLOURS, EventMark, axis_labels
 from lockstep.report.history import RunEvent, RunHistory
 from lockstep.report.loss_list import how_it_went_on, times, what_was_lost
@@ -87,7 +87,7 @@ def lanes(runs: Sequence[RunHistory]) -> str:
     x_scale = time_scale(max(spans))
     rows = "".join(_lane(run, index, x_scale, several=len(runs) > 1) for index, run in enumerate(runs))
     grid = "".join(f'<i class="tick" style="left:{100 * x_scale.position(tick):.2f}%"></i>' for tick in x_scale.ticks)
-    aria_text = escape("Timeline of events. " + " ".join(map(_aria_text, runs)), quote=True)
+    aria_text = escape("Timeline of events. " + " ".join(map(_aria_text, runs)))
     kinds = {f"loss {_loss_kind(loss)}" for run in runs for loss in losses(run)}
     shown = [*_KEYS, *(key for key in _LOSS_KEYS if key[0] in kinds)]
     keys = "".join(f'<span class="key"><b class="{look}"></b>{word}</span>' for look, word in shown)
@@ -107,12 +107,12 @@ def _lane(run: RunHistory, index: int, x_scale: Scale, *, several: bool) -> str:
     for number, each in enumerate(run.attempts, 1):
         tip = f"attempt {number}: {each.end or 'end not recorded'}, after {format_duration(each.ended - each.began)}"
         width = f"width:{100 * x_scale.position(each.ended - each.began):.2f}%"
-        parts.append(f'<b class="span" data-tip="{escape(tip, quote=True)}" style="{left(each.began)};{width}"></b>')
+        parts.append(f'<b class="span" data-tip="{escape(tip)}" style="{left(each.began)};{width}"></b>')
     parts += _losses(run, x_scale, numbered=not several)
     for group in _group_nearby(run.events, x_scale):
         first = group.events[0]
         tip = f"{_many(group)} at step {format_count(first.step)}, after {format_duration(first.time - began)}{_because(first)}"
-        parts.append(f'<b class="event {group.severity}" data-tip="{escape(tip, quote=True)}" style="{left(first.time)}"></b>')
+        parts.append(f'<b class="event {group.severity}" data-tip="{escape(tip)}" style="{left(first.time)}"></b>')
     return f'<div class="lane" data-run="{index}" style="--colour:var(--line-{index % COLOURS})">{"".join(parts)}</div>'
 
 
@@ -123,7 +123,7 @@ def _losses(run: RunHistory, x_scale: Scale, *, numbered: bool) -> Iterator[str]
         at = max(0.0, x_scale.position(loss.time - (run.began or 0.0)))
         tip = f"loss {number}: {what_was_lost(loss, run.ranks.hosts)}; {how_it_went_on(loss)}; {times(loss)}"
         place = f"left:{100 * at:.2f}%;width:{100 * min(1 - at, x_scale.position(loss.seconds)):.2f}%"
-        yield f'<b class="loss {_loss_kind(loss)}" data-tip="{escape(tip, quote=True)}" style="{place}"></b>'
+        yield f'<b class="loss {_loss_kind(loss)}" data-tip="{escape(tip)}" style="{place}"></b>'
         if numbered and at - above > _APART:
             above = at
             yield f'<i class="above" style="left:{100 * at:.2f}%">{number}</i>'

@@ -9,10 +9,10 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import zip_longest
 from statistics import median
 
+from lockstep.base.foreign_text import escape
 from lockstep.report.chart import RenderedFigure, axis_labels
 from lockstep.report.history import PHASES, RankTimes, Series
 from lockstep.report.scale import format_number, step_scale
@@ -172,7 +172,7 @@ def _picture(phase: str, cells: HeatmapGrid, times: RankTimes, index: int, title
     names = ""
     for row, name in _visible_row_names(cells, times):
         names += f'<i class="y" style="top:{100 * (row + 0.5) / len(rows):.2f}%">{name}</i>'
-    aria_text = escape(f"{title}: {named} and step. {_aria_text(cells, rows)}", quote=True)
+    aria_text = escape(f"{title}: {named} and step. {_aria_text(cells, rows)}")
     height = min(260, max(44, 13 * len(rows)))
     plot = f'<div class="plot heatmap" data-heatmap="{index}" role="img" aria-label="{aria_text}" style="height:{height}px">'
     plot += f"{picture}{axis_labels(step_scale(cells.last_step), 'step', None)}{names}</div>"

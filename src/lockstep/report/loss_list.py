@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from html import escape
 
+from lockstep.base.foreign_text import escape
 from lockstep.report.history import RunHistory
 from lockstep.report.losses import WorkerLoss, losses, summary
 from lockstep.report.scale import format_count, format_duration

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from html import escape
 
+from lockstep.base.foreign_text import escape
 from lockstep.report.chart import Chart, Curve
 from lockstep.report.history import MemoryProfile, RankMemory, RunHistory, Series
 from lockstep.report.scale import format_number

@@ -7,10 +7,10 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
 from importlib.resources import files
 from typing import Any
 
+from lockstep.base.foreign_text import escape, printable
 from lockstep.report import event_timeline, heatmap, losses, tables
 from lockstep.report.chart import Chart, Curve, RenderedFigure, render
 from lockstep.report.history import MOST_SERIES, PHASES, RunHistory
@@ -211,7 +211,7 @@ def document(title: str, body: str, data: Mapping[str, Any], *, script: str, sty
     ramps = "".join(f"--ramp-{name}:linear-gradient(90deg,{','.join(colours)});" for name, colours in themes)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    json_data = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    json_data = json.dumps(_printable(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -219,6 +219,15 @@ def document(title: str, body: str, data: Mapping[str, Any], *, script: str, sty
         f"<title>{escape(title)}</title><style>:root{{{ramps}}}{_own('page.css')}{style}</style></head><body><main>{body}</main>"
         f'<script type="application/json" id="data">{json_data}</script><script>{script}</script></body></html>\n'
     )
+
+
+def _printable(value: Any) -> Any:
+    """Return JSON whose texts a page may show."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {name: _printable(each) for name, each in value.items()}
+    return list(map(_printable, value)) if isinstance(value, list | tuple) else value
 
 
 def _own(name: str) -> str:

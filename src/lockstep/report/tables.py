@@ -6,10 +6,10 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from html import escape
 from statistics import median
 from typing import Any
 
+from lockstep.base.foreign_text import escape
 from lockstep.report.chart import COLOURS, summary
 from lockstep.report.event_timeline import clock, details
 from lockstep.report.heatmap import mean_times
@@ -101,7 +101,9 @@ def overview(runs: Sequence[RunHistory]) -> str:
     for index, (run, each) in enumerate(zip(runs, figures, strict=True)):
         cells = "".join(f'<td class="number">{each.get(name, "–")}</td>' for name in columns)
         fingerprint = (run.result or {}).get("fingerprint")
-        digits = f'<td><code title="{fingerprint}">{escape(str(fingerprint)[:_DIGITS])}</code></td>' if fingerprint else "<td>–</td>"
+        digits = (
+            f'<td><code title="{escape(fingerprint)}">{escape(str(fingerprint)[:_DIGITS])}</code></td>' if fingerprint else "<td>–</td>"
+        )
         name = f'<th scope="row">{key(run, index)}</th><td>{state(run)}</td>'
         plan = f'<td class="plan"><code>{_breakable(run.plan)}</code></td>'
         rows.append(f'<tr data-run="{index}">{name}{cells}{plan}{digits}</tr>')

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from importlib.resources import files
 
+from lockstep.base.foreign_text import escape
 from lockstep.report.event_timeline import clock
 from lockstep.report.page import document
 from lockstep.search.figures import plot, tables

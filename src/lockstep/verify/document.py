@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
+
+from lockstep.base.foreign_text import escape
 
 _STYLE = """
 :root { --ground: #fff; --text: #1b1f24; --faint: #6a737d; --line: #d0d7de; --band: #9ec5f0; --plan: #0b57a4 }

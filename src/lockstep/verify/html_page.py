@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
+from lockstep.base.foreign_text import escape
 from lockstep.verify.document import document, verdict_class
 from lockstep.verify.verdict import COLUMNS, Report, Verdict
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from html import escape
 
+from lockstep.base.foreign_text import escape
 from lockstep.report.chart import GRAIN
 from lockstep.report.scale import Scale
 from lockstep.search.figures.axes import ParameterAxis, end_scale, is_number, parameter_axes, place_on, shorten

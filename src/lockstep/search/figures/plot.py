@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from itertools import groupby
 
+from lockstep.base.foreign_text import escape
 from lockstep.report.chart import GRAIN
 from lockstep.report.heatmap import RAMP
 from lockstep.search.figures.axes import format_value

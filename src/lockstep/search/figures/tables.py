@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 
+from lockstep.base.foreign_text import escape
 from lockstep.report.scale import format_count, format_duration, format_number
 from lockstep.search.figures.axes import format_value, is_number, shorten
 from lockstep.search.results import SearchResults, State, TrialResult
