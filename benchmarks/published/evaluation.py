@@ -92,8 +92,30 @@ def bias(pairs: Sequence[Pair]) -> float:
     return statistics.fmean(pair.error for pair in pairs)
 
 
+COVERED = 0.8
+"""Part of the rows of a source that an interval must hold which has not seen it."""
+
+
 def interval(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Return the 10% and 90% quantiles of measured over predicted; a source of n rows counts as sqrt(n)."""
+    """Return the interval of measured over predicted: its quantiles, so far apart that quantiles of the other sources
+    hold 80% of a source's rows, both over all rows and as the mean of the sources."""
+    return quantiles(pairs, next(each for each in (1 + step / 100 for step in range(10_000)) if min(coverage(pairs, each)) >= COVERED))
+
+
+def coverage(pairs: Sequence[Pair], widening: float) -> tuple[float, float]:
+    """Return the part of all rows, and the mean over sources of the part of theirs, that the quantiles of the other
+    sources hold, if they are so many times as far apart."""
+    held: dict[str, list[bool]] = {}
+    for source, own in by_source(pairs).items():
+        low, high = quantiles([pair for pair in pairs if pair.row.repository != source], widening)
+        held[source] = [low <= pair.measured / pair.predicted <= high for pair in own]
+    every = [each for several in held.values() for each in several]
+    return statistics.fmean(every), statistics.fmean(statistics.fmean(several) for several in held.values())
+
+
+def quantiles(pairs: Sequence[Pair], widening: float = 1.0) -> tuple[float, float]:
+    """Return the 10% and 90% quantiles of measured over predicted, so many times as far apart, in their logarithm; a
+    source of n rows counts as sqrt(n)."""
     counts = {source: len(each) for source, each in by_source(pairs).items()}
     ratios = sorted((pair.measured / pair.predicted, 1 / math.sqrt(counts[pair.row.repository])) for pair in pairs)
     whole, passed, low, high = sum(weight for _, weight in ratios), 0.0, ratios[0][0], ratios[-1][0]
@@ -101,7 +123,8 @@ def interval(pairs: Sequence[Pair]) -> tuple[float, float]:
         low = ratio if passed <= 0.1 * whole else low
         high = ratio if passed <= 0.9 * whole else high
         passed += weight
-    return low, high
+    middle, reach = math.sqrt(low * high), math.sqrt(high / low) ** widening
+    return middle / reach, middle * reach
 
 
 @dataclass(frozen=True, slots=True)

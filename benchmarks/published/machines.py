@@ -20,8 +20,8 @@ SHEETS = (
     (r"BLACKWELL.*18[4-9] ?GI?B", "GB200"),
     (r"BLACKWELL", "B200"),
     ("A100", "A100-80GB"),
-    ("RTX ?4090|RTX ?A6000", ""),
-    ("H100|H200|GB200|B200|V100|A6000|A10G|L4", ""),
+    ("RTX ?[45]090|RTX ?A6000", ""),
+    ("H100|H200|GB200|B200|V100|A6000|A10G|L40S|L4|T4|A800|H800|H20|MI300X|MI325X", ""),
 )
 """The first pattern found as a word of the text, and the device's name in the data sheets; empty: the text found."""
 

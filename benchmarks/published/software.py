@@ -46,6 +46,8 @@ class Software:
     """Tensor parallel ranks send a share each of a message between stages."""
     default_checkpointing: str = ""
     """What it does where a row does not say. Empty: the least that fits into memory."""
+    distributed_tensors: bool = False
+    """Its tensor parallelism is DTensor's."""
     launch_seconds: float = 0.0
     """The host's time for an operation, where it waits for each kernel's end before it launches the next."""
     half_checkpointing: str = "layers"
@@ -83,7 +85,7 @@ FRAMEWORKS = (
     ("megatron-deepspeed|gpt-neox", MEGATRON_DEEPSPEED),
     ("vtrain", MEGATRON_2021),
     ("megatron|nemo|dgxc", MEGATRON),
-    ("torchtitan", replace(FSDP2, half_checkpointing="matmuls")),
+    ("torchtitan", replace(FSDP2, half_checkpointing="matmuls", distributed_tensors=True)),
     ("fms-fsdp", FSDP1),
     ("llm-foundry|composer|mosaicml", FSDP1),
     ("nanotron|picotron", replace(DDP, name="nanotron", fused=True, sharding=1, sequence_parallel=True)),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.planner.machines.costs import FITTED, collective_seconds, operation_seconds
 from lockstep.planner.machines.fitted import Fitted
 from lockstep.planner.machines.hardware import Cluster, Device
+from lockstep.planner.machines.host import host_costs
 from lockstep.planner.operations import Collective, Operation
+from lockstep.planner.trace import DISPATCH
 from published import transformer
 from published.machines import cluster_of
 from published.memory import fitting_checkpointing
@@ -17,6 +19,10 @@ from published.rows import Row
 from published.software import Software, software_of
 
 HALF = transformer.HALF
+KERNELS = {"eager norm": 6, "eager rotation": 8, "eager activation": 2}
+"""Kernels of an operation of the transformer's list, if more than one: RMSNorm and rotation by their formulas."""
+DISPATCHED = 40
+"""Operations of a layer, forward or backward, on distributed tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +30,8 @@ class Parts:
     """Where a step's time goes. Seconds."""
 
     compute: float
+    launches: float
+    """What the device waits for its host, which launches kernels one after another."""
     tensor: float
     context: float
     data: float
@@ -46,10 +54,16 @@ class Layer:
     """With what checkpointing computes again."""
     tensor: float
     context: float
+    host: float
+    """The host's time to launch all this."""
+
+    @property
+    def launches(self) -> float:
+        return max(0.0, self.host - self.forward - self.backward - self.tensor - self.context)
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.tensor + self.context
+        return self.forward + self.backward + self.tensor + self.context + self.launches
 
 
 def predict(row: Row, fitted: Fitted = FITTED) -> Parts:
@@ -62,12 +76,13 @@ def predict(row: Row, fitted: Fitted = FITTED) -> Parts:
     last = total(((each, 1.0) for each in transformer.head(row, software)), cluster.device, fitted)
     stage, mean = stage_seconds(row, layer, last)
     m = row.microbatches
-    share = layer.tensor / layer.seconds, layer.context / layer.seconds
+    share = layer.launches / layer.seconds, layer.tensor / layer.seconds, layer.context / layer.seconds
     compute = m * stage
     parts = Parts(
         compute=compute * (1 - sum(share)),
-        tensor=compute * share[0],
-        context=compute * share[1],
+        launches=compute * share[0],
+        tensor=compute * share[1],
+        context=compute * share[2],
         data=data_seconds(row, software, cluster, layer, fitted),
         pipeline=pipeline_seconds(row, software, cluster, fitted),
         bubble=(row.pp - 1) / row.virtual * mean,
@@ -98,7 +113,26 @@ def layer_seconds(row: Row, software: Software, cluster: Cluster, fitted: Fitted
         backward += operation_seconds(copied, device, fitted)
     tensor = tensor_seconds(row, software, cluster, fitted, rounds=2 + (row.checkpointing.startswith("full")))
     context = context_seconds(row, software, cluster, fitted)
-    return Layer(forward, backward + again, tensor, context)
+    launched = [*ahead, *back, *(each for each, times in repeated if times)]
+    return Layer(forward, backward + again, tensor, context, host_seconds(row, software, launched))
+
+
+def host_seconds(row: Row, software: Software, operations: Sequence[Operation]) -> float:
+    """Return the host's time for one layer, as `lockstep plan` counts it: kernels, DTensor's dispatch, FSDP's hooks.
+
+    Nothing is counted for XLA and for CUDA graphs, which the host starts at once."""
+    if software.name == "XLA" or "graph" in f"{row.compiled} {row.notes}".lower():
+        return 0.0
+    costs = host_costs(is_compiled=row.compiled.startswith("yes"))
+    found = costs.kernel * sum(KERNELS.get(each.name, 1) for each in operations)
+    if software.sharding == 3 and row.shards > 1:
+        found += 3 * costs.collectives["shard"]
+    if row.tp > 1:
+        rounds = 3 if row.checkpointing.startswith("full") else 2
+        found += 2 * rounds * costs.collectives["tensor"]
+        if software.distributed_tensors and not row.compiled.startswith("yes"):
+            found += rounds * DISPATCHED * costs.marks[DISPATCH]
+    return found
 
 
 def tensor_seconds(row: Row, software: Software, cluster: Cluster, fitted: Fitted, rounds: int) -> float:

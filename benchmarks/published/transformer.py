@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import gcd
 
-from lockstep.planner.operations import Operation
+from lockstep.planner.operations import ALIGNED, Operation
 from published.rows import Row
 from published.software import Software
 
@@ -98,7 +99,8 @@ def gradients(product: Operation) -> list[Operation]:
 
 def _product(row: Row, name: str, m: int, n: int, k: int, batch: int = 1) -> Operation:
     moved = HALF * batch * (m * k + k * n + m * n)
-    return Operation("matmul", row.dtype, 2 * batch * m * n * k, moved, (batch, m, n, k), "forward", name)
+    aligned = gcd(HALF * n, HALF * k, ALIGNED)
+    return Operation("matmul", row.dtype, 2 * batch * m * n * k, moved, (batch, m, n, k), "forward", name, aligned)
 
 
 def _memory(name: str, moved: int, phase: str) -> Operation:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import gcd
 
 import pytest
 from hypothesis import given, strategies as st
 
 from lockstep.planner.machines.costs import FITTED, INTERVALS, collective_seconds, matmul_rate, operation_seconds
 from lockstep.planner.machines.hardware import known_devices, load_device, load_link, parse_target
-from lockstep.planner.operations import Collective, CollectiveKind, Operation
+from lockstep.planner.operations import ALIGNED, Collective, CollectiveKind, Operation
 
 H100 = load_device("H100")
 NODES = parse_target("64 x H100")
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 
-def product(m: int, n: int, k: int, dtype: str = "bfloat16") -> Operation:
-    return Operation("matmul", dtype, 2 * m * n * k, 2 * (m * k + k * n + m * n), (1, m, n, k))
+def product(m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 1) -> Operation:
+    """Of operands whose rows are k, and a result whose rows are n, as of a linear layer."""
+    aligned = gcd(n, k, ALIGNED) * (4 if dtype == "float32" else 2)
+    moved = 2 * batch * (m * k + k * n + m * n)
+    shape = (batch, m, n, k)
+    return Operation("matmul", dtype, 2 * batch * m * n * k, moved, shape, aligned_bytes=min(ALIGNED, aligned))
 
 
 def attention(keys: int, name: str = "", phase: str = "forward") -> Operation:
@@ -54,28 +59,29 @@ def test_more_bytes_are_never_faster(small: int, more: int) -> None:
 
 @given(st.integers(1, 40).map(lambda n: 8 * n), st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 4096))
 def test_a_products_rate_is_a_fraction(batch: int, m: int, n: int, k: int) -> None:
-    assert 0 < matmul_rate((batch, m, n, k), "bfloat16", H100) <= 1
+    assert 0 < matmul_rate(product(m, n, k, batch=batch), H100) <= 1
 
 
 def test_a_longer_inner_dimension_runs_at_a_higher_rate() -> None:
-    rates = [matmul_rate((1, 4096, 4096, k), "bfloat16", H100) for k in (64, 256, 1024, 4096, 16384)]
+    rates = [matmul_rate(product(4096, 4096, k), H100) for k in (64, 256, 1024, 4096, 16384)]
     assert rates == sorted(rates)
 
 
 def test_a_dimension_off_the_tensor_cores_lines_is_slow() -> None:
     """BLOOM's candidates: heads of 108 ran a third slower than heads of 144."""
-    assert matmul_rate((64, 2048, 2048, 108), "float16", H100) < 0.5 * matmul_rate((64, 2048, 2048, 144), "float16", H100)
+    slow, fast = (matmul_rate(product(2048, 2048, head, "float16", batch=64), H100) for head in (108, 144))
+    assert slow < 0.5 * fast
 
 
 def test_rows_of_whole_memory_lines_are_the_fastest() -> None:
     """BLOOM's candidates: a hidden size of 14400 on 8 ranks, rows of 1800 numbers, ran a fifth slower than 13824."""
-    times = [1 / matmul_rate((1, 4096, 4096, k), "bfloat16", H100) / (1 + FITTED.inner / k) for k in (1792, 1824, 1808, 1800)]
+    times = [1 / matmul_rate(product(4096, 4096, k), H100) / (1 + FITTED.inner / k) for k in (1792, 1824, 1808, 1800)]
     assert all(a < b for a, b in pairwise(times))
-    assert matmul_rate((1, 4096, 4096, 1824), "float32", H100) > matmul_rate((1, 4096, 4096, 1824), "bfloat16", H100)
+    assert matmul_rate(product(4096, 4096, 1824, "float32"), H100) > matmul_rate(product(4096, 4096, 1824), H100)
 
 
 def test_a_wave_of_tiles_that_is_hardly_filled_is_slow() -> None:
-    full, over = (matmul_rate((1, 256 * rows, 128 * 12, 4096), "bfloat16", H100) for rows in (11, 12))
+    full, over = (matmul_rate(product(256 * rows, 128 * 12, 4096), H100) for rows in (11, 12))
     assert over < full
 
 

@@ -14,6 +14,7 @@ import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.plan import Plan
 from lockstep.planner.machines.hardware import parse_target
+from lockstep.planner.machines.host import host_costs
 from lockstep.planner.machines.machine import Machine
 from lockstep.planner.predict import is_splittable, predict
 from lockstep.planner.tracing.tracer import model_size
@@ -33,6 +34,22 @@ def test_microbatches_that_a_run_would_not_split_are_not_split(changes: dict[str
     assert not is_splittable(given, model_size(given))
     with pytest.raises(RecipeError, match="microbatch_splits=1; half a microbatch"):
         predict(given, Plan.parse("replicate=2,microbatch_splits=1"), MACHINE)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2", "pipeline=2"])
+def test_an_eager_step_of_a_small_model_takes_as_long_as_its_host_launches_it(plan: str) -> None:
+    found = predict(recipe(), Plan.parse(plan), MACHINE)
+    assert found.limit == "launches"
+    assert found.seconds > host_costs().kernel * 4 * 80, "each of 4 microbatches has 80 kernels at least"
+    assert found.seconds_with_twice["network"] == pytest.approx(found.seconds, rel=0.05)
+
+
+def test_distributed_tensors_and_fsdps_hooks_take_the_host_long_and_compiled_code_is_launched_faster() -> None:
+    plans = ("replicate=2", "tensor=2", "shard=2", "replicate=2,compile=yes")
+    alone, tensor, shard, compiled = (predict(recipe(), Plan.parse(plan), MACHINE).seconds for plan in plans)
+    assert tensor > 2 * alone
+    assert shard > 1.5 * alone
+    assert compiled < 0.7 * alone
 
 
 def test_a_prediction_has_the_plan_as_a_user_writes_it_and_the_parts_of_a_microbatch() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from planner.subjects import MICROBATCH, recipe, traced
 
 from lockstep.planner.operations import Collective, CollectiveKind, Kind, Operation
-from lockstep.planner.simulate import Costs, StepTime, repeated, simulate
-from lockstep.planner.trace import Await, AwaitEvent, Communicate, Compute, Item, Mark, RecordEvent, TracedStep
+from lockstep.planner.simulate import Costs, HostCosts, StepTime, fused, repeated, simulate
+from lockstep.planner.trace import DISPATCH, Await, AwaitEvent, Communicate, Compute, Item, Mark, RecordEvent, TracedStep
 
 COSTS = Costs(lambda operation: float(operation.flops), lambda collective: float(collective.bytes))
 SECONDS = st.integers(0, 100)
@@ -60,7 +60,7 @@ def test_the_host_puts_a_kernel_on_the_stream_before_it_runs(times: list[int], h
     end = 0
     for place, seconds in enumerate(times):
         end = max(end, (place + 1) * host) + seconds
-    costs = Costs(COSTS.operation, COSTS.collective, host_seconds=host)
+    costs = Costs(COSTS.operation, COSTS.collective, host=HostCosts(host))
     step = time_of(*map(kernel, times), costs=costs)
     assert step.seconds == end
     assert sum(step.by_limit.values()) == end
@@ -68,7 +68,7 @@ def test_the_host_puts_a_kernel_on_the_stream_before_it_runs(times: list[int], h
 
 def test_a_step_that_the_host_limits_is_all_launches_but_its_last_kernel() -> None:
     """However long each kernel takes, as long as the host takes longer: faster kernels would gain nothing."""
-    costs = Costs(COSTS.operation, COSTS.collective, host_seconds=10)
+    costs = Costs(COSTS.operation, COSTS.collective, host=HostCosts(10))
     assert time_of(*map(kernel, [9, 9, 9, 9]), costs=costs).by_limit == {"launches": 40, "matmul": 9}
     assert time_of(*map(kernel, [30, 30, 5, 5]), costs=costs).by_limit == {"matmul": 70, "launches": 10}
     assert time_of(*map(kernel, [16, 1, 1]), costs=costs).by_limit == {"launches": 14, "matmul": 17}
@@ -76,7 +76,7 @@ def test_a_step_that_the_host_limits_is_all_launches_but_its_last_kernel() -> No
 
 @given(st.lists(SECONDS, max_size=20), st.integers(1, 50))
 def test_a_host_that_computes_itself_does_nothing_meanwhile(times: list[int], host: int) -> None:
-    costs = Costs(COSTS.operation, COSTS.collective, host_seconds=host, is_synchronous=True)
+    costs = Costs(COSTS.operation, COSTS.collective, host=HostCosts(host), is_synchronous=True)
     assert time_of(*map(kernel, times), costs=costs).seconds == sum(times) + host * len(times)
 
 
@@ -132,6 +132,35 @@ def test_a_mark_has_the_time_of_its_place() -> None:
     assert time_of(kernel(3), Mark("update"), kernel(4), Mark("end")).marks == {"update": 3, "end": 7}
 
 
+HOST = Costs(COSTS.operation, COSTS.collective, HostCosts(2, {"microbatch": 7, DISPATCH: 5}, {"shard": 20}))
+
+
+def test_the_host_works_at_marks_and_collectives_while_the_device_computes() -> None:
+    items = [kernel(100), Mark("microbatch"), Mark(DISPATCH), begun(1, 3), Await(1, 0), kernel(10)]
+    assert time_of(*items, costs=HOST).seconds == 2 + 100 + 3 + 10, "the kernel is longer than all of that"
+    late = time_of(kernel(1), *items[1:], costs=HOST)
+    assert late.seconds == 2 + 7 + 5 + 20 + 3 + 10
+    assert late.by_limit == {"launches": 33, "shard": 3, "matmul": 11}
+
+
+def test_a_collective_that_the_host_launches_late_waits_for_the_host_not_for_the_network() -> None:
+    step = time_of(*[begun(1, 3), Await(1, 0), kernel(1)] * 9, costs=HOST)
+    assert step.limit == "launches"
+    assert step.by_limit["launches"] > 0.8 * step.seconds
+
+
+def test_what_the_host_does_after_the_last_kernel_is_launches() -> None:
+    step = time_of(kernel(1), Mark("microbatch"), costs=HOST)
+    assert step.by_limit == {"launches": 8, "matmul": 1}
+    assert step.seconds == 9
+
+
+def test_compiled_code_pads_the_operands_of_products() -> None:
+    product = replace(kernel(1).operation, aligned_bytes=2)
+    trace = TracedStep(0, [Compute(product), Mark("end")], [], {})
+    assert fused(trace).items == [Compute(replace(product, aligned_bytes=16)), Mark("end")]
+
+
 # More processes than cores
 
 
@@ -160,7 +189,7 @@ def test_the_last_process_is_late_by_half_a_slice_at_most(seconds: int, slice_se
 
 
 def test_marks_take_what_the_machine_takes_at_them() -> None:
-    costs = replace(COSTS, mark_seconds={"end": 3.0})
+    costs = replace(COSTS, is_synchronous=True, host=HostCosts(marks={"end": 3.0}))
     assert time_of(kernel(1), Mark("microbatch"), Mark("end"), costs=costs).seconds == 1 + 3
 
 

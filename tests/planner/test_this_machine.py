@@ -148,9 +148,9 @@ def prediction(step: ReferenceStep, machine: MeasuredMachine) -> Callable[[Costs
     axis, size = step.plan.partition("=")[0], {"tiny": 2**10, "middle": 2**18, "large": 2**24}[step.scale]
 
     def seconds(costs: Costs) -> float:
-        microbatch = 10 * costs.operation(memory("aten.gelu", size)) + costs.mark_seconds["microbatch"]
+        microbatch = 10 * costs.operation(memory("aten.gelu", size)) + costs.host.marks["microbatch"]
         exchange = costs.message_seconds if axis == "pipeline" else costs.collective(reduction(axis))
-        return step.microbatches * (microbatch + 4 * exchange) + costs.mark_seconds["end"]
+        return step.microbatches * (microbatch + 4 * exchange) + costs.host.marks["end"]
 
     return seconds
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from planner.subjects import BLOCKS, HIDDEN, LENGTH, MICROBATCH, WIDTH, WORDS, Transformer, plain, processes, recipe, traced
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.plan import Plan
 from lockstep.planner.operations import Operation
-from lockstep.planner.trace import Cause, Communicate, Compute, Mark, TracedStep, peak
+from lockstep.planner.trace import DISPATCH, REDUCED, Cause, Communicate, Compute, Mark, TracedStep, peak
 from lockstep.planner.tracing.tracer import StageSplit, TraceOptions, stage_split
 
 PARAMETERS = 4 * sum(parameter.numel() for parameter in Transformer().parameters())
@@ -220,8 +221,41 @@ def test_all_ranks_compute_as_much_together_as_one_alone(plan: str) -> None:
         assert together == alone
 
 
+def marks(plan: str, name: str) -> int:
+    return sum(item == Mark(name) for item in traced(plan, recipe()).items)
+
+
+def test_the_host_s_work_beside_kernels_is_marked() -> None:
+    """DTensor's for each operation on a split layer; DDP's for each gradient; of FSDP the optimizer alone has any."""
+    assert marks("tensor=2", DISPATCH) > BLOCKS * 10
+    assert (marks("replicate=2", DISPATCH), marks("replicate=2", REDUCED)) == (0, 2 * TENSORS)
+    assert marks("shard=2", DISPATCH) < 10
+    assert (marks("shard=2", REDUCED), marks("replicate=1", REDUCED)) == (0, 0)
+
+
+class Words(nn.Module):
+    """A vocabulary whose rows are no multiple of 16 bytes."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(words, WIDTH), nn.Linear(WIDTH, words, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.embedding(words))
+        return scores
+
+
+@pytest.mark.parametrize(("words", "aligned"), [(257, 4), (256, 64)])
+def test_the_rows_of_all_three_products_with_an_odd_vocabulary_are_not_aligned(words: int, aligned: int) -> None:
+    """Whether it is the inner dimension or not. An odd number of tokens is no row of any."""
+    given = recipe(model=lambda: Words(words), stages=None, tensor=None, microbatch=1, global_batch=1)
+    products = [each for each in operations(traced("replicate=1", given)) if each.kind == "matmul"]
+    assert sorted(each.shape for each in products) == [(1, 6, 16, words), (1, 6, words, 16), (1, words, 16, 6)]
+    assert {each.aligned_bytes for each in products} == {aligned}
+
+
 def test_marks_say_where_a_step_begins_and_ends() -> None:
-    names = [item.name for item in plain("shard=2").items if isinstance(item, Mark)]
+    names = [item.name for item in plain("shard=2").items if isinstance(item, Mark) and item != Mark(DISPATCH)]
     assert names == ["microbatch", "microbatch", "update", "end"]
 
 

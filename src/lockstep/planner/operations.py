@@ -9,6 +9,9 @@ Kind = Literal["matmul", "convolution", "attention", "memory"]
 Phase = Literal["forward", "backward", "recompute", "update", "other"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
+ALIGNED = 128
+"""Bytes of a line of a device's memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -28,6 +31,8 @@ class Operation:
     phase: Phase = "other"
     name: str = ""
     """Torch's name of it, such as `aten.mm`."""
+    aligned_bytes: int = ALIGNED
+    """matmul: the power of two, at most 128, that divides the bytes of each row of both operands and of the result."""
 
 
 @dataclass(frozen=True, slots=True)

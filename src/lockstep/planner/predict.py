@@ -60,8 +60,9 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
         traces = [with_more_microbatches(trace, shape.traced, shape.count) for trace in traces]
     if shape.plan.offload:
         traces = [offloaded(trace) for trace in traces]
-    step = _simulated(whole, machine.costs, shape, machine)
-    twice = {name: _simulated(whole, _twice(machine.costs, name), shape, machine).seconds for name in ("arithmetic", "memory", "network")}
+    costs = machine.costs_of(shape.plan)
+    step = _simulated(whole, costs, shape, machine)
+    twice = {name: _simulated(whole, _twice(costs, name), shape, machine).seconds for name in ("arithmetic", "memory", "network")}
     distinct = list({trace.rank: trace for trace in traces}.values())
     return Prediction(
         plan=text(plan),

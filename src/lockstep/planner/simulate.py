@@ -11,9 +11,23 @@ from lockstep.planner.operations import Collective, Operation
 from lockstep.planner.trace import Await, AwaitEvent, Communicate, Compute, Item, Mark, RecordEvent, TracedStep
 
 PIPELINE = "pipeline"
+PADDED = 16
+"""Bytes to a multiple of which torch.compile pads the rows of a product's operands."""
 COMPUTED = ("matmul", "attention", "convolution", "memory")
 ON_DEVICE = (*COMPUTED, "launches", "bubble")
 """Parts of a step's time beside communication."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Seconds of Python and torch: what they take before a kernel or a collective is on its stream."""
+
+    kernel: float = 0.0
+    """Of each kernel."""
+    marks: Mapping[str, float] = field(default_factory=dict)
+    """Mark -> seconds beside kernels and collectives."""
+    collectives: Mapping[str, float] = field(default_factory=dict)
+    """Mesh axis -> seconds of a collective. `pipeline`: of a message, on each of its sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +38,10 @@ class Costs:
     """Seconds of a kernel on the device."""
     collective: Callable[[Collective], float]
     """Seconds of a collective, once all its ranks are there."""
-    host_seconds: float = 0.0
-    """Seconds that the host needs to put a kernel on a stream."""
+    host: HostCosts = field(default_factory=HostCosts)
+    """The host's time, during which the device computes what is on its streams already."""
     is_synchronous: bool = False
     """True if the host computes itself, as on a CPU."""
-    mark_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Mark -> seconds that the host computes at it beside operations."""
-    message_seconds: float = 0.0
-    """Seconds that the host computes at a message, on each of its sides."""
     processes: int = 1
     """Processes of the run that share the cores."""
     load: float = 1.0
@@ -87,6 +97,8 @@ class _Rank:
     groups: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     events: dict[int, tuple[float, str]] = field(default_factory=dict)
     ends: dict[int, tuple[float, str]] = field(default_factory=dict)
+    late: dict[int, float] = field(default_factory=dict)
+    """Collective -> seconds by which it began later, because the host had not launched it yet."""
     last_axis: dict[int, str] = field(default_factory=lambda: defaultdict(lambda: "communication"))
     messages: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
@@ -97,14 +109,18 @@ class _Rank:
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
     latest: tuple[str, float] = ("launches", 0.0)
-    """Kind and seconds of the default stream's latest kernel."""
+    """Kind and seconds of the default stream's latest kernel, or axis and seconds of its latest wait."""
     communication: float = 0.0
     computed: float = 0.0
     """Seconds that the host has computed since it last met the other ranks in a collective."""
 
     @property
+    def device_end(self) -> float:
+        return max([0.0, *self.streams.values(), *(end for end, _ in self.ends.values())])
+
+    @property
     def end(self) -> float:
-        return max([self.host, *self.streams.values(), *(end for end, _ in self.ends.values())])
+        return max(self.host, self.device_end)
 
 
 class Simulation:
@@ -123,6 +139,8 @@ class Simulation:
         slowest = max(self._ranks, key=lambda rank: sum(rank.spent.values()) - rank.spent["bubble"])
         seconds = max(rank.end for rank in self._ranks)
         spent = dict(slowest.spent)
+        if not self._costs.is_synchronous:
+            spent["launches"] = spent.get("launches", 0.0) + max(0.0, slowest.host - slowest.device_end)
         spent["bubble"] = spent.get("bubble", 0.0) + max(0.0, seconds - sum(spent.values()))
         waited = sum(each for name, each in spent.items() if name not in ON_DEVICE)
         by_limit = {name: each for name, each in sorted(spent.items(), key=lambda each: -each[1]) if each}
@@ -144,22 +162,26 @@ class Simulation:
             case Await(number) if number in rank.expected:
                 return self._receive(rank, number, item.stream)
             case Await(number, stream) if number in rank.ends:
-                self._wait(rank, stream, *rank.ends[number])
+                self._wait(rank, stream, *rank.ends[number], rank.late.pop(number, 0.0))
             case RecordEvent(event, stream):
                 rank.events[event] = max(rank.streams[stream], rank.host), rank.last_axis[stream]
             case AwaitEvent(event, stream) if event in rank.events:
                 self._wait(rank, stream, *rank.events[event])
             case Mark(name):
-                seconds = self._costs.mark_seconds.get(name, 0.0)
-                rank.streams[0] += seconds
-                rank.host += seconds
-                rank.computed += seconds
-                rank.spent["launches"] += seconds
+                self._work(rank, self._costs.host.marks.get(name, 0.0))
                 rank.marks[name] = rank.streams[0]
         return True
 
+    def _work(self, rank: _Rank, seconds: float, stream: int = 0) -> None:
+        """Let the host compute beside kernels. If it is the device too, that computes nothing meanwhile."""
+        rank.host += seconds
+        if self._costs.is_synchronous:
+            rank.streams[stream] += seconds
+            rank.computed += seconds
+            rank.spent["launches"] += seconds
+
     def _compute(self, rank: _Rank, operation: Operation, stream: int) -> None:
-        rank.host += self._costs.host_seconds
+        rank.host += self._costs.host.kernel
         start, seconds = max(rank.streams[stream], rank.host), self._costs.operation(operation)
         if stream == 0:
             if idle := start - rank.streams[stream]:
@@ -173,26 +195,32 @@ class Simulation:
 
     def _count_as_launches(self, rank: _Rank, idle: float) -> None:
         """Count the time that the stream was idle, because the host had not launched the next kernel yet, as launches;
-        and the kernel before too: the host was busy meanwhile, and a faster device would gain nothing."""
+        and the kernel or wait before too: the host was busy meanwhile, and a faster device would gain nothing."""
         kind, seconds = rank.latest
         rank.spent[kind] -= seconds
         rank.spent["launches"] += idle + seconds
+        rank.latest = "launches", 0.0
 
-    def _wait(self, rank: _Rank, stream: int, until: float, axis: str) -> None:
+    def _wait(self, rank: _Rank, stream: int, until: float, axis: str, late: float = 0.0) -> None:
         if until > rank.streams[stream]:
             if stream == 0:
-                rank.spent[axis] += until - rank.streams[stream]
+                waited = until - rank.streams[stream]
+                late = min(late, waited)
+                rank.spent["launches"] += late
+                rank.spent[axis] += waited - late
+                rank.latest = axis, waited - late
             rank.streams[stream] = until
             rank.last_axis[stream] = axis
         if self._costs.is_synchronous:
             rank.host = max(rank.host, rank.streams[stream])
 
     def _communicate(self, rank: _Rank, item: Communicate) -> bool:
-        ready = max(rank.streams[item.stream], rank.host)
         seconds = self._costs.collective(item.collective)
         axis = item.collective.axis or "communication"
         if item.peer is not None:
-            return self._exchange(rank, item, ready, seconds)
+            return self._exchange(rank, item, seconds)
+        launched = rank.host + self._costs.host.collectives.get(axis, 0.0)
+        ready = max(rank.streams[item.stream], launched)
         if len(self._ranks) > 1 and axis == PIPELINE:
             arrived = self._arrived[rank.together]
             arrived[rank.place] = ready
@@ -203,7 +231,10 @@ class Simulation:
         if len(self._ranks) == 1:
             ready += self._costs.lateness(rank.computed)
             rank.computed = 0.0
+        rank.host = launched
         start = max(ready, rank.groups[item.group])
+        if not self._costs.is_synchronous:
+            rank.late[item.number] = max(0.0, launched - max(rank.streams[item.stream], rank.groups[item.group]))
         rank.groups[item.group] = start + seconds
         rank.communication += seconds
         rank.ends[item.number] = start + seconds, axis
@@ -218,13 +249,11 @@ class Simulation:
         self._wait(rank, stream, *rank.ends[number])
         return True
 
-    def _exchange(self, rank: _Rank, item: Communicate, ready: float, seconds: float) -> bool:
+    def _exchange(self, rank: _Rank, item: Communicate, seconds: float) -> bool:
         assert item.peer is not None, "a message has one"
         peer = item.peer + rank.shift
-        rank.host += self._costs.message_seconds
-        rank.streams[item.stream] += self._costs.message_seconds
-        rank.spent["launches"] += self._costs.message_seconds
-        ready += self._costs.message_seconds
+        self._work(rank, self._costs.host.collectives.get(PIPELINE, 0.0), item.stream)
+        ready = max(rank.streams[item.stream], rank.host)
         if item.receives:
             rank.expected[item.number] = (peer, rank.place, rank.received[peer]), ready
             rank.received[peer] += 1
@@ -248,8 +277,8 @@ def _sharing(costs: Costs, stages: int) -> Costs:
     slower = max(1.0, costs.processes_per_core / stages)
     if slower == 1:
         return costs
-    marks = {name: seconds * slower for name, seconds in costs.mark_seconds.items()}
-    return replace(costs, operation=lambda each: costs.operation(each) * slower, mark_seconds=marks)
+    marks = {name: seconds * slower for name, seconds in costs.host.marks.items()}
+    return replace(costs, operation=lambda each: costs.operation(each) * slower, host=replace(costs.host, marks=marks))
 
 
 def _on_cores(step: StepTime, ranks: Sequence[_Rank], costs: Costs) -> StepTime:
@@ -264,15 +293,20 @@ def _on_cores(step: StepTime, ranks: Sequence[_Rank], costs: Costs) -> StepTime:
 
 def fused(trace: TracedStep) -> TracedStep:
     """Return the trace with each run of kernels that only move bytes made one, as torch.compile makes them. It moves as
-    many bytes as the largest of them."""
+    many bytes as the largest of them. Operands of products are padded to whole rows."""
     items: list[Item] = []
     for item in trace.items:
         last = items[-1] if items else None
         if isinstance(item, Compute) and isinstance(last, Compute) and _fuses(item, last):
             items[-1] = last if last.operation.bytes >= item.operation.bytes else item
         else:
-            items.append(item)
+            items.append(_padded(item) if isinstance(item, Compute) else item)
     return replace(trace, items=items)
+
+
+def _padded(item: Compute) -> Compute:
+    operation = item.operation
+    return item if operation.aligned_bytes >= PADDED else replace(item, operation=replace(operation, aligned_bytes=PADDED))
 
 
 def _fuses(one: Compute, other: Compute) -> bool:

@@ -13,6 +13,7 @@ Cause = Literal["parameters", "gradients", "optimizer", "activations", "logits",
 ON_HOST: tuple[Cause, ...] = ("parameters", "gradients", "optimizer")
 """Causes of memory that CPU offload keeps on the host."""
 DEFAULT_STREAM = 0
+DISPATCH, REDUCED = "dispatch", "reduced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class AwaitEvent:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in the program: `microbatch` before each, `update` before the optimizer, `end`."""
+    """A place in the program: `microbatch` before each, `dispatch` before what DTensor makes of an operation on it,
+    `reduced` at each gradient that DDP's hooks get, `update` before the optimizer, `end`."""
 
     name: str
 

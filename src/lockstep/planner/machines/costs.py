@@ -7,17 +7,19 @@ fitted to published steps (`fitted.toml`).
 from __future__ import annotations
 
 from functools import cache
-from math import ceil, gcd, log2
+from math import ceil, log2
 
 from lockstep.planner.machines.fitted import Fitted, load_fitted
 from lockstep.planner.machines.hardware import Cluster, Device, Link
-from lockstep.planner.operations import Collective, Operation, sent_bytes
+from lockstep.planner.operations import ALIGNED, Collective, Operation, sent_bytes
 
 FITTED, INTERVALS = load_fitted()
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
 """Rows and columns of the tiles that libraries choose from, and the rate of a multiprocessor on each."""
 ATTENTION_KEYS, ATTENTION_HEAD = 400, 32
 """Number of keys, and head dimension, at which fused attention runs at half its rate."""
+LOADED = 16
+"""Bytes that a thread loads at once. Rows that are no multiple of it are loaded in pieces."""
 CONVOLUTION = 0.6
 """Rate of convolutions to that of matrix multiplications."""
 
@@ -52,7 +54,7 @@ def _arithmetic_seconds(operation: Operation, device: Device, fitted: Fitted) ->
     best = peak * device.matmul_fraction * fitted.matmul.get(device.generation, fitted.matmul["other"])
     match operation.kind:
         case "matmul" if operation.shape:
-            return operation.flops / (best * matmul_rate(operation.shape, operation.dtype, device, fitted))
+            return operation.flops / (best * matmul_rate(operation, device, fitted))
         case "attention" if operation.shape:
             return operation.flops / (peak * _attention_rate(operation, device, fitted))
         case "convolution":
@@ -61,17 +63,18 @@ def _arithmetic_seconds(operation: Operation, device: Device, fitted: Fitted) ->
             return operation.flops / best
 
 
-def matmul_rate(shape: tuple[int, ...], dtype: str, device: Device, fitted: Fitted = FITTED) -> float:
-    """Return the rate of a matrix multiplication of shape (batch, m, n, k) to that of the best shape, at most 1."""
-    _, _, n, k = shape
-    lost = fitted.waves * (1 / _filled(shape, device.multiprocessors) - 1)
-    return k / (k + fitted.inner) / (1 + lost) * _aligned(n, k, dtype, fitted)
+def matmul_rate(product: Operation, device: Device, fitted: Fitted = FITTED) -> float:
+    """Return the rate of a matrix multiplication to that of the best shape, at most 1."""
+    *_, k = product.shape
+    lost = fitted.waves * (1 / _filled(product.shape, device.multiprocessors) - 1)
+    return k / (k + fitted.inner) / (1 + lost) * _aligned(product, fitted)
 
 
-def _aligned(n: int, k: int, dtype: str, fitted: Fitted) -> float:
+def _aligned(product: Operation, fitted: Fitted) -> float:
     """The rate of a product by the power of two that divides its rows' bytes: cores load 16 at once, memory 128."""
-    row = gcd(n, k, 1 << 7) * (4 if dtype == "float32" else 2)
-    return fitted.misaligned if row < 16 else (1 - fitted.short_lines) ** max(0.0, 7 - log2(row))
+    if product.aligned_bytes < LOADED:
+        return fitted.misaligned_batch if product.shape[0] > 1 else fitted.misaligned
+    return (1 - fitted.short_lines) ** log2(ALIGNED / product.aligned_bytes)
 
 
 @cache

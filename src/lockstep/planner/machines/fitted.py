@@ -26,7 +26,9 @@ class Fitted:
     waves: float
     """Part of the time that a last, partly filled wave of tiles loses by arithmetic which is lost in fact."""
     misaligned: float
-    """Rate of a matrix multiplication with a dimension that is no multiple of 16 bytes."""
+    """Rate of a matrix multiplication whose rows are no multiple of 16 bytes."""
+    misaligned_batch: float
+    """The same of a batch of matrix multiplications, as attention that is not fused computes."""
     short_lines: float
     """Part of a matrix multiplication's rate lost for each halving below 128 of the bytes that divide its rows."""
     eager: float
@@ -41,12 +43,10 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Quantiles of measured over predicted, over sources that the fit did not see."""
+    """The interval of measured over predicted that holds 80% of the rows of a source which it was made without."""
 
     low: float
-    """The 10% quantile."""
     high: float
-    """The 90% quantile."""
 
 
 def load_fitted(path: Path = Path(__file__).parent / "fitted.toml") -> tuple[Fitted, dict[str, Interval]]:

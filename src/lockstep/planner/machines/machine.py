@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lockstep.plan import Plan
 from lockstep.planner.machines.costs import FITTED, collective_seconds, operation_seconds
 from lockstep.planner.machines.hardware import Cluster
+from lockstep.planner.machines.host import host_costs
 from lockstep.planner.operations import Collective
 from lockstep.planner.simulate import Costs
 
-HOST_SECONDS = 7e-6
-"""Time in which Python and torch put an operation on a GPU's stream."""
 OVERHEAD_BYTES = 1_300_000_000
 """Memory of a GPU that its driver's context and the libraries of matrix products and collectives take."""
 
@@ -36,7 +36,7 @@ class Machine:
         def collective(each: Collective) -> float:
             return collective_seconds(each, cluster)
 
-        costs = Costs(lambda each: operation_seconds(each, cluster.device), collective, HOST_SECONDS)
+        costs = Costs(lambda each: operation_seconds(each, cluster.device), collective, host_costs())
         return cls(
             cluster=cluster,
             costs=costs,
@@ -45,3 +45,7 @@ class Machine:
             contention=FITTED.contention,
             jitter=FITTED.jitter,
         )
+
+    def costs_of(self, plan: Plan) -> Costs:
+        """Return the costs of a step under a plan."""
+        return replace(self.costs, host=host_costs(is_compiled=True)) if self.is_gpu and plan.compile else self.costs

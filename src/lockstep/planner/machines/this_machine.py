@@ -16,7 +16,7 @@ from lockstep.planner.machines.fitted import Interval
 from lockstep.planner.machines.hardware import Cluster, Device, Link
 from lockstep.planner.machines.machine import Machine
 from lockstep.planner.operations import Collective, CollectiveKind, Operation
-from lockstep.planner.simulate import Costs
+from lockstep.planner.simulate import Costs, HostCosts
 
 SHARED_AXES = ("replicate", "shard", "data")
 """The mesh axes whose collectives go through shared memory on one host."""
@@ -117,8 +117,10 @@ class MeasuredMachine:
             self.operation_seconds,
             self.collective_seconds,
             is_synchronous=True,
-            mark_seconds={"microbatch": self.microbatch_seconds, "end": self.step_seconds},
-            message_seconds=self.exchanges.get("pipeline", 0.0),
+            host=HostCosts(
+                marks={"microbatch": self.microbatch_seconds, "end": self.step_seconds},
+                collectives={"pipeline": self.exchanges.get("pipeline", 0.0)},
+            ),
             processes=self.processes,
             cores=self.cores / self.threads,
             slice_seconds=self.slice_seconds,

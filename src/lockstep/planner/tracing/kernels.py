@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from torch import Tensor
 
 from lockstep.base.torch_private import tree_leaves
-from lockstep.planner.operations import Kind, Operation, Phase
+from lockstep.planner.operations import ALIGNED, Kind, Operation, Phase
 from lockstep.planner.tracing.torch_fakes import flop_registry
 
 WITHOUT_KERNEL = frozenset(
@@ -41,7 +41,8 @@ def kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any],
     computed = next((each for each in [*written, *read] if each.is_floating_point()), None)
     dtype = str((written or read)[0].dtype if computed is None else computed.dtype).removeprefix("torch.")
     moved = _bytes(written) + (_bytes(read[1:]) + _bytes(written) if name in READS_ONE_ROW else _bytes(read))
-    return Operation(kind, dtype, 0 if kind == "memory" else flops, moved, shape, phase, f"aten.{name}")
+    aligned = _aligned_bytes(arguments, written) if kind == "matmul" else ALIGNED
+    return Operation(kind, dtype, 0 if kind == "memory" else flops, moved, shape, phase, f"aten.{name}", aligned)
 
 
 def _flops(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> int:
@@ -73,6 +74,18 @@ def _kind(name: str, arguments: Sequence[Any], result: Any) -> tuple[Kind, tuple
     if left.dim() == 3:
         return "matmul", (left.shape[0], left.shape[1], right.shape[2], left.shape[2])
     return "matmul", (1, left.shape[0], right.shape[1] if right.dim() > 1 else 1, left.shape[1])
+
+
+def _aligned_bytes(arguments: Sequence[Any], written: Sequence[Tensor]) -> int:
+    """Return the power of two that divides the rows of a product's operands and result, as they lie in memory."""
+    operands = [each for each in arguments if isinstance(each, Tensor)][-2:]
+    return gcd(ALIGNED, *(_row_bytes(each) for each in (*operands, *written[:1])))
+
+
+def _row_bytes(matrix: Tensor) -> int:
+    """Return the bytes from one row to the next, or from one column to the next if columns lie in one piece."""
+    *_, rows, columns = matrix.stride() if matrix.dim() > 1 else (1, 1)
+    return (rows if columns == 1 and matrix.shape[-1] > 1 else columns) * matrix.element_size()
 
 
 def _convolution_flops(name: str, arguments: Sequence[Any], result: Any) -> int:

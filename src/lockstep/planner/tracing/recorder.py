@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep.base.torch_private import in_backward, resolve_process_group, tree_leaves
 from lockstep.planner.operations import Collective, CollectiveKind, Phase
-from lockstep.planner.trace import Await, Cause, Communicate, Compute, Item, Mark, MemoryChange, TracedStep
+from lockstep.planner.trace import DISPATCH, Await, Cause, Communicate, Compute, Item, Mark, MemoryChange, TracedStep
 from lockstep.planner.tracing.kernels import kernel
 from lockstep.planner.tracing.streams import Streams
 from lockstep.planner.tracing.torch_fakes import FakeTensor, TorchDispatchMode, replaced
@@ -92,6 +93,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):
+            if any(issubclass(kind, DTensor) for kind in types):
+                self.mark(DISPATCH)
             return NotImplemented
         kwargs = kwargs or {}
         self._note_phase()

@@ -29,7 +29,7 @@ from lockstep.model.pipeline.stages import Stages, sequential_parts
 from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.opening import Opened, RunRequest
 from lockstep.plan import Plan
-from lockstep.planner.trace import TracedStep
+from lockstep.planner.trace import REDUCED, Cause, TracedStep
 from lockstep.planner.tracing.alone import unrecorded, with_short_first_step, with_values, without_others, without_values
 from lockstep.planner.tracing.fake_world import fake_world, listening
 from lockstep.planner.tracing.gpu_semantics import GpuSemantics
@@ -43,6 +43,7 @@ from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.reducers.ddp import DdpReducer
+from lockstep.training.train_module import TrainModule
 
 
 class _Traced(Exception):
@@ -132,7 +133,7 @@ def trace_step(recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callabl
         stack.enter_context(PreservedGenerators())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-plan-"))
         world = stack.enter_context(fake_world(options.rank, options.world_size, options.local_size))
-        session = _TracedSession(recipe, plan, world, options, folder)
+        session = LoneSession(recipe, plan, world, options, folder, TraceHook())
         session.hook.watch = watch
         try:
             with session:
@@ -142,14 +143,16 @@ def trace_step(recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callabl
     raise PlanError("the run ended before its first step; a plan is made from one; give a recipe with steps=1 or more")
 
 
-class _TracedSession(RecipeSession):
-    """The session of a recipe on a world that is not there."""
+class LoneSession(RecipeSession):
+    """The session of a recipe on a world of which one rank is there."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, world: World, options: TraceOptions, folder: str) -> None:
+    STEPS = 3
+
+    def __init__(self, recipe: Recipe, plan: Plan, world: World, options: TraceOptions, folder: str, hook: TraceHook) -> None:
         weight = recipe.weight and with_values(recipe.weight)
-        self.hook = _TraceHook()
+        self.hook = hook
         loss = recipe.loss if recipe.inputs is None or recipe.loss is None else self.hook.labelled(recipe.loss)
-        self.recipe = replace(recipe, steps=3, epochs=None, weight=weight, loss=loss, weights=None, evaluation=None)
+        self.recipe = replace(recipe, steps=self.STEPS, epochs=None, weight=weight, loss=loss, weights=None, evaluation=None)
         shares_memory = not options.is_gpu and world.local_size == world.size
         transport = plan.transport if shares_memory else "torch"
         self._world, self._executed, self._options = world, replace(plan, transport=transport, threads=1, workers=0, prefetch=2), options
@@ -189,7 +192,7 @@ class _TracedSession(RecipeSession):
             stack.enter_context(Values())  # type: ignore[no-untyped-call]
 
 
-class _TraceHook(ControlHook):
+class TraceHook(ControlHook):
     """Records the second step, and ends the run after it."""
 
     mesh: Mesh
@@ -214,8 +217,10 @@ class _TraceHook(ControlHook):
         """Record the second step: in the first one, much is checked and allocated once."""
         if run.step < 1:
             return
-        for parameter in (each for module in run.modules for each in module.parameters):
-            parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+        for module in run.modules:
+            for parameter in module.parameters:
+                note = partial(self._note_gradient, is_reduced=_reduces_in_buckets(module))
+                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         self._records = True
         self._stack.enter_context(self.recorder.recording())
         for module in run.modules:
@@ -248,14 +253,16 @@ class _TraceHook(ControlHook):
         assert self.fake is not None, "asked before"
         return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
 
-    def _note_gradient(self, parameter: Tensor) -> None:
+    def _note_gradient(self, parameter: Tensor, is_reduced: bool) -> None:
         self.recorder.label(parameter.grad, "gradients")
+        if is_reduced:
+            self.recorder.mark(REDUCED)
 
     def after_backward(self, run: Run, model: torch.nn.Module) -> None:
         """Note what holds the sums: DDP's buckets, which stay from step to step, or gradients of this step."""
         for module in run.modules:
-            in_buckets = module.choice.reducer is DdpReducer and module.mesh.data.size > 1
-            self.recorder.label([each.grad for each in module.parameters], "communication" if in_buckets else "gradients")
+            cause: Cause = "communication" if _reduces_in_buckets(module) else "gradients"
+            self.recorder.label([each.grad for each in module.parameters], cause)
         if self._records:
             self.recorder.wait_for_all()
             self.recorder.mark("update")
@@ -273,6 +280,10 @@ class _TraceHook(ControlHook):
     def trace(self) -> TracedStep:
         """The trace of the step."""
         return replace(self.recorder.trace(self.mesh.world.rank), tokens_per_sample=self._tokens_per_sample)
+
+
+def _reduces_in_buckets(module: TrainModule) -> bool:
+    return module.choice.reducer is DdpReducer and module.mesh.data.size > 1
 
 
 def axes_of(mesh: Mesh) -> Mapping[str, str]:
