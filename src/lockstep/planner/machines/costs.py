@@ -74,7 +74,8 @@ def _aligned(product: Operation, fitted: Fitted) -> float:
     """The rate of a product by the power of two that divides its rows' bytes: cores load 16 at once, memory 128."""
     if product.aligned_bytes < LOADED:
         return fitted.misaligned_batch if product.shape[0] > 1 else fitted.misaligned
-    return (1 - fitted.short_lines) ** log2(ALIGNED / product.aligned_bytes)
+    rate: float = (1 - fitted.short_lines) ** log2(ALIGNED / product.aligned_bytes)
+    return rate
 
 
 @cache
