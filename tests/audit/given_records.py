@@ -49,12 +49,12 @@ def step(index: int = 0, **changes: Any) -> Row:
 
 def backward(number: int = 0, **changes: Any) -> Row:
     row: Row = {"kind": "backward", "number": number, "line": "train.py:19", "value": 1.0, "divisors": [], "loader": 0, "pass_number": 0}
-    row |= {"state": "a", "state_at_batch": "a", "calls": calls()} | changes
+    row |= {"state": "a", "state_at_batch": "a", "drawn": "", "other_draws": False} | changes
     return {"passes": [] if row["loader"] is None else [(row["loader"], row["pass_number"])], **row}
 
 
-def calls(train: int = 0, evaluation: int = 0, off: int = 0) -> Row:
-    return {"train": train, "eval": evaluation, "off": off}
+def modes(number: int = 0, train: int = 0, evaluation: int = 0, off: int = 0) -> Row:
+    return {"kind": "modes", "number": number, "line": "train.py:19", "train": train, "eval": evaluation, "off": off}
 
 
 def trained(added: Sequence[Sequence[Gradients]], applied: Sequence[Gradients], **changes: Any) -> list[Row]:
@@ -108,7 +108,7 @@ DISTRIBUTED: Row = {
     "total_size": 16,
     "epoch": 0,
 }
-DATASET: Row = {"type": "TensorDataset", "iterable": False, "length": 16, "held": None, "digest": "data"}
+DATASET: Row = {"type": "TensorDataset", "iterable": False, "length": 16, "held": None, "digest": "data", "data": {"x": "data"}}
 
 
 def passes(
@@ -151,7 +151,7 @@ def row(kind: str, line: str = "train.py:30", **values: Any) -> Row:
 
 
 def collective(name: str = "all_reduce", line: str = "train.py:30", **changes: Any) -> Row:
-    return row("collective", line, name=name, ranks=[0, 1], shape=[[4], "float32"], operation="SUM") | changes
+    return row("collective", line, name=name, ranks=[0, 1], shape=[[4], "float32"], operation="SUM", floats=4, in_backward=False) | changes
 
 
 def schedule(**changes: Any) -> Row:

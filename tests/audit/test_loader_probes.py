@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from audit.watched import Watched, problems, watched
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lockstep.audit.probes.loaders import describe, digests
+from lockstep.audit.probes.loaders import data_of, describe, digests
 from lockstep.audit.records import Row
 
 pytestmark = pytest.mark.timeout(180)
@@ -176,3 +177,20 @@ def test_loaders_have_numbers_of_their_own(data: Watched) -> None:
     rows = data.rows("pass", "made in a loop")
     others = {row["loader"] for row in data.rows("pass") if row["line"] != data.line("made in a loop")}
     assert not {row["loader"] for row in rows} & others
+
+
+def test_the_data_of_a_dataset_are_told_from_its_settings_and_its_caches() -> None:
+    class Images(Dataset[Tensor]):
+        def __init__(self, seed: int) -> None:
+            self.seed, self.transform, self.cache, self.kept = seed, nn.Identity(), {seed: "an image"}, [None, seed]
+            self.images = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+            self.files, self.by_name = [f"{seed}.png"], {"labels": [seed]}
+            self.inner = TensorDataset(self.images)
+
+    one, other = data_of(Images(0)), data_of(Images(1))
+    assert one.keys() == {"images", "files", "by_name", "inner.tensors"}
+    assert all(one[name] != other[name] for name in one)
+    assert one == data_of(Images(0))
+    assert data_of([1, 2]) != data_of([1, 3])
+    whole = TensorDataset(torch.arange(4))
+    assert describe(Subset(whole, [0, 1]))["data"]["indices"] != describe(Subset(whole, [0, 2]))["data"]["indices"]

@@ -11,6 +11,7 @@ from audit.given_records import (
     Gradients,
     backward,
     causes,
+    collective,
     given,
     loss,
     mean_over_ranks,
@@ -86,7 +87,7 @@ def test_one_weight_for_all_targets_is_right(seed: int, ranks: int, backwards: i
             each["reduction"] = "sum"
     result = check(*rows)
     assert not result.findings
-    assert result.right == "in 1 steps all targets have one weight"
+    assert result.right == "in 1 steps all targets have one weight; in 1 the weights of a step add up to 1"
 
 
 def test_even_microbatches_need_no_weights() -> None:
@@ -150,7 +151,7 @@ def test_a_scale_that_is_too_large_is_found(ranks: int, backwards: int, weight: 
 def test_the_scale_of_a_loss_over_gathered_values_is_not_judged() -> None:
     ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[8], [8]], weight=1.0, factor=1.0)
     for rank in ranks:
-        rank.insert(0, {"kind": "collective", "name": "all_gather", "floats": 1, "line": "train.py:33"})
+        rank.insert(0, collective("all_gather", "train.py:33", floats=1))
     assert causes(check(*ranks)) == {Cause.WRONG_SCALE}, "one number: the count of a rank's tokens, say"
     for rank in ranks:
         rank[0]["floats"] = 64
@@ -187,7 +188,7 @@ def test_class_weights_are_named() -> None:
 def test_gradients_that_the_script_adds_up_itself_have_the_line_of_its_all_reduce() -> None:
     ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[8], [8]], weight=1.0, factor=1.0)
     for rank in ranks:
-        rank.insert(1, {"kind": "collective", "name": "all_reduce", "line": "train.py:33"})
+        rank.insert(1, collective("all_reduce", "train.py:33"))
     assert only(check(*ranks)).line == "train.py:33"
 
 
@@ -206,6 +207,49 @@ def test_a_loss_that_is_divided_once_more_than_needed_is_found() -> None:
 def test_a_right_scale_is_right(backwards: int, weight: float, factor: float | None) -> None:
     added = random_gradients(1, ranks=2, backwards=backwards)
     assert not check(*weighed(added, [[8] * backwards] * 2, weight=weight, factor=factor)).findings
+
+
+@pytest.mark.parametrize(
+    ("weight", "factor", "found"), [(1 / 16, None, True), (1 / 16, 1.0, False), (1 / 8, None, False), (1 / 8, 1.0, True)]
+)
+def test_a_sum_that_is_divided_by_the_count_has_a_right_scale(weight: float, factor: float | None, found: bool) -> None:
+    """Over the targets of all ranks, or of each rank; the reduction is a mean, or a sum."""
+    ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[8], [8]], weight=weight, factor=factor)
+    for rank in ranks:
+        rank[-1]["losses"][0]["reduction"] = "sum"
+    result = check(*ranks)
+    assert causes(result) == ({Cause.WRONG_SCALE} if found else set())
+    if found and factor is None:
+        assert only(result).evidence == (
+            "step 0: each rank divides its sum by the 16 targets of all ranks, and the reduction divides by 2 again: "
+            "the gradient is 2 times too small"
+        )
+    assert ("add up to 1" in result.right) != found
+
+
+def gathered(*, sums: bool, values: Sequence[float]) -> AreaResult:
+    """A loss of each rank over the features of both. `sums`: the backward of the gather adds up gradients."""
+    ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[16], [16]], weight=1.0)
+    for rank, value in zip(ranks, values, strict=True):
+        rank[0]["value"] = value
+        rank.insert(0, collective("all_gather", "train.py:33", floats=64))
+        if sums:
+            rank.insert(2, collective("reduce_scatter", "train.py:34", in_backward=True))
+    return check(*ranks)
+
+
+def test_a_loss_over_gathered_values_without_their_gradients_is_found() -> None:
+    finding = only(gathered(sums=False, values=[1.5, 1.5]))
+    assert (finding.cause, finding.line) == (Cause.WRONG_SCALE, "train.py:33")
+    assert finding.evidence.endswith("and the reduction divides by 2: the gradient is 2 times too small")
+
+
+@pytest.mark.parametrize(("sums", "values"), [(True, [1.5, 1.5]), (False, [1.5, 2.5])])
+def test_a_loss_over_gathered_values_may_be_right(sums: bool, values: Sequence[float]) -> None:
+    """With a backward that adds up their gradients, or of which each rank computes a part."""
+    result = gathered(sums=sums, values=values)
+    assert not result.findings
+    assert "its scale is not judged" in result.unseen[0]
 
 
 def test_sums_have_no_right_scale() -> None:

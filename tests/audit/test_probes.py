@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 from lockstep.audit.probes import begin
 from lockstep.audit.probes.models import plain
 from lockstep.audit.probes.schedules import horizon
+from lockstep.audit.records import Row
 
 pytestmark = pytest.mark.timeout(180)
 MINE = 'import os\nos.environ["MINE"] = "run"\n'
@@ -108,17 +109,55 @@ def test_files_are_noted_with_their_keys(everything: Watched) -> None:
     assert len(everything.rows("load", "load")) == 1
 
 
-def test_modes_are_counted_between_backwards(everything: Watched) -> None:
-    assert [row["calls"] for row in everything.rows("backward", "backward")] == [{"train": 2, "eval": 0, "off": 0}] * 3
-    (evaluation,) = everything.rows("backward", "backward in eval mode")
-    assert evaluation["calls"] == {"train": 0, "eval": 2, "off": 1}
+def counted(row: Row) -> tuple[int, int, int]:
+    return row["train"], row["eval"], row["off"]
+
+
+def test_a_backward_counts_the_modes_of_what_it_comes_to(everything: Watched) -> None:
+    assert [counted(row) for row in everything.rows("modes", "backward")] == [(2, 0, 0)] * 3
+    (evaluation,) = everything.rows("modes", "backward in eval mode")
+    assert counted(evaluation) == (0, 2, 1)
     modes = everything.rows("mode", "evaluation")
     assert [(row["what"], row["training"], row["grad"]) for row in modes] == [("batch_norm", False, False), ("dropout", False, False)]
 
 
 def test_dropout_of_a_frozen_model_is_not_off(everything: Watched) -> None:
-    (row,) = everything.rows("backward", "backward through a frozen model")
-    assert (row["calls"]["eval"] > 0, row["calls"]["off"]) == (True, 0)
+    (row,) = everything.rows("modes", "backward through a frozen model")
+    assert (row["eval"] > 0, row["off"]) == (True, 0)
+
+
+def test_a_forward_before_the_next_batch_is_its_backwards(everything: Watched) -> None:
+    """An evaluation has come to its end before it: the forward is not of its last batch."""
+    assert [row["loader"] for row in everything.rows("mode", "forward ahead") if row["loader"] is not None] == []
+    assert [counted(row) for row in everything.rows("modes", "backward of the batch before")] == [(1, 0, 0)]
+    first = next(row for row in everything.rows("mode") if row["training"] and row["what"] == "dropout")
+    assert first["mode"] in [row["mode"] for row in everything.rows("mode_reached")]
+    (trained,) = everything.rows("backward", "backward of the batch before")
+    assert trained["drawn"] != ""
+    assert trained["passes"] == [[trained["loader"], trained["pass_number"]]]
+
+
+def test_what_a_forward_draws_is_told_from_other_draws(everything: Watched) -> None:
+    """A recomputation draws the same numbers again: not those of the next forward."""
+    (recomputed,), (nothing,), (other,) = [everything.rows("backward", mark) for mark in ("recomputed", "draws nothing", "after a draw")]
+    assert (recomputed["drawn"] != "", nothing["drawn"], nothing["other_draws"]) == (True, "", False)
+    assert (other["drawn"], other["other_draws"]) == ("", True)
+
+
+def test_a_forward_that_is_recomputed_is_no_evaluation(everything: Watched) -> None:
+    assert everything.rows("mode", "reentrant") == []
+    assert [counted(row) for row in everything.rows("modes", "reentrant")] == [(1, 0, 0), (0, 1, 1)]
+
+
+def test_the_forward_of_a_wrapped_model_broadcasts_buffers_in_any_mode(everything: Watched) -> None:
+    broadcasts = [row for row in everything.rows("collective") if "broadcast of buffers" in row["name"]]
+    assert [row["line"] for row in broadcasts][:3] == [
+        everything.line("backward"),
+        everything.rows("backward")[1]["line"],
+        everything.line("backward"),
+    ]
+    assert everything.line("evaluation") in {row["line"] for row in broadcasts}
+    assert not any(row["in_backward"] for row in broadcasts)
 
 
 def test_update_bn_is_no_evaluation(everything: Watched) -> None:

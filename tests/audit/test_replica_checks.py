@@ -154,4 +154,4 @@ def test_a_buffer_that_differs_is_found_unless_it_is_broadcast() -> None:
 
 def test_on_one_process_there_are_no_replicas() -> None:
     result = check_replicas(given([stepped()]))
-    assert (result.findings, result.right, result.unseen) == ([], "", [])
+    assert (result.findings, result.right, result.unseen) == ([], "", ["one process has no replica"])

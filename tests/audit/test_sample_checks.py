@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from audit.given_records import DATASET, DISTRIBUTED, SAMPLER, backward, causes, given, only, passes
+from audit.given_records import DATASET, DISTRIBUTED, SAMPLER, backward, causes, given, only, passes, step
 from hypothesis import given as drawn, settings, strategies as st
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.samples import check_samples, loader_passes
 from lockstep.audit.finding import Cause
-from lockstep.audit.records import Row
+from lockstep.audit.records import Row, number_loaders
 
 EVEN, ODD = [0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]
 ALL = list(range(16))
@@ -94,6 +94,16 @@ def test_subsets_of_one_dataset_are_compared_by_the_places_in_it() -> None:
     assert "4 of 16 samples were given to no rank" in finding.evidence
 
 
+def test_one_part_of_a_dataset_on_all_ranks_has_no_missing_samples() -> None:
+    """A split with a seed that the ranks share; what is not in the part is held out."""
+    part = dataset(length=8, digest="data/part", whole="data", whole_length=16, subset=[15, 3, 9, 1, 7, 5, 11, 13])
+    sampler = {**DISTRIBUTED, "total_size": 8}
+    ranks = [passes(range(rank, 8, 2), dataset=part, sampler=sampler) for rank in range(2)]
+    assert not check(*ranks).findings
+    ranks = [passes(range(rank, 6, 2), dataset=part, sampler=sampler) for rank in range(2)]
+    assert "2 of 8 samples were given to no rank" in only(check(*ranks)).evidence
+
+
 def test_samples_that_come_twice_on_a_rank_are_found() -> None:
     """An IterableDataset that each of two loader workers yields whole."""
     stream = dataset(iterable=True, length=None)
@@ -128,7 +138,9 @@ def test_a_stream_that_one_rank_reads_for_all_is_checked_too(is_split: bool) -> 
 def test_loaders_of_one_line_have_the_same_number_on_all_ranks() -> None:
     """Rank 0 begins with a loader of its own, so that the numbers of its loaders are others than rank 1's."""
     first = [*passes(EVEN[:2], loader=0, training=False, line="train.py:5"), *passes(EVEN, loader=1)]
-    (loader,) = loader_passes(given(first, passes(ODD, loader=0)))
+    records = given(first, passes(ODD, loader=0))
+    number_loaders(records.ranks)
+    (loader,) = loader_passes(records)
     assert [each.indices for each in loader.passes[0]] == [EVEN, ODD]
 
 
@@ -237,6 +249,83 @@ def test_an_epoch_that_is_meant_to_be_short_has_no_missing_samples() -> None:
     assert not check(passes(EVEN, sampler={**SAMPLER, "num_samples": 8})).findings
 
 
+# Datasets of each rank's own
+
+
+def own(rank: int, **changes: Any) -> Row:
+    """A dataset that a rank made with random numbers of its own."""
+    return dataset(digest=f"data {rank}", data={"images": f"data {rank}", "seed": "0"}, **changes)
+
+
+def named(rank: int, *orders: Sequence[int], shared: bool, **options: Any) -> list[Row]:
+    """Passes whose contents are the rank's own, or `shared`."""
+    contents = [[f"{'all' if shared else rank}/{place}" for place in order] for order in orders]
+    rows = passes(*orders, **options)
+    for each in rows:
+        if each["kind"] == "batch":
+            place = orders[each["number"]].index(each["indices"][0])
+            each["samples"] = contents[each["number"]][place : place + len(each["samples"])]
+    return rows
+
+
+def test_a_dataset_of_each_rank_that_a_sampler_splits_is_found() -> None:
+    finding = only(check(*[named(rank, order, shared=False, dataset=own(rank)) for rank, order in enumerate((EVEN, ODD))]))
+    assert (finding.cause, finding.line) == (Cause.DATASETS_DIFFER, "train.py:10")
+    assert finding.evidence == (
+        "DistributedSampler splits one dataset over the ranks, and each rank has a dataset of its own: images of rank 0's "
+        "TensorDataset is not that of another rank's"
+    )
+    lengths = [named(rank, EVEN[: 8 - rank], shared=False, dataset=dataset(digest="", data={}, length=16 - rank)) for rank in range(2)]
+    assert "the ranks' have 16, 15 samples" in only(check(*lengths)).evidence
+
+
+def test_what_a_dataset_holds_beside_its_samples_may_be_the_ranks_own() -> None:
+    """Both ranks read one place, in two epochs, and the same was there."""
+    rows = [named(rank, *orders, shared=True, dataset=own(rank)) for rank, orders in enumerate([(EVEN, ODD), (ODD, EVEN)])]
+    assert Cause.DATASETS_DIFFER not in causes(check(*rows))
+    assert not check(
+        *[passes(ALL, sampler=SAMPLER, dataset=own(rank), contents=[[f"{rank}/{n}" for n in ALL]]) for rank in range(2)]
+    ).findings
+
+
+def test_datasets_that_cannot_be_read_differ_if_their_samples_do() -> None:
+    unread = dataset(digest="", data={})
+    orders = [(EVEN, ODD, EVEN[::-1]), (ODD, EVEN, ODD[::-1])]
+    rows = [named(rank, *each, shared=False, dataset=unread) for rank, each in enumerate(orders)]
+    assert "held other samples on each" in only(check(*rows)).evidence
+
+
+def test_an_evaluation_of_samples_on_which_another_rank_trains_is_found() -> None:
+    """Each rank has drawn a split of its own."""
+
+    def split(rank: int) -> list[Row]:
+        parts = [ALL[:12], ALL[12:]] if rank == 0 else [ALL[4:], ALL[:4]]
+        both = [
+            dataset(length=len(part), digest=f"data/{part}", whole="data", whole_length=16, subset=part, data={"indices": str(part)})
+            for part in parts
+        ]
+        training = passes(range(12), dataset=both[0], sampler={**SAMPLER, "num_samples": 12})
+        return [*training, *passes(range(4), dataset=both[1], loader=1, line="train.py:11", training=False, sampler=SAMPLER)]
+
+    found = [each for each in check(split(0), split(1)).findings if each.cause is Cause.DATASETS_DIFFER]
+    assert [(each.evidence, each.line) for each in found] == [
+        (
+            "rank 0 trains on 4 of the 4 samples with which rank 1 evaluates: each rank has split the data by itself",
+            "train.py:10",
+        )
+    ]
+    assert Cause.DATASETS_DIFFER not in causes(check(split(0), split(0)))
+
+
+def test_a_loader_that_is_made_anew_for_each_epoch_is_one_loader() -> None:
+    first, second = [[*passes(each), *passes(each, loader=1)] for each in (EVEN, ODD)]
+    assert causes(check(first, second)) == {Cause.SAME_ORDER}
+    other = [[*passes(each), *passes(each[::-1], loader=1)] for each in (EVEN, ODD)]
+    result = check(*other)
+    assert (result.findings, result.unseen) == ([], [])
+    assert result.right.startswith("32 samples, in passes over the data: 2;")
+
+
 # Evaluations
 
 
@@ -289,7 +378,7 @@ def test_the_beginning_of_an_epoch_is_enough_for_its_order() -> None:
 
 
 def test_without_a_loader_nothing_is_said() -> None:
-    result = check([], [])
+    result = check([step()], [step()])
     assert (result.findings, result.right) == ([], "")
     assert "samples that a script takes by itself are not seen" in result.unseen[0]
 

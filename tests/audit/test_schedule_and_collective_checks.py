@@ -21,8 +21,7 @@ def scheduled(steps: int, calls: int, **changes: object) -> list[Row]:
 def test_a_schedule_that_follows_the_steps_is_right() -> None:
     result = check_schedules(given(scheduled(6, 1), scheduled(6, 1)))
     assert not result.findings
-    assert result.right == "the schedule follows the optimizer's steps"
-    assert check_schedules(given([step()])).right == "one learning rate on all ranks; no schedule was stepped"
+    assert result.right == "one learning rate on all ranks in 6 steps; no schedule is stepped more often than its optimizer"
 
 
 def test_a_schedule_of_several_steps_each_is_found() -> None:
@@ -95,7 +94,38 @@ def test_the_same_collectives_on_all_ranks_are_right() -> None:
     rows = [collective(), collective("broadcast"), row("end")]
     result = check_collectives(given(rows, rows), hung=False, error="")
     assert not result.findings
-    assert result.right == "4 collectives that Python code called, in the same order on all ranks"
+    assert result.right == "4 collectives, of Python code and of DistributedDataParallel, in the same order on all ranks"
+
+
+def forward(line: str = "train.py:17", *, broadcasts: bool = True) -> list[Row]:
+    """A forward of DistributedDataParallel, whose next backward reduces."""
+    name = "DistributedDataParallel's broadcast of buffers"
+    return [
+        *([collective(name, line, shape=[], operation="")] if broadcasts else []),
+        row("ddp_forward", line, wrapper=1, ranks=[0, 1], reduces=True),
+    ]
+
+
+def test_a_forward_of_one_rank_that_broadcasts_buffers_is_found() -> None:
+    """All later broadcasts and reductions of this rank are others than those of the other one."""
+    end = row("end")
+    trains = [*forward(), backward()]
+    one = [*trains, *forward("train.py:30"), *trains, end]
+    result = check_collectives(given(one, [*trains, *trains, end]), hung=False, error="")
+    finding = only(result)
+    assert (finding.cause, finding.line) == (Cause.COLLECTIVE_MISMATCH, "train.py:30")
+    assert finding.evidence == (
+        "collective 4: rank 0 DistributedDataParallel's broadcast of buffers at line 17, rank 1 DistributedDataParallel's "
+        "reduction of gradients at line 19; before it: rank 0 DistributedDataParallel's broadcast of buffers at line 30, "
+        "rank 1 DistributedDataParallel's broadcast of buffers at line 17"
+    )
+
+
+def test_a_forward_of_one_rank_without_buffers_is_right() -> None:
+    trains = [*forward(broadcasts=False), backward()]
+    result = check_collectives(given([*forward("train.py:30", broadcasts=False), *trains], trains), hung=False, error="")
+    assert not result.findings
+    assert result.right.startswith("2 collectives")
 
 
 @pytest.mark.parametrize(

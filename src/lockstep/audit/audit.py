@@ -35,6 +35,7 @@ CONSEQUENCES = {
     Cause.UNEVEN_INPUTS: {Cause.SAMPLES_MISSING, Cause.HANG, Cause.COLLECTIVE_MISMATCH},
     Cause.COLLECTIVE_MISMATCH: {Cause.HANG},
     Cause.SAME_SAMPLES: {Cause.SAMPLES_MISSING, Cause.SAMPLES_REPEATED, Cause.SAME_AUGMENTATION},
+    Cause.DATASETS_DIFFER: {Cause.SAMPLES_MISSING, Cause.EVALUATION_REPEATS},
     Cause.SEED_RESET: {Cause.SAME_RANDOM_NUMBERS, Cause.SAME_AUGMENTATION},
 }
 """Causes -> those that follow from them, and are not said beside them."""

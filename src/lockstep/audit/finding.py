@@ -18,6 +18,7 @@ class Cause(Enum):
     SAMPLES_REPEATED = "samples_repeated"
     SAMPLES_MISSING = "samples_missing"
     EVALUATION_REPEATS = "evaluation_repeats"
+    DATASETS_DIFFER = "datasets_differ"
     NOT_REDUCED = "not_reduced"
     WRONG_SCALE = "wrong_scale"
     REDUCED_EVERY_MICROBATCH = "reduced_every_microbatch"

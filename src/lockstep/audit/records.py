@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+UNKNOWN = -1
+"""The number of a loader whose first pass is not in the record: another process began it, and forked."""
 Row = dict[str, Any]
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -88,6 +90,7 @@ def read_records(folder: Path) -> Records:
         for place, row in enumerate(rank.rows):
             row["place"] = place
     records = Records([ranks[number] for number in sorted(ranks)])
+    number_loaders(records.ranks)
     for rank in records.ranks:
         records.fetches += [row | {"rank": rank.rank, "pid": rank.rows[0]["pid"]} for row in rank.of("fetch")]
     for rows in others:
@@ -96,6 +99,25 @@ def read_records(folder: Path) -> Records:
             records.fetches += [row | {"rank": int(owner), "pid": rows[0]["pid"]} for row in rows if row["kind"] == "fetch"]
     records.problems = [f"{row['where']}: {row['text']}" for rows in files for row in rows if row["kind"] == "problem"]
     return records
+
+
+def number_loaders(ranks: Sequence[Rank]) -> None:
+    """Give the loaders that one line made, in their order, the same numbers on all ranks: a rank that evaluates alone
+    has counted more of them."""
+    numbers: dict[tuple[str, int], int] = {}
+    for rank in ranks:
+        made: Counter[str] = Counter()
+        own: dict[int, int] = {}
+        for row in rank.of("pass"):
+            if row["loader"] not in own:
+                place = (str(row["line"]), made[row["line"]])
+                made[row["line"]] += 1
+                own[row["loader"]] = numbers.setdefault(place, len(numbers))
+        for row in rank.rows:
+            if row.get("loader") is not None:
+                row["loader"] = own.get(row["loader"], UNKNOWN)
+            if "passes" in row:
+                row["passes"] = [(own.get(loader, UNKNOWN), number) for loader, number in row["passes"]]
 
 
 def training_passes(rows: Sequence[Row]) -> set[tuple[int, int]]:

@@ -52,6 +52,14 @@ CAUSES = {
         "    part = Subset(dataset, range(rank, len(dataset), world_size))\n"
         "with Accelerate: accelerator.gather_for_metrics instead of accelerator.gather",
     ),
+    "datasets_differ": CauseText(
+        "each rank has another dataset",
+        _ONCE,
+        "make it, and split it, with a seed that all ranks share, whatever seed they have otherwise:\n"
+        "    shared = torch.Generator().manual_seed(0)\n"
+        "    training, held_out = random_split(dataset, lengths, generator=shared)\n"
+        "data of each rank's own need no DistributedSampler: RandomSampler reads all of them",
+    ),
     "not_reduced": CauseText(
         "gradients are not reduced",
         _EQUIVALENCE,
@@ -63,7 +71,10 @@ CAUSES = {
         "the gradient has the wrong scale",
         _EQUIVALENCE,
         "divide a sum over ranks by the number of ranks, and the loss of a microbatch by the number of microbatches in a step, once each:\n"
-        "    (loss / accumulation_steps).backward()",
+        "    (loss / accumulation_steps).backward()\n"
+        "a sum over the count of all ranks is multiplied by world_size where DDP divides by it; a loss over gathered values needs a\n"
+        "gather whose backward adds up the gradients of all ranks:\n"
+        "    torch.cat(torch.distributed.nn.functional.all_gather(features))",
     ),
     "reduced_every_microbatch": CauseText(
         "gradients are reduced in every microbatch, not once a step",
@@ -192,7 +203,8 @@ CAUSES = {
         "the evaluation runs in train mode",
         "dropout and BatchNorm are off in an evaluation",
         "call model.eval() before it, and model.train() after it:\n"
-        "    model.eval()\n    with torch.no_grad():\n        ...\n    model.train()",
+        "    model.eval()\n    with torch.no_grad():\n        ...\n    model.train()\n"
+        "functions take the mode themselves: F.dropout(x, p, training=self.training)",
     ),
     "training_in_eval_mode": CauseText(
         "the training goes on in eval mode",

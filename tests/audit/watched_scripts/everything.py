@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import update_bn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 folder = os.environ["FOLDER"]
@@ -81,6 +82,23 @@ for (one,) in batches:
     with torch.no_grad():
         list(DataLoader(TensorDataset(x), batch_size=2))
     model(one).sum().backward()  # backward after an evaluation
+
+# The next batch before the backward
+
+dropped = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+stream = iter(batches)
+(one,) = next(stream)
+with torch.no_grad():
+    list(DataLoader(TensorDataset(x), batch_size=2))
+output = dropped(one)  # forward ahead
+(one,) = next(stream)
+output.sum().backward()  # backward of the batch before
+checkpoint(dropped, one, use_reentrant=False).sum().backward()  # recomputed
+dropped[0](one).sum().backward()  # draws nothing
+torch.rand(1)
+dropped[0](one).sum().backward()  # after a draw
+for mode in (True, False):
+    checkpoint(dropped.train(mode), one.clone().requires_grad_(), use_reentrant=True).sum().backward()  # reentrant
 
 # Files
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from lockstep.audit.finding import Area, Cause, Finding
+
+_NUMBER = re.compile(r"\d[\d.]*(?:e[+-]?\d+)?")
 
 
 @dataclass(slots=True)
@@ -20,6 +23,11 @@ class AreaResult:
         """Add a finding; only the first of each cause is kept, which is the earliest."""
         if all(each.cause is not cause for each in self.findings):
             self.findings.append(Finding(cause=cause, area=self.area, evidence=evidence, line=line, step=step, names=names or []))
+
+    def miss(self, reason: str) -> None:
+        """Add a reason why something was not seen; of those that differ by their numbers alone, only the first."""
+        if all(_NUMBER.sub("", each) != _NUMBER.sub("", reason) for each in self.unseen):
+            self.unseen.append(reason)
 
     def find_worst(self, cause: Cause, evidence: str, *, line: str, step: int, badness: float) -> None:
         """Add a finding in place of one of the same cause that is less bad."""

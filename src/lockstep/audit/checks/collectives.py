@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.samples import loader_passes
 from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Records, Row
+from lockstep.audit.records import Rank, Records, Row
 
 _ERROR = re.compile(r"^(?:\[\w+\]:\s*)*[\w.]*(?:Error|Exception|Interrupt)\b.*$", re.MULTILINE)
 _BROKEN = re.compile(r"gloo|connection|peer|nccl|process ?group|timed out|timeout|buffer size|size mismatch|collective", re.IGNORECASE)
+REDUCTION = "DistributedDataParallel's reduction of gradients"
 
 
 def is_broken_collective(error: str) -> bool:
@@ -28,19 +30,19 @@ def check_collectives(records: Records, *, hung: bool, error: str) -> AreaResult
     if records.world_size < 2:
         return result
     if records.joined_at < float("inf"):
-        result.unseen.append("under Join ranks take different numbers of steps: what they do there is not compared")
+        result.miss("under Join ranks take different numbers of steps: what they do there is not compared")
         return result
-    count = sum(len(rank.of("collective")) for rank in records.ranks)
     if hung or failed:
         _check_uneven(result, records)
-    if not result.findings:
-        _check_order(result, records, broken=hung or failed)
+    compared = 0 if result.findings else _check_order(result, records, broken=hung or failed)
     if failed and not result.findings:
         _check_left(result, records)
     if hung and not result.findings:
         result.find(Cause.HANG, "the ranks wait: " + "; ".join(_places(records)), line=_last_line(records.ranks[-1].rows))
-    result.right = f"{count} collectives that Python code called, in the same order on all ranks" if count else ""
-    result.unseen.append("collectives that DistributedDataParallel calls in C++ are not compared")
+    if compared:
+        result.right = f"{compared} collectives, of Python code and of DistributedDataParallel, in the same order on all ranks"
+    elif not result.findings:
+        result.miss("no collective of Python code or of DistributedDataParallel was seen")
     return result
 
 
@@ -56,6 +58,8 @@ def check_files(records: Records) -> AreaResult:
             result.find(Cause.SAVED_BY_EVERY_RANK, f"ranks {ranks} wrote {path}", line=next(iter(rows.values()))["line"], names=[path])
     if writers:
         result.right = f"files that were saved, each by one rank: {len(writers)}"
+    elif records.steps:
+        result.miss("no file was written by torch.save")
     return result
 
 
@@ -85,16 +89,20 @@ def _check_left(result: AreaResult, records: Records) -> None:
         )
 
 
-def _check_order(result: AreaResult, records: Records, *, broken: bool) -> None:
-    groups = {tuple(row["ranks"]) for rank in records.ranks for row in rank.of("collective")}
-    for group in sorted(groups):
-        members = [rank for rank in records.ranks if rank.rank in group]
-        calls = [[row for row in rank.of("collective") if tuple(row["ranks"]) == group] for rank in members]
+def _check_order(result: AreaResult, records: Records, *, broken: bool) -> int:
+    """Find the first collective that is another one on another rank. Returns the number of those that were compared."""
+    by_rank = [_collectives(rank) for rank in records.ranks]
+    compared = 0
+    for group in sorted({tuple(row["ranks"]) for rows in by_rank for row in rows}):
+        parts = [(rank, rows) for rank, rows in zip(records.ranks, by_rank, strict=True) if rank.rank in group]
+        members = [rank for rank, _ in parts]
+        calls = [[row for row in rows if tuple(row["ranks"]) == group] for _, rows in parts]
         for number, rows in enumerate(zip(*calls, strict=False)):
             if len({_kind(row) for row in rows}) > 1:
-                texts = ", ".join(f"rank {rank.rank} {_text(row)}" for rank, row in zip(members, rows, strict=True))
-                result.find(Cause.COLLECTIVE_MISMATCH, f"collective {number + 1}: {texts}", line=rows[0]["line"])
-                return
+                evidence, line = _mismatch(members, calls, number)
+                result.find(Cause.COLLECTIVE_MISMATCH, evidence, line=line)
+                return compared
+            compared += len(rows) if len(rows) > 1 else 0
         counts = [len(each) for each in calls]
         if max(counts) != min(counts) and (broken or all(rank.has_ended for rank in members)):
             extra = calls[counts.index(max(counts))][min(counts)]
@@ -104,7 +112,43 @@ def _check_order(result: AreaResult, records: Records, *, broken: bool) -> None:
                 f"the ranks called different numbers of collectives ({texts}); the first that not all called: {_text(extra)}",
                 line=extra["line"],
             )
-            return
+            return compared
+    return compared
+
+
+def _collectives(rank: Rank) -> list[Row]:
+    """The collectives of a rank in their order, with the reductions of DistributedDataParallel in its backwards."""
+    found: list[Row] = []
+    waiting: dict[int, Row] = {}
+    for row in rank.of("collective", "ddp_forward", "backward"):
+        if row["kind"] == "collective":
+            found.append(row)
+        elif row["kind"] == "ddp_forward":
+            waiting.pop(row["wrapper"], None)
+            if row["reduces"]:
+                waiting[row["wrapper"]] = row
+        else:
+            reduction = {"name": REDUCTION, "shape": [], "operation": "", "line": row["line"]}
+            found += [reduction | {"ranks": each["ranks"]} for each in waiting.values()]
+            waiting.clear()
+    return found
+
+
+def _mismatch(members: Sequence[Rank], calls: Sequence[Sequence[Row]], number: int) -> tuple[str, str]:
+    """The evidence and the line of collectives that are not the same. The one before them may have come from another
+    line, as of a model that one rank alone calls: then that one is the cause."""
+    rows = [each[number] for each in calls]
+    text = f"collective {number + 1}: {_texts(members, rows)}"
+    kinds = Counter(_kind(row) for row in rows)
+    rare = min(range(len(rows)), key=lambda each: (kinds[_kind(rows[each])], rows[each]["name"] == REDUCTION))
+    before = [each[number - 1] for each in calls] if number else []
+    if len({row["line"] for row in before}) > 1:
+        return f"{text}; before it: {_texts(members, before)}", str(before[rare]["line"])
+    return text, str(rows[rare]["line"])
+
+
+def _texts(members: Sequence[Rank], rows: Sequence[Row]) -> str:
+    return ", ".join(f"rank {rank.rank} {_text(row)}" for rank, row in zip(members, rows, strict=True))
 
 
 def _kind(row: Row) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ def check_compare(reference: Records, perturbed: Sequence[Records], others: Mapp
     result = AreaResult(Area.COMPARE)
     steps = min([reference.steps, *(each.steps for each in [*perturbed, *others.values()])])
     if not steps:
-        result.unseen.append("not all runs took a step")
+        result.miss("not all runs took a step")
         return result
     for processes, records in others.items():
         found = _first_difference(reference, perturbed, records, steps)

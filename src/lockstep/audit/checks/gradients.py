@@ -56,19 +56,19 @@ def check_gradients(records: Records) -> AreaResult:
         steps += 1
         step = rows[0]["index"]
         if rows[0]["several_closures"]:
-            result.unseen.append(f"{rows[0]['type']} computes several gradients in a step")
+            result.miss(f"{rows[0]['type']} computes several gradients in a step")
             continue
         if broken := [name for row in rows for name, sketch in row["applied"].items() if sketch and not np.isfinite(sketch).all()]:
-            result.unseen.append(f"gradients are NaN or infinite in step {step}: {first_few(list(dict.fromkeys(broken)))}")
+            result.miss(f"gradients are NaN or infinite in step {step}: {first_few(list(dict.fromkeys(broken)))}")
             break
         _check_stale(result, rows, step)
         _check_clipping(result, rows, step)
+        if len(rows) > 1:
+            _check_unused(result, rows, step)
+            _check_local_clipping(result, rows, step)
+        seen += _check_reduction(result, rows, step)
         if len(rows) < 2:
             continue
-        _check_unused(result, rows, step)
-        _check_local_clipping(result, rows, step)
-        if _check_reduction(result, rows, step):
-            seen += 1
         alike += _are_alike(rows) and _have_equal_losses(records, rows)
         if alike == LEAST_ALIKE:
             result.find(
@@ -80,13 +80,15 @@ def check_gradients(records: Records) -> AreaResult:
     _check_wasted(result, records)
     _check_untrained(result, records)
     if records.steps and not steps:
-        result.unseen.append("no optimizer step was taken by all ranks together")
-    elif steps and all(not sketch[-1] for rows in records.together() for row in rows for sketch in row["applied"].values() if sketch):
-        result.unseen.append("every gradient is zero: the script learns nothing")
-    elif records.world_size > 1 and steps and not seen and not result.findings:
-        result.unseen.append("gradients before their reduction were not seen, or were the same on all ranks")
-    elif steps:
-        result.right = f"{seen or steps} steps apply the gradients of all ranks with one factor"
+        result.miss("no optimizer step was taken by all ranks together")
+    sketches = [sketch for rows in records.together() for row in rows for sketch in row["applied"].values() if sketch]
+    if steps and not sketches:
+        result.miss("no gradient was seen at the steps of the optimizer")
+    elif steps and not any(sketch[-1] for sketch in sketches):
+        result.miss("every gradient is zero: the script learns nothing")
+    if seen:
+        whose = "the gradients of all ranks with one factor" if records.world_size > 1 else "the gradient of their own backwards"
+        result.right = f"{seen}{'' if seen == steps else f' of {steps}'} steps apply {whose}"
     return result
 
 
@@ -156,20 +158,23 @@ def shared_names(rows: Sequence[Row]) -> list[str]:
 
 
 def _check_reduction(result: AreaResult, rows: Sequence[Row], step: int) -> bool:
-    """Find parameters whose gradient is not that of all ranks. True if something could be seen."""
+    """Find parameters whose gradient is not that of all ranks.
+
+    True if all ranks' gradients have one factor. Why that was not seen is added to `result`.
+    """
     names = shared_names(rows)
-    seen = False
+    is_right = True
     for rank in range(len(rows)):
         whole = factors(rows, rank, names)
-        if whole is not None and whole.fits and whole.even is not None:
-            seen = True
+        is_even = whole is not None and whole.fits and whole.even is not None
+        is_right = is_right and is_even
         local = [name for name in names if _is_own_only(rows, rank, name) and _matters(rows, rank, name)]
         if whole is not None and not whole.fits and not local and all(len(row["added"]) > 1 for row in rows):
             last = last_factors(rows, rank, names)
             if last is not None and last.fits and last.is_own_only(rank):
                 local = names
         if local and not all(_is_same(rows, name) for name in local):
-            seen = True
+            is_right = False
             clip = rows[rank]["clip"]
             if clip is not None and _is_reduced_after_clip(rows, rank, local):
                 result.find(
@@ -188,7 +193,19 @@ def _check_reduction(result: AreaResult, rows: Sequence[Row], step: int) -> bool
                 step=step,
                 names=local,
             )
-    return seen
+        elif not is_even and any(each and each[-1] for row in rows for each in row["applied"].values()):
+            result.miss(_why_unclear(whole, rows, step))
+    return is_right
+
+
+def _why_unclear(whole: Factors | None, rows: Sequence[Row], step: int) -> str:
+    if whole is None:
+        if not any(row["added"] for row in rows):
+            return "what backwards add to gradients was not seen"
+        return "gradients before their reduction were not seen, or were the same on all ranks"
+    if whole.fits:
+        return f"step {step}: the ranks' gradients are applied with factors of the script's own: {_list(whole)}"
+    return f"step {step}: {whole.residual:.2g} of the applied gradient is not a sum of what the backwards added"
 
 
 def _is_own_only(rows: Sequence[Row], rank: int, name: str) -> bool:
@@ -283,7 +300,7 @@ def _check_local_clipping(result: AreaResult, rows: Sequence[Row], step: int) ->
     norms = [norm for row in rows if row["clip"] is not None and isinstance(norm := row["clip"].get("norm"), float)]
     line = rows[0]["clip"]["line"] if rows[0]["clip"] is not None else rows[0]["line"]
     if len(norms) == len(rows) and max(norms) - min(norms) > 1e-4 * max(norms):
-        if not any(row["sharded"] for row in rows) and _check_reduction(AreaResult(Area.GRADIENTS), rows, step) and _is_local(rows):
+        if not any(row["sharded"] for row in rows) and _is_local(rows):
             return  # not reduced, or reduced after it: that is said elsewhere
         texts = ", ".join(f"{each:.4g}" for each in norms)
         result.find(Cause.LOCAL_CLIPPING, f"step {step}: the norms by which the ranks clipped differ: {texts}", line=line, step=step)

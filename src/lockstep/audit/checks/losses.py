@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.gradients import Factors, factors, shared_names
 from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Records, Row, Vector, vector
+from lockstep.audit.records import Rank, Records, Row, Vector, vector
 
 EVEN = 0.01
 """Relative difference of weights that counts as none."""
@@ -44,24 +44,40 @@ class Term:
 
 def check_losses(records: Records) -> AreaResult:
     result = AreaResult(Area.LOSS)
-    seen = 0
+    if not records.steps:
+        return result
+    seen = judged = 0
+    small = 0.0
     for rows in records.together():
         if rows[0]["several_closures"]:
+            result.miss(f"{rows[0]['type']} computes several gradients in a step")
             continue
-        terms = [term for rank, row in enumerate(rows) for term in _terms(rank, row)]
         found = _factors(rows)
-        if not terms or found is None:
+        if found is not None:
+            _check_gathered(result, records, rows, found)
+        terms = [term for rank, row in enumerate(rows) for term in _terms(rank, row, result)]
+        if not terms:
             continue
-        seen += 1
+        if found is None:
+            result.miss(f"step {rows[0]['index']}: how the reduction weighs the ranks' gradients was not seen")
+            continue
         places = sorted({term.place for term in terms})
-        for place in places:
-            _check_weights(result, rows, [term for term in terms if term.place == place], found, alone=len(places) == 1)
-        if len(places) == 1 and not result.findings:
-            _check_scale(result, records, rows, terms, found)
+        alone = len(places) == 1
+        errors = [_check_weights(result, rows, [term for term in terms if term.place == place], found, alone=alone) for place in places]
+        known = [error for error in errors if error is not None]
+        if len(known) == len(errors):
+            seen += 1
+            small = max([small, *known])
+        if not alone:
+            result.miss(f"{len(places)} loss functions are in the loss: the scale of their sum is not judged")
+        elif not result.findings:
+            judged += _check_scale(result, records, rows, terms, found)
     if seen:
         result.right = f"in {seen} steps all targets have one weight"
-    elif records.steps:
-        result.unseen.append("no loss function of torch was seen whose weights could be told: the loss is the script's own, or compiled")
+        result.right += f", but for {small:.1g} of the gradient" if small else ""
+        result.right += f"; in {judged} the weights of a step add up to 1" if judged else ""
+    elif not result.findings and not result.unseen:
+        result.miss("no loss function of torch was seen whose weights could be told: the loss is the script's own, or compiled")
     return result
 
 
@@ -73,8 +89,9 @@ def _factors(rows: Sequence[Row]) -> list[float] | None:
     return found.values if found is not None and found.fits and not found.is_own_only(0) else None
 
 
-def _terms(rank: int, row: Row) -> list[Term]:
-    """The calls whose weight is one number; of `reduction="none"` those in which all targets that count weigh alike."""
+def _terms(rank: int, row: Row, result: AreaResult) -> list[Term]:
+    """The calls whose weight is one number; of `reduction="none"` those in which all targets that
+    count weigh alike. The others are said in `result`."""
     numbers: dict[tuple[int, str], int] = {}
     terms = []
     for each in row["losses"]:
@@ -84,6 +101,8 @@ def _terms(rank: int, row: Row) -> list[Term]:
         if each["reduction"] == "none":
             low, high = each.get("weights", [0.0, 0.0])
             weight = low if high and abs(high - low) <= EVEN * abs(high) else None
+            if high and weight is None:
+                result.miss(f"{each['function']} weighs its targets by weights of the script's own")
         elif each["reduction"] == "mean" and weight is not None and count:
             weight = weight / count
         backward = next((number for number in row["added"] if int(number) >= each["backward"]), "")
@@ -104,14 +123,23 @@ def _terms(rank: int, row: Row) -> list[Term]:
     return terms
 
 
-def _check_weights(result: AreaResult, rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float], *, alone: bool) -> None:
+def _check_weights(result: AreaResult, rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float], *, alone: bool) -> float | None:
+    """Find a mean of means.
+
+    Returns the relative error of the gradient, which is 0 for equal weights, where that is no
+    finding; None for a finding, and for weights that differ by the script's own factor.
+    """
     weights = [abs(term.weight * found[term.rank]) for term in terms]
     counts = [term.count for term in terms]
-    if max(weights) - min(weights) <= EVEN * max(weights) or min(counts) == max(counts):
-        return
+    if max(weights) - min(weights) <= EVEN * max(weights):
+        return 0.0
+    if min(counts) == max(counts):
+        times = f"{max(weights) / min(weights):.3g}" if min(weights) else "infinitely many"
+        result.miss(f"targets of some microbatches count {times} times as much as those of others, by a factor of the script's own")
+        return None
     error = _error(rows, terms, found) if alone else None
     if error is not None and error < LEAST_ERROR:
-        return
+        return error
     step = rows[0]["index"]
     off = "" if error is None else f"; the gradient is off by {error:.2g} of its size"
     result.find_worst(
@@ -122,6 +150,7 @@ def _check_weights(result: AreaResult, rows: Sequence[Row], terms: Sequence[Term
         step=step,
         badness=max(weights) / min(weights) - 1 if error is None else error,
     )
+    return None
 
 
 def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> float | None:
@@ -145,20 +174,28 @@ def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -
     return float(np.linalg.norm(applied - right)) / size if size else None
 
 
-def _check_scale(result: AreaResult, records: Records, rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> None:
-    """Find gradients of a mean that are a whole factor too large or too small."""
-    if any(term.reduction == "sum" for term in terms):
-        return
+def _check_scale(result: AreaResult, records: Records, rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> bool:
+    """Find gradients of a mean that are a whole factor too large or too small. True if the scale is right."""
     scaled = any(row["clip"] is not None and row["clip"]["scaled"] for row in rows)
     total = sum(abs(found[term.rank] * term.weight) * term.count for term in terms)
     ranks, backwards = len(rows), len({term.microbatch for term in terms if term.rank == 0})
     step, line = rows[0]["index"], _backward_line(records, terms[0]) or rows[0]["line"]
     if scaled or not total:
-        return
+        return False
     if _gathers_before(records, terms[0]):
-        result.unseen.append("the loss is taken over what all ranks gathered: its scale is not judged")
-        return
+        result.miss("the loss is taken over what all ranks gathered: its scale is not judged")
+        return False
+    is_mean = all(term.reduction == "mean" for term in terms)
+    divided_by = None if is_mean else _denominator(terms, ranks, backwards)
+    if not is_mean and divided_by is None:
+        result.miss(
+            "the loss is a sum over targets that is not divided by their number: its scale is the script's own, "
+            f"and the reduction gives {found[0]:.3g} × the sum over all ranks"
+        )
+        return False
     plain = all(abs(term.weight * term.count - 1) < SCALE or term.weight * term.count > 1 for term in terms)
+    if _is(total, 1.0):
+        return True
     if backwards > 1 and _is(total, backwards) and plain:
         text = f"a step adds up the means of {backwards} microbatches and does not divide: the gradient is {backwards} times too large"
     elif ranks > 1 and _is(total / ranks, 1.0):
@@ -166,11 +203,86 @@ def _check_scale(result: AreaResult, records: Records, rows: Sequence[Row], term
         text = f"the {ranks} ranks' gradients are added up, and not divided: the gradient is {ranks} times too large"
     elif backwards > 1 and _is(total, ranks * backwards):
         text = f"the gradient is {ranks * backwards} times too large: {ranks} ranks and {backwards} microbatches are added up"
+    elif ranks > 1 and divided_by == "all" and _is(total * ranks, 1.0):
+        count = sum(term.count for term in terms)
+        text = (
+            f"each rank divides its sum by the {count:.0f} targets of all ranks, and the reduction divides by {ranks} again: "
+            f"the gradient is {ranks} times too small"
+        )
     elif (divisor := _divided_twice(records, total, ranks, backwards)) is not None:
         text = f"the loss is divided by {divisor:g} once more than the reduction needs: the gradient is {divisor:g} times too small"
     else:
-        return
+        result.miss(f"the weights of a step add up to {total:.3g}, by a factor of the script's own: its scale is not judged")
+        return False
     result.find(Cause.WRONG_SCALE, f"step {step}: {text}", line=line, step=step)
+    return False
+
+
+def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | None:
+    """Name what each sum is divided by: the targets of its microbatch (also times the microbatches),
+    of its rank, of all ranks (also divided by the ranks). None: by none of them."""
+    of_rank = [sum(each.count for each in terms if each.rank == term.rank) for term in terms]
+    count = sum(term.count for term in terms)
+    kinds = {
+        "microbatch": [term.count for term in terms],
+        "microbatches": [term.count * backwards for term in terms],
+        "rank": of_rank,
+        "all": [count] * len(terms),
+        "share": [count / ranks] * len(terms),
+    }
+    for kind, counts in kinds.items():
+        if all(_is(abs(term.weight) * each, 1.0) for term, each in zip(terms, counts, strict=True)):
+            return kind
+    return None
+
+
+def _check_gathered(result: AreaResult, records: Records, rows: Sequence[Row], found: Sequence[float]) -> None:
+    """Find a loss over what all ranks gathered, without a gradient to the rank that it was gathered from.
+
+    All ranks compute one value, and each adds the gradient of its own part of it: the sum over
+    ranks is right, and a mean is too small.
+    """
+    ranks = len(rows)
+    if ranks < 2 or not all(_is(each, 1 / ranks) for each in found):
+        return
+    windows = [_windows(rank, row) for rank, row in zip(records.ranks, rows, strict=True)]
+    for each in zip(*windows, strict=False):
+        values = [value for value, _, _ in each]
+        if None in values or not all(_is_same_loss(value, values[0]) for value in values):
+            continue
+        gathers = [[row for row in before if row["name"] in GATHERS and row["floats"] > 1] for _, before, _ in each]
+        if all(gathers) and not any(after for _, _, after in each):
+            result.find(
+                Cause.WRONG_SCALE,
+                f"step {rows[0]['index']}: all {ranks} ranks compute one loss over what they gathered, no gradient goes back to the "
+                f"rank that it is of, and the reduction divides by {ranks}: the gradient is {ranks} times too small",
+                line=str(gathers[0][-1]["line"]),
+                step=rows[0]["index"],
+            )
+
+
+def _windows(rank: Rank, step: Row) -> list[tuple[float | None, list[Row], list[Row]]]:
+    """Of each backward of a step: its loss, the collectives that were called before it, and those within it."""
+    found: list[tuple[float | None, list[Row], list[Row]]] = []
+    before: list[Row] = []
+    for row in rank.of("backward", "collective", "step"):
+        if row["kind"] == "backward":
+            if str(row["number"]) in step["added"]:
+                found.append((row["value"], before, []))
+            before = []
+        elif row["kind"] == "step":
+            before = []
+        elif row["in_backward"] and found:
+            found[-1][2].append(row)
+        else:
+            before.append(row)
+        if row["place"] > step["place"]:
+            break
+    return found
+
+
+def _is_same_loss(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and abs(one - other) <= 1e-5 * max(abs(one), abs(other))
 
 
 def _is(value: float, factor: float) -> bool:

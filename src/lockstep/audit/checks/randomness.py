@@ -17,71 +17,138 @@ def check_randomness(records: Records) -> AreaResult:
     result = AreaResult(Area.RANDOM)
     drawing = [_forwards(rank) for rank in records.ranks]
     _check_reset(result, records, drawing)
-    if not result.findings:
-        _check_ranks(result, records, drawing)
+    compared = _check_ranks(result, records, drawing, is_said=not result.findings)
     _check_fetches(result, records)
-    if any(drawing) or records.fetches:
-        result.right = f"{sum(map(len, drawing))} forwards and {len(records.fetches)} reads of data drew random numbers, each its own"
-    elif records.steps:
-        result.right = "no forward drew random numbers of torch, and no read of data any"
+    if records.steps:
+        seen = [_forwards_text(result, records, drawing, compared), _fetches_text(result, records)]
+        result.right = ", and ".join(filter(None, seen))
     return result
+
+
+def _forwards_text(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], compared: bool) -> str:
+    """What is right of the forwards, empty if they were not seen or not compared; why not is added to `result`."""
+    backwards = [rank.of("backward") for rank in records.ranks]
+    if any(not found and _may_have_drawn(rank) for found, rank in zip(drawing, records.ranks, strict=True)):
+        result.miss("random numbers of torch were drawn between backwards, by the forward or for the data: which was not seen")
+        return ""
+    if any(drawing):
+        if compared:
+            return f"{sum(map(len, drawing))} forwards drew random numbers, each its own"
+        if not result.findings:
+            result.miss("too few forwards drew random numbers on all ranks to tell whether they are the same")
+        return ""
+    if all(len(rows) > 1 for rows in backwards):
+        return f"none of {sum(map(len, backwards))} forwards drew random numbers of torch"
+    result.miss("whether the forward draws random numbers shows from the second backward on")
+    return ""
+
+
+def _fetches_text(result: AreaResult, records: Records) -> str:
+    if not any(rank.of("batch") for rank in records.ranks):
+        result.miss("no DataLoader gave batches: random numbers of what makes the data are not seen")
+        return ""
+    if not records.fetches:
+        return "no read of data drew any"
+    if len({(row["rank"], row["pid"]) for row in records.fetches}) > 1:
+        return f"{len(records.fetches)} reads of data drew random numbers, each its own"
+    result.miss("reads of data drew random numbers in one process only: there was none to compare them with")
+    return ""
 
 
 def check_modes(records: Records) -> AreaResult:
     """Look for dropout and BatchNorm in the wrong mode: without them the mode changes nothing."""
     result = AreaResult(Area.MODE)
-    seen = False
+    backwards = evaluations = 0
     for rank in records.ranks:
-        training = {loader for loader, _ in training_passes(rank.rows)}
-        for row in rank.of("mode"):
-            seen = True
-            if row["training"] and row["loader"] is not None and row["loader"] not in training and training:
-                result.find(
-                    Cause.EVALUATION_IN_TRAIN_MODE,
-                    f"rank {rank.rank}: {row['what']} ran in train mode on batches that no backward followed",
-                    line=row["line"],
-                )
-        backwards = [row for row in rank.of("backward") if row["calls"]["train"] or row["calls"]["eval"]]
-        seen = seen or bool(backwards)
-        if backwards:
-            _check_training_mode(result, rank, backwards)
-    if seen:
-        result.right = "dropout and BatchNorm run in train mode in training, and in eval mode in evaluations"
+        evaluations += _check_evaluation_mode(result, rank)
+        trained = rank.of("modes")
+        backwards += len(trained)
+        if trained:
+            _check_training_mode(result, rank, trained)
+    if not records.steps:
+        return result
+    if not backwards:
+        result.miss("no dropout or BatchNorm of torch was in a backward")
+    if not evaluations:
+        result.miss("no evaluation with dropout or BatchNorm of torch was seen")
+    seen = [f"in {backwards} backwards they are in the mode of the first one"] if backwards else []
+    seen += [f"in {evaluations} passes without gradients in eval mode"] if evaluations else []
+    result.right = f"dropout and BatchNorm: {', '.join(seen)}" if seen else ""
     return result
+
+
+def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
+    """Find calls in train mode that no backward came to.
+
+    Returns the number of passes in eval mode that are no training.
+    """
+    training = {loader for loader, _ in training_passes(rank.rows)}
+    reached = {row["mode"] for row in rank.of("mode_reached")}
+    last_step = max((row["place"] for row in rank.steps), default=-1)
+    evaluations = set()
+    for row in rank.of("mode"):
+        is_other = row["loader"] is not None and row["loader"] not in training
+        if not row["training"]:
+            if not row["grad"] or is_other:
+                evaluations.add((row["loader"], row["number"]))
+            continue
+        if row["mode"] in reached or (row["grad"] and row["place"] > last_step):
+            continue
+        if is_other and (training or not row["grad"]):
+            result.find(
+                Cause.EVALUATION_IN_TRAIN_MODE,
+                f"rank {rank.rank}: {row['what']} ran in train mode on batches that no backward followed",
+                line=row["line"],
+            )
+        elif row["loader"] is None and not row["grad"]:
+            result.miss("a forward without gradients ran in train mode, and not on batches of a DataLoader: it may be an evaluation")
+    return len(evaluations)
 
 
 def _check_training_mode(result: AreaResult, rank: Rank, backwards: Sequence[Row]) -> None:
     """Find steps with more layers in eval mode than the first one had, or with dropout off behind trained layers."""
-    first = backwards[0]["calls"]
-    for row in backwards:
-        calls = row["calls"]
+    first = backwards[0]
+    for calls in backwards:
         if (calls["off"] and not calls["train"]) or (calls["eval"] > first["eval"] and calls["train"] < first["train"]):
-            step = sum(1 for each in rank.steps if each["place"] < row["place"])
-            modes = [each for each in rank.of("mode") if each["place"] < row["place"] and each["grad"] and not each["training"]]
+            step = sum(1 for each in rank.steps if each["place"] < calls["place"])
+            modes = [each for each in rank.of("mode") if each["place"] < calls["place"] and each["grad"] and not each["training"]]
             text = f"rank {rank.rank}: step {step} ran {calls['eval']} calls of dropout and BatchNorm in eval mode"
             text += ", which the first step ran in train mode" if calls["train"] < first["train"] else ", behind layers that are trained"
-            result.find(Cause.TRAINING_IN_EVAL_MODE, text, line=modes[-1]["line"] if modes else row["line"], step=step)
+            result.find(Cause.TRAINING_IN_EVAL_MODE, text, line=modes[-1]["line"] if modes else calls["line"], step=step)
             return
 
 
 def _forwards(rank: Rank) -> list[Row]:
-    """The backwards between whose batch and which random numbers were drawn; of several after one forward the first."""
+    """The backwards whose forward drew random numbers, or that drew some after their batch.
+
+    Of several backwards after one forward, the first. `drawn` is the state before the draws if
+    that was seen, else the state after them.
+    """
     found: list[Row] = []
-    state = None
+    state, has_batch = None, False
     for row in rank.of("batch", "backward"):
         if row["kind"] == "batch":
-            state = None
-        elif row["state"] != state:
-            state = row["state"]
-            if row["state_at_batch"] and row["state"] != row["state_at_batch"]:
-                found.append(row)
+            state, has_batch = None, has_batch or row["grad"]
+        else:
+            is_after_batch = has_batch and row["state"] not in (row["state_at_batch"], state)
+            if row["drawn"] or is_after_batch:
+                found.append(row | {"drawn": row["drawn"] or row["state"]})
+            state, has_batch = row["state"], False
     return found
+
+
+def _may_have_drawn(rank: Rank) -> bool:
+    """True if random numbers were drawn between backwards, and a forward may have drawn them: it runs after its batch,
+    but a script may fetch the next batch before the backward."""
+    first = min((row["place"] for row in rank.of("backward")), default=0)
+    batches = sum(1 for row in rank.of("batch") if row["grad"] and row["place"] < first)
+    return batches != 1 and any(row["other_draws"] for row in rank.of("backward"))
 
 
 def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]]) -> None:
     """Find random states that come again on one rank."""
     for rank, rows in zip(records.ranks, drawing, strict=True):
-        states = [row["state"] for row in rows]
+        states = [row["drawn"] for row in rows]
         again = len(states) - len(set(states))
         if again >= LEAST:
             seeds = [row for row in rank.of("seed") if row["step"] > 0]
@@ -93,11 +160,16 @@ def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequenc
             )
 
 
-def _check_ranks(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]]) -> None:
-    for (first, one), (second, other) in combinations(enumerate(drawing), 2):
-        states = {row["number"]: row["state"] for row in other}
-        both = [row for row in one if states.get(row["number"]) == row["state"]]
-        if len(both) >= LEAST:
+def _check_ranks(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], *, is_said: bool) -> bool:
+    """Find forwards of two ranks that drew the same. True if the draws of all ranks that drew are told apart."""
+    drew = [(number, rows) for number, rows in enumerate(drawing) if rows]
+    is_compared = True
+    for (first, one), (second, other) in combinations(drew, 2):
+        states = {row["number"]: row["drawn"] for row in other}
+        numbers = [row["number"] for row in one if row["number"] in states]
+        both = [row for row in one if states.get(row["number"]) == row["drawn"]]
+        is_compared = is_compared and bool(numbers) and not both
+        if len(both) >= LEAST and is_said:
             seeds = [row for row in records.ranks[first].of("seed") if row["step"] == 0]
             result.find(
                 Cause.SAME_RANDOM_NUMBERS,
@@ -105,6 +177,7 @@ def _check_ranks(result: AreaResult, records: Records, drawing: Sequence[Sequenc
                 + (f", since torch.manual_seed({seeds[-1]['seed']}) on both" if seeds else ""),
                 line=seeds[-1]["line"] if seeds else both[0]["line"],
             )
+    return is_compared
 
 
 def _check_fetches(result: AreaResult, records: Records) -> None:

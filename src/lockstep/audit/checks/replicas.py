@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.gradients import factors
 from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Records, Row, difference
+from lockstep.audit.records import Records, Row, difference, vector
 from lockstep.base.errors import first_few
 
 DRIFT = 1e-5
@@ -25,6 +25,8 @@ def check_replicas(records: Records) -> AreaResult:
     result = AreaResult(Area.REPLICAS)
     steps = list(records.together())
     if records.world_size < 2 or not steps:
+        if records.steps:
+            result.miss("one process has no replica" if records.world_size < 2 else "the ranks took no step together")
         return result
     own = _own_parameters(records, steps)
     for rows in steps:
@@ -33,10 +35,13 @@ def check_replicas(records: Records) -> AreaResult:
     if not any(row.get("broadcast_buffers") for rank in records.ranks for row in rank.of("ddp")):
         for rows in steps:
             _check_buffers(result, rows, _wrap_line(records))
-    names = [name for name in rows[0]["parameters"] if name not in own]
-    result.right = f"{len(names)} parameters are the same on all ranks after each of {len(steps)} steps"
+    names, others = _compared(steps, own)
+    if names:
+        result.right = f"{len(names)} parameters are the same on all ranks after each of {len(steps)} steps"
+    if others:
+        result.miss(f"{len(others)} parameters are sharded, or NaN, or not on all ranks: {first_few(others)}")
     if own:
-        result.unseen.append(f"{len(own)} parameters belong to one rank each (experts): {first_few(sorted(own))}")
+        result.miss(f"{len(own)} parameters belong to one rank each (experts): {first_few(sorted(own))}")
     _check_element_wise(result, steps)
     return result
 
@@ -49,6 +54,17 @@ def _own_parameters(records: Records, steps: Sequence[Sequence[Row]]) -> set[str
     different = {name for name in first[0]["before"] if _worst(first, "before", [name])[0] > DRIFT}
     found = {name: factors(first, 0, [name]) for name in different}
     return {name for name, each in found.items() if each is None or not each.fits or each.is_own_only(0)}
+
+
+def _compared(steps: Sequence[Sequence[Row]], own: set[str]) -> tuple[list[str], list[str]]:
+    """The parameters that were compared after every step of their optimizer, and those that were not."""
+    found: dict[str, bool] = {}
+    for rows in steps:
+        for name in dict.fromkeys(name for row in rows for name in row["parameters"] if name not in own):
+            sketches = [row["parameters"].get(name) for row in rows]
+            is_seen = name not in rows[0]["sharded"] and all(vector(each) is not None for each in sketches)
+            found[name] = found.get(name, True) and is_seen
+    return [name for name, is_seen in found.items() if is_seen], [name for name, is_seen in found.items() if not is_seen]
 
 
 def _check_step(result: AreaResult, rows: Sequence[Row], own: set[str], seed_line: str) -> None:

@@ -18,7 +18,7 @@ def check_resume(whole: Records, interrupted: Records, resumed: Records, saved: 
     that goes on from there."""
     result = AreaResult(Area.RESUME)
     if not resumed.steps or not interrupted.steps or len({each.world_size for each in (whole, interrupted, resumed)}) > 1:
-        result.unseen.append("the resumed script took no step; it may have been at its end already")
+        result.miss("the resumed script took no step; it may have been at its end already")
         return result
     for rank, stopped, again in zip(whole.ranks, interrupted.ranks, resumed.ranks, strict=True):
         first = again.steps[0]
@@ -32,7 +32,7 @@ def check_resume(whole: Records, interrupted: Records, resumed: Records, saved: 
         if _samples(rank)[: len(_samples(stopped))] == _samples(stopped):
             _check_batches(result, rank, again, after, first, saved)
         else:
-            result.unseen.append("each start of the script has other samples (no seed): whether a resume repeats some cannot be seen")
+            result.miss("each start of the script has other samples (no seed): whether a resume repeats some cannot be seen")
     result.right = f"the script goes on after step {saved} as the run without interruption did"
     return result
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.finding import Area, Cause
 from lockstep.audit.records import Records, Row, training_passes
+from lockstep.base.errors import first_few
 
 LEAST_SAMPLES = 4
 """Samples of a pass from which its order can be told from another one."""
@@ -34,15 +35,20 @@ class Pass:
     begin: Row
     indices: list[int] | None = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
+    contents_at: list[tuple[int, str]] = field(default_factory=list)
+    """Places and contents of the batches of which both are known."""
     batches: int = 0
     is_complete: bool = False
     is_training: bool = False
+    end: int = -1
+    """The place of its last batch in the record."""
 
 
 @dataclass(slots=True)
 class LoaderPasses:
-    """The passes of one loader, by their number and rank."""
+    """The passes of one loader, by their number and rank; also if it is made anew for each of them."""
 
+    numbers: list[int]
     dataset: list[dict[str, Any]]
     """The dataset on each rank that reads it."""
     passes: list[list[Pass]]
@@ -66,6 +72,12 @@ class LoaderPasses:
         sampler: Row = self.passes[0][0].begin["sampler"]
         return sampler
 
+    def is_followed_by(self, other: LoaderPasses) -> bool:
+        """True if the other loader is this one, made anew: by the same line, for the same data, after its end."""
+        same = [(each.line, each.is_training, each.sampler["type"], [data["digest"] for data in each.dataset]) for each in (self, other)]
+        is_later = other.passes[0][0].begin["place"] > self.passes[-1][0].end
+        return same[0] == same[1] and all(same[0][3]) and is_later
+
     def samples(self, ranks: Sequence[Pass]) -> tuple[list[list[Any]], bool]:
         """The samples of each rank, and whether they are places in one dataset, which tell them apart for sure."""
         wholes = {each.get("whole", each["digest"]) for each in self.dataset}
@@ -77,33 +89,48 @@ class LoaderPasses:
 def check_samples(records: Records) -> AreaResult:
     result = AreaResult(Area.SAMPLES)
     loaders = loader_passes(records)
-    if not loaders:
-        result.unseen.append("no DataLoader gave batches: samples that a script takes by itself are not seen")
-        return result
-    seen, judged = 0, True
+    trained = [loader for loader in loaders if loader.is_training]
+    _say_unseen(result, records, loaders)
+    seen = passes = evaluated = 0
     for loader in loaders:
+        differs = _check_datasets(result, loader)
         for ranks in loader.passes:
-            seen += sum(len(each.contents) for each in ranks)
-            if loader.is_training:
-                if any(each.is_training for each in ranks):  # a script may look at a first batch, and begin again
-                    judged = _check_training_pass(result, loader, ranks) and judged
-            elif all(each.is_complete for each in ranks):
-                _check_evaluation_pass(result, records, loader, ranks)
+            if not loader.is_training:
+                evaluated += _check_evaluation_pass(result, records, loader, ranks)
+            elif any(each.is_training for each in ranks) and not differs:  # a script may look at a first batch, and begin again
+                passes += (judged := _check_training_pass(result, loader, ranks, records.fetches))
+                seen += sum(len(each.contents) for each in ranks) if judged else 0
         if loader.is_training:
             _check_orders(result, loader)
-    if all(len(loader.passes) < 2 for loader in loaders if loader.is_training):
-        result.unseen.append("one epoch at most was begun: its order cannot be compared with the next one's (more --steps)")
-    passes = sum(len(loader.passes) for loader in loaders)
-    if judged:
-        result.right = f"{seen} samples, in passes over the data: {passes}; none on two ranks, and none twice in a pass"
+    _check_leak(result, loaders)
+    if trained and all(len(loader.passes) < 2 for loader in trained):
+        result.miss("one epoch at most was begun: its order cannot be compared with the next one's (more --steps)")
+    on_ranks = "none on two ranks, and " if records.world_size > 1 else ""
+    texts = [f"{seen} samples, in passes over the data: {passes}; {on_ranks}none twice in a pass"] if seen else []
+    texts += [f"{evaluated} samples of evaluations, each counted once"] if evaluated else []
+    result.right = "; ".join(texts)
     return result
+
+
+def _say_unseen(result: AreaResult, records: Records, loaders: Sequence[LoaderPasses]) -> None:
+    """Say which samples are not seen at all."""
+    if not records.steps and not loaders:
+        return
+    if not any(rank.of("batch") for rank in records.ranks):
+        result.miss("no DataLoader gave batches: samples that a script takes by itself are not seen")
+    elif not all(training_passes(rank.rows) for rank in records.ranks) and not any(loader.is_training for loader in loaders):
+        result.miss("the DataLoaders gave no batch to a backward: what the training takes by itself is not seen")
+    seen = {number for loader in loaders for number in loader.numbers}
+    lost = {number for rank in records.ranks for number, _ in training_passes(rank.rows)} - seen
+    if lost:
+        result.miss(f"loaders that not all ranks read: {len(lost)}; their samples are not compared")
 
 
 def loader_passes(records: Records) -> list[LoaderPasses]:
     """The passes of each loader that all ranks have, or that one rank reads for the training of all (Accelerate does so
     with streams)."""
     by_rank = [_passes_of(rank.rows) for rank in records.ranks]
-    found = []
+    found: list[LoaderPasses] = []
     for loader in by_rank[0] if by_rank else ():
         readers = [each[loader] for each in by_rank if any(one.batches or one.is_complete for one in each.get(loader, ()))]
         if len(readers) < len(by_rank) and (len(readers) > 1 or not any(each.is_training for each in readers[0])):
@@ -112,12 +139,18 @@ def loader_passes(records: Records) -> list[LoaderPasses]:
         passes = [ranks for ranks in passes if any(each.batches for each in ranks)]
         datasets = [each[0].begin["dataset"] for each in readers]
         if passes and all(datasets):
-            found.append(LoaderPasses(datasets, passes, records.world_size))
+            made = LoaderPasses([loader], datasets, passes, records.world_size)
+            before = next((each for each in reversed(found) if each.is_followed_by(made)), None)
+            if before is None:
+                found.append(made)
+            else:
+                before.passes += passes
+                before.numbers.append(loader)
     return found
 
 
-def _passes_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Pass]]:
-    """The passes of each loader, by the line that made it and its number among those of that line."""
+def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
+    """The passes of each loader."""
     found: dict[int, list[Pass]] = {}
     by_key: dict[tuple[int, int], Pass] = {}
     for row in rows:
@@ -125,22 +158,18 @@ def _passes_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Pass]]:
             by_key[row["loader"], row["number"]] = made = Pass(row)
             found.setdefault(row["loader"], []).append(made)
         elif row["kind"] == "batch" and (current := by_key.get((row["loader"], row["number"]))) is not None:
-            current.batches += 1
+            current.batches, current.end = current.batches + 1, row["place"]
             current.is_complete = current.is_complete or current.batches == current.begin["batches"]
             current.contents += row["samples"]
+            if row["indices"] is not None and len(row["indices"]) == len(row["samples"]):
+                current.contents_at += zip(row["indices"], row["samples"], strict=True)
             current.indices = current.indices + row["indices"] if current.indices is not None and row["indices"] is not None else None
         elif row["kind"] == "pass_end" and (row["loader"], row["number"]) in by_key:
             by_key[row["loader"], row["number"]].is_complete = True
     for place in training_passes(rows):
         if (current := by_key.get(place)) is not None:
             current.is_training = True
-    numbers: Counter[str] = Counter()
-    by_line = {}
-    for passes in found.values():
-        line = str(passes[0].begin["line"])
-        by_line[line, numbers[line]] = passes
-        numbers[line] += 1
-    return by_line
+    return found
 
 
 def _first_epoch(loader: LoaderPasses, samples: Sequence[list[Any]]) -> list[list[Any]]:
@@ -159,20 +188,113 @@ def _places(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
     return list(indices) if subset is None else [subset[each] for each in indices if each < len(subset)]
 
 
-def _check_training_pass(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass]) -> bool:
+def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
+    """Find ranks whose datasets differ, although a sampler splits one over them. True if they do."""
+    first = loader.dataset[0]
+    splits = loader.sampler.get("num_replicas", 1) > 1 or loader.sampler["batch_type"] == "BatchSamplerShard"
+    if len(loader.dataset) < 2 or not splits or first["iterable"]:
+        return False
+    read = [_contents_at(ranks) for ranks in zip(*loader.passes, strict=False)]
+    shared = [contents for place in set().union(*read) if len(contents := [each[place] for each in read if place in each]) > 1]
+    if any(set.intersection(*map(set, each)) for each in shared):
+        return False  # what a dataset holds beside its samples may be the rank's own
+    names = [
+        name for name, digest in first["data"].items() if any(other["data"].get(name, digest) != digest for other in loader.dataset[1:])
+    ]
+    lengths = [each["length"] for each in loader.dataset]
+    if names:
+        text = f"{first_few(names)} of rank 0's {first['type']} is not that of another rank's"
+    elif len(set(lengths)) > 1:
+        text = f"the ranks' have {', '.join(map(str, lengths))} samples"
+    elif len(shared) >= LEAST_SAMPLES and any(_is_stable(each) for each in read):
+        text = f"{len(shared)} of its places were read on several ranks, and held other samples on each"
+    else:
+        return False
+    result.find(
+        Cause.DATASETS_DIFFER,
+        f"{loader.sampler['type']} splits one dataset over the ranks, and each rank has a dataset of its own: {text}",
+        line=loader.line,
+    )
+    return True
+
+
+def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
+    """Find evaluations of samples on which another rank trains: each rank has split the data itself."""
+    trained, evaluated = ([_places_by_rank(each) for each in loaders if each.is_training is kind] for kind in (True, False))
+    for data, training in filter(None, trained):
+        for other, evaluation in filter(None, evaluated):
+            if data != other or any(one & two for one, two in zip(training, evaluation, strict=True)):
+                continue
+            for (first, one), (second, two) in permutations(enumerate(zip(training, evaluation, strict=True)), 2):
+                if leaked := one[0] & two[1]:
+                    result.find(
+                        Cause.DATASETS_DIFFER,
+                        f"rank {first} trains on {len(leaked)} of the {len(two[1])} samples with which rank {second} evaluates: "
+                        "each rank has split the data by itself",
+                        line=next(each.line for each in loaders if each.is_training),
+                    )
+                    return
+
+
+def _places_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
+    """The whole dataset, and the places in it that each rank was given; None if those are not known."""
+    found: list[set[int]] = [set() for _ in loader.dataset]
+    for ranks in loader.passes:
+        samples, are_places = loader.samples(ranks)
+        if not are_places or len(samples) < loader.world_size:
+            return None
+        for known, one in zip(found, samples, strict=True):
+            known.update(one)
+    return loader.dataset[0].get("whole", loader.dataset[0]["digest"]), found
+
+
+def _contents_at(passes: Sequence[Pass]) -> dict[int, list[str]]:
+    """What a rank read at each place, in its passes."""
+    found: dict[int, list[str]] = {}
+    for place, content in (each for one in passes for each in one.contents_at):
+        found.setdefault(place, []).append(content)
+    return found
+
+
+def _is_stable(read: dict[int, list[str]]) -> bool:
+    """True if a rank read several places more than once, and the same there each time."""
+    again = [contents for contents in read.values() if len(contents) > 1]
+    return len(again) >= LEAST_SAMPLES and all(len(set(each)) == 1 for each in again)
+
+
+def _contents_vary(loader: LoaderPasses, fetches: Sequence[Row]) -> bool:
+    """True if a sample may have other contents when it is read again, as with augmentation.
+
+    Then contents do not tell samples apart. One content that has come again shows that they do.
+    """
+    read = [_contents_at(ranks) for ranks in zip(*loader.passes, strict=False)]
+    again = [contents for each in read for contents in each.values() if len(contents) > 1]
+    if len(again) >= LEAST_SAMPLES:
+        return all(len(set(each)) == len(each) for each in again)
+    contents = [set(each.contents) for ranks in loader.passes for each in ranks]
+    return bool(fetches) and not any(one & other for one, other in combinations(contents, 2))
+
+
+def _check_training_pass(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], fetches: Sequence[Row]) -> bool:
     """Find samples that come twice, or not at all. False if they cannot be judged, which is said."""
     samples, are_places = loader.samples(ranks)
     if loader.has_own_sampler and are_places:
         samples = _first_epoch(loader, samples)
     repeats = loader.has_own_sampler and any(len(set(one)) < len(one) for one in samples)
     if (repeats or _draws_with_replacement(loader)) and not _all_equal(samples):
-        result.unseen.append(f"{loader.sampler['type']} repeats samples, on purpose perhaps: those of the training are not compared")
+        result.miss(f"{loader.sampler['type']} repeats samples, on purpose perhaps: those of the training are not compared")
+        return False
+    if not are_places and _contents_vary(loader, fetches):
+        result.miss(
+            "the training data have other contents at each read (augmentation), and the ranks' datasets are not known to be "
+            "one: whether samples are on several ranks cannot be told"
+        )
         return False
     if not are_places and _look_alike(ranks, samples):
-        result.unseen.append("samples of the training data look alike: they cannot be told apart")
+        result.miss("samples of the training data look alike: they cannot be told apart")
         return False
     if not are_places and not loader.dataset[0]["iterable"]:
-        result.unseen.append("what the dataset holds cannot be read: samples are compared by their contents, and missing ones not seen")
+        result.miss("what the dataset holds cannot be read: samples are compared by their contents, and missing ones not seen")
     number = ranks[0].begin["number"]
     for (first, one), (second, other) in combinations(enumerate(samples), 2):
         both = set(one) & set(other)
@@ -212,23 +334,23 @@ def _allowed(count: int, are_places: bool, loader: LoaderPasses, ranks: Sequence
 
 
 def _check_missing(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], samples: Sequence[Sequence[Any]]) -> None:
-    whole = loader.dataset[0].get("whole_length", loader.dataset[0]["length"])
+    whole: Sequence[int] = range(loader.dataset[0].get("whole_length", loader.dataset[0]["length"]) or 0)
     seen = {each for one in samples for each in one}
     if len({each["digest"] for each in loader.dataset}) == 1:
-        whole = loader.dataset[0]["length"]
+        whole = _places(range(loader.dataset[0]["length"] or 0), loader.dataset[0].get("subset"))
     batch = ranks[0].begin["batch_size"] or max((len(one) for one in samples), default=1)
     sampler, own = loader.sampler, loader.dataset[0]["length"] or 0
     is_drawn = sampler.get("num_samples", own) * sampler.get("num_replicas", 1) < own
     is_part = sampler["type"] in PARTS or is_drawn
     drops = ranks[0].begin["drop_last"] or sampler.get("drop_last") or ranks[0].begin["batch_size"] is None
     allowed = batch * len(ranks) - 1 if drops else 0
-    missing = sorted(set(range(whole or 0)) - seen)
+    missing = sorted(set(whole) - seen)
     may_choose = loader.has_own_sampler or len({each["digest"] for each in loader.dataset}) > 1
     is_chosen = may_choose and missing and missing[-1] - missing[0] >= len(missing)
     if whole and len(missing) > allowed and not is_part and not is_chosen:  # scattered ones are left out on purpose
         result.find(
             Cause.SAMPLES_MISSING,
-            f"pass {ranks[0].begin['number']} over the training data: {len(missing)} of {whole} samples were given to no rank",
+            f"pass {ranks[0].begin['number']} over the training data: {len(missing)} of {len(whole)} samples were given to no rank",
             line=loader.line,
         )
 
@@ -246,20 +368,32 @@ def _check_stream(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass
         )
 
 
-def _check_evaluation_pass(result: AreaResult, records: Records, loader: LoaderPasses, ranks: Sequence[Pass]) -> None:
+def _check_evaluation_pass(result: AreaResult, records: Records, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
+    """Find samples that count twice. Returns the number of samples that were seen to count once each."""
     samples, are_places = loader.samples(ranks)
-    if not are_places or _all_equal(samples):  # every rank evaluates all: that counts each once too
-        return
+    if not all(each.is_complete for each in ranks):
+        result.miss("a pass of an evaluation did not come to its end: its samples are not compared")
+        return 0
+    if not are_places:
+        result.miss("the samples of an evaluation cannot be told apart: what its dataset holds is not the same on all ranks, or not read")
+        return 0
+    if _all_equal(samples):  # every rank evaluates all: that counts each once too
+        return len(samples[0])
     counts = Counter(each for one in samples for each in one)
     twice = sum(count - 1 for count in counts.values())
-    dropped = any(row["place"] > ranks[0].begin["place"] for row in records.ranks[0].of("gather_for_metrics"))
-    if twice and not dropped:
+    if twice and any(row["place"] > ranks[0].begin["place"] for row in records.ranks[0].of("gather_for_metrics")):
+        result.miss("an evaluation repeats samples, and gather_for_metrics drops some: whether each counts once is not seen")
+        return 0
+    if twice:
         total = sum(counts.values())
+        why = ", to give all ranks the same number" if loader.sampler.get("num_replicas", 1) > 1 else ""
         result.find(
             Cause.EVALUATION_REPEATS,
-            f"an evaluation over {len(counts)} samples counted {total}: {twice} of them twice, to give all ranks the same number",
+            f"an evaluation over {len(counts)} samples counted {total}: {twice} of them twice{why}",
             line=loader.line,
         )
+        return 0
+    return len(counts)
 
 
 def _check_orders(result: AreaResult, loader: LoaderPasses) -> None:

@@ -14,63 +14,76 @@ LEAST_STEPS = 4
 
 def check_schedules(records: Records) -> AreaResult:
     result = AreaResult(Area.SCHEDULE)
+    if not records.steps:
+        return result
+    compared = 0
     for rows in records.together():
         rates = [row["lr"] for row in rows]
+        compared += any(rate is not None for each in rates for rate in each)
         if any(each != rates[0] for each in rates):
             texts = ", ".join(f"{each[0]:.4g}" if each and each[0] is not None else "none" for each in rates)
             result.find(
                 Cause.LEARNING_RATES_DIFFER, f"step {rows[0]['index']}: {texts} on the ranks", line=rows[0]["line"], step=rows[0]["index"]
             )
-    for rank in records.ranks[:1]:
-        for optimizer in sorted({row["optimizer"] for row in rank.of("schedule")}):
-            _check_speed(result, records, rank, optimizer)
-            _check_skipped(result, rank, optimizer)
-    if records.steps:
-        scheduled = any(rank.of("schedule") for rank in records.ranks)
-        result.right = (
-            "the schedule follows the optimizer's steps" if scheduled else "one learning rate on all ranks; no schedule was stepped"
-        )
+    rank = records.ranks[0]
+    judged = 0
+    for optimizer in sorted({row["optimizer"] for row in rank.of("schedule")}):
+        judged += _check_speed(result, records, rank, optimizer)
+        _check_skipped(result, rank, optimizer)
+    seen = [f"one learning rate on all ranks in {compared} steps"] if compared and records.world_size > 1 else []
+    if not compared:
+        result.miss("no learning rate was seen in steps that all ranks took")
+    if judged:
+        seen.append("no schedule is stepped more often than its optimizer")
+    elif not rank.of("schedule"):
+        result.miss("no schedule of torch was stepped")
+    result.right = "; ".join(seen)
     return result
 
 
-def _check_speed(result: AreaResult, records: Records, rank: Rank, optimizer: int) -> None:
+def _check_speed(result: AreaResult, records: Records, rank: Rank, optimizer: int) -> int:
+    """Returns the number of schedules whose speed was judged."""
     if optimizer < 0:
-        result.unseen.append("a schedule's optimizer was not seen")
-        return
-    for schedule in dict.fromkeys(row["schedule"] for row in rank.of("schedule") if row["optimizer"] == optimizer):
-        _check_calls(result, records, rank, optimizer, _calls_between_steps(rank, optimizer, schedule))
+        result.miss("a schedule's optimizer was not seen")
+        return 0
+    schedules = dict.fromkeys(row["schedule"] for row in rank.of("schedule") if row["optimizer"] == optimizer)
+    between = [_calls_between_steps(rank, optimizer, schedule) for schedule in schedules]
+    return sum(_check_calls(result, records, rank, optimizer, each) for each in between)
 
 
-def _check_calls(result: AreaResult, records: Records, rank: Rank, optimizer: int, between: Sequence[Sequence[Row]]) -> None:
+def _check_calls(result: AreaResult, records: Records, rank: Rank, optimizer: int, between: Sequence[Sequence[Row]]) -> bool:
     if len(between) < LEAST_STEPS:
-        return
+        result.miss(f"a schedule was stepped among {len(between)} steps of its optimizer, too few to tell its speed (more --steps)")
+        return False
     calls = statistics.median(len(each) for each in between)
     if calls < 2:
-        return
+        return True
     last = next(each for each in reversed(between) if each)[-1]
     if str(last.get("by", "")).startswith("accelerate") and calls == records.world_size:
-        _check_horizon(result, rank, optimizer, last, int(calls))
-        return
+        return _check_horizon(result, rank, optimizer, last, int(calls))
     result.find(
         Cause.SCHEDULE_SPEED,
         f"{last['type']} was stepped {calls:g} times for each step of the optimizer",
         line=last["line"],
     )
+    return True
 
 
-def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, calls: int) -> None:
+def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, calls: int) -> bool:
     """A schedule that Accelerate steps once per process is right if its length was counted so."""
     steps = [row for row in rank.steps if row["optimizer"] == optimizer]
     done = calls * len(steps)
     if last["horizon"] is None:
-        result.unseen.append(f"Accelerate steps {last['type']} {calls} times a step; whether its length was counted so cannot be seen")
-    elif done > 1.05 * last["horizon"] + calls:
+        result.miss(f"Accelerate steps {last['type']} {calls} times a step; whether its length was counted so cannot be seen")
+        return False
+    if done > 1.05 * last["horizon"] + calls:
         result.find(
             Cause.SCHEDULE_SPEED,
             f"{last['type']} was stepped {calls} times for each optimizer step, and came to its end (after {last['horizon']}) in step "
             f"{last['horizon'] // calls} of {len(steps)}",
             line=last["line"],
         )
+    return True
 
 
 def _calls_between_steps(rank: Rank, optimizer: int, schedule: int) -> list[list[Row]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join
 
 from lockstep.audit.probes.gradients import is_compiling
 from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
+from lockstep.base import torch_private
 
 NAMES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter"),
@@ -63,5 +64,18 @@ class Collectives:
         ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
         operation = kwargs.get("op") or next((each for each in args if isinstance(each, dist.ReduceOp | dist.ReduceOp.RedOpType)), None)
         operation = "" if operation is None else str(operation).rpartition(".")[2]
-        line = self._recorder.line()
-        self._recorder.write("collective", name=name, ranks=ranks, shape=shape, floats=floats, operation=operation, line=line)
+        write_collective(self._recorder, name, ranks, self._recorder.line(), shape=shape, floats=floats, operation=operation)
+
+
+def write_collective(
+    recorder: RecordWriter,
+    name: str,
+    ranks: Sequence[int],
+    line: str,
+    *,
+    shape: Sequence[Any] = (),
+    floats: int = 0,
+    operation: str = "",
+) -> None:
+    row = {"ranks": ranks, "shape": shape, "floats": floats, "operation": operation}
+    recorder.write("collective", name=name, line=line, in_backward=torch_private.in_backward(), **row)

@@ -76,8 +76,8 @@ class Gradients:
             return None, False
         return local_sketch(parameter.grad)
 
-    def install_backward(self, on_backward: Any) -> None:
-        """Number the outermost backwards. `on_backward(roots)` is called before each."""
+    def install_backward(self, on_backward: Any, after_backward: Any) -> None:
+        """Number the outermost backwards. `on_backward(roots)` is called before each, `after_backward()` after it."""
 
         def before(tensors: Any, *args: Any, **kwargs: Any) -> None:
             self._depth += 1
@@ -96,6 +96,7 @@ class Gradients:
                 self._depth -= 1
                 if not self._depth:
                     guarded(self._recorder, self._see_shards)()
+                    after_backward()
 
         torch.autograd.backward = backward
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lockstep.audit.probes.collectives import Collectives
+from lockstep.audit.probes.draws import Draws, generator_state
 from lockstep.audit.probes.gradients import Gradients, divisors, scalar
-from lockstep.audit.probes.loaders import Loaders, generator_state
+from lockstep.audit.probes.loaders import Loaders
 from lockstep.audit.probes.losses import Losses
 from lockstep.audit.probes.models import Models
 from lockstep.audit.probes.modes import Modes
@@ -30,22 +31,32 @@ class Probes:
         self.gradients = Gradients(recorder)
         self.models = Models(recorder)
         self.optimizers = Optimizers(recorder, self.gradients, self.models)
-        self.loaders = Loaders(recorder)
+        self.draws = Draws(recorder)
+        self.loaders = Loaders(recorder, self.draws)
         self.losses = Losses(recorder, self.gradients)
-        self.modes = Modes(recorder, self.loaders)
-        self.others = [Collectives(recorder), *(kind(recorder, self.optimizers) for kind in (Schedules, Seeds, SavedFiles))]
+        self.modes = Modes(recorder, self.loaders, self.draws)
+        self.others: list[Any] = [
+            Collectives(recorder),
+            Schedules(recorder, self.optimizers),
+            Seeds(recorder, self.optimizers, self.draws),
+            SavedFiles(recorder, self.optimizers),
+        ]
 
     def install(self) -> None:
-        for each in (self.models, self.optimizers, self.loaders, self.losses, self.modes, *self.others):
+        parts = (self.models, self.optimizers, self.draws, self.loaders, self.losses, self.modes)
+        for each in (*parts, *self.others):
             each.install()
-        self.gradients.install_backward(guarded(self.recorder, self._before_backward))
+        self.gradients.install_backward(guarded(self.recorder, self._before_backward), guarded(self.recorder, self._after_backward))
         _watch_torchscript()
         self.optimizers.on_step.append(self._add_to_step)
 
     def _before_backward(self, roots: Any) -> None:
         root = roots if isinstance(roots, Tensor) else next(iter(roots), None)
         self.models.note_backward()
-        loader, number = self.loaders.last or (None, None)
+        self.modes.begin_backward()
+        loader, number = self.loaders.last_trained or (None, None)
+        state = generator_state()
+        drawn, is_unplaced = self.draws.take(state)
         self.recorder.write(
             "backward",
             number=self.gradients.backward,
@@ -55,10 +66,14 @@ class Probes:
             loader=loader,
             pass_number=number,
             passes=self.loaders.take(),
-            state=generator_state(),
+            state=state,
             state_at_batch=self.loaders.state,
-            calls=self.modes.take(),
+            drawn=drawn,
+            other_draws=is_unplaced,
         )
+
+    def _after_backward(self) -> None:
+        self.modes.end_backward(self.gradients.backward, self.gradients.line)
 
     def _add_to_step(self, row: dict[str, Any]) -> None:
         row["losses"] = self.losses.take()

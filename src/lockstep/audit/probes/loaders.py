@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -10,7 +11,8 @@ import random
 import sys
 import weakref
 from collections import Counter, UserDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -19,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
+from lockstep.audit.probes.draws import Draws, generator_state
 from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
-from lockstep.base import accelerator, torch_private
+from lockstep.base import torch_private
 
 MOST_SAMPLES = 512
 """Samples of a batch that are hashed."""
@@ -31,20 +34,21 @@ FETCHES = 3
 
 
 class Loaders:
-    def __init__(self, recorder: RecordWriter) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: RecordWriter, draws: Draws) -> None:
+        self._recorder, self._draws = recorder, draws
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count()
         self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._described: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._passes: dict[int, int] = {}
         self._of: dict[int, tuple[int, int]] = {}  # by the id of an iterator: its loader and pass
         self._indices: dict[int, deque[Any]] = {}
         self._fetches = 0
-        self._is_next = False
-        self.on_batch: list[Callable[[], object]] = []
-        """Called when a batch comes."""
         self.last: tuple[int, int] | None = None
-        """The loader and the pass of the batch that came last."""
+        """The loader and the pass of the batch that came last, until that pass has come to its end."""
+        self.last_trained: tuple[int, int] | None = None
+        """The same of the batch that came last with gradients enabled, also after the end of its pass: an evaluation
+        fetches its batches without them."""
         self._since: Counter[tuple[int, int]] = Counter()  # batches since the last backward, of passes that go on
         self.state = ""
         """The state of torch's generator when it came."""
@@ -52,7 +56,7 @@ class Loaders:
     def install(self) -> None:
         guard, (iterator, fetchers) = self._recorder, torch_private.loader_classes()
         wrap(DataLoader, "__init__", after=guarded(guard, self._after_init))
-        wrap(DataLoader, "__iter__", before=guarded(guard, self._before_iter), after=guarded(guard, self._after_iter))
+        self._wrap_iter()
         for name in ("__init__", "_reset"):  # both before indices are drawn ahead for workers
             wrap(iterator, name, before=guarded(guard, self._before_indices))
         wrap(iterator, "_next_index", after=guarded(guard, self._after_index))
@@ -63,9 +67,10 @@ class Loaders:
     def take(self) -> list[tuple[int, int]]:
         """Return the passes that a backward is of: that of the last batch, and each that gave one batch since the last
         backward. (An evaluation between two backwards gives several, or has come to its end.)"""
-        taken = [place for place, count in self._since.items() if count == 1 or place == self.last]
+        last = self.last_trained
+        taken = [place for place, count in self._since.items() if count == 1 or place == last]
         self._since.clear()
-        return taken or ([self.last] if self.last is not None else [])
+        return taken or ([last] if last is not None else [])
 
     def _after_init(self, _: Any, loader: Any, *__: Any, **___: Any) -> None:
         self._lines.setdefault(loader, self._origin())
@@ -80,8 +85,18 @@ class Loaders:
             frame = frame.f_back
         return self._recorder.line()
 
-    def _before_iter(self, loader: Any) -> None:
-        self._fetches = 0
+    def _wrap_iter(self) -> None:
+        original = DataLoader.__iter__
+
+        @functools.wraps(original)
+        def iterate(loader: Any) -> Any:
+            self._fetches = 0
+            with self._draws.others():
+                iterator = original(loader)
+            guarded(self._recorder, self._after_iter)(iterator, loader)
+            return iterator
+
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
     def _after_iter(self, iterator: Any, loader: Any) -> None:
         number = self._numbers.get(loader)
@@ -99,20 +114,30 @@ class Loaders:
             batches=length_of(loader),
             batch_size=loader.batch_size,
             drop_last=bool(loader.drop_last),
-            dataset=describe(loader.dataset) if current == 0 else None,
+            dataset=self._describe(loader.dataset) if current == 0 else None,
             sampler=sampler_of(loader),
         )
+
+    def _describe(self, dataset: Any) -> dict[str, Any]:
+        """The description of a dataset when it was first read: it may keep what it has read."""
+        if type(dataset).__weakrefoffset__ == 0 or type(dataset).__hash__ is None:
+            return describe(dataset)
+        if dataset not in self._described:
+            self._described[dataset] = describe(dataset)
+        return self._described[dataset]
 
     def _wrap_next(self, kind: Any) -> None:
         original = kind.__next__
 
         def following(iterator: Any) -> Any:
             try:
-                batch = original(iterator)
+                with self._draws.others():
+                    batch = original(iterator)
             except StopIteration:
                 if (place := self._of.get(id(iterator))) is not None:
                     self._recorder.write("pass_end", loader=place[0], number=place[1])
                     self._since.pop(place, None)
+                    self.last = None if self.last == place else self.last
                 raise
             guarded(self._recorder, self._after_batch)(batch, iterator)
             return batch
@@ -134,9 +159,9 @@ class Loaders:
         indices = index if isinstance(index, list | tuple) else [index]
         numbers = [int(each) for each in indices if isinstance(each, int | np.integer) or (isinstance(each, Tensor) and each.numel() == 1)]
         self.last, self.state = place, generator_state()
-        self._since[place] += 1
-        for each in self.on_batch:
-            each()
+        if torch.is_grad_enabled():
+            self.last_trained = place
+            self._since[place] += 1
         self._recorder.write(
             "batch",
             loader=place[0],
@@ -174,14 +199,6 @@ def length_of(loader: Any) -> int | None:
         return None if isinstance(loader.dataset, IterableDataset) else len(loader)
     except TypeError:
         return None
-
-
-def generator_state() -> str:
-    """The state of torch's default generator, and of that of the current device, as a digest."""
-    states = [torch.default_generator.get_state()]
-    if accelerator.is_initialized():
-        states.append(accelerator.generator(accelerator.current_device()).get_state())
-    return hashlib.blake2b(b"".join(each.numpy().tobytes() for each in states), digest_size=8).hexdigest()
 
 
 def random_states() -> dict[str, str]:
@@ -253,6 +270,7 @@ def describe(dataset: Any) -> dict[str, Any]:
             **inner,
             "length": len(dataset),
             "digest": digest,
+            "data": {**inner["data"], "indices": _digest([indices])},
             "subset": places,
         }
     is_iterable = isinstance(dataset, IterableDataset)
@@ -263,7 +281,32 @@ def describe(dataset: Any) -> dict[str, Any]:
         digest = ""
     length = len(dataset) if not is_iterable and hasattr(dataset, "__len__") else None
     held = held_items(dataset) if is_iterable else None
-    return {"type": type(dataset).__name__, "iterable": is_iterable, "length": length, "held": held, "digest": digest}
+    row = {"type": type(dataset).__name__, "iterable": is_iterable, "length": length, "held": held}
+    return {**row, "digest": digest, "data": data_of(dataset)}
+
+
+def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
+    """Digests of the tensors, arrays and lists that a dataset holds, and not of its settings, which may be the rank's.
+
+    Left out: dictionaries by number and lists with None, which are caches; what cannot be read.
+    """
+    values = vars(dataset) if hasattr(dataset, "__dict__") else {"items": dataset}
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Dataset) and depth < 4:
+            found |= {f"{name}.{inner}": digest for inner, digest in data_of(value, depth + 1).items()}
+        elif _is_data(value):
+            with suppress(_Unreadable):
+                found[name] = _held(value)
+    return found
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return len(value.shape) > 0
+    if isinstance(value, list | tuple):
+        return bool(value) and not any(each is None for each in value[:MOST_SAMPLES])
+    return isinstance(value, dict) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 def held_items(dataset: Any, depth: int = 0) -> int:

@@ -8,11 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.audit.probes.collectives import write_collective
 from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 
+BROADCAST = "DistributedDataParallel's broadcast of buffers"
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
 """Parts of names that wrappers add anywhere; DistributedDataParallel adds `module` in front."""
 
@@ -87,7 +90,10 @@ class Models:
 
         @functools.wraps(original)
         def forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and wrapper.training):
+            if torch.compiler.is_compiling():
+                return original(wrapper, *args, **kwargs)
+            guarded(self._recorder, self._note_broadcast)(wrapper)
+            if not (torch.is_grad_enabled() and wrapper.training):
                 return original(wrapper, *args, **kwargs)
             self._within.append(wrapper)
             try:
@@ -100,10 +106,24 @@ class Models:
 
         DistributedDataParallel.forward = forward  # type: ignore[assignment, method-assign]
 
+    def _note_broadcast(self, wrapper: DistributedDataParallel) -> None:
+        """Note the broadcast of buffers with which a forward begins, in whatever mode."""
+        if wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            line = self._recorder.line(caller_of_forward=True)
+            write_collective(self._recorder, BROADCAST, _ranks(wrapper), line)
+
     def _write_forward(self, wrapper: DistributedDataParallel) -> None:
         self._recorder.write(
-            "ddp_forward", wrapper=id(wrapper), reduces=bool(wrapper.require_backward_grad_sync), line=self._recorder.line()
+            "ddp_forward",
+            wrapper=id(wrapper),
+            ranks=_ranks(wrapper),
+            reduces=bool(wrapper.require_backward_grad_sync),
+            line=self._recorder.line(),
         )
+
+
+def _ranks(wrapper: DistributedDataParallel) -> list[int]:
+    return dist.get_process_group_ranks(wrapper.process_group)
 
 
 def plain(name: str) -> str:

@@ -13,13 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import swa_utils
+from torch.utils.checkpoint import checkpoint
 
+from lockstep.audit.probes.draws import Draws
 from lockstep.audit.probes.gradients import is_compiling
 from lockstep.audit.probes.loaders import Loaders
 from lockstep.audit.probes.recorder import RecordWriter, guarded, replace, wrap
 from lockstep.audit.probes.sketch import sketch
+from lockstep.base import torch_private
 
 DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+_CHECKPOINT_FILE = inspect.getfile(checkpoint)
 MOST_STATISTICS = 8
 """Calls of BatchNorm between two backwards, or evaluation batches, whose statistics are recorded."""
 
@@ -37,12 +41,11 @@ class Arguments:
 
 
 class Modes:
-    def __init__(self, recorder: RecordWriter, loaders: Loaders) -> None:
-        self._recorder, self._loaders = recorder, loaders
-        loaders.on_batch.append(lambda: self.take())
-        self.calls = {"train": 0, "eval": 0, "off": 0}
-        """Calls with gradients since the last batch or backward: in train mode, in eval mode, and of the latter those
-        of dropout behind trained layers."""
+    def __init__(self, recorder: RecordWriter, loaders: Loaders, draws: Draws) -> None:
+        self._recorder, self._loaders, self._draws = recorder, loaders, draws
+        self.calls = _no_calls()
+        """Calls that the backward which runs has come to: in train mode, in eval mode, and of the
+        latter those of dropout behind trained layers."""
         self._noted: set[Any] = set()
         self._statistics = 0
         self._place: Any = None
@@ -52,6 +55,7 @@ class Modes:
     def install(self) -> None:
         for name in DROPOUTS:
             replace(F, name, self._watched_dropout(getattr(F, name)))
+        replace(F, "scaled_dot_product_attention", self._watched_attention(F.scaled_dot_product_attention))
         replace(F, "batch_norm", self._watched_batch_norm(F.batch_norm))
         wrap(
             swa_utils,
@@ -60,54 +64,88 @@ class Modes:
             after=guarded(self._recorder, lambda *_, **__: setattr(self, "_is_updating", False)),
         )
 
-    def take(self) -> dict[str, int]:
-        """Return the calls since the last call of this, and begin again."""
-        taken, self.calls = self.calls, {"train": 0, "eval": 0, "off": 0}
+    def begin_backward(self) -> None:
         self._statistics = 0
-        return taken
+
+    def end_backward(self, number: int, line: str) -> None:
+        """Write the calls that a backward came to."""
+        calls, self.calls = self.calls, _no_calls()
+        if any(calls.values()):
+            self._recorder.write("modes", number=number, line=line, **calls)
 
     def _watched_dropout(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         values = Arguments(original, "input", "p", "training")
 
         @functools.wraps(original)
         def dropout(*args: Any, **kwargs: Any) -> Tensor:
-            if not is_compiling():
-                guarded(self._recorder, self._note_dropout)(*values.of(args, kwargs))
-            return original(*args, **kwargs)
+            if is_compiling():
+                return original(*args, **kwargs)
+            input, p, training = values.of(args, kwargs)
+            if p and training:
+                guarded(self._recorder, self._draws.note)()
+            output = original(*args, **kwargs)
+            if p:
+                guarded(self._recorder, self._note_dropout)(input, output, training)
+            return output
 
         return dropout
+
+    def _watched_attention(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Attention without dropout is not noted: its mode cannot be told."""
+
+        @functools.wraps(original)
+        def attention(*args: Any, **kwargs: Any) -> Tensor:
+            if is_compiling() or not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
+                return original(*args, **kwargs)
+            guarded(self._recorder, self._draws.note)()
+            output = original(*args, **kwargs)
+            guarded(self._recorder, self._note)("dropout", True, output)
+            return output
+
+        return attention
 
     def _watched_batch_norm(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         values = Arguments(original, "running_mean", "running_var", "training")
 
         @functools.wraps(original)
         def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
-            if not is_compiling():
-                guarded(self._recorder, self._note_batch_norm)(*values.of(args, kwargs))
-            return original(*args, **kwargs)
+            if is_compiling():
+                return original(*args, **kwargs)
+            mean, variance, training = values.of(args, kwargs)
+            is_seen = mean is not None and not self._is_updating
+            if is_seen:
+                guarded(self._recorder, self._note_statistics)(mean, variance, training)
+            output = original(*args, **kwargs)
+            if is_seen:
+                guarded(self._recorder, self._note)("batch_norm", training, output)
+            return output
 
         return batch_norm
 
-    def _note_dropout(self, input: Tensor, p: float, training: bool) -> None:
-        if p:
-            self._note("dropout", training)
-            self.calls["off"] += not training and torch.is_grad_enabled() and input.requires_grad and not _is_frozen()
+    def _note_dropout(self, input: Tensor, output: Tensor, training: bool) -> None:
+        has_gradient = torch.is_grad_enabled() and input.requires_grad
+        self._note("dropout", training, output, is_off=not training and has_gradient and not _is_frozen())
 
-    def _note_batch_norm(self, mean: Tensor | None, variance: Tensor | None, training: bool) -> None:
-        if mean is not None and not self._is_updating:
-            self._note("batch_norm", training)
-            self._note_statistics(mean, variance, training)
-
-    def _note(self, what: str, training: bool) -> None:
-        """Count a call, and write the first of each pass with its mode."""
+    def _note(self, what: str, training: bool, output: Tensor, *, is_off: bool = False) -> None:
+        """Write the first call of each pass with its mode, and have a backward count the call that it comes to."""
         grad = torch.is_grad_enabled()
-        self.calls["train" if training else "eval"] += grad
         key = (what, training, grad, self._loaders.last)
-        if key not in self._noted:
+        number = None
+        if key not in self._noted and not torch_private.in_backward() and not (not grad and _is_checkpointed()):
             self._noted.add(key)
-            loader, number = self._loaders.last or (None, None)
-            line = self._recorder.line(caller_of_forward=True)
-            self._recorder.write("mode", what=what, training=training, grad=grad, loader=loader, number=number, line=line)
+            number = len(self._noted)
+            loader, pass_number = self._loaders.last or (None, None)
+            row = {"what": what, "training": training, "grad": grad, "loader": loader, "number": pass_number}
+            self._recorder.write("mode", mode=number, line=self._recorder.line(caller_of_forward=True), **row)
+        if output.requires_grad:
+            hook = guarded(self._recorder, lambda _: self._reach(number, training, is_off))
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _reach(self, number: int | None, training: bool, is_off: bool) -> None:
+        self.calls["train" if training else "eval"] += 1
+        self.calls["off"] += is_off
+        if number is not None:
+            self._recorder.write("mode_reached", mode=number)
 
     def _note_statistics(self, mean: Tensor, variance: Tensor | None, training: bool) -> None:
         """Write the running statistics before they are used, or updated."""
@@ -121,6 +159,20 @@ class Modes:
         sketches = [sketch(mean), *([sketch(variance)] if variance is not None else [])]
         row = {"training": training, "grad": torch.is_grad_enabled(), "loader": loader, "number": number, "call": self._statistics}
         self._recorder.write("statistics", sketches=sketches, line=self._recorder.line(caller_of_forward=True), **row)
+
+
+def _no_calls() -> dict[str, int]:
+    return {"train": 0, "eval": 0, "off": 0}
+
+
+def _is_checkpointed() -> bool:
+    """True within reentrant activation checkpointing, whose forward has no gradients although it trains."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_frozen() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from lockstep.audit.probes.draws import Draws
 from lockstep.audit.probes.optimizers import Optimizers
 from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 
@@ -69,13 +71,19 @@ def horizon(schedule: Any) -> int | None:
 class Seeds:
     """Watches `torch.manual_seed`."""
 
-    def __init__(self, recorder: RecordWriter, optimizers: Optimizers) -> None:
-        self._recorder, self._optimizers = recorder, optimizers
+    def __init__(self, recorder: RecordWriter, optimizers: Optimizers, draws: Draws) -> None:
+        self._recorder, self._optimizers, self._draws = recorder, optimizers, draws
 
     def install(self) -> None:
-        note = guarded(self._recorder, self._note)
-        wrap(torch, "manual_seed", before=note)
-        torch.random.manual_seed = torch.manual_seed
+        original = torch.manual_seed
+
+        @functools.wraps(original)
+        def manual_seed(*args: Any, **kwargs: Any) -> Any:
+            guarded(self._recorder, self._note)(*args, **kwargs)
+            with self._draws.others():
+                return original(*args, **kwargs)
+
+        torch.manual_seed = torch.random.manual_seed = manual_seed
 
     def _note(self, seed: Any, *_: Any) -> None:
         if line := self._recorder.line():

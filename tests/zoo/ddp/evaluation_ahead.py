@@ -1,0 +1,70 @@
+"""Trains a regression with dropout under DDP; the next batch is fetched before the backward, and rank 0 evaluates.
+
+Cause: evaluation_in_train_mode
+Source: karpathy/llama2.c: `train.py` fetches the next batch while the model computes. Without its `model.eval()`, the
+  evaluation has dropout.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def make_dataset(seed, size, features=8):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, features, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).tanh())
+
+
+def batches(dataset, args):
+    sampler = DistributedSampler(dataset, seed=args.seed)
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
+        epoch += 1
+
+
+@torch.no_grad()
+def evaluate(model, dataset):
+    model.eval()  # clean
+    losses = [F.mse_loss(model(x), y).item() for x, y in DataLoader(dataset, batch_size=8)]  # here
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(args.seed + rank)
+    held_out = make_dataset(args.seed + 10_000, 16)
+    model = DDP(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    stream = batches(make_dataset(args.seed, 128), args)
+    x, y = next(stream)
+    for step in range(args.steps):
+        if step % 4 == 0 and rank == 0:
+            print(f"step {step}: validation loss {evaluate(model.module, held_out):.4f}")
+        loss = F.mse_loss(model(x), y)
+        x, y = next(stream)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
