@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -232,12 +233,21 @@ class Session:
 
     def mean(self, values: Tensor) -> float:
         """The mean over all values (any shape) of all ranks; NaN if there are none. Every rank calls it."""
-        return mean(values, self.world)
+        return self._seen("session.mean", mean(values, self.world))
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows (dim 0), any number of them, of all data ranks in rank order, on each of these. Their gradient is
         the sum over ranks. Every rank calls it."""
-        return gather(rows, self.context.mesh.data)
+        gathered = gather(rows, self.context.mesh.data)
+        if self.context.overrides.probe is not None:
+            self._seen("rows of session.gather", len(gathered))
+            self._seen("sum of session.gather", math.fsum(gathered.detach().double().abs().flatten().tolist()))
+        return gathered
+
+    def _seen(self, name: str, value: float) -> float:
+        if (probe := self.context.overrides.probe) is not None:
+            probe.result(name, value)
+        return value
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """A copy of a prepared model's state dict with full tensors on the CPU, on every rank and under every plan, for

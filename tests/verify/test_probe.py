@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from training.subjects import network, recipe, rows, sgd
+from verify.built import built
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.context import Overrides
 from lockstep.verify import trace_reader
+from lockstep.verify.causes.evidence import Evidence
+from lockstep.verify.causes.likely_cause import likely_cause
 from lockstep.verify.compare import compare
 from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.probe import TraceHook
@@ -71,7 +74,7 @@ def traced(pool: WorkerPool, path: Path, processes: int, plan: str, **given: Any
 def test_a_plan_writes_the_trace_that_one_process_writes(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     alone, _ = traced(pool, tmp_path, 1, "replicate=1,numerics=bitwise", steps=3, changes={"clip_norm": 0.1})
     trace, seen = traced(pool, tmp_path, 2, f"{plan},numerics=bitwise", steps=3, changes={"clip_norm": 0.1})
-    assert seen == [[1, 2]] * 2
+    assert seen == [[1, 2, 3]] * 2
     assert trace.steps == 3
     assert sorted(trace.ranks) == ([0, 1] if plan == "replicate=2" else [0])
     comparison = compare(alone, trace, MeasuredRounding(alone, []), bitwise=True)
@@ -87,7 +90,7 @@ def test_each_pipeline_stage_writes_its_part_of_the_model(
 ) -> None:
     alone, _ = traced(pool, tmp_path, 1, "replicate=1", steps=2, changes={"clip_norm": 0.1})
     trace, seen = traced(pool, tmp_path, processes, plan, steps=2, changes={"clip_norm": 0.1})
-    assert seen == [[1]] * processes
+    assert seen == [[1, 2]] * processes
     comparison = compare(alone, trace, MeasuredRounding(alone, []), bitwise=False)
     assert comparison.differences == []
     assert trace.rank_0.initial["parameters"].keys() == alone.rank_0.initial["parameters"].keys()
@@ -162,3 +165,59 @@ def test_a_session_without_a_request_has_no_probe(tmp_path: Path) -> None:
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         assert session.context.overrides == Overrides()
         assert not any(isinstance(hook, TraceHook) for hook in session.run.hooks.all)
+
+
+def log_in_a_loop(plan: str, folder: str, counts_dummies: bool) -> None:
+    """Log, and get from all ranks, a number of the samples; with `counts_dummies` also of those of dummies."""
+    with ls.Session(run_dir=f"{folder}/run", plan=plan) as session:
+        model, optimizer = session.prepare(network, sgd)
+        for step in session.steps(rows(48), global_batch=12, microbatch=4, steps=9):
+            numbers = [torch.empty(0)]
+            for batch in step.microbatches(dummies=True):
+                step.backward((model(batch[1]) - batch[2]).square().mean())
+                if counts_dummies or not step.is_dummy:
+                    numbers.append(batch[0].float())
+                session.mean(numbers[-1])  # plans differ in how many a rank makes
+            step.commit(optimizer)
+            gathered = session.gather(torch.cat(numbers))
+            step.log({"mean": session.mean(torch.cat(numbers)), "rows": len(gathered)})
+
+
+def trace_a_loop(plan: str, folder: str, counts_dummies: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in TraceRequest(folder=Path(folder), steps=2).variables().items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit):
+            log_in_a_loop(plan, folder, counts_dummies)
+
+
+@pytest.mark.parametrize("numerics", ["fast", "bitwise"])
+def test_what_a_script_logs_and_gathers_is_compared(pool: WorkerPool, tmp_path: Path, numerics: str) -> None:
+    traces = {}
+    for name, size, plan, counts_dummies in [("alone", 1, "shard=1", True), ("right", 2, "shard=2", False), ("wrong", 2, "shard=2", True)]:
+        (tmp_path / name).mkdir()
+        pool.run(size, trace_a_loop, f"{plan},numerics={numerics}", str(tmp_path / name), counts_dummies)
+        (traces[name],) = trace_reader.read_traces(tmp_path / name)
+    rounding = MeasuredRounding(traces["alone"], [traces["alone"]])
+    right, wrong = (compare(traces["alone"], traces[name], rounding, bitwise=numerics == "bitwise") for name in ("right", "wrong"))
+    assert right.passed
+    assert sorted(traces["alone"].logged[0]) == ["mean", "rows", "rows of session.gather, call 1", "session.mean, call 1",
+        "sum of session.gather, call 1"]  # fmt: skip
+    first = wrong.differences[0]
+    assert (first.step, first.check, first.name) == (0, "logged", "rows of session.gather, call 1")
+    assert "counts dummies (step.is_dummy)" in (likely_cause(Evidence(traces["alone"], traces["wrong"], wrong.differences)) or "")
+
+
+def test_a_logged_value_that_one_process_does_not_repeat_is_not_compared() -> None:
+    gradients = [{"w": torch.ones(2)}]
+    alone, noisy, plan = built(gradients), built(gradients), built(gradients)
+    for trace, seconds in ((alone, 1.0), (noisy, 1.1), (plan, 2.0)):
+        trace.logged = {0: {"seconds": seconds, "accuracy": 0.5}}
+    note = "logged values that differ and were not compared, because one process may not repeat them: seconds"
+    for rounding in (MeasuredRounding(alone, [noisy]), MeasuredRounding(alone, [])):
+        comparison = compare(alone, plan, rounding, bitwise=False)
+        assert (comparison.passed, comparison.notes) == (True, [note])
+    plan.logged[0]["accuracy"] = 0.4
+    assert compare(alone, plan, MeasuredRounding(alone, [noisy]), bitwise=False).differences[0].name == "accuracy"
+    del plan.logged[0]["accuracy"]
+    assert compare(alone, plan, MeasuredRounding(alone, [noisy]), bitwise=False).differences[0].name == "accuracy"

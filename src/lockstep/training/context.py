@@ -33,6 +33,9 @@ class Probe(Protocol):
     def without_backward(self, module: int, microbatch: int) -> None:
         """Called instead for a microbatch whose backward a pipeline's schedule has computed."""
 
+    def result(self, name: str, value: float) -> None:
+        """Called with a number that the script has got from all ranks. `name`: the call that returned it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:

@@ -3,7 +3,7 @@
 Before the first step, the initial weights are compared. In each step, in this order: the samples of every microbatch,
 and what its batch holds; if ranks hold full parameters, each microbatch's own gradient, bit for bit, and the sum of all
 of them in float64; the reduced gradient and its norm; the learning rate; the optimizer states, parameters and buffers;
-the loss and its weight.
+the loss and its weight. If all that is the same, the numbers that the script has logged and gathered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BEFORE_FIRST_STEP = -1
 
 Check = Literal[
     "initial", "samples", "batch", "microbatch", "missing", "gradients", "sum", "norm", "lr", "states", "parameters", "buffers", "ranks",
-    "loss", "weight",
+    "loss", "weight", "logged",
 ]  # fmt: skip
 DESCRIPTIONS: Mapping[Check, str] = {
     "initial": "initial value",
@@ -44,6 +44,7 @@ DESCRIPTIONS: Mapping[Check, str] = {
     "ranks": "value on another rank",
     "loss": "loss",
     "weight": "weight of the loss",
+    "logged": "logged value",
 }
 """The compared value of each check. Differences at one step are reported in this order."""
 
@@ -90,11 +91,43 @@ def compare(reference: Trace, plan: Trace, rounding: MeasuredRounding, *, bitwis
     """Compare `plan` with `reference`: bit for bit if `bitwise`, else to `tolerance`, in multiples of rounding."""
     steps = min(reference.steps, plan.steps)
     comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
-    _compare(_Comparator(reference, plan, rounding, bitwise, tolerance, comparison), steps, _CHECKS)
+    comparator = _Comparator(reference, plan, rounding, bitwise, tolerance, comparison)
+    _compare(comparator, steps, _CHECKS)
+    if comparison.passed:
+        _compare_logged(comparator)
     if plan.steps != reference.steps and comparison.passed:
         comparison.differences = [Difference(step=steps, check="samples")]
     comparison.divergence = divergence(reference, plan, steps)
     return comparison
+
+
+def _compare_logged(comparator: _Comparator) -> None:
+    """Compare what the script has logged and got from all ranks, once the model is known to be the same. A number that
+    one process does not repeat, or of which that is not known, is not compared: a note says so."""
+    reference, plan = comparator.reference.logged, comparator.plan.logged
+    not_compared: dict[str, None] = {}
+    for step in sorted(reference.keys() & plan.keys()):
+        found: list[Difference] = []
+        for name in {**reference[step], **plan[step]}:
+            ours, theirs = reference[step].get(name, math.nan), plan[step].get(name, math.nan)
+            if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
+                continue
+            difference = Difference(step=step, check="logged", name=name)
+            if math.isnan(ours) or math.isnan(theirs):
+                found.append(difference)
+                continue
+            rounding = comparator.rounding.of_logged(step, name)
+            if math.isinf(rounding) or not (comparator.rounding.is_measured or ", call " in name):
+                not_compared[name] = None
+                continue
+            found += comparator.judge(difference, distance=abs(theirs - ours), rounding=rounding, norm=abs(ours))
+        if found:
+            comparator.comparison.differences = found
+            break
+    if not_compared:
+        comparator.comparison.notes.append(
+            f"logged values that differ and were not compared, because one process may not repeat them: {', '.join(not_compared)}"
+        )
 
 
 def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:

@@ -6,7 +6,7 @@ A process that `lockstep verify` starts finds this module's name in LOCKSTEP_PRO
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,10 @@ class TraceHook(ControlHook):
         """Steps done of each train module, by its index."""
         self._batches: dict[int, dict[str, str]] = {}
         """Digests of the parts of each microbatch's batch, by its number in the step."""
+        self._results: dict[str, float] = {}
+        """The numbers that the script has got from all ranks since the step began."""
+        self._in_microbatch = self._has_ended = False
+        self._logged_steps = 0
 
     def before_steps(self, run: Run) -> None:
         """Write the models as they are before the first step."""
@@ -101,13 +105,21 @@ class TraceHook(ControlHook):
     def forward(self) -> Iterator[None]:
         """See `Probe`."""
         self.tracer.before_forward()
-        if not self._finds_short_dtypes:
-            yield
-            return
-        self._finds_short_dtypes = False
-        with ShortDtypeOperations() as operations:
-            yield
-        self.tracer.metadata(short_dtype_operations=sorted(operations.found), eps=operations.eps)
+        finds_short_dtypes, self._finds_short_dtypes = self._finds_short_dtypes, False
+        self._in_microbatch = True
+        try:
+            with ShortDtypeOperations() if finds_short_dtypes else nullcontext() as operations:
+                yield
+        finally:
+            self._in_microbatch = False
+        if operations is not None:
+            self.tracer.metadata(short_dtype_operations=sorted(operations.found), eps=operations.eps)
+
+    def result(self, name: str, value: float) -> None:
+        """See `Probe`. A call for each microbatch is left out: plans differ in how many a rank makes."""
+        if not self._in_microbatch:
+            calls = sum(each.startswith(f"{name}, call ") for each in self._results)
+            self._results[f"{name}, call {calls + 1}"] = value
 
     def before_backward(self, module: int, microbatch: int, total: Tensor, grad_output: Tensor) -> None:
         """See `Probe`. Computes the gradient of this microbatch alone, unless this rank has only a slice of it."""
@@ -137,7 +149,20 @@ class TraceHook(ControlHook):
         weights = None if run.source is None else run.source.weights
         weight = sum(weights.values()) if weights else None
         ended = [self._note(number, module, weight) for number, module in enumerate(run.modules)]
-        if all(ended):
+        self._has_ended = all(ended)
+        if self._request.float64:  # an evaluation, whose data is not float64, would fail
+            self._end_if_last(run)
+
+    def between_steps(self, run: Run) -> None:
+        """Write what the script and its hooks have logged, and end the process after the last requested step."""
+        now = {name: value for name, value in run.metrics.items() if run.metrics_at.get(name) == run.step}
+        self.tracer.logged(self._logged_steps, {**self._results, **now, **run.logged})
+        self._results = {}
+        self._logged_steps += 1
+        self._end_if_last(run)
+
+    def _end_if_last(self, run: Run) -> None:
+        if self._has_ended:
             if run.context.world.size > 1:
                 dist.barrier()  # the first process to end may take the rendezvous with it
             raise SystemExit(0)

@@ -34,6 +34,8 @@ MINIMUM_ULPS = 4.0
 """Smallest rounding of a tensor, in units in the last place of its norm."""
 SIGN_FLIP = 0.25
 """Smallest rounding of a parameter, in typical updates of an element: at a tolerance of 10 its sign may flip."""
+NOT_REPEATED = 1e-2
+"""Relative difference between perturbed runs above which a logged number follows from something else: the time, say."""
 NEGLIGIBLE = 1e-3
 """Smallest rounding of an element, in units in the last place of a typical element of all tensors together."""
 
@@ -131,6 +133,22 @@ class MeasuredRounding:
             gradients = self.reference.rank_0.steps[step].tensors["gradients"]
             largest = max(largest, _typical(self._largest(step, "gradients"), gradients) * size)
         return max(largest, MINIMUM_ULPS * self._eps() * size, self._minimum * size, 1e-30)
+
+    def of_logged(self, step: int, name: str) -> float:
+        """Return the rounding of a number that the script has logged; infinite if perturbed runs do not repeat it."""
+        size, largest = abs(self.reference.logged[step][name]), 0.0
+        for group in self._groups:
+            for earlier in range(step + 1):
+                values = [value for trace in group.traces if (value := trace.logged.get(earlier, {}).get(name)) is not None]
+                largest = max([largest, *(group.scale * abs(a - b) for a, b in combinations(values, 2))])
+        if largest > NOT_REPEATED * size:
+            return math.inf
+        return max(largest, MINIMUM_ULPS * self._eps() * size, self._minimum * size, 1e-30)
+
+    @property
+    def is_measured(self) -> bool:
+        """True if there are perturbed runs."""
+        return any(group.perturbed for group in self._groups)
 
     def spread(self, step: int, kind: str) -> tuple[float, float]:
         """Return the smallest and the largest relative distance between any two runs, all tensors of `kind` pooled."""

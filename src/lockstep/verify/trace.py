@@ -9,6 +9,8 @@ kinds:
 - initial: module; the parameters and buffers before the first step
 - microbatch: module, step, index, samples, batch, rng_before, rng_after; its own gradients if the rank has full
   parameters
+- logged: module (0), step, values; what the script has logged in the step, and got from `session.mean` and
+  `session.gather`; by rank 0 alone
 - step: module, step, loss, weight, norm, lr, gain, gradient_order; the reduced gradients before clipping; the
   parameters, buffers and optimizer states after the update
 
@@ -129,6 +131,12 @@ class Tracer:
             self._write("step", module=module, step=step, **row)
         self._lines.flush()
         return self._is_last(step)
+
+    def logged(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the script's numbers of a step."""
+        if self._rank == 0:
+            self._write("logged", module=0, step=step, values={name: _finite(value) for name, value in values.items()})
+            self._lines.flush()
 
     def close(self) -> None:
         """May be called again."""

@@ -109,6 +109,8 @@ class Trace:
     """Position of the train module in its session."""
     ranks: dict[int, RankTrace]
     microbatches: list[MicrobatchTrace]
+    logged: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The script's numbers of each step, by name; of the first train module alone."""
 
     @property
     def rank_0(self) -> RankTrace:
@@ -169,6 +171,9 @@ def _trace(folder: Path, module_index: int, modules: int, rows: list[tuple[int, 
             fields = {name: row[name] for name in ("step", "index", "batch", "rng_before", "rng_after")}
             gradients = _summaries(row["gradients"]) if "gradients" in row else None
             trace.microbatches.append(MicrobatchTrace(rank=rank, samples=tuple(row["samples"]), gradients=gradients, **fields))
+            continue
+        if row["kind"] == "logged":
+            trace.logged[row["step"]] = {name: _or_nan(value) for name, value in row["values"].items()}
             continue
         entry = trace.ranks.setdefault(rank, RankTrace())
         if row["kind"] == "initial":

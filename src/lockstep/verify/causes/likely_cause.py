@@ -34,6 +34,7 @@ _CAUSES: Mapping[Check, tuple[Cause, ...]] = {
     "ranks": (updates.ranks_disagree,),
     "loss": (updates.logged_loss,),
     "weight": (updates.loss_weight,),
+    "logged": (updates.logged_value,),
 }
 
 

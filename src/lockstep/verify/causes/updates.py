@@ -116,5 +116,12 @@ def logged_loss(evidence: Evidence) -> str:
     )
 
 
+def logged_value(evidence: Evidence) -> str:
+    return (
+        f"the model is the same, and {evidence.first.name!r} is not: the script computes it from one rank's microbatches alone, or "
+        "counts dummies (step.is_dummy), or takes a mean of means; use session.mean, or session.gather"
+    )
+
+
 def loss_weight(_: Evidence) -> str:
     return "the weight is not that of the whole global batch: it was not summed over ranks"
