@@ -154,6 +154,153 @@ def test_a_model_that_keeps_a_value_is_refused_where_bits_count(pool: WorkerPool
         pool.run(ranks, train_remembering, str(tmp_path / "run"), f"{plan},numerics=bitwise")
 
 
+class Carried(nn.Module):
+    """Carries a hidden state of each sample to the next batch. `only`: the mode in which it does."""
+
+    def __init__(self, only: str) -> None:
+        super().__init__()
+        self.layer, self.cell, self.last = nn.Linear(6, 8), nn.GRUCell(8, 8), nn.Linear(8, CLASSES)
+        self.drop, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(8)
+        self.only, self.hidden, self.calls = only, None, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.cell(self.drop(self.norm(self.layer(x))), self.hidden)
+        if self.only != ("evaluation" if self.training else "training"):
+            self.hidden, self.calls[0] = hidden.detach(), self.calls[0] + 1
+        output: Tensor = self.last(hidden)
+        return output
+
+
+class Burnt(Carried):
+    """The remedy: the hidden state is computed in the forward, from what came before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.cell(self.norm(self.layer(x.flip(1)))).detach()
+        self.calls[0] += 1
+        return self.last(self.cell(self.drop(self.norm(self.layer(x))), self.hidden))
+
+
+class Queue(nn.Module):
+    """A memory bank in an attribute, written in place, in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last, self.bank = nn.Linear(6, 8), nn.Linear(8, CLASSES), torch.zeros(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        output: Tensor = self.last(hidden + self.bank.mean(0))
+        if self.training:
+            self.bank[:] = hidden.detach()[:8]
+        return output
+
+
+class Buffered(Remembers):
+    """The remedy for a value of the model: a buffer that is updated once a step."""
+
+    self_updating_buffers = ("hidden",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.hidden
+        self.register_buffer("hidden", torch.zeros(16))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "each": lambda: Carried("both"),
+    "training": lambda: Carried("training"),
+    "evaluation": lambda: Carried("evaluation"),
+    "queue": Queue,
+    "burnt": lambda: Burnt("both"),
+    "buffered": Buffered,
+}
+
+
+def train_carrying(run_dir: str, plan: str, name: str) -> Any:
+    """The refusal; or the fingerprint, and what was reported beside."""
+    given = recipe(model=MODELS[name], data=labelled(), inputs=output_of, loss=plain, microbatch=8, global_batch=16)
+    try:
+        result = ls.train(given, run_dir=run_dir, plan=plan)
+    except LossError as error:
+        return str(error)
+    return result.fingerprint, [event.details["reason"] for event in result.events if event.name.startswith("loss-")]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_a_state_that_has_the_size_of_the_batch_or_is_kept_in_one_mode_alone_is_refused(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
+    for name in ("each", "training", "evaluation", "queue"):
+        one, other = pool.run(2, train_carrying, str(tmp_path / name), f"{plan},numerics=bitwise", name)
+        assert one == other
+        assert "keeps a value that it changes" in one
+
+
+@pytest.mark.parametrize("name", ["burnt", "buffered"])
+def test_the_remedies_for_a_kept_state_are_the_same_on_any_number_of_processes(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    (alone,) = pool.run(1, train_carrying, str(tmp_path / "alone"), "replicate=1,numerics=bitwise", name)
+    assert alone[1] == []
+    for plan in ("replicate=2", "shard=2"):
+        found = pool.run(2, train_carrying, str(tmp_path / plan), f"{plan},numerics=bitwise", name)
+        assert {fingerprint for fingerprint, _ in found} == {alone[0]}
+
+
+def test_the_trial_leaves_the_model_and_the_loss_as_they_were(tmp_path: Path) -> None:
+    seen = []
+
+    class Looks(ls.Hook):
+        def before_step(self, run: Any) -> None:
+            if run.step == 0:
+                model = run.model
+                seen.append((model.hidden, list(model.calls), model.norm.running_mean.tolist(), centred.centre.tolist()))
+
+    centred = Centred()
+    given = recipe(model=MODELS["each"], data=labelled(), inputs=output_of, loss=centred, microbatch=8)
+    ls.train(given, run_dir=str(tmp_path / "run"), hooks=[Looks()])
+    assert seen == [(None, [0], [0.0] * 8, [0.0] * CLASSES)]
+
+
+def unchecked(run_dir: str, loss: Callable[..., Any], changes: dict[str, Any]) -> list[str]:
+    given = recipe(**{"model": classifier, "data": labelled(), "inputs": output_of, "loss": loss, "microbatch": 8, **changes})
+    return [event.details["reason"] for event in ls.train(given, run_dir=run_dir).events if event.name == "loss-not-checked"]
+
+
+def test_what_is_not_compared_is_an_event(tmp_path: Path) -> None:
+    def reasons(loss: Callable[..., Any], **changes: Any) -> list[str]:
+        return unchecked(str(tmp_path / str(len(list(tmp_path.iterdir())))), loss, changes)
+
+    assert reasons(plain) == []
+    assert reasons(fails_on_halves) == ["it fails on a half of the first microbatch: ValueError: eight samples at a time"]
+    assert reasons(noisy) == ["it draws random numbers, without dropout too"]
+    (reason,) = reasons(lambda output, batch: F.cross_entropy(output, batch["y"]), collate=with_a_scalar, inputs=lambda batch: batch["x"])
+    assert reason.startswith("its first microbatch cannot be cut in two")
+
+
+def with_a_scalar(samples: list[Any]) -> dict[str, Tensor]:
+    return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples]), "temperature": torch.ones(())}
+
+
+def without_some(samples: list[Any]) -> list[Tensor]:
+    """Leaves out every sample of class 0."""
+    kept = [sample for sample in samples if sample[1] != 0]
+    return [torch.stack([x for x, _ in kept]), torch.stack([y for _, y in kept])]
+
+
+def weighted_sum(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
+    """A sum divided by other weights than it has."""
+    return ls.Sum(class_weighted(output, batch) * len(batch[1]))
+
+
+def test_a_batch_with_other_rows_than_samples_is_cut_too(tmp_path: Path) -> None:
+    given = recipe(
+        model=classifier, data=labelled(), collate=without_some, inputs=output_of, loss=weighted_sum, weight=lambda batch: len(batch[1]),
+        microbatch=8,
+    )  # fmt: skip
+    names = [event.name for event in ls.train(given, run_dir=str(tmp_path / "run")).events]
+    assert "loss-depends-on-microbatches" in names
+    assert "loss-not-checked" not in names
+
+
 def train_with_weights(run_dir: str) -> list[str]:
     return train(run_dir, class_weighted_sum, "replicate=2", weight=sum_of_weights)[1]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,16 +13,18 @@ from torch import Tensor
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LossError
-from lockstep.base.torch_private import tree_leaves, version
+from lockstep.base.torch_private import own_buffers, tree_leaves, version
 from lockstep.comm.mesh import to_local
+from lockstep.comm.no_collectives import CollectiveCalled, CollectivesRefused
 from lockstep.data.device import map_tensors
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
 from lockstep.hooks.replica_audit import checksum
+from lockstep.hooks.trial_state import attributes_of, restored
 from lockstep.keys import RandomStream, key
 from lockstep.launch.failures import out_of_memory
 from lockstep.logging.flops import is_compiled
-from lockstep.model.shard import reset_after_error
+from lockstep.model.shard import reset_after_error, reshard
 from lockstep.recipe.recipe import Gathered, Recipe
 from lockstep.training.evaluate import in_evaluation_mode
 from lockstep.training.hook import ControlHook, Run
@@ -43,9 +46,10 @@ class Found(NamedTuple):
     """The loss of one microbatch changes from call to call."""
     cut: str | None = None
     """The loss of a microbatch is not that of its halves."""
-
-
-NOTHING = Found()
+    unchecked: str | None = None
+    """The reason why the loss was not compared with that of halves."""
+    talks: str | None = None
+    """The collective that the loss calls."""
 
 
 class Tried(NamedTuple):
@@ -55,9 +59,23 @@ class Tried(NamedTuple):
     output: list[int]
 
 
+class Talks(str):
+    """The collective that a piece's loss has called."""
+
+    __slots__ = ()
+
+
+Outcome = Tried | str
+"""The loss of a piece, or the error in words."""
+
+
+NOTHING = Found()
+
+
 @dataclass(eq=False)
 class LossCheck(ControlHook):
-    """Tries the loss at the first step, on a microbatch, again, and on its halves, without dropout.
+    """Tries the loss at the first step, on a microbatch: twice in training mode, twice in evaluation mode, and there
+    without dropout on its halves. The trial leaves the model and the loss as they were.
 
     Where a forward has collectives (shard, tensor, pipeline), one that fails on a half would leave ranks waiting; where
     it is compiled, each new shape would be. There the loss is tried on halves of the first microbatch's output, and all
@@ -76,15 +94,18 @@ class LossCheck(ControlHook):
         self._is_done = True
         if run.context.recovered_from is not None and run.step > 0:
             return  # the same script has passed it, and a recovery is waited for
-        if not _takes_outputs(run):
-            item = run.source.peek() if run.source is not None else None
-            _tell(run, _found(run, _computed(run, run.recipe, _cut_up(item) if item is not None else ()) or []))
-            return
-        if _may_fail(run) and _tell(run, _found(run, _tried_twice(run, run.recipe))):
-            return
+        with restored([*attributes_of(run.model), *_kept_by(run.recipe)]):
+            if not _takes_outputs(run):
+                item = run.source.peek() if run.source is not None else None
+                _tell(run, NOTHING if item is None else _tried_alone(run, run.recipe, item))
+                return
+            if _may_fail(run) and _tell(run, _tried_twice(run, run.recipe)):
+                return
         if run.recipe.inputs is not None:
             assert run.source is not None, "a step begins"
             self._is_watching, self._item = True, run.source.peek()
+        else:
+            run.event("loss-not-checked", reason="a forward that other ranks wait for cannot be tried on halves without Recipe.inputs")
 
     def watched(self, run: Run, recipe: Recipe) -> Callable[[Any, Any], Any] | Gathered:
         """Return the recipe's objective, or in the first step one that tries it on halves of the first output."""
@@ -94,15 +115,22 @@ class LossCheck(ControlHook):
         if self._is_tried:
             return loss(output, batch)
         self._is_tried = True
-        with torch.no_grad(), accelerator.preserved_generators(run.context.device):
-            pieces = () if self._item is None else _cut_up(replace(self._item, batch=[output, batch]))
-            self._found = _found(run, _of_outputs(run, loss, pieces))
+        assert run.recipe is not None, "a recipe's loss is watched"
+        with torch.no_grad(), accelerator.preserved_generators(run.context.device), restored(_kept_by(run.recipe)):
+            item = None if self._item is None else replace(self._item, batch=[output, batch])
+            self._found = NOTHING if item is None else _tried_on(item, partial(_of_output, run, loss), run)
         return loss(output, batch)
 
     def after_step(self, run: Run) -> None:
         if self._is_watching:
             self._is_watching, self._item = False, None
             _tell(run, self._found)
+
+
+def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """The attributes of the recipe's functions, which may keep values between calls."""
+    for function in (recipe.loss, recipe.inputs, recipe.weight):
+        yield from attributes_of(getattr(function, "__self__", function))
 
 
 def _takes_outputs(run: Run) -> bool:
@@ -124,12 +152,20 @@ def _is_compiled(run: Run) -> bool:
 def _tell(run: Run, found: Found) -> bool:
     """Report what ranks have found, and return True if any has found something. Every rank calls it. Raises `LossError`
     where bits count."""
-    kept, cut = (next((each for each in reasons if each), None) for reasons in zip(*run.context.world.gather_values(found), strict=True))
+    everyone = run.context.world.gather_values(found)
+    kept, cut, unchecked, talks = (next((each for each in reasons if each), None) for reasons in zip(*everyone, strict=True))
+    if talks is not None:
+        raise LossError(
+            f"the loss calls {talks} of torch.distributed; each rank calls it for its own microbatches, equally many or not, so it would "
+            "mix them up, or wait for ever; for a denominator of all ranks, return ls.Sum(total) with Recipe.weight = batch -> this "
+            "microbatch's, which lockstep sums; for samples of all ranks, give Recipe.batch_loss"
+        )
     if kept is not None:
         text = (
             f"{kept}, with the same random numbers; the loss or the model keeps a value that it changes (a hidden state, a running "
             "centre, a queue), and each rank would change its own, by its own microbatches; make it a buffer of the model, named in "
-            "self_updating_buffers, or change it in a hook between steps"
+            "self_updating_buffers, or change it in a hook between steps; a value for each sample (the hidden state of a text that goes "
+            "on in the next batch) has no place in a model: compute it in the forward, from a sample that holds the text before it too"
         )
         if run.context.plan.numerics == "bitwise":
             raise LossError(f"{text}; or drop numerics=bitwise")
@@ -144,65 +180,97 @@ def _tell(run: Run, found: Found) -> bool:
                 "Recipe.batch_loss; a network outside of the recipe's model that has BatchNorm in training mode belongs into the model",
             )
         )
+    if unchecked is not None:
+        run.event("loss-not-checked", reason=unchecked)
     return kept is not None or cut is not None
 
 
-def _tried_twice(run: Run, recipe: Recipe) -> list[Tried]:
-    """Try this rank's first microbatch twice. Every rank calls it. Empty unless all ranks have one of the same size: a
-    forward that fails for the size of a few ranks' alone would leave the others waiting in its collectives."""
+def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Found:
+    """Try a microbatch where no rank waits for another."""
+    twice = [_computed(run, recipe, _piece(item, (0, None), 0), training=True) for _ in range(2)]
+    if (talks := _talks(twice)) is not None:
+        return Found(talks=talks)
+    if (kept := _kept(run, twice)) is not None:
+        return Found(kept=kept)
+    return _tried_on(item, lambda piece: _computed(run, recipe, piece), run)
+
+
+def _tried_twice(run: Run, recipe: Recipe) -> Found:
+    """Try this rank's first microbatch twice in each mode. Every rank calls it. A forward that fails for the size of a
+    few ranks' alone would leave the others waiting in its collectives: unless all ranks have one of the same size,
+    nothing is tried."""
     assert run.source is not None, "a step begins"
     item = run.source.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
     if item is None or len(sizes) > 1:
-        return []
-    tried = []
-    for _ in range(2):
-        once = _computed(run, recipe, [replace(item, batch=map_tensors(item.batch, Tensor.clone), index=0)])
-        if run.context.world.any(once is None):
-            return []
-        tried += once or []
-    return tried
+        return Found(unchecked="whether it keeps state: the ranks' first microbatches have unequally many samples")
+    kept, talks = [], []
+    for training in (True, False):  # both: what one rank finds, the others do not know
+        tried: list[Outcome] = []
+        for _ in range(2):
+            tried.append(_computed(run, recipe, _piece(item, (0, None), 0), training=training))
+            if run.context.world.any(isinstance(tried[-1], str)):
+                break
+        kept.append(_kept(run, tried))
+        talks.append(_talks(tried))
+    return Found(kept=next(filter(None, kept), None), talks=next(filter(None, talks), None))
 
 
-def _cut_up(item: Microbatch) -> Iterator[Microbatch]:
-    """Yield the microbatch three times, once with other random numbers, and its halves; nothing if it cannot be cut,
-    because it is one sample, or a tensor has not one row a sample. Each is a copy, because the loss may change it in
-    place, and is made when it is asked for: all of them need the memory of four more outputs."""
-    fits = item.size > 1
+def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Found:
+    """Try a microbatch twice, once more with other random numbers, and its two halves."""
+    whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
+    if (kept := _kept(run, whole)) is not None:
+        return Found(kept=kept)
+    if (talks := _talks(whole)) is not None:
+        return Found(talks=talks)
+    if isinstance(whole[0], str):
+        return Found(unchecked=f"it fails in the trial: {whole[0]}")
+    if (rows := _common_rows(item.batch)) is None or rows < 2:
+        return Found(unchecked="its first microbatch cannot be cut in two: its tensors do not all have one row a sample, and two or more")
+    pieces = [compute(_piece(item, span, index)) for span, index in [((0, None), 1), ((0, rows // 2), 2), ((rows // 2, rows), 3)]]
+    if (failed := next((each for each in pieces if isinstance(each, str)), None)) is not None:
+        return Found(unchecked=f"it fails on a half of the first microbatch: {failed}")
+    sums = [each.sums for each in (whole[0], *pieces) if not isinstance(each, str)]
+    return _cut_differs(*sums, tolerance=TOLERANCE[run.context.precision])
+
+
+def _common_rows(batch: Any) -> int | None:
+    """The rows of all tensors of the batch; None if there are none, or they differ."""
+    rows: set[int] = set()
 
     def look(tensor: Tensor) -> Tensor:
-        nonlocal fits
-        fits &= tensor.dim() > 0 and len(tensor) == item.size
+        rows.add(len(tensor) if tensor.dim() else -1)
         return tensor
 
-    map_tensors(item.batch, look)
-    whole, half = (0, item.size), item.size // 2
-    for start, stop, index in [(*whole, 0), (*whole, 0), (*whole, 1), (0, half, 2), (half, item.size, 3)] if fits else []:
-        batch = map_tensors(item.batch, partial(_rows, start, stop))
-        yield replace(item, batch=batch, size=stop - start, index=index)
+    map_tensors(batch, look)
+    return rows.pop() if len(rows) == 1 and min(rows) >= 0 else None
 
 
-def _rows(start: int, stop: int, tensor: Tensor) -> Tensor:
-    return tensor[start:stop].clone()
+def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microbatch:
+    """A copy of some rows of a microbatch, because the loss may change it in place. `index`: of its random numbers."""
+    start, stop = rows
+    batch = map_tensors(item.batch, lambda tensor: tensor[start:stop].clone() if (start, stop) != (0, None) else tensor.clone())
+    return replace(item, batch=batch, size=item.size if stop is None else stop - start, index=index)
 
 
-def _of_outputs(run: Run, loss: Callable[[Any, Any], Any], pieces: Iterable[Microbatch]) -> list[Tried]:
-    """Try each piece, whose batch is an output with its batch; empty if one fails."""
+def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> Outcome:
+    """Try the loss on a piece, whose batch is an output with its batch."""
     weight = None if run.recipe is None else run.recipe.weight
-    found = []
+    output, batch = piece.batch
+    seed_generators(key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index), run.context.device)
     try:
-        for piece in pieces:
-            output, batch = piece.batch
-            seed_generators(key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index), run.context.device)
-            weights = None if weight is None else weights_of(weight(batch))
-            found.append(Tried(measured(loss(output, batch), samples=piece.size, batch=batch, weights=weights), []))
-    except Exception:  # a loss may take microbatches of one size alone
-        return []
-    return found
+        weights = None if weight is None else weights_of(weight(batch))
+        with _watching(run):
+            value = loss(output, batch)
+        return Tried(measured(value, samples=piece.size, batch=batch, weights=weights), [])
+    except CollectiveCalled as error:
+        return Talks(error)
+    except Exception as error:  # a loss may take microbatches of one size alone
+        return _words(error)
 
 
-def _computed(run: Run, recipe: Recipe, pieces: Iterable[Microbatch]) -> list[Tried] | None:
-    """Try each piece, and return what this rank has of it; None if one fails or changes a parameter."""
+def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = False) -> Outcome:
+    """Compute a piece without gradients, in evaluation mode unless `training`."""
 
     def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> Tried:
         weights = None if recipe.weight is None else weights_of(recipe.weight(item.batch))
@@ -212,47 +280,79 @@ def _computed(run: Run, recipe: Recipe, pieces: Iterable[Microbatch]) -> list[Tr
     def position(item: Microbatch) -> tuple[int, ...]:
         return recipe.seed, RandomStream.EVALUATION, run.step, item.index
 
-    def computed() -> Iterator[Tried]:
-        with in_evaluation_mode(run.model), torch.no_grad():
-            assert recipe.loss is not None, "a batch loss is not checked"
-            for _, tried in run.modules[0].executor.evaluate(iter(pieces), position, recipe.inputs, recipe.loss, score):
-                yield tried
+    def loss(output: Any, batch: Any) -> Any:
+        assert recipe.loss is not None, "a batch loss is not checked"
+        with nullcontext() if recipe.inputs is None and _takes_outputs(run) else _watching(run):
+            return recipe.loss(output, batch)
 
     parameters = list(run.model.parameters())
     versions = [version(parameter) for parameter in parameters]
     try:
-        tried = list(computed())
-    except Exception as error:  # the step computes the same, and reports it; so with a parameter
+        with _buffers_restored(run), nullcontext() if training else in_evaluation_mode(run.model), torch.no_grad():
+            found = list(run.modules[0].executor.evaluate(iter([piece]), position, recipe.inputs, loss, score))
+        if training:
+            reshard(run.model)
+    except CollectiveCalled as error:
+        reset_after_error(run.model)
+        return Talks(error)
+    except Exception as error:
         if _takes_outputs(run) and out_of_memory(error):
             raise  # the others may have room, and wait for this rank in the forward's collectives
         reset_after_error(run.model)
+        return _words(error)
+    if versions != [version(parameter) for parameter in parameters]:
+        return "it changes a parameter"  # the step says so, and of which
+    return found[0][1] if found else Tried({}, [])
+
+
+@contextmanager
+def _buffers_restored(run: Run) -> Iterator[None]:
+    """Restore buffers on leaving: a change of one is found in the step, or allowed in `self_updating_buffers`."""
+    with restored([own_buffers(module) for module in run.model.modules()]):
+        yield
+    for statistics in run.modules[0].statistics:
+        statistics.discard()
+
+
+def _watching(run: Run) -> AbstractContextManager[Any]:
+    """Looks for collectives in a loss, but for those of tensors that are split over ranks."""
+    return nullcontext() if run.context.plan.tensor != 1 else CollectivesRefused()
+
+
+def _talks(tried: Sequence[Outcome]) -> str | None:
+    return next((str(each) for each in tried if isinstance(each, Talks)), None)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
+def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
+    """Say what differs between two trials of the same; None if nothing does, or one or both have failed alike."""
+    whole, again = tried[0], tried[-1]
+    if isinstance(whole, str):
         return None
-    return tried if versions == [version(parameter) for parameter in parameters] else None
-
-
-def _found(run: Run, tried: list[Tried]) -> Found:
-    """Say what differs between the pieces, or the first two of them."""
-    if not tried:
-        return NOTHING
+    if isinstance(again, str):
+        return f"the loss of the first microbatch can be computed, and a second time fails ({again})"
     is_bitwise = run.context.plan.numerics == "bitwise"
-    whole, again, *others = tried
-    for name, (total, _) in whole.sums.items():
+    for name, (total, weight) in whole.sums.items():
         second, allowed = again.sums[name][0], 0.0 if is_bitwise else SAME
         if abs(second - total) > allowed * max(abs(total), abs(second)):
-            return Found(kept=f"{name} of the first microbatch is {total:.6g} the first time, and {second:.6g} the second")
+            mean, then = total / (weight or 1.0), second / (weight or 1.0)
+            return f"{name} of the first microbatch is {mean:.6g} the first time, and {then:.6g} the second"
     if is_bitwise and whole.output != again.output:
-        return Found(kept="the output for the first microbatch has other bits the second time")
-    return _cut_differs(whole.sums, *(each.sums for each in others), tolerance=TOLERANCE[run.context.precision]) if others else NOTHING
+        return "the output for the first microbatch has other bits the second time"
+    return None
 
 
 def _cut_differs(whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tolerance: float) -> Found:
     """`otherwise`: the whole with other random numbers."""
     for name, (total, weight) in whole.items():
         if otherwise[name] != (total, weight):
-            return NOTHING  # it draws random numbers
+            return Found(unchecked="it draws random numbers, without dropout too")
         halves, weights = first[name][0] + second[name][0], first[name][1] + second[name][1]
         if not weight or not weights:
-            return NOTHING
+            return Found(unchecked=f"{name} has no weight in the first microbatch")
         mean, of_halves = total / weight, halves / weights
         if abs(mean - of_halves) > tolerance * max(abs(mean), abs(of_halves)):
             return Found(cut=f"{name} is {mean:.4g} for the first microbatch, and {of_halves:.4g} for its two halves together")

@@ -8,6 +8,7 @@ from lockstep.base.errors import LossError
 from lockstep.logging.recorder import Throughput
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook, Run
+from lockstep.training.losses.loss import SINGLE
 from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import TrainModule
 
@@ -52,6 +53,8 @@ class Metrics(ControlHook):
         results, self._unread = self._unread, []
         for result in results:
             result.check()
+            if result.is_without_weight:
+                run.event("term-without-weight", result.layout.step, term=SINGLE)
             if not result.was_applied:
                 run.event("step-skipped", result.layout.step, reason="the scaled gradient overflowed; the loss scale was halved")
         for module in run.modules:
