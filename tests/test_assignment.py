@@ -101,6 +101,12 @@ def test_without_the_dummies_a_rank_computes_its_indices(count, assigned):
         assert [place for place, is_dummy in assigned.with_dummies(count, rank) if not is_dummy] == list(assigned.indices(count, rank))
 
 
+@given(st.integers(1, 500), assignments)
+def test_a_step_has_dummies_if_a_rank_has_one(count, assigned):
+    dummies = [is_dummy for rank in range(assigned.ranks) for _, is_dummy in assigned.with_dummies(count, rank)]
+    assert assigned.has_dummies(count) == any(dummies)
+
+
 @given(st.integers(1, 500), st.integers(1, 20))
 def test_round_robin_all_ranks_have_as_many_rounds_and_round_r_has_the_next_microbatches(count, ranks):
     rounds = [MicrobatchAssignment(ranks, round_robin=True).with_dummies(count, rank) for rank in range(ranks)]

@@ -137,6 +137,10 @@ class MicrobatchAssignment:
         """Return each rank's `indices`. Together they are range(count), each index once."""
         return tuple(self.indices(count, rank) for rank in range(self.ranks))
 
+    def has_dummies(self, count: int) -> bool:
+        """True if a rank computes a dummy in a step of `count` microbatches."""
+        return self.round_robin and (self.per_round < self.ranks or count % self.per_round != 0)
+
     def with_dummies(self, count: int, rank: int) -> list[tuple[int, bool]]:
         """Return the rank's microbatches as (index, is_dummy). A dummy's gradient is discarded."""
         computed = [(index, False) for index in self.indices(count, rank)]

@@ -6,13 +6,14 @@ import inspect
 import json
 import math
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import softplus
 from training.subjects import FEATURES, adamw, network, recipe, rows, same, sgd, squared_error, state_of
@@ -490,3 +491,58 @@ def test_torch_is_not_told_the_number_of_threads_that_it_has(tmp_path: Path, mon
 
     monkeypatch.setattr(torch, "set_num_threads", told)
     ls.train(recipe(steps=1), run_dir=str(tmp_path / "run"), plan=f"threads={torch.get_num_threads()}")
+
+
+def seen_samples(run_dir: str, plan: str, dummies: bool, sizes: dict[str, int]) -> Any:
+    """The samples that all ranks' loops have counted; or the refusal, and whether anything was computed before it."""
+    seen: list[Tensor] = []
+    try:
+        with ls.Session(run_dir=run_dir, plan=plan) as session:
+            model, optimizer = session.prepare(network, sgd)
+            for step in session.steps(rows(20), microbatch=4, **sizes):
+                for batch in step.microbatches(dummies=dummies):
+                    step.backward(squared_error(model, batch))
+                    if not step.is_dummy:
+                        seen.append(batch[0])
+                assert not step.is_dummy
+                step.commit(optimizer)
+            return sorted(session.gather(torch.cat(seen)).tolist())
+    except RecipeError as error:
+        return str(error), len(seen)
+
+
+@pytest.mark.parametrize("sizes", [{"global_batch": 12, "steps": 1}, {"global_batch": 8, "epochs": 1}])
+def test_a_loop_that_would_count_dummies_is_refused_and_the_remedies_work(pool: WorkerPool, tmp_path: Path, sizes: dict[str, int]) -> None:
+    run = iter(range(9))
+
+    def found(ranks: int, plan: str, dummies: bool, **changes: int) -> list[Any]:
+        return pool.run(ranks, seen_samples, str(tmp_path / str(next(run))), plan, dummies, {**sizes, **changes})
+
+    (alone,) = found(1, "shard=1", False)
+    assert len(alone) == len(set(alone)) == (12 if "steps" in sizes else 20)
+    assert found(1, "shard=1", True) == [alone]
+    assert found(2, "replicate=2", False) == [alone] * 2
+    (refused, computed), other = found(2, "shard=2", False)
+    assert (refused, computed) == other
+    assert computed == 0
+    count = 3 if "steps" in sizes else 1
+    assert f"in a loop with steps of {count} microbatches, computed in rounds by 2 ranks" in refused
+    assert "step.microbatches(dummies=True)" in refused
+    assert found(2, "shard=2", True) == [alone] * 2
+    multiple = {"global_batch": 8} if "steps" in sizes else {"drop_last": 1}
+    (fewer,) = found(1, "shard=1", False, **multiple)
+    assert found(2, "shard=2", False, **multiple) == [fewer] * 2
+
+
+def test_the_ported_loop_logs_the_same_under_every_plan(pool: WorkerPool, tmp_path: Path) -> None:
+    logged = {}
+    for ranks, plan in ((1, "shard=1"), (2, "shard=2")):
+        pool.run(ranks, train_ported, str(tmp_path / plan), plan)
+        lines = [json.loads(line) for line in (tmp_path / plan / "metrics.jsonl").read_text().splitlines()]
+        logged[plan] = [line["accuracy"] for line in lines]
+    assert len(logged["shard=1"]) == 3
+    assert logged["shard=1"] == logged["shard=2"]
+
+
+def train_ported(run_dir: str, plan: str) -> None:
+    runpy.run_path("examples/cookbook/ported.py")["train"](run_dir=run_dir, plan=plan)

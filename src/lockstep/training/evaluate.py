@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.assignment import microbatch_spans, split_spans
 from lockstep.base.errors import DataError, LossError
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.no_collectives import CollectiveCalled, as_one_process
 from lockstep.comm.world import exact_sum
 from lockstep.data.loader import Loader, Microbatch, Span
 from lockstep.keys import RandomStream
@@ -25,6 +26,9 @@ from lockstep.training.context import Context
 from lockstep.training.losses.loss import SINGLE, measured, weights_of
 from lockstep.training.losses.rows import Columns, checked_columns, distinct_kinds, gather_columns
 from lockstep.training.train_module import TrainModule
+
+ALONE = "torcheval's metric.compute() does without, as torchmetrics do; code of your own can ask torch.distributed.is_initialized()"
+"""The remedy for a metric that calls a collective: there, the answer is False."""
 
 Row = dict[str, tuple[float, float]]  # one microbatch's (total, weight) of each loss term and each `Mean`
 
@@ -54,6 +58,8 @@ class Evaluator:
     loader: Loader
     module: TrainModule
     microbatch_splits: int  # see `Plan`
+    _is_first: bool = True
+    """True until a microbatch has been measured."""
 
     @classmethod
     def of(cls, recipe: Recipe, evaluation: Evaluation, context: Context, module: TrainModule) -> Evaluator:
@@ -105,15 +111,33 @@ class Evaluator:
         return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
     def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> tuple[Row, dict[str, Columns]]:
+        if item.is_dummy:  # a metric may keep what it is called with
+            return {}, {}
         weighs = self.recipe.weight if self.evaluation.loss is None else None
         weights = None if weighs is None else weights_of(weighs(item.batch))
         sums = {} if loss is None else measured(loss, samples=item.size, batch=item.batch, weights=weights)
         for name, metric in self._metrics(Mean).items():
-            sums[name] = _sum_and_number(name, metric.values(output, batch), item.size)
-        return sums, {
-            name: tuple(tensor.cpu() for tensor in checked_columns(f"metric {name!r}", metric.collect(output, batch), item.size))
-            for name, metric in self._metrics(Gathered).items()
-        }
+            sums[name] = _sum_and_number(name, self._called(name, metric.values, output, batch), item.size)
+        columns = {}
+        for name, metric in self._metrics(Gathered).items():
+            collected = checked_columns(f"metric {name!r}", self._called(name, metric.collect, output, batch), item.size)
+            columns[name] = tuple(tensor.cpu() for tensor in collected)
+        self._is_first = False
+        return sums, columns
+
+    def _called(self, name: str, function: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
+        """Call a metric's function of one microbatch. Raises `DataError` if it calls a collective, which is looked for
+        once."""
+        if self.recipe.inputs is None or self.mesh.axis("tensor").size > 1:
+            return function(output, batch)  # the model's own collectives
+        try:
+            with as_one_process(watched=self._is_first):
+                return function(output, batch)
+        except CollectiveCalled as error:
+            raise DataError(
+                f"metric {name!r} calls {error} of torch.distributed for a microbatch; ranks have unequally many, so it would mix "
+                f"them up, or wait for ever, and lockstep gathers the values of all ranks itself; leave it out: {ALONE}"
+            ) from None
 
     def _metrics(self, kind: type[Any]) -> dict[str, Any]:
         batch_loss = None if self.evaluation.loss is not None else self.recipe.batch_loss
@@ -150,8 +174,15 @@ class Evaluator:
         found = {}
         for name, parts in collected.items():
             everyone = gather_columns(self.mesh, f"metric {name!r}", parts, sizes)
-            compute: Callable[..., Any] = self._metrics(Gathered)[name].compute
-            found[name] = _one_number(name, compute(*everyone))
+            try:
+                with as_one_process():
+                    computed = self._metrics(Gathered)[name].compute(*everyone)
+            except CollectiveCalled as error:
+                raise DataError(
+                    f"metric {name!r} calls {error} of torch.distributed in its compute, which every rank calls with the rows of all "
+                    f"samples, so they would be counted once a rank; leave it out: {ALONE}"
+                ) from None
+            found[name] = _one_number(name, computed)
         return found
 
 

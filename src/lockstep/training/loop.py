@@ -30,7 +30,6 @@ from lockstep.training.set_up import (
     refuse_single_samples,
 )
 from lockstep.training.step import Step
-from lockstep.training.step_result import no_weight
 
 NUMBERS = ("global_batch", "microbatch", "steps", "epochs", "drop_last")
 """The arguments of `Session.steps` that must be the same when the run is resumed."""
@@ -223,7 +222,7 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
             terms = source.weigh(weight, terms)
             for name, divisor in (source.weights or {}).items():
                 if not divisor:
-                    raise LossError(no_weight(source.step, name))
+                    run.event("term-without-weight", source.step, term=name)
         if len(run.modules) > 1:
             source.keep()
         run.is_logging_step = (source.step + 1) % context.log_every == 0 or source.step + 1 == total

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -14,6 +16,7 @@ from lockstep import assignment
 from lockstep.assignment import MicrobatchAssignment, stream_shard
 from lockstep.base.errors import CheckpointError, LossError
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.no_collectives import CollectiveCalled, CollectivesRefused
 from lockstep.comm.world import exact_sum
 from lockstep.data.device import to_device
 from lockstep.data.fetch import ShardPosition
@@ -136,6 +139,13 @@ class Batching:
         )
         return [stop - start for start, stop in self.spans(per_epoch - 1 if self._in_epochs else 0)]
 
+    @cached_property
+    def counts(self) -> set[int]:
+        """Microbatches of a step; several numbers if steps have unequally many. Of a `batch_sampler`: in epoch 0."""
+        if self._batches is not None:
+            return {len(self.spans(step)) for step in range(self._batches.batches)}
+        return {len(self.spans(0)), len(self.last_of_epoch)}
+
     def mine(self, step: int) -> list[tuple[int, bool]]:
         """This rank's microbatches in a step, as (microbatch, is_dummy)."""
         mesh, count = self.mesh_in_step(step), len(self.spans(step))
@@ -243,7 +253,14 @@ class Microbatches:
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
         """Fetch this rank's microbatches, sum the weights over ranks. Every rank calls it. Returns the terms' names."""
         self._kept = list(self._items)
-        mine = [weights_of(weight(item.batch)) for item in self._kept if not item.is_dummy]
+        try:
+            with nullcontext() if names is not None else CollectivesRefused():
+                mine = [weights_of(weight(item.batch)) for item in self._kept if not item.is_dummy]
+        except CollectiveCalled as error:
+            raise LossError(
+                f"Recipe.weight calls {error} of torch.distributed; each rank calls it for its own microbatches, and lockstep sums the "
+                "weights over ranks; return this microbatch's"
+            ) from None
         if names is None:
             names = next(found for found in self._mesh.data.gather_values(list(mine[0]) if mine else None) if found is not None)
         for item, weights in zip(self._kept, mine, strict=False):

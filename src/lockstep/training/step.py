@@ -83,14 +83,29 @@ class Step:
             loss = self._over_batch(self._modules[number], inputs, loss)
         self._modules[number].executor.train(self._begun(number), inputs, loss)
 
-    def microbatches(self) -> Iterator[Any]:
+    def microbatches(self, *, dummies: bool = False) -> Iterator[Any]:
         """Yield the batch of each microbatch of this rank, each with its own random generators. A rank may have none.
 
         Can be iterated again after a `commit`, for another model: with the same batches and other generators.
+        `dummies`: True for a loop that looks at `is_dummy`. Without it, a plan that needs dummies raises `RecipeError`.
         """
         for module in self._modules:
             _check_loop(module)
-        return (batch for _, batch in self.batches())
+        if not dummies:
+            self._refuse_dummies()
+        return self._loop()
+
+    def _loop(self) -> Iterator[Any]:
+        for _, batch in self.batches():
+            yield batch
+        if self.is_dummy:
+            self._current = None
+
+    @property
+    def is_dummy(self) -> bool:
+        """True while `microbatches` has given this rank a dummy: a microbatch that another forward counts, computed
+        because forwards have collectives. Its gradient is discarded; leave out all else that the loop computes."""
+        return self._current is not None and self._current.is_dummy
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
         """Accumulate the gradient of this microbatch's loss. Called once for each microbatch, on the rank that has it.
@@ -135,7 +150,7 @@ class Step:
         if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
             StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
         self._run.is_consistent = False
-        module.divide_by_weight(stats.weights)
+        module.divide_by_weight(stats.weights, stats.values)
         self._run.hooks.call("after_backward", self._run, module.model)
         result = StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, None, stats.flags, terms, clip_norm)
         again = self._again(number, result, closure) if module.needs_closure and closure is not None else None
@@ -159,7 +174,7 @@ class Step:
                 accumulation = self._begun(number)
                 accumulation.check_complete()
                 stats = module.reducer.reduce(accumulation.values, accumulation.weights, flag=False)
-            module.divide_by_weight(stats.weights)
+            module.divide_by_weight(stats.weights, stats.values)
             module.clip(first.clip_norm)
             return torch.tensor(replace(first, values=stats.values, weights=stats.weights).loss())
 
@@ -206,7 +221,7 @@ class Step:
             raise RecipeError("a batch loss with a weight; it is one number for all samples of the global batch; leave out the weight")
         self.weights = {SINGLE: 1.0}
         self.source.keep()
-        found = BatchLoss(loss, self.source.layout.spans, lambda: self.current)
+        found = BatchLoss(loss, self.source.layout.spans, lambda: self.current, watched=self.index == 0)
         found.collect(self._mesh, self.batches(), partial(call_model, inputs, module.model), module.autocast)
         reshard(module.model)
         return found
@@ -221,6 +236,21 @@ class Step:
     def _changed(self, current: Microbatch, batch: Any) -> Any:
         change = self._run.context.overrides.change_batch
         return batch if change is None else change(current, batch)
+
+    def _refuse_dummies(self) -> None:
+        """Raise `RecipeError`, on all ranks, if a rank computes a dummy in this step, or in any of its epoch."""
+        assigned = self._mesh.assignment
+        count = next((count for count in (self.count, *sorted(self.source.batching.counts)) if assigned.has_dummies(count)), None)
+        if count is None:
+            return
+        parts, plan = "slices of microbatches" if assigned.slices else "microbatches", self._run.context.plan
+        number = f"{assigned.per_round} of {assigned.ranks}" if assigned.per_round < assigned.ranks else str(assigned.ranks)
+        raise RecipeError(
+            f"step.microbatches() under {plan} in a loop with steps of {count} {parts}, computed in rounds by {number} ranks; forwards "
+            "have collectives there, so a rank that has none left computes a dummy, and the loop would count its samples twice; write "
+            "step.microbatches(dummies=True), and `if not step.is_dummy:` around all but the forwards and step.backward; or call "
+            "step.compute; or choose another plan, or sizes whose microbatches are a multiple of the ranks in every step"
+        )
 
     def _begin_statistics(self) -> None:
         if self._is_repeated:
@@ -372,6 +402,12 @@ class _Accumulation:
                 "all: return ls.Loss(total, weight) always, or never"
             )
         for place, part in zip(self._seen, self.parts, strict=False):  # earlier stages of a pipeline have no parts
+            if part.repeats != self._module.repeats:
+                raise LossError(
+                    f"after step {step.index}, microbatch {place}: the batch has {part.repeats} rows for each sample and had "
+                    f"{self._module.repeats} before; a mean over them would be weighted as one over samples; return ls.Sum(loss * n) with "
+                    "Recipe.weight = batch -> n, its rows, or ls.Loss(loss * n, n)"
+                )
             if part.terms.keys() != set(self._module.terms):
                 raise LossError(
                     f"after step {step.index}, microbatch {place}: the loss has terms {list(part.terms)} and had {self._module.terms} "

@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.base.errors import LossError
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import exact_sum
+from lockstep.training.losses.loss import no_weight
 from lockstep.training.microbatches import StepLayout
 from lockstep.training.train_module import TrainModule
 
@@ -43,7 +44,14 @@ class StepResult:
         if self.weights is None:
             return total
         weight = exact_sum(self.weights.tolist())
-        return total / weight if weight else math.nan
+        if not weight:
+            return 0.0 if not total else math.nan
+        return total / weight
+
+    @property
+    def is_without_weight(self) -> bool:
+        """True if the weights that only the forward knows add up to 0. Waits for the device."""
+        return self.weights is not None and not any(self.weights.tolist())
 
     def term_losses(self) -> dict[str, float]:
         """Each term's part of the loss, if there are several. Every rank calls it."""
@@ -88,8 +96,8 @@ class StepResult:
                     f"after step {self.layout.step}: the weight of microbatch {place} is {weight}; it divides the summed loss, and must be "
                     "finite and not negative"
                 )
-        if not any(weights):
-            raise LossError(no_weight(self.layout.step, "loss"))
+        if not any(weights) and (total := exact_sum(numbers_of(self.values))):
+            raise LossError(f"after step {self.layout.step}: {no_weight('loss', total)}")
 
     def _not_finite(self) -> str:
         module = self.module
@@ -106,10 +114,3 @@ class StepResult:
 
 def numbers_of(values: Tensor | list[float]) -> list[float]:
     return values if isinstance(values, list) else values.tolist()
-
-
-def no_weight(step: int, term: str) -> str:
-    return (
-        f"after step {step}: the weights of term {term!r} add up to 0 over the whole global batch; the loss is divided by their sum; check "
-        "the labels (are all ignored?) or use a larger global_batch"
-    )

@@ -84,6 +84,7 @@ class TrainModule:
         self.forward_knows_weight: bool | None = None
         """True for `ls.Loss`, with a weight that only the forward knows. None before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
+        self.repeats = 1  # see `Contribution`
         self.prescale: Tensor | None = None
         """Divisor of an `ls.Loss` before its backward: a power of two near the last step's weight; None at first."""
         self.gain: Tensor | float = 1.0  # the factor by which the latest step's summed gradient was multiplied
@@ -190,18 +191,21 @@ class TrainModule:
 
     def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
         """Agree on the kind of loss at the first commit: some ranks have no microbatch. Every rank calls it."""
-        mine = [parts[0].weight is not None, list(parts[0].terms)] if parts else None
-        self.forward_knows_weight, self.terms = next(kind for kind in self.mesh.world.gather_values(mine) if kind is not None)
+        mine = [parts[0].weight is not None, list(parts[0].terms), parts[0].repeats] if parts else None
+        kinds = self.mesh.world.gather_values(mine)
+        self.forward_knows_weight, self.terms, self.repeats = next(kind for kind in kinds if kind is not None)
 
-    def divide_by_weight(self, weights: Tensor | None) -> None:
-        """Divide the summed gradient by Σ `weights`, if given; NaN if that is 0. Choose the next step's `prescale`."""
+    def divide_by_weight(self, weights: Tensor | None, values: Tensor | list[float]) -> None:
+        """Divide the summed gradient by Σ `weights`, if given. If that is 0, it is 0 if all `values` of the loss are,
+        else NaN. Choose the next step's `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
         assert self.prescale is not None, "begin_step comes first"
         total = weights.double().sum()
         valid = (weights >= 0).all() & (total > 0) & torch.isfinite(total)
-        self.gain = torch.where(valid, self.prescale / total, math.nan)
+        nothing = (weights == 0).all() & (torch.as_tensor(values, device=weights.device) == 0).all()
+        self.gain = torch.where(valid, self.prescale / total, torch.where(nothing, 0.0, math.nan))
         if gradients := self.gradients():
             gradient_norm.scale(gradients, self.gain.to(gradients[0].dtype))
         self.prescale = torch.where(valid, torch.exp2(torch.round(torch.log2(total))), self.prescale)

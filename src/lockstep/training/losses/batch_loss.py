@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.base.errors import LossError
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.no_collectives import CollectiveCalled, as_one_process
 from lockstep.data.device import map_tensors
 from lockstep.data.loader import Microbatch
 from lockstep.recipe.recipe import Gathered, Sum
@@ -29,7 +30,9 @@ class BatchLoss:
     """The loss of the rows of a global batch. Called with (output, batch) of each microbatch, it returns the term whose
     gradient is that microbatch's part of the gradient."""
 
-    def __init__(self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch]) -> None:
+    def __init__(self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool) -> None:
+        """`watched`: look for collectives in its compute, which takes time."""
+        self._watched = watched
         self._loss = loss
         self._spans = spans
         self._current = current
@@ -61,7 +64,14 @@ class BatchLoss:
             leaves = [column.float() if column.dtype in (torch.float16, torch.bfloat16) else column for column in columns]
             for leaf in leaves:
                 leaf.requires_grad_(leaf.is_floating_point())
-            loss = self._loss.compute(*leaves)
+            try:
+                with as_one_process(watched=self._watched):
+                    loss = self._loss.compute(*leaves)
+            except CollectiveCalled as error:
+                raise LossError(
+                    f"{WHAT} calls {error} of torch.distributed in its compute, which every rank calls with the rows of all samples, so "
+                    "they would be counted once a rank; leave it out"
+                ) from None
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise LossError(f"{WHAT} computed {found}; it is a scalar tensor that depends on the collected rows; take its mean() or sum()")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.base.errors import LossError
 from lockstep.recipe.recipe import Loss, Sum
+from lockstep.training.losses.samples import rows_per_sample
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy leaves out by default
 SINGLE = "loss"  # the name of the only term, if the loss is not a dict
@@ -28,6 +29,8 @@ class Contribution(NamedTuple):
     value: Tensor | float  # Scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
     weight: Tensor | None  # Scalar; only of an `ls.Loss`
     terms: dict[str, Tensor]  # each term's part of the step's loss, if there are several
+    repeats: int = 1
+    """Rows of the batch for each sample, where the loss has a mean over them."""
 
 
 def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:
@@ -38,19 +41,25 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
     _check_terms(loss, weights)
     if isinstance(loss, Tensor) or not isinstance(loss, Mapping):  # the first test is ten times faster
         total = _term(SINGLE, loss, batch=batch, weights=weights)
+        _check_zero(SINGLE, loss, total, weights)
+        repeats = _repeats(SINGLE, loss, batch, samples)
         scale = _scale(SINGLE, loss, samples / step_samples, weights)
         if total.is_cpu:
             number = total.item()
-            return Contribution(total, _constant(scale if math.isfinite(number) else math.nan, total.dtype), number * scale, None, {})
+            start = _constant(scale if math.isfinite(number) else math.nan, total.dtype)
+            return Contribution(total, start, number * scale, None, {}, repeats)
         value = _recorded(total) * scale
-        return Contribution(total, _grad_output(total, value, scale), value, None, {})
-    scaled = {}
+        return Contribution(total, _grad_output(total, value, scale), value, None, {}, repeats)
+    scaled, repeats = {}, 1
     for name, term in loss.items():
-        scaled[name] = _term(name, term, batch=batch, weights=weights) * _scale(name, term, samples / step_samples, weights)
+        repeats = max(repeats, _repeats(name, term, batch, samples))
+        total = _term(name, term, batch=batch, weights=weights)
+        _check_zero(name, term, total, weights)
+        scaled[name] = total * _scale(name, term, samples / step_samples, weights)
     total = sum(scaled.values(), start=torch.zeros((), device=next(iter(scaled.values())).device))
     value = _recorded(total)
     terms = {name: term.detach() for name, term in scaled.items()}
-    return Contribution(total, _grad_output(total, value, 1.0), value, None, terms)
+    return Contribution(total, _grad_output(total, value, 1.0), value, None, terms, repeats)
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> dict[str, tuple[float, float]]:
@@ -65,7 +74,11 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
     found = {}
     for name, term in loss.items() if several else [(SINGLE, loss)]:
         total = float(_term(name, term, batch=batch, weights=weights, learns=False).detach())
-        pair = (total, weights[name]) if isinstance(term, Sum) and weights is not None else (total * samples, float(samples))
+        if isinstance(term, Sum) and weights is not None:
+            pair = total, weights[name]
+        else:
+            rows = float(samples * _repeats(name, term, batch, samples))
+            pair = total * rows, rows
         found[f"{SINGLE}/{name}" if several else SINGLE] = pair
     return found
 
@@ -109,9 +122,32 @@ def _check_same_names(terms: Mapping[str, Any], weights: Weights) -> None:
         )
 
 
+def _repeats(name: str, term: Any, batch: Any, samples: int) -> int:
+    """See `Contribution.repeats`. Raises `LossError` if a plain scalar is no mean over the samples."""
+    return 1 if isinstance(term, Sum) else rows_per_sample(name, batch, samples)
+
+
 def _scale(name: str, term: Any, fraction: float, weights: Weights | None) -> float:
-    """The factor of a term's total: 1 / Σ weight, or else `fraction`, this microbatch's share of the step's samples."""
-    return 1.0 / weights[name] if isinstance(term, Sum) and weights is not None else fraction
+    """The factor of a term's total: 1 / Σ weight (0 if that is 0), or else `fraction`, this microbatch's share of the
+    step's samples."""
+    if not isinstance(term, Sum) or weights is None:
+        return fraction
+    return 1.0 / weights[name] if weights[name] else 0.0
+
+
+def _check_zero(name: str, term: Any, total: Tensor, weights: Weights | None) -> None:
+    """Raise `LossError` if a term has no weight in the whole global batch, and is not 0."""
+    if weights is not None and isinstance(term, Sum) and not weights[name] and (value := float(total.detach())) != 0.0:
+        raise LossError(no_weight(name, value))
+
+
+def no_weight(term: str, value: float) -> str:
+    """The error for a term that has a value and no weight."""
+    return (
+        f"term {term!r} of the loss is {value:.6g} in a global batch in which its weights add up to 0; a term that counts nothing is "
+        "the sum of nothing, 0: return ls.Sum(total) of a sum (not of a mean, which is NaN for nothing), or let the weight count what "
+        "the term sums over"
+    )
 
 
 def _term(name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True) -> Tensor:
