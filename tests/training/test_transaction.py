@@ -189,7 +189,7 @@ def test_weights_that_add_up_to_nothing_change_nothing(pool: WorkerPool, tmp_pat
     changes = {"data": rows(SAMPLES), "loss": weightless}
     for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), "fast", changes):
         assert text.startswith(
-            "after step 0: term 'loss' of the loss is 8 in a global batch in which its weights add up to 0; a term that counts nothing"
+            "after step 0: term 'loss' of the loss is 4 in a global batch in which its weights add up to 0; a term that counts nothing"
         )
         assert unchanged
         assert steps == 0
