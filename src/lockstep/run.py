@@ -272,7 +272,7 @@ def _prepare(given: Recipe, session: Session) -> Recipe:
 
 def _result(session: Session, seconds: float, *, is_trained: bool) -> Result:
     run, recorder = session.run, session.context.recorder
-    state = session.context.mesh.union(run.model.state_dict())
+    state = run.modules[0].model_state()
     if is_trained:
         recorder.save_tensors("model.safetensors", state)
         run.hooks.call("on_save", run)

@@ -117,9 +117,12 @@ class Session:
             self.context.recorder.end({"steps": run.step, "plan": str(self.context.plan), "world_size": self.world_size})
 
     def finish(self) -> None:
-        """Call the hooks' `on_finish`; without it, that is done on leaving the `with`. Every rank calls it."""
+        """Put optimizers that have modes into evaluation mode, and call the hooks' `on_finish`. Every rank calls it.
+        Without it, that is done on leaving the `with`."""
         if not self._finished:
             self._finished = True
+            for module in self.run.modules:
+                module.modes.evaluate()
             self.run.hooks.call("on_finish", self.run)
 
     @property

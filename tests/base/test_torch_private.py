@@ -182,6 +182,13 @@ def test_own_parameters_buffers_and_modules():
     assert all(name in vars(module) for name in torch_private.MODULE_DICTS)
 
 
+def test_buffers_that_are_not_persistent_are_known():
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert torch_private.non_persistent_buffers(module) == {"scratch"}
+    assert "scratch" not in module.state_dict()
+
+
 def test_apply_to_own_tensors():
     module = nn.Sequential(nn.Linear(1, 1))
     torch_private.apply_to_own_tensors(module, torch.zeros_like)

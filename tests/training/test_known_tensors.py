@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.training import state
+from lockstep.training.optim.modes import OptimizerModes
 from lockstep.training.state import KnownTensors, state_of
 
 
@@ -29,7 +30,8 @@ def prepared() -> Any:
     model.other(model.norm(model.one(torch.randn(4, 3)))).sum().backward()
     optimizer.step()
     held = dict(model.named_parameters())
-    return SimpleNamespace(model=model, optimizers=[optimizer], held=held, state_dict=lambda: {"loss_scale": None})
+    parts = {"modes": OptimizerModes([optimizer], held), "left_out": None, "state_dict": lambda: {"loss_scale": None}}
+    return SimpleNamespace(model=model, optimizers=[optimizer], held=held, **parts)
 
 
 def replace_buffer(module: Any) -> None:
@@ -83,7 +85,7 @@ def test_other_objects_are_found(change: Callable[[Any], None]) -> None:
 def test_the_same_objects_are_not_searched_and_their_values_are_those_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     module, known = prepared(), KnownTensors()
     state_of([module], {}, known)
-    monkeypatch.setattr(state, "_saved", lambda _: pytest.fail("searched again"))
+    monkeypatch.setattr(state, "in_state", lambda _: pytest.fail("searched again"))
     module.optimizers[0].step()
     module.model.one.bias.data = torch.full((3,), 5.0)  # the same parameter, other memory
     module.optimizers[0].param_groups[0]["lr"] = 0.5

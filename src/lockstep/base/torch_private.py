@@ -192,6 +192,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the module's own buffers that its state dict leaves out."""
+    return module._non_persistent_buffers_set
+
+
 def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return what the module calls before its forward."""
     return list(module._forward_pre_hooks.values())

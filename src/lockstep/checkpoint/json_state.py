@@ -17,12 +17,16 @@ _TAG = "lockstep"
 """Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict with this key becomes a list of items."""
 
 
-def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+REMEDY = "have its state_dict return those, or leave it out"
+"""The remedy for a state that cannot be encoded."""
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REMEDY) -> Any:
     """Convert `value` to JSON. Its tensors are added to `tensors`, each under `name` and its path, as in
     `average/fc.weight`.
 
-    Raises `CheckpointError`, with the path and the type, for other types than JSON's, tuples, tensors, and NumPy
-    numbers and arrays.
+    Raises `CheckpointError`, with the path, the type and the `remedy`, for other types than JSON's, tuples, tensors,
+    and NumPy numbers and arrays.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -31,21 +35,25 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         array = np.asarray(value)
         if array.dtype.kind not in "biufc":
-            raise _cannot(name, f"a numpy array of {array.dtype}")
-        return {_TAG: "numpy", "value": encode(torch.from_numpy(array.copy()), name, tensors), "scalar": isinstance(value, np.generic)}
+            raise _cannot(name, f"a numpy array of {array.dtype}", remedy)
+        return {
+            _TAG: "numpy",
+            "value": encode(torch.from_numpy(array.copy()), name, tensors, remedy),
+            "scalar": isinstance(value, np.generic),
+        }
     if isinstance(value, Tensor):
-        return _named(value, name, tensors)
+        return _named(value, name, tensors, remedy)
     if isinstance(value, list | tuple):
-        items = [encode(item, f"{name}/{place}", tensors) for place, item in enumerate(value)]
+        items = [encode(item, f"{name}/{place}", tensors, remedy) for place, item in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: "tuple", "value": items}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and _TAG not in value:
-            return {key: encode(item, f"{name}/{key}", tensors) for key, item in value.items()}
+            return {key: encode(item, f"{name}/{key}", tensors, remedy) for key, item in value.items()}
         for key in value:
             if not isinstance(key, str | int | float | bool | None):
-                raise _cannot(name, f"a dict with a key {key!r} (a {type(key).__name__})")
-        return {_TAG: "dict", "value": [[key, encode(item, f"{name}/{key}", tensors)] for key, item in value.items()]}
-    raise _cannot(name, f"a {type(value).__qualname__}")
+                raise _cannot(name, f"a dict with a key {key!r} (a {type(key).__name__})", remedy)
+        return {_TAG: "dict", "value": [[key, encode(item, f"{name}/{key}", tensors, remedy)] for key, item in value.items()]}
+    raise _cannot(name, f"a {type(value).__qualname__}", remedy)
 
 
 def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
@@ -78,18 +86,18 @@ def tensors_in(encoded: Any) -> list[str]:
     return [name for item in encoded.values() for name in tensors_in(item)]
 
 
-def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> Any:
+def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor], remedy: str) -> Any:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or dtype not in DTYPES:
-        raise _cannot(name, f"a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}")
+        raise _cannot(name, f"a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}", remedy)
     while name in tensors:  # {"a": {"b": ...}, "a/b": ...}, or {1: ..., "1": ...}
         name += "'"
     tensors[name] = tensor.detach()
     return {_TAG: "tensor", "value": name}
 
 
-def _cannot(name: str, what: str) -> CheckpointError:
+def _cannot(name: str, what: str, remedy: str) -> CheckpointError:
     return CheckpointError(
         f"the state {name!r} is {what}; a checkpoint holds dense tensors, numbers, text, None, and lists, tuples and dicts of them "
-        "(nothing that takes a pickle); have its state_dict return those, or leave it out"
+        f"(nothing that takes a pickle); {remedy}"
     )

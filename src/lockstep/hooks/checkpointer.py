@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -23,7 +23,7 @@ from lockstep.hooks.scores import Scores
 from lockstep.saving import Resume, Saving, differences
 from lockstep.training.hook import Run
 from lockstep.training.optim import settings
-from lockstep.training.state import StateReader, restore, state_of
+from lockstep.training.state import State, StateReader, restore, state_of
 
 WAIT_SECONDS = 0.5  # between two exchanges of a save's state by the ranks that wait for it
 LAST_SECONDS = 10.0  # after an error, the longest wait for the save under way
@@ -41,6 +41,7 @@ class Checkpointer:
     _interval: float | None = field(init=False)  # seconds from one save to the next; None if steps are counted
     _since: float = field(init=False)  # when the last save began
     scores: Scores = field(init=False)
+    _began_at: int = 0  # steps done at the start
     _is_due: bool = False  # True if a save is due but waits for the one before it
     _saved: int = -1  # steps done at the last save that began, or at the start
     _is_open: bool = False  # true until the ranks have agreed on the result of the last save
@@ -68,23 +69,24 @@ class Checkpointer:
         """Called before the first step, with `saved` steps done in the newest checkpoint. Every rank calls it. Raises
         `CheckpointError` if nothing can be saved. `again`: the run goes on in place, and that is known; what a save
         needs is prepared when the next one comes."""
-        self._saved = saved
+        self._saved, self._began_at = saved, self.run.step
         self._on_rank_0(self.folder.remove_uncommitted, "written to")
         if not again:
             self._prepare()
         self._since = time.monotonic()
 
     def _prepare(self) -> None:
-        state = state_of(self.run.modules, self.run.stateful)
+        with self._state() as state:
+            tensors = state.tensors
         free = self._on_rank_0(self.folder.free_bytes, "written to")
-        needed = self._total_bytes(state.tensors)
+        needed = self._total_bytes(tensors)
         if free is not None and self.world.any(free < needed):
             needed = max(self.world.gather_values(needed))
             raise CheckpointError(
                 f"a checkpoint has at least {needed:,} bytes, and {self.folder} has {free:,} free; make room, or give another folder"
             )
         if self.saving.seconds is None:
-            self._saver.prepare(state.tensors)
+            self._saver.prepare(tensors)
 
     def is_time(self) -> bool:
         """True if a save is due by the clock of rank 0."""
@@ -93,6 +95,8 @@ class Checkpointer:
     def after_step(self, step: int, *, is_time: bool) -> None:
         """Begin a save if one is due and none is under way. Every rank calls it. Raises `CheckpointError` if too many
         failed in a row."""
+        if not (done := step - self._began_at) & (done - 1):  # after 1, 2, 4, 8, ... steps
+            self._check_saveable()
         self._poll()
         if (score := self.scores.now(self.run)) is not None and self.scores.improves(score):
             self.run.event("best-evaluation", metric=self.saving.best, value=score)
@@ -104,6 +108,17 @@ class Checkpointer:
         if self._is_due and self._has_ended():
             self._is_due = False
             self._save(step)
+
+    def _check_saveable(self) -> None:
+        """Raise `CheckpointError` on all ranks if one has state that cannot be saved: some appears in the first steps.
+        Every rank calls it."""
+        failure = None
+        try:
+            state_of(self.run.modules, self.run.stateful)
+        except CheckpointError as error:
+            failure = str(error)
+        if failure := next((each for each in self.world.gather_values(failure) if each is not None), None):
+            raise CheckpointError(failure)
 
     def wait(self) -> None:
         """Wait for the save under way. Every rank calls it."""
@@ -130,15 +145,25 @@ class Checkpointer:
             self._poll(LAST_SECONDS)
             if not self._saver.is_under_way and self._error is None:
                 return None
-        state = state_of(self.run.modules, self.run.stateful)
         part, parts = 0, 1
         for axis in map(self.run.context.mesh.axis, ("pipeline", "shard", "tensor")):
             part, parts = part * axis.size + axis.rank, parts * axis.size
         name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
-        values = {**state.values, **self.run.loop.values(), "step": step}
         metadata = {**self._metadata(), "score": None}
-        done = emergency_save(self.folder, name, part=part, parts=parts, tensors=state.tensors, values=values, metadata=metadata)
+        with self._state() as state:
+            values = {**state.values, **self.run.loop.values(), "step": step}
+            done = emergency_save(self.folder, name, part=part, parts=parts, tensors=state.tensors, values=values, metadata=metadata)
         return str(name) if done else None
+
+    @contextmanager
+    def _state(self) -> Iterator[State]:
+        """The state as it is saved, while the context is entered. Raises `CheckpointError`; `RecipeError` if the model
+        or an optimizer has parts that it was not prepared with, with which no run could be resumed."""
+        with ExitStack() as stack:
+            for module in self.run.modules:
+                module.snapshot.check_parts()
+                stack.enter_context(module.modes.evaluating())
+            yield state_of(self.run.modules, self.run.stateful)
 
     def restore(self, resume: Resume, *, allow_change: frozenset[str]) -> CheckpointReader | None:
         """Load the newest checkpoint that is not damaged, and return its reader. Every rank calls it.
@@ -238,13 +263,14 @@ class Checkpointer:
 
     def _save(self, step: int) -> None:
         self.compare()
-        state = state_of(self.run.modules, self.run.stateful)
         began = time.monotonic()
         score = self.scores.note(CheckpointName(step, self.attempt), self.run)
         scores = {str(name): value for name, value in self.scores.by_name.items()}
         keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": scores}
-        values = {**state.values, **self.run.loop.values(), "step": step}
-        self._saver.save(step, state.tensors, values=values, metadata={**self._metadata(), "score": score}, keep=keep)
+        metadata = {**self._metadata(), "score": score}
+        with self._state() as state:
+            values = {**state.values, **self.run.loop.values(), "step": step}
+            self._saver.save(step, state.tensors, values=values, metadata=metadata, keep=keep)
         self._saved, self._is_open, self._since = step, True, time.monotonic()
         self._stopped_seconds = self._since - began
 

@@ -22,6 +22,7 @@ from lockstep.recipe.checks import keeps_rest
 from lockstep.saving import Best, Resume, Saving
 from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.hook import ControlHook, Run
+from lockstep.training.left_out import LeftOut
 from lockstep.training.recovery.recovery import Recovery
 
 
@@ -59,6 +60,8 @@ class Checkpointing(ControlHook):
 
     def _load(self, run: Run, recovery: Recovery | None) -> None:
         context = run.context
+        for module in run.modules:
+            module.left_out = LeftOut(module.model, module.held)
         checkpointer = self._checkpointer = Checkpointer(run, self.folder, self.saving, compare=partial(self.audit.compare, run))
         found_in_memory = recovery.reader(context.world, context.plan) if recovery is not None and recovery.is_under_way else None
         if recovery is not None and found_in_memory is not None:

@@ -87,7 +87,7 @@ class EvaluationHook(ControlHook):
 
     def _measured(self, run: Run, prefix: str) -> dict[str, float]:
         average = self._average if self.evaluations[prefix].weights == "average" else None
-        with nullcontext() if average is None else average.applied(run):
+        with run.modules[0].modes.evaluating(), nullcontext() if average is None else average.applied(run):
             return self._evaluators[prefix].measure(run.step)
 
     def on_end(self, run: Run) -> None:

@@ -42,7 +42,7 @@ class ExponentialMovingAverage(Hook):
 
     def on_finish(self, run: Run) -> None:
         with self.applied(run):
-            run.save("model_average.safetensors", run.model.state_dict())
+            run.context.recorder.save_tensors("model_average.safetensors", run.modules[0].model_state())
 
     @contextmanager
     def applied(self, run: Run) -> Iterator[None]:

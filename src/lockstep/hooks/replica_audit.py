@@ -6,16 +6,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.base.errors import CheckpointError, DivergenceError
+from lockstep.checkpoint.json_state import encode
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.hooks.unsaved_state import UnsavedState
 from lockstep.training.hook import ControlHook, Hook, Run
-from lockstep.training.state import Stateful, state_of
+from lockstep.training.state import extra_state, state_of
 
 _WORD_BYTES = 8
 _MIX = 0x9E3779B97F4A7C15 - 2**64
@@ -43,6 +46,9 @@ class ReplicaAudit(ControlHook):
         replicas differ, `CheckpointError` if the state of a hook does."""
         self._unsaved.tell(run)
         mesh = run.context.mesh
+        for module in run.modules:
+            if module.left_out is not None:
+                module.left_out.agree(mesh.world)
         replicas = mesh.axis("replicate")
         if not self._every or self._agreed == run.step:
             return
@@ -83,9 +89,11 @@ def _checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _compare_hooks(run: Run) -> None:
-    """Compare the states of the users' hooks, and of what the session was told to include."""
-    others = {name: other for name, other in run.stateful.items() if other is not run}
-    if run.context.world.size == 1 or not others:
+    """Compare the states of the users' hooks, of what the session was told to include, and extra states of modules."""
+    others: dict[str, Callable[[], Any]] = {name: other.state_dict for name, other in run.stateful.items() if other is not run}
+    for number, module in enumerate(run.modules):
+        others[f"get_extra_state of model {number}"] = partial(extra_state, module.model)
+    if run.context.world.size == 1:
         return
     stage = run.context.mesh.axis("pipeline").rank  # a stage has the state of its own part of the model
     everyone = run.context.world.gather_values([stage, {name: _digest(name, other) for name, other in others.items()}])
@@ -100,15 +108,16 @@ def _compare_hooks(run: Run) -> None:
             )
 
 
-def _digest(name: str, other: Stateful) -> str:
+def _digest(name: str, read: Callable[[], Any]) -> str:
     """Return a hash of all that is not sharded; empty for a state that cannot be saved: the save says why."""
+    tensors: dict[str, Tensor] = {}
     try:
-        state = state_of((), {name: other})
+        encoded = encode(read(), name, tensors)
     except CheckpointError:
         return ""
-    whole = {path: tensor for path, tensor in state.tensors.items() if to_local(tensor) is tensor}
+    whole = {path: tensor for path, tensor in tensors.items() if to_local(tensor) is tensor}
     sums = [int(checksum(tensor).item()) for tensor in whole.values()]
-    return hashlib.sha256(json.dumps([state.values["state"], sums], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([encoded, sums], sort_keys=True).encode()).hexdigest()
 
 
 def difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:

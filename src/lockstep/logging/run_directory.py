@@ -287,7 +287,7 @@ def check_tensors(state_dict: Mapping[str, Any]) -> None:
             continue
         raise RecipeError(
             f"state dict entry {name!r} is {found}; model.safetensors holds dense tensors of integers, floats, bools and complex64; "
-            "change its type, or leave it out of the state dict (persistent=False)"
+            "change its type, or leave it out of the state dict (a buffer: persistent=False; get_extra_state: return a tensor)"
         )
 
 

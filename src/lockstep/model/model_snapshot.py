@@ -57,6 +57,21 @@ class ModelSnapshot:
     def check(self) -> list[str]:
         """Restore the modules' modes, and return the names of those that were in another one. Raises `RecipeError` if
         anything else has changed."""
+        self.check_parts()
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            place = next(i for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True)) if now is not then)
+            raise RecipeError(
+                f"parameter {self._parameter_names[place]!r} has requires_grad={trainable[place]} and had {self._trainable[place]} when "
+                "the model was prepared, or since run.freeze; ranks sum the gradients of what was trainable then; call "
+                "run.freeze(name) or run.unfreeze(name) in a hook, on every rank"
+            )
+        if [module.training for module in self._modules] == self._modes:
+            return []
+        return self._restore_modes()
+
+    def check_parts(self) -> None:
+        """Raise `RecipeError` if the model has other modules or parameters, or an optimizer other groups."""
         if self._members_now() != self._members:
             reshard(self._model)  # a forward of the script's own may have left parameters gathered
             if self._members_now() != self._members:
@@ -71,17 +86,6 @@ class ModelSnapshot:
                 f"{sum(map(len, self._grouped))} in {len(self._grouped)} when it was built; ranks sum the gradients of what it had then; "
                 "give it all parameters where it is built; for those to be trained later, call run.freeze and run.unfreeze in a hook"
             )
-        trainable = [parameter.requires_grad for parameter in self._parameters]
-        if trainable != self._trainable:
-            place = next(i for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True)) if now is not then)
-            raise RecipeError(
-                f"parameter {self._parameter_names[place]!r} has requires_grad={trainable[place]} and had {self._trainable[place]} when "
-                "the model was prepared, or since run.freeze; ranks sum the gradients of what was trainable then; call "
-                "run.freeze(name) or run.unfreeze(name) in a hook, on every rank"
-            )
-        if [module.training for module in self._modules] == self._modes:
-            return []
-        return self._restore_modes()
 
     def note_trainable(self) -> None:
         """Note which parameters are trainable now."""

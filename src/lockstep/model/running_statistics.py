@@ -94,10 +94,17 @@ class RunningStatistics:
         handled = [each.kept for each in self._scratches] + [each.kept for each in self._updating]
         ours = {id(buffer) for kept in handled for buffer in kept.values()}
         self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
+        self._places = {
+            name: (own, key)
+            for prefix, module in model.named_modules()
+            for own in (own_buffers(module),)
+            for key in own
+            if (name := f"{prefix}.{key}" if prefix else key) in self._others
+        }
+        """The dict that holds each of the other buffers, and its key there."""
         named = dict(model.named_parameters())
         self._watched = [*self._others.values(), *named.values()]
         self._names = [*(f"buffer {name!r}" for name in self._others), *(f"parameter {name!r}" for name in named)]
-        self._model = model
         self._world = mesh.world
         self._compares = self._world.any(bool(self._others))
         self.begin(compare=False)
@@ -109,6 +116,8 @@ class RunningStatistics:
     def begin(self, *, compare: bool) -> None:
         """Save the state of all that a forward must not change, before the first forward of a step.
         `compare`: also copy the buffers' bits, to find changes that torch does not count."""
+        self._others |= {name: buffer for name, (own, key) in self._places.items() if (buffer := own.get(key)) is not None}
+        self._watched[: len(self._others)] = self._others.values()  # one may have been replaced since the last step
         self._versions = [version(tensor) for tensor in self._watched]
         self._bits = {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
         for updating in self._updating:
@@ -149,11 +158,8 @@ class RunningStatistics:
         versions = [version(tensor) for tensor in self._watched]
         if versions != self._versions:
             return next(name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then)
-        if not self._others:
-            return None
-        here = dict(self._model.named_buffers())
-        for name, buffer in self._others.items():
-            if here.get(name) is not buffer:
+        for name, (own, key) in self._places.items():
+            if own.get(key) is not self._others[name]:
                 return f"buffer {name!r}"
         return next((f"buffer {name!r}" for name, bits in self._bits.items() if not torch.equal(bits, _bits(self._others[name]))), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -306,9 +307,13 @@ class Run:
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """Return a copy of the state dict of `model` with full tensors on the CPU, on every rank and under every plan:
-        for `save_pretrained`. Every rank calls it. None: the first."""
-        state = self.context.mesh.union((model or self.model).state_dict())
-        return {name: full_tensor(value.detach()).to("cpu", copy=True) for name, value in state.items()}
+        for `save_pretrained`. Optimizers that have modes are in evaluation mode then. Every rank calls it. None: the
+        first model."""
+        with ExitStack() as stack:
+            for module in self.modules:
+                stack.enter_context(module.modes.evaluating())
+            state = self.context.mesh.union((model or self.model).state_dict())
+            return {name: full_tensor(value.detach()).to("cpu", copy=True) for name, value in state.items()}
 
     def gradient_norms(self, model: nn.Module | None = None) -> dict[str, float]:
         """Return the norm of the gradient of each parameter that has one, by name. Every rank calls it, in

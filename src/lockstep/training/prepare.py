@@ -22,6 +22,7 @@ from lockstep.training.hook import Run
 from lockstep.training.optim import optimizers as optim
 from lockstep.training.optim.closure import check_closures
 from lockstep.training.optim.element_wise import needing_whole_tensors
+from lockstep.training.optim.modes import has_modes
 from lockstep.training.optim.whole_tensors import WholeTensorOptimizer
 from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.train_module import TrainModule
@@ -114,6 +115,8 @@ def prepare(
 
     def build() -> tuple[list[Optimizer], list[Optimizer]]:
         built = optim.build_optimizers(build_optimizer, model, in_part=parallel.pipeline is not None)
+        for optimizer in filter(has_modes, built):
+            optimizer.train()  # type: ignore[attr-defined]  # `has_modes`
         check_closures(built, context.plan, precision=context.precision, gradient_compression=context.gradient_compression)
         return built, needing_whole_tensors(built, context.plan)
 

@@ -40,14 +40,14 @@ class PretrainedWeights:
     def of(cls, weights: Weights, model: nn.Module, world: World) -> PretrainedWeights:
         """Open the file and find the model's tensors in it, before the model is parallelized. Every rank calls it.
         Raises `RecipeError`."""
-        ours = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors_of(model)}
-        tied = aliases(model)
-
         with ExitStack() as stack:
 
             def opened() -> tuple[PretrainedWeights, Any]:
                 tensors = open_tensors(weights.path)
                 stack.callback(tensors.close)
+                also = left_out_in(model, weights, tensors.specs)
+                ours = {name: _kind(tensor) for name, tensor in tensors_of(model, also)}
+                tied = aliases(model, also)
                 theirs = match_names(weights, tensors.specs, ours, tied)
                 specs = hash_bytes([json.dumps(sorted(tensors.specs.items())).encode()])
                 return cls(weights, tensors, theirs, sorted(ours.keys() - theirs.keys())), specs
@@ -61,7 +61,7 @@ class PretrainedWeights:
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
         """Load this rank's part into the model, and close the file. Every rank calls it. Raises `RecipeError`."""
-        state = {name: tensor for name, tensor in tensors_of(model) if name in self.theirs}
+        state = {name: tensor for name, tensor in tensors_of(model, self.theirs) if name in self.theirs}
         with closing(self.tensors):
             _, everyone = _exchange(lambda: (None, self._filled(state)), world)
         converted = Counter(
@@ -103,6 +103,17 @@ class PretrainedWeights:
                     f"both; leave one out, Weights(names={{{other!r}: None}}), or do not tie them"
                 )
         return part
+
+
+def left_out_in(model: nn.Module, weights: Weights, theirs: Kinds) -> set[str]:
+    """Return the parameters that count even if the state dict leaves them out: trained ones, and those in the file."""
+    named = dict(model.named_parameters())
+    there = {_renamed(weights.names, name) for name in theirs}
+    return {name for name, parameter in named.items() if name in there or parameter.requires_grad}
+
+
+def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def match_names(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]) -> dict[str, list[str]]:

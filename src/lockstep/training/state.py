@@ -1,12 +1,17 @@
 """The state of a session in a checkpoint: tensors by name, and JSON. The names do not depend on the plan.
 
-`0/model/fc.weight` is a parameter or buffer of the first model, `0/optimizer/0/fc.weight/exp_avg` its first optimizer's
-state for it, and `state/average/...` an entry of the state_dict of a hook or of an object given to `session.include`.
+| name | tensor |
+|---|---|
+| `0/model/fc.weight` | a parameter or buffer of the first model, or a module's extra state |
+| `0/transient/queue` | a buffer with persistent=False that has changed |
+| `0/train-mode/fc.weight` | a parameter's value in the optimizer's training mode; `0/model/...` is then that to use |
+| `0/optimizer/0/fc.weight/exp_avg` | the first optimizer's state for a parameter |
+| `state/average/...` | an entry of the state_dict of a hook or of an object given to `session.include` |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Protocol, runtime_checkable
@@ -16,16 +21,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.base.errors import CheckpointError, first_few
-from lockstep.base.torch_private import own_buffers, own_modules, own_parameters
+from lockstep.base.torch_private import own_buffers, own_modules, own_parameters, tree_map
 from lockstep.checkpoint.json_state import decode, encode, tensors_in
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.tensor_shards import torch_dtype
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
+from lockstep.training.left_out import in_state, not_persistent
+from lockstep.training.optim.optimizer_state import Kinds, OptimizerState, allocate, has_own_pair, remedy
 from lockstep.training.train_module import TrainModule
 
 _PLAN_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
 """Settings of param groups that are not saved, because they depend on the plan."""
+
+EXTRA_STATE = "_extra_state"
+"""The key of a module's extra state in its state dict."""
 
 
 @runtime_checkable
@@ -81,8 +91,7 @@ class _ModuleTensors:
     """The tensors of a module in a state, and where they were found."""
 
     tensors: dict[str, Tensor]
-    rests: list[dict[str, dict[str, Any]]]
-    """For each optimizer the values that are no tensors, by parameter."""
+    optimizers: list[OptimizerState]
     tied: dict[str, str]
     places: list[tuple[Mapping[Any, Any], Sequence[Any]]]
     """The dicts that held them, and their values."""
@@ -91,24 +100,24 @@ class _ModuleTensors:
 
     @classmethod
     def find(cls, module: TrainModule, number: int) -> _ModuleTensors:
-        saved = list(_saved(module.model))
+        saved = list(in_state(module.model, module.held))
         tied = _aliases(saved)
         tensors = {f"{number}/model/{name}": tensor for name, tensor in saved if name not in tied}
         places: list[Mapping[Any, Any]] = [
             each for part in module.model.modules() for each in (own_modules(part), own_parameters(part), own_buffers(part))
         ]
-        rests = []
+        optimizers = []
         for place, optimizer in enumerate(module.optimizers):
-            of_optimizer, rest = _optimizer_state(optimizer, _named_parameters(module), f"{number}/optimizer/{place}")
-            tensors.update(of_optimizer)
-            rests.append(rest)
-            places += [optimizer.state, *optimizer.state.values()]
+            found = OptimizerState.of(optimizer, module.held)
+            tensors.update(_optimizer_tensors(found.tensors, f"{number}/optimizer/{place}"))
+            optimizers.append(found)
+            places += [optimizer.state, *(values for values in optimizer.state.values() if isinstance(values, Mapping))]
         states = [(optimizer, optimizer.state) for optimizer in module.optimizers]
-        return cls(tensors, rests, tied, [(place, [*place.values()]) for place in places], states)
+        return cls(tensors, optimizers, tied, [(place, [*place.values()]) for place in places], states)
 
     def is_current(self) -> bool:
         """True if the module and its optimizers hold the same objects as then."""
-        if not all(optimizer.state is state for optimizer, state in self.states):
+        if any(optimizer.state is not state or has_own_pair(optimizer) for optimizer, state in self.states):
             return False
         return all(len(place) == len(values) and all(map(is_, place.values(), values)) for place, values in self.places)
 
@@ -134,113 +143,124 @@ def restore(reader: StateReader, modules: Sequence[TrainModule], others: Mapping
     """
     values = reader.manifest.values
     _check_same_parts(values, modules, others)
-    targets = {f"{number}/model/{name}": tensor for number, module in enumerate(modules) for name, tensor in tensors_of(module.model)}
+    targets: dict[str, Tensor] = {}
+    states = []
     for number, module in enumerate(modules):
+        targets |= _model_targets(module, number, values["modules"][str(number)], reader.tensors)
         for place, optimizer in enumerate(module.optimizers):
-            _allocate_saved_state(optimizer, dict(_named_parameters(module)), f"{number}/optimizer/{place}", reader.tensors)
-            targets |= _optimizer_state(optimizer, _named_parameters(module), f"{number}/optimizer/{place}")[0]
-    other_tensors = set(tensors_in(values))
-    _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in other_tensors}, mesh)
+            state = OptimizerState(allocate(optimizer, module.held, f"{number}/optimizer/{place}", reader.tensors))
+            targets |= _optimizer_tensors(state.tensors, f"{number}/optimizer/{place}")
+            states.append(state)
+    encoded = set(tensors_in(values))
+    not_loaded = {name.replace("/train-mode/", "/model/", 1) for name in reader.tensors if name.split("/")[1] == "train-mode"}
+    _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in encoded | not_loaded}, mesh)
     now = state_of((), others).tensors
-    targets |= {name: _empty_like(now.get(name), *reader.tensors[name]) for name in tensors_in(values)}
+    targets |= {name: _empty_like(now.get(name), *reader.tensors[name]) for name in encoded}
     reader.load_into(targets, mesh.world)
+    left = iter(states)
     for number, module in enumerate(modules):
-        _restore_module(module, values["modules"][str(number)], targets)
+        _restore_module(module, values["modules"][str(number)], left, targets)
     for name, other in others.items():
         other.load_state_dict(decode(values["state"][name], targets.__getitem__))
 
 
+def _model_targets(module: TrainModule, number: int, saved: Mapping[str, Any], there: Kinds) -> dict[str, Tensor]:
+    """Return the tensors of a model into which saved ones are loaded, by the saved names."""
+    named: dict[str, Tensor] = {**dict(module.model.named_parameters()), **dict(module.model.named_buffers())}
+    found = {f"{number}/model/{name}": tensor for name, tensor in tensors_of(module.model, module.held)}
+    for name, tensor in named.items():
+        for key in (f"{number}/model/{name}", f"{number}/transient/{name}"):
+            if key in there:
+                if name in saved["resized"] and tensor.shape != there[key][1]:
+                    tensor.data = torch.empty(there[key][1], dtype=tensor.dtype, device=tensor.device)
+                found[key] = tensor.detach()
+        if f"{number}/train-mode/{name}" in there:
+            found[f"{number}/train-mode/{name}"] = found.pop(f"{number}/model/{name}")
+    return found
+
+
 def _module_state(module: TrainModule, number: int, found: _ModuleTensors, tensors: dict[str, Tensor]) -> dict[str, Any]:
     tensors.update(found.tensors)
+    tensors.update({f"{number}/train-mode/{name}": value for name, value in module.modes.training_values.items()})
+    resized: list[str] = []
+    if module.left_out is not None:
+        transient, resized = not_persistent(module.model), module.left_out.resized()
+        tensors.update(
+            {f"{number}/{'transient' if name in transient else 'model'}/{name}": t for name, t in module.left_out.changed().items()}
+        )
     optimizers: dict[str, Any] = {}
-    for place, (optimizer, rest) in enumerate(zip(module.optimizers, found.rests, strict=True)):
-        groups = [
-            {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key not in _PLAN_SETTINGS}
-            for group in optimizer.param_groups
+    for place, (optimizer, state) in enumerate(zip(module.optimizers, found.optimizers, strict=True)):
+        if state.more and module.parallel.pipeline is not None:
+            raise CheckpointError(
+                f"{type(optimizer).__name__}.state_dict() has {', '.join(state.more)} besides 'state', with a pipeline; each "
+                "stage has an optimizer, and what belongs to no parameter has no place in one checkpoint; return it in 'state', "
+                "by parameter, or use another plan"
+            )
+        described: dict[str, Any] = {"class": type(optimizer).__qualname__, "rest": state.rest, "shared": state.shared, "more": state.more}
+        described["groups"] = [
+            {key: _number(value) for key, value in group.items() if key not in _PLAN_SETTINGS}
+            for group in module.modes.groups_of(optimizer)
         ]
-        described = {"class": type(optimizer).__qualname__, "groups": groups, "rest": rest}
-        optimizers[str(place)] = encode(described, f"{number}/optimizer/{place}", tensors)
+        optimizers[str(place)] = encode(described, f"{number}/optimizer/{place}", tensors, remedy(optimizer))
+    extra = {
+        key: encode(value, f"{number}/{'model' if isinstance(value, Tensor) else 'extra'}/{key}", tensors)
+        for key, value in extra_state(module.model).items()
+    }
     training = encode(module.state_dict(), f"{number}/training", tensors)
-    return {"optimizers": optimizers, "training": training, "tied": found.tied}
+    return {"optimizers": optimizers, "training": training, "tied": found.tied, "extra": extra, "resized": dict.fromkeys(resized, True)}
 
 
-def _restore_module(module: TrainModule, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _restore_module(module: TrainModule, saved: Mapping[str, Any], states: Iterator[OptimizerState], tensors: Mapping[str, Tensor]) -> None:
     for optimizer, encoded in zip(module.optimizers, saved["optimizers"].values(), strict=True):
-        its = decode(encoded, tensors.__getitem__)
-        for group, values in zip(optimizer.param_groups, its["groups"], strict=True):
-            for key, value in values.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
-        for name, parameter in _named_parameters(module):
-            if name in its["rest"]:
-                optimizer.state[parameter].update(its["rest"][name])
+        state, its = next(states), decode(encoded, tensors.__getitem__)
+        state.rest = {name: _on_device(its["rest"][name], parameter) for name, parameter in module.held.items() if name in its["rest"]}
+        state.shared, state.more = its["shared"], its["more"]
+        state.load(optimizer, module.held, its["groups"])
+    for name, part in module.model.named_modules():
+        key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
+        if key in saved["extra"]:
+            part.set_extra_state(decode(saved["extra"][key], tensors.__getitem__))
     module.load_state_dict(decode(saved["training"], tensors.__getitem__))
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers in the model's state dict, tied ones once, by their first names."""
-    saved = list(_saved(model))
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """Return what the modules' `get_extra_state` return, by the names in the state dict."""
+    return {
+        f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE: module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _optimizer_tensors(tensors: Mapping[str, Mapping[str, Tensor]], prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}/{name}/{key}": tensor for name, by_key in tensors.items() for key, tensor in by_key.items()}
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _on_device(values: Any, parameter: Tensor) -> Any:
+    return tree_map(lambda leaf: leaf.to(parameter.device) if isinstance(leaf, Tensor) else leaf, values)
+
+
+def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers in the model's state dict, tied ones once, by their first names. `also`: names of
+    parameters that count although the state dict leaves them out."""
+    saved = list(in_state(model, also))
     others = _aliases(saved)
     return ((name, tensor.detach()) for name, tensor in saved if name not in others)
 
 
-def aliases(model: nn.Module) -> dict[str, str]:
-    """Further name -> first name of tied parameters and buffers in the state dict."""
-    return _aliases(list(_saved(model)))
+def aliases(model: nn.Module, also: Collection[str] = ()) -> dict[str, str]:
+    """Further name -> first name of tied parameters and buffers, of those of `tensors_of`."""
+    return _aliases(list(in_state(model, also)))
 
 
 def _aliases(saved: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     firsts: dict[int, str] = {}
     found = {name: firsts.setdefault(id(tensor), name) for name, tensor in saved}
     return {name: first for name, first in found.items() if name != first}
-
-
-def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, under all of their names in the state dict."""
-    saved = model.state_dict().keys()
-    for named in (model.named_parameters, model.named_buffers):
-        yield from ((name, tensor) for name, tensor in named(remove_duplicate=False) if name in saved)
-
-
-def _named_parameters(module: TrainModule) -> Iterator[tuple[str, nn.Parameter]]:
-    return iter(module.held.items())
-
-
-def _optimizer_state(
-    optimizer: Optimizer, named: Iterator[tuple[str, nn.Parameter]], prefix: str
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the optimizer's state: tensors by name, and other values by parameter."""
-    tensors: dict[str, Tensor] = {}
-    rest: dict[str, dict[str, Any]] = {}
-    for name, parameter in named:
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"{prefix}/{name}/{key}"] = value
-            else:
-                rest.setdefault(name, {})[key] = value
-    return tensors, rest
-
-
-def _allocate_saved_state(
-    optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> None:
-    """Allocate the state tensors that the optimizer would create in its first step, as in the checkpoint."""
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
-    for full, (dtype, shape) in saved.items():
-        if not full.startswith(f"{prefix}/"):
-            continue
-        name, _, key = full.removeprefix(f"{prefix}/").rpartition("/")
-        parameter = named.get(name)
-        if parameter is None or id(parameter) not in mine or key in optimizer.state[parameter]:
-            continue
-        if shape == tuple(parameter.shape):
-            optimizer.state[parameter][key] = torch.empty_like(parameter.detach(), dtype=torch_dtype(dtype))
-        else:
-            device = "cpu" if key == "step" and not on_device else parameter.device
-            optimizer.state[parameter][key] = torch.empty(shape, dtype=torch_dtype(dtype), device=device)
 
 
 def _empty_like(template: Tensor | None, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -27,9 +27,11 @@ from lockstep.training.context import Context
 from lockstep.training.executors.executor import Executor
 from lockstep.training.executors.pipelined import PipelineExecutor
 from lockstep.training.executors.serial import SerialExecutor
+from lockstep.training.left_out import LeftOut, complete_state_dict
 from lockstep.training.losses.loss import Contribution
 from lockstep.training.optim import gradient_norm, optimizers as optim
 from lockstep.training.optim.closure import needs_closure
+from lockstep.training.optim.modes import OptimizerModes
 from lockstep.training.optim.schedule import Schedule
 from lockstep.training.optim.settings import Settings, differing, settings_of
 from lockstep.training.reducers.compression import compression_for
@@ -67,6 +69,9 @@ class TrainModule:
         self.needs_closure = any(map(needs_closure, optimizers))
         self.held = held_by(model, optimizers)
         """The parameters that the optimizers hold, by name, frozen ones too."""
+        self.modes = OptimizerModes(optimizers, self.held)
+        self.left_out: LeftOut | None = None
+        """What is saved only if it changes. None in a run that saves nothing."""
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.mesh = context.mesh
         self.device = context.device
@@ -290,6 +295,12 @@ class TrainModule:
 
     def _after_stage(self, stage: int) -> None:
         self.statistics[stage].note_microbatch()
+
+    def model_state(self) -> Mapping[str, Any]:
+        """The state of the whole model that is trained: its state dict, and what that leaves out although an optimizer
+        holds it or it has changed, without buffers with persistent=False. Every rank calls it."""
+        changed = {} if self.left_out is None else self.left_out.changed()
+        return self.mesh.union(complete_state_dict(self.model, self.held, changed, self.mesh.world))
 
     def state_dict(self) -> dict[str, Any]:
         """The state besides that of the model and the optimizers."""

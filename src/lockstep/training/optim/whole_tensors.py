@@ -8,15 +8,19 @@ which each rank keeps its shard.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lockstep.base.errors import CheckpointError
+from lockstep.checkpoint.json_state import decode, encode
 from lockstep.comm.mesh import full_tensor, to_local
 from lockstep.comm.world import World
+
+_STATE = "state"
+_REMEDY = "under shard one rank updates each tensor, and sends its state to the others; use replicate"
 
 
 class WholeTensorOptimizer:
@@ -68,18 +72,27 @@ class WholeTensorOptimizer:
         """Take over this rank's shard of what the owner has updated."""
         owner = self._owners[id(parameter)]
         to_local(parameter.detach()).copy_(self._shard(parameter, None if mine is None else mine.detach(), owner))
-        new: dict[str, Any] = {} if mine is None else copied.state[mine]
-        described = {name: [str(v.dtype).removeprefix("torch."), list(v.shape)] if isinstance(v, Tensor) else v for name, v in new.items()}
+        tensors: dict[str, Tensor] = {}
+        encoded, failure = None, None
+        if mine is not None:
+            try:
+                encoded = encode(copied.state[mine], _STATE, tensors, _REMEDY)
+            except CheckpointError as error:
+                failure = str(error)
+        kinds = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
+        encoded, kinds, failure = self._world.value_of(owner, [encoded, kinds, failure])
+        if failure is not None:
+            raise CheckpointError(f"{type(self._optimizer).__name__} with shard={self._world.size}: {failure}")
         state = self._optimizer.state[parameter]
-        for name, kind in self._world.value_of(owner, described).items():
-            if not isinstance(kind, list):
-                state[name] = kind
-            elif tuple(kind[1]) == tuple(parameter.shape):
-                if name not in state:
-                    state[name] = torch.zeros_like(parameter.detach(), dtype=getattr(torch, kind[0]))
-                to_local(state[name]).copy_(self._shard(state[name], new.get(name), owner))
-            else:
-                state[name] = self._received(new.get(name), kind[1], getattr(torch, kind[0]), owner)
+        received: dict[str, Tensor] = {}
+        for name, (dtype, shape) in kinds.items():
+            now, value = state.get(name.removeprefix(f"{_STATE}/")), tensors.get(name)
+            if shape != list(parameter.shape) or name.count("/") > 1:
+                received[name] = self._received(value, shape, getattr(torch, dtype), owner)
+                continue
+            received[name] = now if isinstance(now, Tensor) else torch.zeros_like(parameter.detach(), dtype=getattr(torch, dtype))
+            to_local(received[name]).copy_(self._shard(received[name], value, owner))
+        state.update(decode(encoded, received.__getitem__))
 
     def _shard(self, like: Tensor, value: Tensor | None, owner: int) -> Tensor:
         """This rank's shard of the owner's `value`, which is distributed as `like`."""

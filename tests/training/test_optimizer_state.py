@@ -1,0 +1,311 @@
+"""State of optimizers beside tensors by parameter: saved by a pair of their own, or refused in the first step.
+
+Also optimizers with a training and an evaluation mode, and changes of an optimizer that are refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from training.subjects import recipe, rows, same, sgd
+
+import lockstep as ls
+from lockstep.base.errors import CheckpointError, UserError
+from lockstep.cli.export import export
+from lockstep.launch.termination import Preempted
+from lockstep.testing.pool import WorkerPool
+
+STEPS, STOPPED_AT = 6, 3
+
+
+class Projector:
+    """An object of a user's, such as GaLore keeps for each matrix."""
+
+    def __init__(self, basis: Tensor) -> None:
+        self.basis = basis
+
+
+class GaLore(torch.optim.Optimizer):
+    """Moments of the gradient in a subspace that is found in the first step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            state, grad = self.state[p], p.grad
+            if p.dim() == 2:
+                if "projector" not in state:
+                    state["projector"] = Projector(torch.linalg.svd(grad, full_matrices=False)[2][:2])
+                grad = grad @ state["projector"].basis.T
+            state.setdefault("momentum", torch.zeros_like(grad)).lerp_(grad, 0.5)
+            p.sub_(self.param_groups[0]["lr"] * (state["momentum"] @ state["projector"].basis if p.dim() == 2 else state["momentum"]))
+
+
+class SavedGaLore(GaLore):
+    """With the remedy, as one writes it: the dicts of torch's state dict are those of the optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        for state in saved["state"].values():
+            if "projector" in state:
+                state["projector"] = {"basis": state["projector"].basis, "kind": "right"}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if "projector" in state:
+                state["projector"] = Projector(state["projector"]["basis"])
+
+
+class Wrapping(torch.optim.Optimizer):
+    """One that keeps another optimizer, as SAM and Lookahead do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.inner = torch.optim.SGD(self.param_groups, lr=1e-2, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+class SavedWrapping(Wrapping):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+        self.inner.param_groups = self.param_groups
+        self.inner.load_state_dict(state_dict["inner"])
+
+
+class Nested(torch.optim.Optimizer):
+    """Tensors in lists, and state of no one parameter. It needs whole tensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            pair = state.setdefault("pair", [torch.zeros_like(p), torch.zeros(())])
+            pair[0].lerp_(p.grad, 0.5)
+            pair[1].lerp_(p.grad.norm(), 0.5)
+            p.sub_(self.param_groups[0]["lr"] * pair[0] / (pair[1] + self.state["steps"]))
+
+
+class ByParameter(Nested):
+    """The same without the state of no one parameter, which a copy of the optimizer for one tensor would not have."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] = 0
+        super().step()
+        del self.state["steps"]
+
+
+class Widened(torch.optim.Optimizer):
+    """float64 moments of float32 parameters, and a pair that relies on torch's, which casts them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            moment = self.state[p].setdefault("moment", torch.zeros_like(p, dtype=torch.float64))
+            moment.lerp_(p.grad.double(), 0.3)
+            p.sub_((1e-2 * moment).float())
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD without a schedule (Defazio et al., 2024): trains at y, between z and the average x, which is the model."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "train_mode": False, "k": 0})
+
+    @torch.no_grad()
+    def _move(self, weight: float, train: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not train:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight)
+                group["train_mode"] = train
+
+    def train(self) -> None:
+        self._move(0.1, True)
+
+    def eval(self) -> None:
+        self._move(1 - 1 / 0.9, False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("not in train mode")
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"])
+                p.sub_(group["lr"] * (0.9 * (1 - 1 / group["k"])) * p.grad)
+                z.sub_(group["lr"] * p.grad)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    each.__name__: each for each in (GaLore, SavedGaLore, Wrapping, SavedWrapping, Nested, ByParameter, Widened, ScheduleFree)
+}
+
+
+class Asked(ls.Hook):
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+
+    def after_step(self, run: Any) -> None:
+        if run.step == self.at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def trained(optimizer: str, run_dir: str, plan: str, at: int | None = None, every: int = 4) -> str:
+    """Returns the fingerprint; empty if the run was asked to end; the error, if it was refused."""
+    given = recipe(optimizer=lambda model: OPTIMIZERS[optimizer](model.parameters()), steps=STEPS)
+    try:
+        return ls.train(given, hooks=[Asked(at)], run_dir=run_dir, plan=plan, saving=ls.Saving(every=every)).fingerprint
+    except Preempted:
+        return ""
+    except CheckpointError as error:
+        return str(error)
+
+
+def resumed(folder: str, plan: str, names: list[str]) -> dict[str, tuple[str, str]]:
+    """For each optimizer the fingerprint of a whole run, and of one that was asked to end and goes on."""
+    found = {}
+    for name in names:
+        expected = trained(name, f"{folder}/{name}-whole", plan)
+        assert trained(name, f"{folder}/{name}-cut", plan, STOPPED_AT, every=1) == ""
+        found[name] = expected, trained(name, f"{folder}/{name}-cut", plan)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "processes", "names"),
+    [
+        ("replicate=1", 1, ["SavedGaLore", "SavedWrapping", "Nested", "Widened", "ScheduleFree"]),
+        ("replicate=2", 2, ["SavedGaLore", "SavedWrapping", "Nested", "Widened", "ScheduleFree"]),
+        ("shard=2", 2, ["ByParameter", "Widened", "ScheduleFree"]),
+    ],
+)
+def test_a_resumed_run_ends_as_a_whole_one(pool: WorkerPool, tmp_path: Path, plan: str, processes: int, names: list[str]) -> None:
+    for found in pool.run(processes, resumed, str(tmp_path), plan, names):
+        assert {name: after for name, (_, after) in found.items()} == {name: whole for name, (whole, _) in found.items()}
+
+
+@pytest.mark.parametrize(("plan", "processes"), [("replicate=1", 1), ("replicate=2", 2)])
+def test_what_cannot_be_saved_is_refused_in_the_first_step_and_the_remedy_works(
+    pool: WorkerPool, tmp_path: Path, plan: str, processes: int
+) -> None:
+    for name, words in {"GaLore": "is a Projector", "Wrapping": "Wrapping.inner is another optimizer"}.items():
+        path = tmp_path / name
+        for error in pool.run(processes, trained, name, str(path), plan):
+            assert words in error
+            assert f"give {name} both a state_dict()" in error
+        assert not any((path / "checkpoints").glob("step-*"))
+        assert not (path / "metrics.jsonl").exists() or len((path / "metrics.jsonl").read_text().splitlines()) <= 1
+        for fingerprint in pool.run(processes, trained, f"Saved{name}", str(path), plan):
+            assert len(fingerprint) == 64
+
+
+def test_under_shard_an_object_is_refused_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    for error in pool.run(2, trained, "SavedGaLore", str(tmp_path / "run"), "shard=2"):
+        assert "is a Projector" in error
+        assert error.endswith("use replicate")
+
+
+class Noted(ls.Hook):
+    """What is exported after each evaluation, and the parameters in the next step."""
+
+    def __init__(self) -> None:
+        self.exported: dict[int, dict[str, Tensor]] = {}
+        self.moved = False
+
+    def after_evaluation(self, run: Any, metrics: dict[str, float]) -> None:
+        self.exported[run.step] = run.full_state_dict()
+        self.moved |= same(self.exported[run.step]["0.bias"], run.model[0].bias.detach())
+
+
+def averaged(run_dir: str, plan: str) -> tuple[dict[int, dict[str, Tensor]], bool, list[float], str, str]:
+    """Returns what was exported; whether it ever was what is trained; the last loss, and those of the files of the end
+    and of the best checkpoint, measured anew; and the fingerprints of this run and of one without evaluations."""
+    given: dict[str, Any] = {"optimizer": lambda model: ScheduleFree(model.parameters()), "steps": STEPS}
+    evaluated = {**given, "evaluation": ls.Evaluation(data=rows(16, seed=9), every=2)}
+    noted, saving = Noted(), ls.Saving(every=1, best="loss", mode="max")
+    result = ls.train(recipe(**evaluated), run_dir=run_dir, plan=plan, hooks=[noted], saving=saving)
+    assert result.best is not None
+    if result.rank == 0:
+        export(f"{run_dir}/checkpoints/{result.best.checkpoint}", Path(f"{run_dir}/best.safetensors"))
+    plain = ls.train(recipe(**given), run_dir=f"{run_dir}-plain", plan=plan)
+    files = [f"{run_dir}/{name}.safetensors" for name in ("model", "best")]
+    losses = [ls.evaluate(recipe(**evaluated), file, plan=plan, run_dir=f"{file}-evaluated")["loss"] for file in files]
+    return noted.exported, noted.moved, [result.metrics["loss"], result.best.value, *losses], result.fingerprint, plain.fingerprint
+
+
+@pytest.mark.parametrize(("plan", "processes"), [("replicate=1", 1), ("shard=2", 2)])
+def test_the_weights_of_evaluation_mode_are_measured_saved_and_exported(
+    pool: WorkerPool, tmp_path: Path, plan: str, processes: int
+) -> None:
+    for exported, moved, losses, fingerprint, plain in pool.run(processes, averaged, str(tmp_path / "run"), plan):
+        assert not moved
+        assert losses[:2] == pytest.approx(losses[2:], rel=1e-6)
+        assert losses[0] < losses[1]
+        assert fingerprint == plain
+        assert same(load_file(tmp_path / "run" / "model.safetensors"), exported[STEPS])
+        assert same(load_file(tmp_path / "run" / "best.safetensors"), exported[2])
+
+
+class Adds(ls.Hook):
+    def __init__(self, change: str) -> None:
+        self.change = change
+
+    def after_step(self, run: Any) -> None:
+        if run.step == 3 and self.change == "group":
+            run.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        elif run.step == 3 and self.change == "module":
+            run.model[2] = nn.Linear(16, 3)
+
+
+def changed(run_dir: str, change: str, every: int) -> str:
+    given = recipe(optimizer=sgd, steps=STEPS)
+    try:
+        return ls.train(given, run_dir=run_dir, hooks=[Adds(change)], saving=ls.Saving(every=every)).fingerprint
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_change_that_is_refused_is_not_saved(pool: WorkerPool, tmp_path: Path, processes: int) -> None:
+    (whole, *_) = pool.run(processes, changed, str(tmp_path / "whole"), "", 100)
+    for change, every in (("group", 1), ("group", 100), ("module", 1)):
+        path = str(tmp_path / f"{change}-{every}")
+        assert all("ranks sum the gradients of" in said for said in pool.run(processes, changed, path, change, every))
+        assert pool.run(processes, changed, path, "", every) == [whole] * processes
