@@ -14,7 +14,7 @@ from lockstep.base.garbage import collector_paused
 from lockstep.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lockstep.cli.export import export_pretrained as export_pretrained
+    from lockstep.cli.export import export_pretrained as export_pretrained, load as load
     from lockstep.data import samplers as samplers
     from lockstep.hooks.early_stopping import EarlyStopping as EarlyStopping
     from lockstep.hooks.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
@@ -65,6 +65,7 @@ _HOME = {
     "evaluate": "lockstep.run",
     "export_pretrained": "lockstep.cli.export",
     "fingerprint": "lockstep.logging.fingerprint",
+    "load": "lockstep.cli.export",
     "once": "lockstep.ranks",
     "param": "lockstep.recipe.parameters",
     "rank": "lockstep.ranks",

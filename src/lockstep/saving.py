@@ -88,6 +88,8 @@ class Best:
     """Optimizer steps done."""
     checkpoint: str | None
     """Name of its checkpoint. None: it is the final model, `model.safetensors` in the run directory."""
+    weights: str
+    """Path or URL of its weights, for `ls.evaluate`, `Recipe.weights` and `ls.load`."""
 
 
 def interval(text: str, name: str) -> int | str:

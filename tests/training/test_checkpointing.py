@@ -587,7 +587,7 @@ def test_the_best_is_saved_when_it_is_measured_and_named_by_the_result(tmp_path:
     saving = ls.Saving(best="place", last=1)  # and every ten minutes
     result = ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=[Measures({2: 5.0, 3: 1.0, 7: 2.0})], saving=saving)
     assert saved(run) == [3]
-    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=named(run, 3))
+    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=named(run, 3), weights=f"{run}/checkpoints/{named(run, 3)}")
     told = [(event.step, event.details["value"]) for event in result.events if event.name == "best-evaluation"]
     assert told == [(1, 9.0), (2, 5.0), (3, 1.0)]
     assert json.loads((run / "result.json").read_text())["best"] == asdict(result.best)
@@ -599,13 +599,14 @@ def test_the_best_of_a_run_that_was_resumed_may_be_of_an_earlier_start(tmp_path:
         ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=[*hooks, At({5: ask})], saving=saving)
     result = ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=hooks, saving=saving)
     assert saved(run) == [3, 6]
-    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=named(run, 3))
+    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=named(run, 3), weights=f"{run}/checkpoints/{named(run, 3)}")
 
 
 def test_the_best_may_be_the_final_model(tmp_path: Path) -> None:
     given = recipe(steps=3, evaluation=ls.Evaluation(data=rows(8), every=2))
-    result = ls.train(given, run_dir=str(tmp_path / "run"), hooks=[Measures({2: 5.0, 3: 1.0})], saving=ls.Saving(best="place"))
-    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=None)
+    run = tmp_path / "run"
+    result = ls.train(given, run_dir=str(run), hooks=[Measures({2: 5.0, 3: 1.0})], saving=ls.Saving(best="place"))
+    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=None, weights=f"{run}/model.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_pickle_and_a_run_that_has_not_ended_are_refused(tmp_path: Path) -> No
         ls.Ensemble(network, [tmp_path / "model.pt"])
     assert not (tmp_path / "executed").exists()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(RecipeError, match="is a checkpoint, or a run that has not ended"):
+    with pytest.raises(RecipeError, match="is a run that has not ended"):
         ls.Ensemble(network, [tmp_path / "run"])
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from training.subjects import recipe, rows, same, sgd
 
 import lockstep as ls
 from lockstep.base.errors import CheckpointError, UserError
-from lockstep.cli.export import export
+from lockstep.comm.mesh import full_tensor
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
 
@@ -187,11 +186,15 @@ class Asked(ls.Hook):
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
+def train(optimizer: str, run_dir: str, plan: str, at: int | None, every: int) -> str:
+    given = recipe(optimizer=lambda model: OPTIMIZERS[optimizer](model.parameters()), steps=STEPS)
+    return ls.train(given, hooks=[Asked(at)], run_dir=run_dir, plan=plan, saving=ls.Saving(every=every)).fingerprint
+
+
 def trained(optimizer: str, run_dir: str, plan: str, at: int | None = None, every: int = 4) -> str:
     """Returns the fingerprint; empty if the run was asked to end; the error, if it was refused."""
-    given = recipe(optimizer=lambda model: OPTIMIZERS[optimizer](model.parameters()), steps=STEPS)
     try:
-        return ls.train(given, hooks=[Asked(at)], run_dir=run_dir, plan=plan, saving=ls.Saving(every=every)).fingerprint
+        return train(optimizer, run_dir, plan, at, every)
     except Preempted:
         return ""
     except CheckpointError as error:
@@ -236,51 +239,53 @@ def test_what_cannot_be_saved_is_refused_in_the_first_step_and_the_remedy_works(
             assert len(fingerprint) == 64
 
 
-def test_under_shard_an_object_is_refused_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
-    for error in pool.run(2, trained, "SavedGaLore", str(tmp_path / "run"), "shard=2"):
-        assert "is a Projector" in error
-        assert error.endswith("use replicate")
+def test_under_shard_an_object_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is a Projector.*use replicate$"):
+        pool.run(2, train, "SavedGaLore", str(tmp_path / "run"), "shard=2", None, 4)
 
 
 class Noted(ls.Hook):
-    """What is exported after each evaluation, and the parameters in the next step."""
+    """The metrics of each evaluation, and what is exported after it; and if that was ever what is trained."""
 
     def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
         self.exported: dict[int, dict[str, Tensor]] = {}
-        self.moved = False
+        self.is_trained = False
 
     def after_evaluation(self, run: Any, metrics: dict[str, float]) -> None:
-        self.exported[run.step] = run.full_state_dict()
-        self.moved |= same(self.exported[run.step]["0.bias"], run.model[0].bias.detach())
+        self.losses[run.step], self.exported[run.step] = metrics["loss"], run.full_state_dict()
+        self.is_trained |= same(self.exported[run.step]["0.bias"], full_tensor(run.model[0].bias.detach()))
 
 
-def averaged(run_dir: str, plan: str) -> tuple[dict[int, dict[str, Tensor]], bool, list[float], str, str]:
-    """Returns what was exported; whether it ever was what is trained; the last loss, and those of the files of the end
-    and of the best checkpoint, measured anew; and the fingerprints of this run and of one without evaluations."""
+def averaged(run_dir: str, plan: str) -> tuple[Noted, dict[str, float], str, str]:
+    """Returns what was noted; the losses of the files of the end, of the best checkpoint and of the one after step 2,
+    measured anew; and the fingerprints of this run and of one without evaluations."""
     given: dict[str, Any] = {"optimizer": lambda model: ScheduleFree(model.parameters()), "steps": STEPS}
     evaluated = {**given, "evaluation": ls.Evaluation(data=rows(16, seed=9), every=2)}
-    noted, saving = Noted(), ls.Saving(every=1, best="loss", mode="max")
+    noted, saving = Noted(), ls.Saving(every=1, best="loss", keep_every=2)
     result = ls.train(recipe(**evaluated), run_dir=run_dir, plan=plan, hooks=[noted], saving=saving)
     assert result.best is not None
-    if result.rank == 0:
-        export(f"{run_dir}/checkpoints/{result.best.checkpoint}", Path(f"{run_dir}/best.safetensors"))
+    (second,) = Path(run_dir, "checkpoints").glob("step-00000002-*")
+    files = {"model": f"{run_dir}/model.safetensors", "best": result.best.weights, "second": str(second)}
+    losses = {name: ls.evaluate(recipe(**evaluated), file, plan=plan, run_dir=f"{run_dir}-{name}")["loss"] for name, file in files.items()}
+    losses["best-in-training"] = result.best.value
     plain = ls.train(recipe(**given), run_dir=f"{run_dir}-plain", plan=plan)
-    files = [f"{run_dir}/{name}.safetensors" for name in ("model", "best")]
-    losses = [ls.evaluate(recipe(**evaluated), file, plan=plan, run_dir=f"{file}-evaluated")["loss"] for file in files]
-    return noted.exported, noted.moved, [result.metrics["loss"], result.best.value, *losses], result.fingerprint, plain.fingerprint
+    return noted, losses, result.fingerprint, plain.fingerprint
 
 
 @pytest.mark.parametrize(("plan", "processes"), [("replicate=1", 1), ("shard=2", 2)])
-def test_the_weights_of_evaluation_mode_are_measured_saved_and_exported(
-    pool: WorkerPool, tmp_path: Path, plan: str, processes: int
-) -> None:
-    for exported, moved, losses, fingerprint, plain in pool.run(processes, averaged, str(tmp_path / "run"), plan):
-        assert not moved
-        assert losses[:2] == pytest.approx(losses[2:], rel=1e-6)
-        assert losses[0] < losses[1]
+def test_the_weights_of_evaluation_mode_are_measured_saved_and_loaded(pool: WorkerPool, tmp_path: Path, plan: str, processes: int) -> None:
+    path = tmp_path / "run"
+    for noted, losses, fingerprint, plain in pool.run(processes, averaged, str(path), plan):
+        assert not noted.is_trained
+        assert losses["model"] == pytest.approx(noted.losses[STEPS], rel=1e-6)
+        assert losses["second"] == pytest.approx(noted.losses[2], rel=1e-6)
+        assert losses["best"] == pytest.approx(losses["best-in-training"], rel=1e-6)
+        assert noted.losses[2] != noted.losses[STEPS]
         assert fingerprint == plain
-        assert same(load_file(tmp_path / "run" / "model.safetensors"), exported[STEPS])
-        assert same(load_file(tmp_path / "run" / "best.safetensors"), exported[2])
+        assert same(ls.load(str(path)), noted.exported[STEPS])
+        assert same(ls.load(str(next((path / "checkpoints").glob("step-00000002-*")))), noted.exported[2])
+        assert same(ls.load(str(path), best=True), noted.exported[min(noted.losses, key=noted.losses.__getitem__)])
 
 
 class Adds(ls.Hook):

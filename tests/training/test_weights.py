@@ -211,7 +211,7 @@ def damaged(folder: Path, kind: str) -> str:
         ("text.txt", "has an unsupported format"),
         ("empty", "is a folder that holds neither model.safetensors nor model.safetensors.index.json"),
         ("index", "missing.safetensors' cannot be read as safetensors (No such file or directory"),
-        ("run", "is a checkpoint, or a run that has not ended"),
+        ("run", "is a run that has not ended"),
         ("s3://bucket/w.safetensors", "is a URL; weights are read from a path"),
     ],
 )

@@ -16,14 +16,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.base.errors import RecipeError
-from lockstep.checkpoint.storage import MANIFEST
-from lockstep.checkpoint.tensor_shards import DTYPES, Box
+from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.object_store import open_storage
+from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint
+from lockstep.checkpoint.storage import CheckpointName
+from lockstep.checkpoint.tensor_shards import DTYPES, Box, torch_dtype
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUPPORTED = (
-    "weights are a .safetensors file, a folder of Hugging Face (model.safetensors, or model.safetensors.index.json), or a file of "
-    "torch.save (.pt, .pth, .bin, .ckpt)"
+    "weights are a .safetensors file, a checkpoint of a run, a folder of Hugging Face (model.safetensors, or "
+    "model.safetensors.index.json), or a file of torch.save (.pt, .pth, .bin, .ckpt)"
 )
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
@@ -41,9 +44,12 @@ class TensorFiles:
 
 
 def open_tensors(path: str) -> TensorFiles:
-    """Open a file of tensors, or a folder of Hugging Face. Raises `RecipeError`."""
+    """Open a file of tensors, a checkpoint, or a folder of Hugging Face. Raises `RecipeError`."""
+    parent, _, last = path.rstrip("/").rpartition("/")
+    if (name := CheckpointName.parse(last)) is not None:
+        return _checkpoint(parent or ".", name)
     if "://" in path:
-        raise RecipeError(f"weights {path!r} is a URL; weights are read from a path; download the file first")
+        raise RecipeError(f"weights {path!r} is a URL; weights are read from a path, or from a checkpoint; download the file first")
     file = Path(path)
     if file.is_dir():
         return _in_folder(file)
@@ -63,12 +69,40 @@ def _in_folder(folder: Path) -> TensorFiles:
         return _indexed(folder / INDEX)
     if (folder / SINGLE).exists():
         return _safetensors({folder / SINGLE: None})
-    if (folder / MANIFEST).exists() or (folder / "checkpoints").is_dir():
+    if (folder / "checkpoints").is_dir():
         raise RecipeError(
-            f"weights {str(folder)!r} is a checkpoint, or a run that has not ended; {SUPPORTED}; export it: "
-            f"lockstep export {folder} weights.safetensors"
+            f"weights {str(folder)!r} is a run that has not ended; {SUPPORTED}; name one of the checkpoints in {folder / 'checkpoints'}"
         )
     raise RecipeError(f"weights {str(folder)!r} is a folder that holds neither {SINGLE} nor {INDEX}; {SUPPORTED}")
+
+
+def _checkpoint(folder: str, name: CheckpointName) -> TensorFiles:
+    """Open the first model of a checkpoint. Every byte that is read is verified."""
+
+    def of_user(error: Exception) -> RecipeError:
+        return RecipeError(f"weights: checkpoint {name} in {folder} cannot be read ({error}); name another one")
+
+    try:
+        model = StoredCheckpoint(open_storage(folder), name).model(0)
+    except (DamagedError, UnknownFormatError, UnreachableError, OSError) as error:
+        raise of_user(error) from error
+
+    def read(key: str, box: Box) -> Tensor:
+        try:
+            return as_tensor(model, key)[box]
+        except (DamagedError, UnreachableError) as error:
+            raise of_user(error) from error
+
+    return TensorFiles(model.specs, read, lambda: None)
+
+
+def as_tensor(model: StateDictReader, name: str) -> Tensor:
+    """Read a tensor of a saved model. Raises `DamagedError`, `UnreachableError`."""
+    dtype, shape = model.specs[name]
+    data = model.read(name)
+    return (
+        (torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)).view(torch_dtype(dtype)).view(shape)
+    )
 
 
 def _indexed(index: Path) -> TensorFiles:

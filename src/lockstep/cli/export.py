@@ -85,15 +85,36 @@ def _export_folder(source: str, folder: Path, *, module: int | None, best: bool)
     return said.replace(str(made / MODEL), str(folder), 1)
 
 
+def load(source: str, *, best: bool = False, model: int | None = None) -> dict[str, Any]:
+    """Return the weights of a run, or of a checkpoint of any plan, as a state dict on the CPU. Any process may call it.
+
+    `source`: as of `lockstep export`: a run directory, which gives its final model or, if it has not ended, its newest
+    intact checkpoint; a checkpoint; or a URL. `best`: the model of the best evaluation by `Saving.best`. `model`: which
+    one, if a session prepared several. Every byte is checked. Raises `CheckpointError`.
+    """
+    from lockstep.checkpoint.pretrained_files import as_tensor  # imports torch
+
+    with reachable(source):
+        reader, _ = _chosen(source, module=model, best=best)
+        try:
+            return {name: as_tensor(reader, name) for name in reader.specs}
+        except (DamagedError, UnreachableError) as error:
+            raise CheckpointError(f"{source} is damaged, or has changed while it was read: {error}; load another") from error
+
+
+def _chosen(source: str, *, module: int | None, best: bool) -> tuple[StateDictReader, str]:
+    at = Target.find(source)
+    name = _best(at) if best else None
+    if name is not None:
+        at = replace(at, names=[name])
+    return (final_model(at, module) if name is None else None) or saved_model(at, module)
+
+
 def export(source: str, path: Path, *, module: int | None = None, best: bool = False) -> str:
     """Write a model of `source` to `path`. Returns in words what was written. Raises `CheckpointError`."""
     check_out(path)
-    at = Target.find(source)
     with reachable(source):
-        name = _best(at) if best else None
-        if name is not None:
-            at = replace(at, names=[name])
-        model, what = (final_model(at, module) if name is None else None) or saved_model(at, module)
+        model, what = _chosen(source, module=module, best=best)
         tensors, size = write_model(model, path)
     return f"{path}: {tensors} tensors, {size:,} bytes, of {what}"
 

@@ -128,7 +128,7 @@ class Checkpointing(ControlHook):
 
     def best(self) -> Best | None:
         """The best evaluation of the run so far. Every rank has the same."""
-        return None if self._checkpointer is None else self._checkpointer.scores.best(self._checkpointer.run)
+        return None if self._checkpointer is None else self._checkpointer.scores.best(self._checkpointer.run, self.folder)
 
     def on_error(self, run: Run, error: BaseException) -> None:
         if not self.rescue(run, error) and self._checkpointer is not None:

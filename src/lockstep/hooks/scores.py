@@ -41,14 +41,15 @@ class Scores:
                 best = name
         return best
 
-    def best(self, run: Run) -> Best | None:
-        """Return the best evaluation so far, that after the latest step included; None if there is none."""
+    def best(self, run: Run, folder: Storage) -> Best | None:
+        """Return the best evaluation so far, that after the latest step included; None if there is none. `folder`: that
+        of the checkpoints."""
         metric, value, name = self.saving.best, self.now(run), self.best_checkpoint()
         if metric is not None and value is not None and self.improves(value):
-            return Best(metric=metric, value=value, step=run.step, checkpoint=None)
+            return Best(metric=metric, value=value, step=run.step, checkpoint=None, weights=str(run.dir / "model.safetensors"))
         if metric is None or name is None:
             return None
-        return Best(metric=metric, value=self.by_name[name], step=name.step, checkpoint=str(name))
+        return Best(metric=metric, value=self.by_name[name], step=name.step, checkpoint=str(name), weights=f"{folder}/{name}")
 
     def note(self, name: CheckpointName, run: Run) -> dict[str, Any] | None:
         """Note the latest step's value as that of its checkpoint. Returns what the checkpoint records of it."""
