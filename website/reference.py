@@ -26,7 +26,7 @@ PAGES = {
         about="What a script calls. `import lockstep as ls`; every name is loaded when it is first used.",
         names=(
             *("lockstep.train", "lockstep.evaluate", "lockstep.Result", "lockstep.Saving", "lockstep.saving.Best", "lockstep.spawn"),
-            *("lockstep.rank", "lockstep.once", "lockstep.fingerprint", "lockstep.export_pretrained"),
+            *("lockstep.rank", "lockstep.once", "lockstep.fingerprint", "lockstep.load", "lockstep.export_pretrained"),
         ),
     ),
     "recipe": ReferencePage(

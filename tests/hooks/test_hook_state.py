@@ -74,6 +74,46 @@ def test_tensors_that_a_hook_changes_and_nobody_saves_are_named_once(tmp_path: P
     assert told(str(tmp_path / "run"), hook) == expected
 
 
+class Rescaled(nn.Linear):
+    """A number and a tensor of its own that are neither parameters nor buffers, and a cache that each forward sets."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale, self.shift, self.constant = 1.0, torch.zeros(1), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = super().forward(x * self.scale + self.shift) * self.constant
+        return self.cache
+
+
+class Rescales(ls.Hook):
+    def after_step(self, run: Any) -> None:
+        run.model.scale *= 0.9
+        run.model.shift += 0.1
+
+
+class Counting(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps = self.steps + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "optimizer", "expected"),
+    [
+        ([Rescales()], torch.optim.SGD, [["Rescaled.scale", "Rescaled.shift"]]),
+        ([], torch.optim.SGD, []),
+        ([], Counting, [["Counting.steps"]]),
+    ],
+)
+def test_attributes_that_change_and_nobody_saves_are_named_once(tmp_path: Path, hooks: Any, optimizer: Any, expected: Any) -> None:
+    given = recipe(steps=4, model=lambda: Rescaled(6, 3), optimizer=lambda model: optimizer(model.parameters(), lr=0.1))
+    result = ls.train(given, run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every=1))
+    assert [event.details["attributes"] for event in result.events if event.name == "attributes-not-saved"] == expected
+
+
 class Counts(ls.Hook):
     """State that differs between ranks if `own` is given."""
 

@@ -56,7 +56,8 @@ class UnsavedState:
 
     def _changed(self, owner: object, now: Versions) -> list[str]:
         before = self._at_start.get(id(owner), {})
-        return [name for name, versions in before.items() if now.get(name) != versions]
+        with_default: Versions = {name: [] for name in now if name not in before and hasattr(type(owner), name)}
+        return [name for name, versions in {**before, **with_default}.items() if now.get(name) != versions]
 
 
 def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
