@@ -87,6 +87,8 @@ def test_a_model_that_needs_values_is_computed_with_values_and_its_line_is_named
     ("arguments", "said"),
     [
         (["--on", "2 x H1000", SCRIPT], "device 'H1000' is not known; known: A100-40GB"),
+        (["--on", "8 GPUs", SCRIPT], "'GPUs' is no device that is known; write a count, an x and a device, such as `8 x H100`"),
+        (["--on", "2 x H100", "--on", "2 x H1000", SCRIPT], "device 'H1000' is not known"),
         (["--on", "2 x H100", SCRIPT, "--plans", "shard=3"], "the axes multiply to 3"),
         (["--on", "2 x H100", SCRIPT, "--plans", "tensr=2"], "'tensr' in plan 'tensr=2' is unknown"),
         (["--on", "2 x H100", "--memory", "80", SCRIPT], "--memory '80'; it is a size with its unit"),
@@ -129,6 +131,58 @@ def test_if_no_plan_can_be_run_that_is_a_mistake(tmp_path: Path) -> None:
     ended = plan("--on", "32 x H100", SCRIPT, "--plans", "pipeline=32", folder=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "no plan can be run; pipeline=32: RecipeError: pipeline=32 makes 32 stages" in ended.stderr
+
+
+PLAIN = """
+import torch, lockstep as ls
+recipe = ls.Recipe(
+    model=lambda: torch.nn.Linear(8, 4), data=[torch.zeros(8)] * 64, loss=lambda model, batch: model(batch).square().mean(),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3), global_batch={batch}, microbatch={size}, steps=10,
+)
+if __name__ == "__main__":
+    ls.train(recipe)
+"""
+
+
+@pytest.mark.command
+def test_if_no_plan_uses_all_devices_those_that_can_be_used_are_planned_for_side_by_side_with_others(tmp_path: Path) -> None:
+    """The second time with the remedy that the first names."""
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN.format(batch=4, size=2), encoding="utf-8")
+    ended = plan("--json", "--on", "4 x H100", "--on", "1 x MI300X", str(script), folder=tmp_path)
+    assert ended.returncode == 0
+    few, alone = json.loads(ended.stdout)
+    assert (few["on"], alone["on"]) == ("2 x H100", "1 x MI300X")
+    (remark,) = few["remarks"]
+    assert "no plan can use 4 devices: a step has 2 microbatches (global_batch=4, microbatch=2)" in remark
+    assert "planned for 2; to use all, give global_batch=8, or microbatch=1" in remark
+    assert any(each["plan"] == "replicate=2" and each["fits"] for each in few["plans"])
+    script.write_text(PLAIN.format(batch=8, size=2), encoding="utf-8")
+    shown = plan("--on", "4 x H100", "--price", "2", "--price", "1", str(script), folder=tmp_path)
+    assert (shown.returncode, "--price is given 2 times, and --on 1 times" in shown.stderr) == (2, True)
+    status, told = found("--on", "4 x H100", str(script), folder=tmp_path)
+    assert (status, told["on"], told["remarks"]) == (0, "4 x H100", [])
+
+
+@pytest.mark.command
+def test_an_interrupted_search_prints_the_plans_that_it_has(tmp_path: Path) -> None:
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    line = [LOCKSTEP, "plan", "--json", "--on", "8 x H100", SCRIPT]
+    with subprocess.Popen(
+        line,
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        wait_for(lambda: any(tmp_path.glob("lockstep-plan-*/outcomes.jsonl")))
+        process.send_signal(signal.SIGINT)
+        told = json.loads(process.communicate(timeout=60)[0])
+    assert process.returncode == 130
+    assert any(each["fits"] for each in told["plans"])
+    assert "interrupted: the search has not ended" in told["remarks"][0]
+    assert not list(tmp_path.glob("lockstep-plan-*"))
 
 
 @pytest.mark.command

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from lockstep.planner.forecast import HEAD, Forecast, duration, limit_in_words
+from lockstep.planner.forecast import HEAD, SIDE_BY_SIDE, Forecast, duration, limit_in_words, side_by_side, struck
 from lockstep.planner.html_page import page
 from lockstep.planner.machines.fitted import Interval
 from lockstep.planner.machines.hardware import parse_target
@@ -68,7 +68,10 @@ def test_devices_that_fail_before_all_have_started_again_never_end() -> None:
     found = Forecast.of("train.py", parse_target("1000000 x H100"), [only], INTERVAL, tokens=1e9, price_per_hour=2.0)
     assert "1e+09 tokens: never; of 1,000,000 devices one fails before" in "\n".join(found.lines(5))
     (told,) = json.loads(json.dumps(found.as_json(), allow_nan=False))["plans"]
-    assert told["budget"] == {"days": None, "device_hours": None, "cost": None, "goodput": 0}
+    assert told["budget"] == {
+        **dict.fromkeys(("days", "device_hours", "cost", "days_low", "days_high", "cost_low", "cost_high")),
+        "goodput": 0,
+    }
 
 
 def test_tokens_without_a_weight_are_said_to_be_unknown() -> None:
@@ -92,10 +95,51 @@ def test_the_json_holds_every_plan() -> None:
 
 
 def test_the_page_escapes_what_scripts_and_errors_say() -> None:
-    html = page(forecast(*BOTH))
+    html = page([forecast(*BOTH)])
     assert "&lt;no stages&gt;" in html
     assert "<no stages>" not in html
     assert "the <b>" not in html
+
+
+def test_one_mistake_is_told_once_not_once_a_plan() -> None:
+    mistakes = [Outcome(plan=f"shard={size}", reason="RecipeError: no such layer", is_refused=True) for size in (2, 4, 8)]
+    other = Outcome(plan="pipeline=8", reason="RecipeError: <no stages>", is_refused=True)
+    assert list(struck([*mistakes, other])) == [
+        "shard=2, shard=4 and 1 more: RecipeError: no such layer",
+        "pipeline=8: RecipeError: <no stages>",
+    ]
+    said = [line for line in forecast(BOTH[0], *mistakes, other).lines(5) if line.startswith("not ")]
+    assert said == ["not pipeline=8: RecipeError: <no stages>", "not shard=2, shard=4 and 1 more: RecipeError: no such layer"]
+
+
+def test_days_and_cost_have_the_steps_interval() -> None:
+    shown = forecast(*BOTH, tokens=1e9, price=2.0)
+    found = shown.budget(FAST)
+    assert found is not None
+    assert found.cost is not None
+    (said,) = [line for line in shown.lines(5) if line.startswith("1e+09 tokens: ")]
+    assert f"{found.days:.3g} days ({found.days * 0.9:.3g} days to {found.days * 1.2:.3g} days)" in said
+    assert f"costs {found.cost:,.0f} ({found.cost * 0.9:,.0f} to {found.cost * 1.2:,.0f})" in said
+    told = shown.as_json()["plans"][0]["budget"]
+    assert (told["days_low"], told["cost_high"]) == (found.days * 0.9, found.cost * 1.2)
+
+
+def test_several_targets_are_side_by_side() -> None:
+    more = replace(forecast(*BOTH, tokens=1e9, price=1.0), target="8 x MI300X")
+    none = forecast(Outcome(plan="shard=8", prediction=replace(FAST, capacity_bytes=10**9), reason="needs 33.7 GB of 1.0 GB"))
+    first, second = side_by_side([more, none])
+    assert first[:3] == ("8 x MI300X", "shard=8", "500 ms")
+    assert second == ("8 x H100", "no plan fits", *[""] * 7)
+    assert len(first) == len(second) == len(SIDE_BY_SIDE)
+    html = page([more, none])
+    assert html.count("8 x MI300X") >= 3
+    assert "the best plan of each" in html
+
+
+def test_remarks_are_on_the_page_and_in_the_json() -> None:
+    shown = replace(forecast(*BOTH), remarks=["interrupted <early>"])
+    assert "<p>interrupted &lt;early&gt;</p>" in page([shown])
+    assert shown.as_json()["remarks"] == ["interrupted <early>"]
 
 
 def test_quantities_in_words() -> None:
@@ -109,7 +153,7 @@ def test_the_rate_that_loaders_must_deliver_counts_samples_as_often_as_they_are_
     assert shown.loader_rate(SLOW) == 8 * 32, "each of 8 ranks loads all"
     assert any("the loader must deliver 128 samples/s on each machine (16 in each of its processes)" in line for line in shown.lines(5))
     assert shown.as_json()["plans"][0]["loader_samples_per_second_per_node"] == 128
-    assert "the loader must deliver 128 samples/s" in page(shown)
+    assert "the loader must deliver 128 samples/s" in page([shown])
 
 
 def test_the_rate_is_that_of_a_machine() -> None:

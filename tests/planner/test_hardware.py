@@ -157,6 +157,16 @@ def test_a_count_without_an_x() -> None:
         parse_target("8 A100-80GB")
 
 
+def test_a_count_of_what_is_no_device_is_answered_with_one_that_exists() -> None:
+    with pytest.raises(PlanError, match=r"'GPUs' is no device that is known; write .* such as `8 x H100`; devices: .*MI300X"):
+        parse_target("8 GPUs")
+
+
+def test_a_cluster_of_fewer_devices_has_smaller_nodes() -> None:
+    assert parse_target("64 x H100").of(4) == parse_target("4 x H100")
+    assert parse_target("64 x H100").of(16) == parse_target("16 x H100")
+
+
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(PlanError, match=r"the device's file 'none\.toml' cannot be read"):
         parse_target("8 x none.toml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -45,6 +46,23 @@ def test_each_layout_uses_all_devices_and_gives_each_data_rank_a_microbatch(devi
         assert prod(sizes) == devices
         assert plan.replicate * plan.shard <= microbatches  # type: ignore[operator]
         assert node % plan.tensor == 0, "tensor parallelism stays inside a node"  # type: ignore[operator]
+
+
+@given(st.integers(1, 200), st.sampled_from([1, 4, 8]), st.integers(1, 100), st.integers(1, 8))
+def test_devices_that_data_ranks_cannot_use_are_told_with_remedies_that_use_them(devices: int, node: int, samples: int, size: int) -> None:
+    space = replace(SPACE, devices=devices, devices_per_node=min(node, devices), samples=samples, microbatch=size, stages=0)
+    usable = space.usable_devices
+    fewer = replace(space, devices=usable, devices_per_node=min(node, usable))
+    assert f"replicate={usable}" in map(text, layouts(fewer))
+    if usable == devices:
+        return
+    assert usable < node or usable % node == 0, "whole machines"
+    told = dict(re.findall(r"(global_batch|microbatch)=(\d+)", space.why_fewer().partition("to use all")[2]))
+    more = replace(space, samples=int(told["global_batch"]))
+    assert f"replicate={devices}" in map(text, layouts(more))
+    if "microbatch" in told:
+        assert f"replicate={devices}" in map(text, layouts(replace(space, microbatch=int(told["microbatch"]))))
+    assert f"planned for {usable};" in space.why_fewer()
 
 
 def test_layouts_are_all_different_and_name_the_classic_ones() -> None:

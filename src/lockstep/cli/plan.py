@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -28,7 +29,7 @@ from lockstep.cli.arguments.launch import check_target, script_arguments
 from lockstep.cli.arguments.plans import PlansCommand
 from lockstep.cli.arguments.work_folder import ended_by_signals, work_folder
 from lockstep.plan import Plan
-from lockstep.planner.request import ENDED, OUTCOMES, PlanRequest
+from lockstep.planner.request import OUTCOMES, Ended, PlanRequest
 
 if TYPE_CHECKING:
     from lockstep.planner.forecast import Forecast
@@ -54,21 +55,33 @@ class Quantity(click.FloatRange):
 
 @click.command("plan", cls=PlansCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
-    "--on", "target", required=True, metavar="DEVICES", help='The devices: "64 x H100", "16 x A100-80GB over Ethernet", or "this".'
+    "--on",
+    "targets",
+    required=True,
+    multiple=True,
+    metavar="DEVICES",
+    help='The devices: "64 x H100", "16 x A100-80GB over Ethernet", or "this". Several times: side by side.',
 )
 @click.option("--plans", multiple=True, metavar="PLAN...", help='Plans to predict: "shard=8,tensor=8" ... Default: search all legal ones.')
 @click.option("--memory", metavar="SIZE", help="Memory of a device that may be used, such as 80GB. Default: all of it.")
 @click.option("--tokens", type=Quantity(min=1), metavar="N", help="Tokens to train on, for days and cost. Default: the recipe's steps.")
-@click.option("--price", type=Quantity(min=0), metavar="X", help="Price of a device-hour, for the cost.")
+@click.option(
+    "--price",
+    "prices",
+    multiple=True,
+    type=Quantity(min=0),
+    metavar="X",
+    help="Price of a device-hour, for the cost; or one for each --on.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with all plans.")
 @script_arguments()
 def command(
-    target: str,
+    targets: tuple[str, ...],
     plans: tuple[str, ...],
     memory: str | None,
     tokens: float | None,
-    price: float | None,
+    prices: tuple[float, ...],
     as_json: bool,
     html: str | None,
     is_module: bool,
@@ -86,57 +99,96 @@ def command(
     Examples:
       lockstep plan --on "64 x H100" train.py
       lockstep plan --on "8 x A100-40GB" --memory 38GB --html plan.html train.py --plans shard=8 shard=4,tensor=2
+      lockstep plan --on "8 x H100" --price 2.5 --on "8 x MI300X" --price 2 --tokens 1e10 train.py
 
     Exit status: 0 if a plan fits, 1 if none does, 2 for a mistake (a device that nobody has described, a bad plan, a
-    script that fails or never trains).
+    script that fails or never trains), 130 if it is interrupted; the plans that are known by then are printed.
     """
     refuse_on_windows("lockstep plan")
     check_target(script, is_module=is_module)
     if html is not None and not Path(html).absolute().parent.is_dir():
         raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")
+    if len(prices) not in (0, 1, len(targets)):
+        raise PlanError(f"--price is given {len(prices)} times, and --on {len(targets)} times; give one price, or one for each --on")
     line = [*(["-m"] if is_module else []), script, *arguments]
-    machine, outcomes = _predicted(target, plans, memory, line, None if as_json or not sys.stderr.isatty() else _progress)
-    if all(each.is_refused for each in outcomes):
-        reasons = dict.fromkeys(f"{each.plan}: {each.reason}" for each in outcomes)
-        raise PlanError("no plan can be run; " + "; ".join(reasons))
-    forecast = _forecast(script, machine, outcomes, tokens, price)
+    progress = None if as_json or not sys.stderr.isatty() else _progress
+    for target in targets:
+        _check(target, plans, memory)
+    forecasts: list[Forecast] = []
+    is_interrupted = False
+    for place, target in enumerate(targets):
+        found = _predicted(target, plans, memory, line, progress)
+        price = prices[min(place, len(prices) - 1)] if prices else None
+        forecasts.append(_forecast(script, found, tokens, price))
+        if is_interrupted := found.is_interrupted:
+            break
     if html is not None:
         from lockstep.planner.html_page import page
 
-        Path(html).write_text(page(forecast), encoding="utf-8")
+        Path(html).write_text(page(forecasts), encoding="utf-8")
     if as_json:
-        print(json.dumps(forecast.as_json(), indent=2, allow_nan=False))
+        told = [each.as_json() for each in forecasts]
+        print(json.dumps(told[0] if len(targets) == 1 else told, indent=2, allow_nan=False))
     else:
-        _show(forecast)
-    return 0 if forecast.fitting else 1
+        _show(forecasts)
+    if is_interrupted:
+        return 128 + signal.SIGINT
+    return 0 if any(each.fitting for each in forecasts) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a search has found on one target."""
+
+    machine: Machine
+    outcomes: list[Outcome]
+    ended: Ended
+    is_interrupted: bool
+
+
+def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
+    """Raise `PlanError` for devices, plans and a memory that cannot be: before a script runs, or this machine is
+    measured, which takes long."""
+    from lockstep.planner.machines.target import machine_at, processes_here
+
+    processes = processes_here(target)
+    machine = machine_at(target, None) if processes is None else None
+    for plan in plans:
+        Plan.parse(plan).resolve(machine.cluster.count if machine is not None else int(processes or 1))
+    if memory is not None:
+        limit = memory_bytes(memory)
+        if machine is not None:
+            _check_memory(memory, limit, machine)
+
+
+def _check_memory(memory: str, limit: int, machine: Machine) -> None:
+    device = machine.cluster.device
+    if limit > device.memory_bytes:
+        raise PlanError(f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give no more than that")
 
 
 def _predicted(
     target: str, plans: tuple[str, ...], memory: str | None, line: Sequence[str], progress: Callable[[int, str], None] | None
-) -> tuple[Machine, list[Outcome]]:
+) -> _Found:
     """Return the machine that the target names, and the outcomes of the plans, or of a search."""
     from lockstep.planner.machines.target import machine_at, processes_here, written
 
     limit = None if memory is None else memory_bytes(memory)
-    processes = processes_here(target)
-    count = machine_at(target, None).cluster.count if processes is None else processes
-    for plan in plans:  # before this machine is measured, which takes long
-        Plan.parse(plan).resolve(count)
     with ended_by_signals(), work_folder(None, "lockstep-plan-", "traces") as folder:
         found = written(target, folder)
         machine = machine_at(found, limit)
-        device = machine.cluster.device
-        if limit is not None and limit > device.memory_bytes:
-            raise PlanError(f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give no more than that")
+        if memory is not None and limit is not None:
+            _check_memory(memory, limit, machine)
         request = PlanRequest(
             target=found,
             plans=plans,
             memory_bytes=limit,
             slots=usable_cpus(),
             folder=str(folder),
-            is_here=processes is not None,
+            is_here=processes_here(target) is not None,
         )
-        return machine, _outcomes(line, request, progress)
+        is_interrupted = not _run(line, request, progress)
+        return _Found(machine, _read(folder), Ended.read(folder) or Ended(), is_interrupted)
 
 
 def memory_bytes(text: str) -> int:
@@ -147,8 +199,9 @@ def memory_bytes(text: str) -> int:
     return int(float(match[1]) * _BYTES[match[2]])
 
 
-def _outcomes(line: Sequence[str], request: PlanRequest, progress: Callable[[int, str], None] | None) -> list[Outcome]:
-    """Run the script, which predicts the plans. Raises `LaunchError` if it fails, or never trains."""
+def _run(line: Sequence[str], request: PlanRequest, progress: Callable[[int, str], None] | None) -> bool:
+    """Run the script, which predicts the plans. Returns False if it is interrupted when a plan can be run. Raises
+    `LaunchError` if it fails, or never trains."""
     folder = Path(request.folder)
     environ = {**os.environ, **request.write(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     with (folder / "output.txt").open("w") as output:
@@ -161,14 +214,18 @@ def _outcomes(line: Sequence[str], request: PlanRequest, progress: Callable[[int
                 time.sleep(0.1)
                 if progress is not None and len(found := _read(folder)) > shown:
                     progress(shown := len(found), found[-1].plan)
+        except KeyboardInterrupt:
+            if all(each.is_refused for each in _read(folder)):
+                raise
+            return False
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the forks that predict plans
             process.wait()
-    if not (folder / ENDED).exists():
+    if Ended.read(folder) is None:
         said = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").strip()
         raise LaunchError(_why_no_outcome(line, process.returncode, said))
-    return _read(folder)
+    return True
 
 
 def _why_no_outcome(line: Sequence[str], status: int, said: str) -> str:
@@ -191,28 +248,46 @@ def _progress(count: int, plan: str) -> None:
     say(f"lockstep plan: {count} plans predicted, the latest {plan}")
 
 
-def _forecast(script: str, machine: Machine, outcomes: Sequence[Outcome], tokens: float | None, price: float | None) -> Forecast:
-    from lockstep.planner.forecast import Forecast
+def _forecast(script: str, found: _Found, tokens: float | None, price: float | None) -> Forecast:
+    """Return the forecast of what was found. Raises `PlanError` if no plan can be run."""
+    from lockstep.planner.forecast import Forecast, struck
     from lockstep.planner.machines.fitted import load_fitted
     from lockstep.planner.machines.this_machine import HERE
 
+    machine, cluster, remarks = found.machine, found.machine.cluster, list[str]()
+    if found.ended.why is not None:
+        remarks.append(found.ended.why)
+    if all(each.is_refused for each in found.outcomes):
+        raise PlanError("; ".join(["no plan can be run", *remarks, *struck(found.outcomes)]))
+    if found.ended.devices is not None:
+        cluster = cluster.of(found.ended.devices)
+    if found.is_interrupted:
+        remarks.append("interrupted: the search has not ended, and these are the plans that were predicted by then")
     interval = load_fitted()[1]["seconds"] if machine.is_gpu else HERE
-    return Forecast.of(script, machine.cluster, outcomes, interval, tokens=tokens, price_per_hour=price)
+    return Forecast.of(script, cluster, found.outcomes, interval, tokens=tokens, price_per_hour=price, remarks=remarks)
 
 
-def _show(forecast: Forecast) -> None:
-    """Print the best plans, and what is known beside them."""
+def _show(forecasts: Sequence[Forecast]) -> None:
+    """Print the best plans, and what is known beside them; of several targets, the best of each side by side first."""
     from rich.table import Table
     from rich.text import Text
 
-    from lockstep.planner.forecast import HEAD
+    from lockstep.planner.forecast import HEAD, LEFT, SIDE_BY_SIDE, side_by_side
 
     console = foreign_text.console(None if sys.stdout.isatty() else 140)
-    table = Table(title=forecast.title, title_justify="left")
-    for name in HEAD:
-        table.add_column(name, justify="left" if name in ("plan", "limited by") else "right", overflow="fold", no_wrap=name == "plan")
-    for row in forecast.rows(TOP):
-        table.add_row(*row)
-    console.print(table if table.rows else Text(forecast.title))
-    for line in forecast.lines(TOP):
-        console.print(Text(line))
+
+    def show(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        table = Table(title=title, title_justify="left")
+        for name in head:
+            justify: Literal["left", "right"] = "left" if name in LEFT else "right"
+            table.add_column(name, justify=justify, overflow="fold", no_wrap=name == "plan")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table if table.rows else Text(title))
+
+    if len(forecasts) > 1:
+        show(f"{forecasts[0].script}: the best plan of each", SIDE_BY_SIDE, side_by_side(forecasts))
+    for forecast in forecasts:
+        show(forecast.title, HEAD, forecast.rows(TOP))
+        for line in (*forecast.remarks, *forecast.lines(TOP)):
+            console.print(Text(line))

@@ -35,6 +35,11 @@ LIMITS = {
 HEAD = ("plan", "step", "80% of such plans", "samples/s", "memory", "limited by", "twice the network")
 
 
+LEFT = ("devices", "plan", "limited by")
+"""Columns of text; the others are of numbers."""
+SIDE_BY_SIDE = ("devices", "plan", "step", "80% of such plans", "samples/s", "memory", "limited by", "days", "cost")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """The outcomes of all plans for one script and one cluster."""
@@ -49,6 +54,8 @@ class Forecast:
     devices_per_node: int
     tokens: float | None
     price_per_hour: float | None
+    remarks: Sequence[str] = ()
+    """Said above the table: why not all devices are used, that the search was interrupted."""
 
     @classmethod
     def of(
@@ -60,11 +67,13 @@ class Forecast:
         *,
         tokens: float | None,
         price_per_hour: float | None,
+        remarks: Sequence[str] = (),
     ) -> Forecast:
         """Return the forecast. `tokens`: to train on; None: the recipe's steps. `price_per_hour`: of a device."""
         return cls(
             script=script,
             target=f"{cluster.count} x {cluster.device.name}",
+            remarks=remarks,
             outcomes=sorted(outcomes, key=lambda each: (each.seconds, each.plan)),
             interval=interval,
             devices=cluster.count,
@@ -117,8 +126,8 @@ class Forecast:
         yield from self._budget(best)
         if best.note is not None:
             yield f"note: {best.note}"
-        for outcome in [each for each in self.outcomes if each.reason is not None][:most]:
-            yield f"not {outcome.plan}: {outcome.reason}"
+        reasons = list(struck([each for each in self.outcomes if each.reason is not None]))
+        yield from (f"not {each}" for each in reasons[:most])
 
     def _parts(self, best: Prediction) -> Iterator[str]:
         total = sum(best.by_limit.values())
@@ -132,9 +141,7 @@ class Forecast:
             causes = ", ".join(f"{cause} {size(each)}" for cause, each in list(nearest.prediction.peak.by_cause.items())[:4])
             yield f"no plan fits; {nearest.plan} comes closest: it {nearest.reason} ({causes})"
             yield "more devices, a smaller microbatch, or devices with more memory would do"
-        for outcome in self.outcomes:
-            if outcome is not nearest:
-                yield f"not {outcome.plan}: {outcome.reason}"
+        yield from (f"not {each}" for each in struck([each for each in self.outcomes if each is not nearest]))
 
     def loader_rate(self, prediction: Prediction) -> float:
         """The samples that the loaders of all processes of a machine must deliver in a second. Processes that compute
@@ -160,18 +167,28 @@ class Forecast:
             restart_seconds=RESTART_SECONDS,
         )
 
+    def _budget_json(self, found: Budget) -> dict[str, float | None]:
+        """Return a budget with the interval of what follows from the step's time."""
+        told: dict[str, float | None] = asdict(found)
+        for name in ("days", "cost"):
+            for end, ratio in (("low", self.interval.low), ("high", self.interval.high)):
+                told[f"{name}_{end}"] = None if told[name] is None else getattr(found, name) * ratio
+        return told
+
     def _budget(self, best: Prediction) -> Iterator[str]:
         found = self.budget(best)
         if found is None:
             if self.tokens is not None:
                 yield "days for a number of tokens: the recipe has no Recipe.weight, which counts them"
             return
-        cost = "" if found.cost is None else f", costs {found.cost:,.0f}"
+        low, high = self.interval.low, self.interval.high
+        cost = "" if found.cost is None else f", costs {found.cost:,.0f} ({found.cost * low:,.0f} to {found.cost * high:,.0f})"
         what = f"{self.tokens:.3g} tokens" if self.tokens is not None else f"{best.steps} steps"
         if not found.goodput:
             yield f"{what}: never; of {self.devices:,} devices one fails before the others have started again (goodput 0)"
             return
-        yield f"{what}: {_days(found.days)}, {found.device_hours:,.1f} device-hours{cost}; goodput {found.goodput:.3f}"
+        days = f"{_days(found.days)} ({_days(found.days * low)} to {_days(found.days * high)})"
+        yield f"{what}: {days}, {found.device_hours:,.1f} device-hours{cost}; goodput {found.goodput:.3f}"
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON."""
@@ -179,6 +196,7 @@ class Forecast:
             "script": self.script,
             "on": self.target,
             "interval": {"low": self.interval.low, "high": self.interval.high},
+            "remarks": list(self.remarks),
             "plans": [self._json(each) for each in self.outcomes],
         }
 
@@ -187,10 +205,39 @@ class Forecast:
             return {"plan": outcome.plan, "fits": False, "reason": outcome.reason}
         found = self.budget(outcome.prediction)
         low, high = self.bounds(outcome.prediction)
-        told = {name: value if value is None or isfinite(value) else None for name, value in asdict(found).items()} if found else None
+        told = {name: _finite(value) for name, value in self._budget_json(found).items()} if found else None
         rate = self.loader_rate(outcome.prediction)
         known = {"reason": outcome.reason, "seconds_low": low, "seconds_high": high, "budget": told}
         return {**outcome.prediction.as_json(), **known, "loader_samples_per_second_per_node": rate}
+
+
+def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for the best plan on each of several targets, under `SIDE_BY_SIDE`."""
+    for each in forecasts:
+        if not each.fitting:
+            yield each.target, "no plan fits", *[""] * (len(SIDE_BY_SIDE) - 2)
+            continue
+        best, (row, *_) = each.fitting[0], each.rows(1)
+        low, high = each.interval.low, each.interval.high
+        days = cost = ""
+        if (found := each.budget(best)) is not None and found.goodput:
+            days = f"{_days(found.days * low)} to {_days(found.days * high)}"
+            cost = "" if found.cost is None else f"{found.cost * low:,.0f} to {found.cost * high:,.0f}"
+        yield each.target, *row[:6], days, cost
+
+
+def struck(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield why plans were struck out, each reason once: a mistake of the recipe is the same under many plans."""
+    plans: dict[str | None, list[str]] = {}
+    for outcome in outcomes:
+        plans.setdefault(outcome.reason, []).append(outcome.plan)
+    for reason, names in plans.items():
+        others = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        yield f"{', '.join(names[:2])}{others}: {reason}"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or isfinite(value) else None
 
 
 def duration(seconds: float) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from lockstep.base.foreign_text import escape
 from lockstep.base.units import size
-from lockstep.planner.forecast import HEAD, Forecast, duration, limit_in_words
+from lockstep.planner.forecast import HEAD, LEFT, SIDE_BY_SIDE, Forecast, duration, limit_in_words, side_by_side
 from lockstep.verify.document import document
 
 COLORS = ("#0b57a4", "#c2571a", "#1a7f37", "#8a3ffc", "#b58900", "#c62828", "#0e7c86", "#6a737d", "#a15c8b", "#7a8f2a")
@@ -17,14 +17,25 @@ td.number { white-space: nowrap } .bar { display: flex; height: 1.1rem; min-widt
 """
 
 
-def page(forecast: Forecast) -> str:
-    """Return the whole HTML document."""
+def page(forecasts: Sequence[Forecast]) -> str:
+    """Return the whole HTML document; of several targets, the best plan of each side by side first."""
+    several = len(forecasts) > 1
+    parts: list[str] = []
+    if several:
+        parts += [f"<h1>{escape(forecasts[0].script)}: the best plan of each</h1>", _table(SIDE_BY_SIDE, side_by_side(forecasts))]
+    for forecast in forecasts:
+        parts += _parts(forecast)
+    title = f"{forecasts[0].script} on {', '.join(each.target for each in forecasts)}" if several else forecasts[0].title
+    return document(title, parts, _STYLE)
+
+
+def _parts(forecast: Forecast) -> list[str]:
     times = _colors(each.by_limit for each in forecast.fitting)
     memory = _colors(each.peak.by_cause for each in forecast.fitting)
-    parts = [
+    return [
         f"<h1>{escape(forecast.title)}</h1>",
-        *(f"<p>{escape(line)}</p>" for line in forecast.lines(0)),
-        _table(forecast),
+        *(f"<p>{escape(line)}</p>" for line in (*forecast.remarks, *forecast.lines(0))),
+        _table(HEAD, forecast.rows(len(forecast.outcomes))),
         "<h2>Where the time of a step goes</h2>",
         _key({limit_in_words(name): color for name, color in times.items()}),
         _bars(forecast, {each.plan: each.by_limit for each in forecast.fitting}, times, is_time=True),
@@ -33,20 +44,14 @@ def page(forecast: Forecast) -> str:
         _bars(forecast, {each.plan: each.peak.by_cause for each in forecast.fitting}, memory, is_time=False),
         _struck(forecast),
     ]
-    return document(forecast.title, parts, _STYLE)
 
 
-def _table(forecast: Forecast) -> str:
-    head = "".join(f'<th class="{"" if name in ("plan", "limited by") else "number"}">{name}</th>' for name in HEAD)
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f'<td class="{"" if HEAD[place] in ("plan", "limited by") else "number"}">{escape(cell)}</td>' for place, cell in enumerate(row)
-        )
-        + "</tr>"
-        for row in forecast.rows(len(forecast.outcomes))
-    )
-    return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>' if rows else ""
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    kinds = ["" if name in LEFT else "number" for name in head]
+    titles = "".join(f'<th class="{kind}">{name}</th>' for kind, name in zip(kinds, head, strict=True))
+    cells = ["".join(f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip(kinds, row, strict=True)) for row in rows]
+    body = "".join(f"<tr>{each}</tr>" for each in cells)
+    return f'<div class="wide"><table><tr>{titles}</tr>{body}</table></div>' if cells else ""
 
 
 def _colors(shares: Iterable[Mapping[str, float]]) -> dict[str, str]:

@@ -14,6 +14,25 @@ ENDED = "ended.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The end of a search, as JSON in a file: without it the script has failed."""
+
+    devices: int | None = None
+    """Devices that the plans use, if they cannot use all."""
+    why: str | None = None
+    """Why they cannot, and what to change."""
+
+    def write(self, folder: Path) -> None:
+        (folder / ENDED).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Ended | None:
+        """Return the end; None if the search has not ended."""
+        path = folder / ENDED
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """A request, as JSON in a file that the environment names."""
 

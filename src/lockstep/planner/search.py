@@ -81,6 +81,27 @@ class Space:
     stages: int
     """Most stages of a pipeline. 0 or 1: none can be made, and one pipeline alone is tried, which says why."""
 
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step, of which each data rank needs one."""
+        return -(-self.samples // (self.microbatch or 1))
+
+    @property
+    def usable_devices(self) -> int:
+        """The most devices that data parallelism alone can use, in whole nodes if they are more than one."""
+        most = min(self.devices, self.microbatches)
+        return most if most < self.devices_per_node else most - most % self.devices_per_node
+
+    def why_fewer(self) -> str:
+        """Say why no plan uses all devices, and what to change."""
+        size = self.microbatch or 1
+        enough = f"global_batch={self.devices * size}"
+        smaller = f", or microbatch={self.samples // self.devices}" if self.devices <= self.samples else ""
+        return (
+            f"no plan can use {self.devices} devices: a step has {self.microbatches} microbatches (global_batch={self.samples}, "
+            f"microbatch={size}), and each data rank needs one; planned for {self.usable_devices}; to use all, give {enough}{smaller}"
+        )
+
     def most_splits(self, plan: Plan) -> int:
         """Return how often each microbatch of a plan can be halved."""
         data = int(plan.replicate or 1) * int(plan.shard or 1)
@@ -95,7 +116,7 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
     with less memory; one whose parameters alone do not fit is not tried at all, unless no other has fewer."""
     outcomes: list[Outcome] = []
     plans = list(layouts(space))
-    smallest = min(_held_bytes(plan, space) for plan in plans)
+    smallest = min((_held_bytes(plan, space) for plan in plans), default=0)
     for plan in list(plans):
         if (reason := _too_large(plan, space)) is not None and _held_bytes(plan, space) > smallest:
             plans.remove(plan)
@@ -118,7 +139,7 @@ def layouts(space: Space) -> Iterator[Plan]:
             if pipeline > max(1, space.stages) and (tensor > 1 or pipeline != _divisors(space.devices)[1]):
                 continue
             data = space.devices // tensor // pipeline
-            if data > -(-space.samples // (space.microbatch or 1)):
+            if data > space.microbatches:
                 continue
             near = max(1, space.devices_per_node // tensor)
             for shard in sorted({1, data} | ({near} if data % near == 0 and near < data else set())):

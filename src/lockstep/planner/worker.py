@@ -20,7 +20,7 @@ from lockstep.planner.machines.machine import Machine
 from lockstep.planner.machines.target import machine_at
 from lockstep.planner.predict import is_splittable, predict
 from lockstep.planner.prediction import Prediction, text
-from lockstep.planner.request import ENDED, OUTCOMES, PlanRequest
+from lockstep.planner.request import OUTCOMES, Ended, PlanRequest
 from lockstep.planner.search import Outcome, Space, search
 from lockstep.planner.tracing.tracer import model_size
 from lockstep.planner.tracing.values import ValueNeeded
@@ -34,11 +34,12 @@ def train(recipe: Recipe) -> None:
     """Predict the plans of the request for this recipe, and end the process."""
     request = PlanRequest.read(os.environ)
     evaluation = _Evaluation(recipe, request)
+    ended = Ended()
     if request.plans:
         evaluation.evaluate([Plan.parse(plan) for plan in request.plans])
     else:
-        evaluation.report([each for each in search(evaluation.space(), evaluation.evaluate) if each.prediction is None])
-    (Path(request.folder) / ENDED).write_text("{}", encoding="utf-8")
+        ended = evaluation.search()
+    ended.write(Path(request.folder))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the script goes no further
@@ -53,6 +54,22 @@ class _Evaluation:
         self._known: dict[str, Outcome] = {}
         loader = LoaderTime.measured(recipe, Path(request.folder), MEASURED_SECONDS if request.is_here else 0.0)
         self._loader = loader if request.is_here else None
+
+    def search(self) -> Ended:
+        """Search all plans; those for fewer devices if a step has too few microbatches and nothing else is legal."""
+        space = self.space()
+        if self._searched(space) or self._request.is_here or space.usable_devices == space.devices:
+            return Ended()
+        cluster = self._machine.cluster.of(space.usable_devices)
+        self._machine = Machine.of(cluster, self._request.memory_bytes)
+        fewer = replace(space, devices=cluster.count, devices_per_node=cluster.devices_per_node)
+        return Ended(devices=cluster.count, why=space.why_fewer()) if self._searched(fewer) else Ended()
+
+    def _searched(self, space: Space) -> bool:
+        """Search, and report what is found. Returns True if a plan can be run, whatever the memory."""
+        outcomes = search(space, self.evaluate)
+        self.report([each for each in outcomes if each.prediction is None])
+        return not all(each.is_refused for each in outcomes)
 
     def space(self) -> Space:
         """Return the space in which plans for this recipe are searched for."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -88,6 +88,10 @@ class Cluster:
     inside: Link
     between: Link
 
+    def of(self, count: int) -> Cluster:
+        """Return this cluster with fewer devices."""
+        return replace(self, count=count, devices_per_node=min(count, self.devices_per_node))
+
 
 T = TypeVar("T", Device, Link)
 
@@ -104,6 +108,12 @@ def parse_target(text: str) -> Cluster:
     if count < 1:
         raise PlanError(f"target {text!r}: the number of devices is {count}, and must be at least 1")
     if match[1] is None and (counted := re.fullmatch(r"(\d+)\s+(\S.*)", name)):
+        if not _is_known("devices", counted[2]):
+            devices = ", ".join(known_devices())
+            raise PlanError(
+                f"target {text!r}: {counted[2]!r} is no device that is known; write a count, an x and a device, such as "
+                f"`{counted[1]} x H100`; devices: {devices}"
+            )
         raise PlanError(f"target {text!r}: between a count and its device is an x; write `{counted[1]} x {counted[2]}`")
     device = load_device(name)
     between = load_link(link) if link else load_link(device.between)
@@ -133,12 +143,21 @@ def load_link(name: str) -> Link:
 def _sheet(folder: str, kind: str, name: str) -> dict[str, Any]:
     if name.endswith(".toml"):
         return _read(Path(name), kind)
-    wanted = _plain(name)
-    for sheet in _sheets(folder):
-        if wanted in map(_plain, [sheet["name"], *sheet.get("aliases", ())]):
-            return sheet
+    if (sheet := _known(folder, name)) is not None:
+        return sheet
     names = ", ".join(sorted(each["name"] for each in _sheets(folder)))
     raise PlanError(f"{kind} {name!r} is not known; known: {names}; or give the path of a .toml file with its figures")
+
+
+def _is_known(folder: str, name: str) -> bool:
+    return name.endswith(".toml") or _known(folder, name) is not None
+
+
+def _known(folder: str, name: str) -> dict[str, Any] | None:
+    """The sheet of this name or alias."""
+    wanted = _plain(name)
+    names = {_plain(each): sheet for sheet in _sheets(folder) for each in [sheet["name"], *sheet.get("aliases", ())]}
+    return names.get(wanted)
 
 
 def _plain(name: str) -> str:
