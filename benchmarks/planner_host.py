@@ -39,7 +39,7 @@ from lockstep.planner.trace import DISPATCH, REDUCED, Communicate, Compute, Mark
 from lockstep.planner.tracing.alone import without_others
 from lockstep.planner.tracing.fake_world import fake_world
 from lockstep.planner.tracing.torch_fakes import replaced
-from lockstep.planner.tracing.tracer import LoneSession, TraceHook, TraceOptions, trace_step
+from lockstep.planner.tracing.tracer import LoneSession, StepTraceHook, TraceOptions, trace_step
 from lockstep.recipe.recipe import Recipe
 from lockstep.run import train_in
 from lockstep.training.hook import Run
@@ -89,7 +89,7 @@ class Ended(Exception):
     """The steps are timed."""
 
 
-class Clock(TraceHook):
+class Clock(StepTraceHook):
     """Times steps, and records nothing."""
 
     def __init__(self) -> None:

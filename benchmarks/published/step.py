@@ -31,7 +31,7 @@ class Parts:
 
     compute: float
     launches: float
-    """What the device waits for its host, which launches kernels one after another."""
+    """Seconds that the device waits for its host, which launches kernels one after another."""
     tensor: float
     context: float
     data: float

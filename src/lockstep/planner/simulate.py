@@ -23,7 +23,7 @@ class HostCosts:
     """Seconds of Python and torch: what they take before a kernel or a collective is on its stream."""
 
     kernel: float = 0.0
-    """Of each kernel."""
+    """Seconds of each kernel."""
     marks: Mapping[str, float] = field(default_factory=dict)
     """Mark -> seconds beside kernels and collectives."""
     collectives: Mapping[str, float] = field(default_factory=dict)

@@ -133,7 +133,7 @@ def trace_step(recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callabl
         stack.enter_context(PreservedGenerators())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-plan-"))
         world = stack.enter_context(fake_world(options.rank, options.world_size, options.local_size))
-        session = LoneSession(recipe, plan, world, options, folder, TraceHook())
+        session = LoneSession(recipe, plan, world, options, folder, StepTraceHook())
         session.hook.watch = watch
         try:
             with session:
@@ -148,7 +148,7 @@ class LoneSession(RecipeSession):
 
     STEPS = 3
 
-    def __init__(self, recipe: Recipe, plan: Plan, world: World, options: TraceOptions, folder: str, hook: TraceHook) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, world: World, options: TraceOptions, folder: str, hook: StepTraceHook) -> None:
         weight = recipe.weight and with_values(recipe.weight)
         self.hook = hook
         loss = recipe.loss if recipe.inputs is None or recipe.loss is None else self.hook.labelled(recipe.loss)
@@ -192,7 +192,7 @@ class LoneSession(RecipeSession):
             stack.enter_context(Values())  # type: ignore[no-untyped-call]
 
 
-class TraceHook(ControlHook):
+class StepTraceHook(ControlHook):
     """Records the second step, and ends the run after it."""
 
     mesh: Mesh
