@@ -64,7 +64,7 @@ def test_the_launcher_follows_the_source_and_a_note_says_so(tmp_path: Path) -> N
     assert command_line(AuditOptions(script="train.py", arguments=["--lr", "1"]), tmp_path, torchrun=False)[1:] == ["train.py", "--lr", "1"]
     log = ["--log-dir", str(tmp_path / "torchrun")]
     line = command_line(AuditOptions(script="a.train", is_module=True, processes=3), tmp_path, torchrun=True)
-    assert line[1:] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *log, "-m", "a.train"]
+    assert line[1:] == ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *log, "-m", "a.train"]
 
 
 @pytest.mark.parametrize("text", ["import lockstep as ls", "def f():\n    from lockstep.plan import Plan", "import lockstep.run"])

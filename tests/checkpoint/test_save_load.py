@@ -36,6 +36,20 @@ def test_what_is_saved_is_loaded_on_any_number_of_processes(pool: WorkerPool, tm
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_save_runs_nothing_that_is_in_the_working_directory(
+    pool: WorkerPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("json", "queue", "threading", "blake3"):
+        (elsewhere / f"{name}.py").write_text("open('was-run', 'w').close(); raise SystemExit(1)")
+    monkeypatch.chdir(elsewhere)
+    assert pool.run(2, save, str(tmp_path / "saved"), [3]) == [[SaveResult(3, None)]] * 2
+    assert not (elsewhere / "was-run").exists()
+
+
 def test_every_damage_is_named(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, save, str(tmp_path), [1])
     (name,) = FolderStorage(tmp_path).names()

@@ -53,6 +53,18 @@ def test_processes_have_their_variables_from_the_start_and_this_one_keeps_its_ow
     assert {number: signal.getsignal(number) for number in PASSED_ON} == handlers
 
 
+def test_a_new_process_runs_nothing_that_is_in_the_working_directory(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("pickle", "runpy", "socket"):
+        (tmp_path / f"{name}.py").write_text("open('was-run', 'w').close(); raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    # Children of the function search as they would without lockstep.
+    assert ls.spawn(functions.searches_safely, nproc=1) == (None, "False")
+    assert not (tmp_path / "was-run").exists()
+
+
 def test_signals_wait_while_a_process_starts_until_it_has_handlers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     starter = module._Starter("fork", functions.double, ())
     blocked: list[set[Any]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from typing import Any, NoReturn
 
@@ -98,3 +99,9 @@ def all_reduced() -> float:
 
 def print_line() -> None:
     print(json.dumps({"rank": rank()}))
+
+
+def searches_safely() -> tuple[str | None, str]:
+    """PYTHONSAFEPATH here, and whether a Python that this process starts leaves out the working directory."""
+    child = subprocess.run([sys.executable, "-c", "import sys; print(sys.flags.safe_path)"], capture_output=True, text=True, check=True)
+    return os.environ.get("PYTHONSAFEPATH"), child.stdout.strip()

@@ -139,8 +139,8 @@ def run_writers_there(system: str) -> None:
     start = subprocess.Popen.__init__
 
     def started(self: Any, args: Any, *more: Any, **named: Any) -> None:
-        if isinstance(args, list) and args[1:3] == ["-m", "lockstep.checkpoint.writer"]:
-            args = [args[0], __file__, system, *args[1:]]
+        if isinstance(args, list) and args[1:4] == ["-P", "-m", "lockstep.checkpoint.writer"]:
+            args = [args[0], __file__, system, *args[2:]]
         start(self, args, *more, **named)
 
     subprocess.Popen.__init__ = started  # type: ignore[method-assign]

@@ -39,9 +39,9 @@ def test_a_job_is_a_lockstep_run_of_the_script(tmp_path: Path) -> None:
     with Runner(["-m", "package.train", "--lr", "1"], tmp_path, timeout_seconds=1, slots=1) as made:
         command = made._command(job("plan", 2), tmp_path / "run")
     options = {"--nproc": "2", "--plan": "replicate=2,numerics=fast", "--run-dir": str(tmp_path / "run")}
-    assert command[1:4] == ["-m", "lockstep", "run"]
-    assert dict(zip(command[4:10:2], command[5:10:2], strict=True)) == options
-    assert command[10:] == ["-m", "package.train", "--lr", "1"]
+    assert command[1:5] == ["-P", "-m", "lockstep", "run"]
+    assert dict(zip(command[5:11:2], command[6:11:2], strict=True)) == options
+    assert command[11:] == ["-m", "package.train", "--lr", "1"]
 
 
 def test_each_run_is_named_when_it_begins_and_counted_once_all_are_known(tmp_path: Path) -> None:

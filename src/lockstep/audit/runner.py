@@ -17,6 +17,7 @@ from typing import BinaryIO, Literal
 from lockstep.audit.processes import dump_stacks, end_all, recorded, running_records
 from lockstep.audit.request import AuditRequest
 from lockstep.audit.source import ScriptSource
+from lockstep.base.python_process import own_python
 
 POLL_SECONDS = 0.2
 STACKS_SECONDS = 2.0
@@ -125,7 +126,7 @@ def command_line(options: AuditOptions, folder: Path, *, torchrun: bool) -> list
     if not torchrun:
         return [sys.executable, *options.line]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
-    return [sys.executable, *launcher, "--log-dir", str(folder / "torchrun"), *options.line]  # else it leaves a folder in /tmp
+    return own_python(*launcher, "--log-dir", str(folder / "torchrun"), *options.line)  # else it leaves a folder in /tmp
 
 
 def environment(request: AuditRequest, environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Exclusive locks on open files, which the system releases however the process ends."""
+"""Locks on open files, which the system releases however the process ends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ _LOCKED_BYTE = 1 << 30
 """Windows locks bytes, which others then cannot read: one behind the content."""
 
 
-def try_lock(descriptor: int) -> None:
+def try_lock(descriptor: int, *, shared: bool = False) -> None:
     """Lock an open file for as long as it is open. Raises `BlockingIOError` if another process holds the lock, and
-    `OSError` if the file system has no locks."""
+    `OSError` if the file system has no locks. `shared`: several processes may hold it, and no exclusive lock beside
+    them; on Windows it is exclusive."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -23,4 +24,4 @@ def try_lock(descriptor: int) -> None:
     else:
         import fcntl
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

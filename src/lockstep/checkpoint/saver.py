@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.base.python_process import own_python
 from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.shared_file import SharedFile
@@ -176,7 +176,7 @@ class _Writer:
     """The writer process (`lockstep.checkpoint.writer`), seen from the training process."""
 
     def __init__(self, content: _FileContent) -> None:
-        command = [sys.executable, "-m", "lockstep.checkpoint.writer", content.file.name]
+        command = own_python("-m", "lockstep.checkpoint.writer", content.file.name)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=content.file.inherited)
         self._answers: SimpleQueue[bytes] = SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="lockstep-checkpoint-answers", daemon=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.foreign_text import show
+from lockstep.base.temporary_folder import locked_folder
 from lockstep.checkpoint.saved_model import MODEL
 from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
 from lockstep.cli.arguments.target import Target
@@ -55,11 +55,11 @@ def command(best: bool, as_json: bool, source: str, is_module: bool, script: str
         script, *recorded = _script_of(source)
         arguments = tuple(recorded)
     check_target(script, is_module=is_module)
-    with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as temporary:
-        weights = source if _is_plain(Path(source)) else os.path.join(temporary, MODEL)
+    with locked_folder("lockstep-evaluate-") as temporary:
+        weights = source if _is_plain(Path(source)) else str(temporary / MODEL)
         if weights != source:
             export(source, Path(weights), best=best)
-        run_dir, assignments = Path(options.run_dir or Path(temporary, "run")), _assignments(source, options.set)
+        run_dir, assignments = Path(options.run_dir or temporary / "run"), _assignments(source, options.set)
         line = ScriptLine([*(["-m"] if is_module else []), script], arguments)
         stdout = sys.stderr if as_json else None
         status, measured = measure(Path(weights), line, {**given, "set": assignments}, run_dir=run_dir, began=began, stdout=stdout)

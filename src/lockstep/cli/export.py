@@ -16,6 +16,7 @@ from lockstep.base.errors import CheckpointError, say
 from lockstep.base.files import replace_atomically
 from lockstep.base.foreign_files import MOST_BYTES, read_below
 from lockstep.base.foreign_text import show
+from lockstep.base.temporary_folder import locked_folder
 from lockstep.checkpoint.configuration import CONFIGURATION
 from lockstep.checkpoint.integrity import check, read_manifest
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
@@ -133,8 +134,8 @@ def export_pretrained(source: str, folder: str, model: Any, *, best: bool = Fals
         raise CheckpointError(f"export_pretrained of a {type(built).__name__}, without save_pretrained; lockstep export writes its weights")
     if Path(folder).exists():
         raise CheckpointError(f"{folder} is there already; nothing is overwritten; name another, or remove it")
-    with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary, MODEL)
+    with locked_folder() as temporary:
+        path = temporary / MODEL
         export(source, path, best=best)
         built.save_pretrained(folder, state_dict=load_file(path))
 

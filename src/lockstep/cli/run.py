@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,6 +15,7 @@ import click
 
 from lockstep.base.errors import say
 from lockstep.base.garbage import collector_paused
+from lockstep.base.python_process import own_python
 from lockstep.base.system import refuse_on_windows
 from lockstep.cli.arguments.launch import check_target, launch_options, options_from, script_arguments, warn_of_misplaced
 from lockstep.hooks.profiling.timeline import steps_of
@@ -105,7 +105,7 @@ def run(
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         local_rank = [f"--local_rank={environment['LOCAL_RANK']}"] if options.local_rank_argument else []
-        line = [sys.executable, "-P", "-m", "lockstep.launch.worker", *script, *local_rank, *arguments]
+        line = own_python("-m", "lockstep.launch.worker", *script, *local_rank, *arguments)
         variables = {**os.environ, **environment}
         return subprocess.Popen(line, env=variables, start_new_session=True, stdout=stdout, pass_fds=inherited(environment))
 

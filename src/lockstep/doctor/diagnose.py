@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.python_process import own_python
+from lockstep.base.temporary_folder import locked_folder
 from lockstep.doctor import environment_variables, file_system
 from lockstep.doctor.check_result import CheckResult, Verdict, worst
 from lockstep.doctor.machine_checks import machine_checks
@@ -24,7 +25,7 @@ from lockstep.launch.machines import Machines
 from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
-WORKER = ("-P", "-m", "lockstep.doctor")
+WORKER = ("-m", "lockstep.doctor")
 """Arguments of Python for each rank. A test may give a script that plants a fault first."""
 
 
@@ -67,14 +68,13 @@ def diagnose(
         *environment_variables.environment_checks(environ, nproc=nproc),
         *file_system.check_folder(file_system.existing(run_dir if run_dir is not None else Path())),
     ]
-    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
-        folder = Path(name)
+    with locked_folder("lockstep-doctor-") as folder:
         path = str(file_system.existing(run_dir)) if run_dir is not None else None
         machine = {"info": asdict(info), "checks": [asdict(check) for check in own], "path": path}
         (folder / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
 
         def start(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-            command = [sys.executable, *worker, name, str(deadline_seconds)]
+            command = own_python(*worker, str(folder), str(deadline_seconds))
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 return subprocess.Popen(command, env={**environ, **variables}, stdout=sys.stderr, start_new_session=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import operator
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,9 @@ SEED = 0
 """The seed of Python's, NumPy's and torch's default generators in every worker."""
 HASH_SEED = {"PYTHONHASHSEED": "0"}
 """The environment in which the iteration order of a set of strings is the same in every worker."""
+SAFE_PATH = {"PYTHONSAFEPATH": "lockstep"}
+"""The environment in which Python imports nothing from the working directory, which may be anybody's (/tmp), before the
+search path is the parent's. Multiprocessing would: it starts processes with `-c`."""
 _RUN_NAME = "lockstep-seeding"
 _SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}  # module -> its function that seeds
 
@@ -31,7 +35,8 @@ def seed_workers_generators() -> None:
 
 
 class SeedingName(str):
-    """The name of a process that multiprocessing spawns. Unpickling it in the process seeds the generators there.
+    """The name of a process that multiprocessing spawns. Unpickling it in the process seeds the generators there, and
+    takes `SAFE_PATH` back.
 
     Multiprocessing unpickles the name before it imports the script, and calls nothing of ours before that. It runs this
     file by its path: lockstep may not be importable yet.
@@ -76,4 +81,6 @@ def _seed(module: ModuleType) -> None:
 
 
 if __name__ == _RUN_NAME:
+    if os.environ.items() >= SAFE_PATH.items():  # children of the user's code search as they would without lockstep
+        del os.environ[next(iter(SAFE_PATH))]
     seed_workers_generators()

@@ -19,7 +19,7 @@ from lockstep.base.system import refuse_on_windows
 from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.count import count_processes
 from lockstep.launch.failures import Ending, FailureRecord
-from lockstep.launch.seeding import SeedingName
+from lockstep.launch.seeding import SAFE_PATH, SeedingName
 from lockstep.launch.spawned_call import SpawnedCall, signals_blocked, work
 from lockstep.launch.termination import Preempted
 from lockstep.options import RunOptions, check_run_dir
@@ -136,9 +136,9 @@ class _Starter:
         process = self._context.Process(
             target=work, args=(self._call, sender, self._forked), name=SeedingName(f"rank-{environment['RANK']}")
         )
-        one_thread = {"OMP_NUM_THREADS": "1"} if self._forked else {}
+        own = {"OMP_NUM_THREADS": "1"} if self._forked else {} if "PYTHONSAFEPATH" in os.environ else SAFE_PATH
         try:
-            with _environment({**environment, **one_thread}), signals_blocked():
+            with _environment({**environment, **own}), signals_blocked():
                 process.start()
         finally:
             if sender is not None:

@@ -33,6 +33,7 @@ MOST_COPIES = 8
 def train(recipe: Recipe) -> None:
     """Predict the plans of the request for this recipe, and end the process."""
     request = PlanRequest.read(os.environ)
+    tempfile.tempdir = request.folder  # which the command removes, however this process and its forks end
     evaluation = _Evaluation(recipe, request)
     ended = Ended()
     if request.plans:
@@ -110,7 +111,6 @@ class _Evaluation:
         if process:
             return process
         die_with_parent(own)
-        tempfile.tempdir = self._request.folder  # a fork that is killed leaves files
         try:
             outcome = self._with_loader(_predicted(self._recipe, plan, self._machine), plan)
         except BaseException as error:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.python_process import own_python
 from lockstep.launch.recovery.channel import Channel, open_channel, variables
 from lockstep.launch.seeding import HASH_SEED
 from lockstep.search.warm_parent import PARENT, LaunchRequest
@@ -25,7 +26,7 @@ class WarmParent:
         with theirs:
             environment = {**os.environ, **HASH_SEED, PARENT: str(os.getpid()), **variables(theirs)}
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lockstep.search.warm_parent"],
+                own_python("-m", "lockstep.search.warm_parent"),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

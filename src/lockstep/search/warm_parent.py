@@ -22,9 +22,10 @@ from typing import NoReturn
 from lockstep.base.errors import LaunchError
 from lockstep.base.files import write_atomically
 from lockstep.base.parent import die_with_parent
+from lockstep.base.python_process import own_python
+from lockstep.base.temporary_folder import remove_left_folders
 from lockstep.launch import worker
 from lockstep.launch.failures import Ending
-from lockstep.launch.launcher_folder import remove_folders_of_dead_launchers
 from lockstep.launch.recovery.channel import Channel, take_channel
 from lockstep.launch.recovery.spare import prepare_process
 from lockstep.launch.spawned_call import PASSED_ON, forget_parent, lead_session, signals_blocked
@@ -99,7 +100,7 @@ def main() -> None:
     for name in ("lockstep.run", "lockstep.launch.agent.run_workers"):
         import_module(name)
     prepare_process()
-    remove_folders_of_dead_launchers(Path(tempfile.gettempdir()))  # of a search that was killed: this one may start no trial
+    remove_left_folders(Path(tempfile.gettempdir()))  # of a search that was killed: this one may start no trial
     channel.send("warm", gpus=import_module("lockstep.base.accelerator").count())
     _serve(channel)
 
@@ -203,7 +204,7 @@ def _become_worker(script: Sequence[str], environment: Mapping[str, str]) -> Non
     lead_session()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.environ.update(environment)
-    sys.orig_argv = [sys.executable, "-P", "-m", "lockstep.launch.worker", *script]
+    sys.orig_argv = own_python("-m", "lockstep.launch.worker", *script)
     worker.main(script)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
 from lockstep.audit.finding import Audit
 from lockstep.audit.run import run_audit
 from lockstep.audit.runner import AuditOptions
 from lockstep.base.system import refuse_on_windows
+from lockstep.base.temporary_folder import locked_folder
 from lockstep.launch.script import check_module, check_script
 
 
@@ -42,5 +41,5 @@ def audit(
         hang_after_seconds=hang_after_seconds,
         timeout_seconds=timeout_seconds,
     )
-    with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as folder:
-        return run_audit(options, Path(folder))
+    with locked_folder("lockstep-audit-") as folder:
+        return run_audit(options, folder)

@@ -37,6 +37,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from lockstep.base.errors import LaunchError, UserError, WorkerError
+from lockstep.base.python_process import own_python
 from lockstep.testing.leaks import Exempt
 from lockstep.testing.worker import DUMP_SIGNAL, FAILED, MOST_WORKERS, PACKET_BYTES, kill_group, loopback_store
 
@@ -169,7 +170,7 @@ class WorkerPool:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_SECONDS)
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-        command = [sys.executable, "-c", NURSERY, path, str(theirs.fileno()), json.dumps(self._preload)]
+        command = own_python("-c", NURSERY, path, str(theirs.fileno()), json.dumps(self._preload))
         with theirs:
             self._nursery = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **NURSERY_ENVIRONMENT}

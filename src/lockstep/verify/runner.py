@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.base.python_process import own_python
 from lockstep.options import LaunchOptions
 from lockstep.verify.jobs import Job
 from lockstep.verify.trace_reader import Trace, read_traces
@@ -149,7 +149,7 @@ class Runner:
 
     def _command(self, job: Job, run_dir: Path) -> list[str]:
         options = LaunchOptions(nproc=str(job.processes), plan=str(job.plan), run_dir=str(run_dir))
-        return [sys.executable, "-m", "lockstep", "run", *options.arguments(), *self._script]
+        return own_python("-m", "lockstep", "run", *options.arguments(), *self._script)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.system import signals
+from lockstep.base.temporary_folder import locked_folder
 
 
 @contextmanager
@@ -18,8 +18,8 @@ def work_folder(keep: str | None, prefix: str, contents: str) -> Iterator[Path]:
     """A temporary folder, or the new or empty directory `keep`, which stays. `contents`: of it, in an error. Raises
     `LaunchError`."""
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
-            yield Path(folder)
+        with locked_folder(prefix) as folder:
+            yield folder
         return
     path = Path(keep).absolute()
     if path.exists() and any(path.iterdir()):

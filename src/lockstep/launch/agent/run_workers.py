@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.temporary_folder import locked_folder
 from lockstep.launch.agent.agent import Agent
 from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failures import Ending
-from lockstep.launch.launcher_folder import launcher_folder
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import ElasticRendezvous, LoopbackRendezvous, quiet_torch
 from lockstep.launch.seeding import HASH_SEED
@@ -40,7 +40,7 @@ def run_workers(
     the run is on several machines. Its workers also start again when a machine is lost or joins. Each machine calls
     this with the same `command`. Raises `LaunchError` if they cannot meet.
     """
-    with launcher_folder() as folder, quiet_torch():
+    with locked_folder() as folder, quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
         if isinstance(rendezvous, ElasticRendezvous):
             _check_command(rendezvous, command)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lockstep.base.control_group import usable_cpus
+from lockstep.base.temporary_folder import locked_folder
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.launch.spawn import spawn
 from lockstep.planner.machines.reference import Image, ReferenceStep, Text, adamw, cross_entropy, reference_recipe
@@ -149,7 +149,7 @@ class _StepEnds(Hook):
 def _step_times(step: ReferenceStep) -> list[float]:
     """Train a reference model. Returns the seconds of each step."""
     ends = _StepEnds()
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):
+    with locked_folder() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):
         recipe = reference_recipe(step, STEPS[step.scale])
         run_dir = os.environ.get("LOCKSTEP_RUN_DIR") or f"{folder}/run"
         train(recipe, plan=step.plan, run_dir=run_dir, hooks=[ends], log_every=1000, resume="never")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.errors import PlanError
+from lockstep.base.temporary_folder import locked_folder
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.device import map_tensors
@@ -131,7 +131,7 @@ def trace_step(recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callabl
     `watch`: called before the first step. Raises the `UserError`s that the run would raise, and `ValueNeeded`."""
     with ExitStack() as stack:
         stack.enter_context(PreservedGenerators())
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-plan-"))
+        folder = str(stack.enter_context(locked_folder("lockstep-plan-")))
         world = stack.enter_context(fake_world(options.rank, options.world_size, options.local_size))
         session = LoneSession(recipe, plan, world, options, folder, StepTraceHook())
         session.hook.watch = watch

@@ -1,0 +1,86 @@
+"""Temporary folders that are removed however their process ends: by itself, or where it was killed by the next one that
+makes such a folder.
+
+The system's temporary folder is shared with other users, who may put anything there. Only this user's own folders and
+files are looked at, no link is followed, and nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lockstep.base.file_lock import try_lock
+
+_NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
+"""The names that `tempfile` makes of the prefixes given here."""
+_ALIVE = "alive"
+"""A file in the folder that every process which needs it keeps locked. The system releases the lock however that
+process ends."""
+_REGULAR_ONLY: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Flags for `os.open`: it neither follows a link nor waits for the other end of a FIFO."""
+
+
+@contextmanager
+def locked_folder(prefix: str = "lockstep-") -> Iterator[Path]:
+    """An empty temporary folder, removed at the end. Removes those that killed processes have left first."""
+    remove_left_folders(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+        unlocked = Path(folder, "new")
+        descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT)
+        try:
+            try_lock(descriptor, shared=True)
+            unlocked.rename(unlocked.with_name(_ALIVE))  # locked before another process can find it
+            yield Path(folder)
+        finally:
+            os.close(descriptor)
+
+
+def hold_folder(folder: Path) -> int | None:
+    """Keep a `locked_folder` of another process from removal, should that one be killed. Returns the descriptor that
+    holds it until it is closed; None if the folder is none."""
+    with suppress(OSError):
+        descriptor = _open_own(folder / _ALIVE)
+        try_lock(descriptor, shared=True)
+        return descriptor
+    return None
+
+
+def remove_left_folders(parent: Path) -> None:
+    """Remove what killed processes of this user have left in the temporary folder `parent`."""
+    with suppress(OSError), os.scandir(parent) as entries:
+        for name in [entry.name for entry in entries if _NAME.fullmatch(entry.name)]:
+            _remove_if_left(parent / name)
+
+
+def _remove_if_left(folder: Path) -> None:
+    with suppress(OSError):  # another user's, or another process is faster
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or not _is_own(found):
+            return
+        descriptor = _open_own(folder / _ALIVE)
+        try:
+            try_lock(descriptor)
+            shutil.rmtree(folder)
+        finally:
+            os.close(descriptor)
+
+
+def _open_own(path: Path) -> int:
+    """Open a regular file of this user. Raises `OSError` for anything else."""
+    descriptor = os.open(path, os.O_RDWR | _REGULAR_ONLY)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and _is_own(found):
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(f"{path} is no file of this user")
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return not hasattr(os, "geteuid") or found.st_uid == os.geteuid()

@@ -1,0 +1,115 @@
+"""A locked folder goes with its process; where that was killed, with the next process that makes one. What others put
+beside it is left alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lockstep.base import temporary_folder as module
+from lockstep.base.temporary_folder import hold_folder, locked_folder
+
+HOLD = """
+import time
+from lockstep.base.temporary_folder import locked_folder
+with locked_folder("lockstep-audit-") as folder:
+    (folder / "rank-0.record").touch()
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_processs_folder_is_removed_and_a_live_ones_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "lockstep-of_nobody").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    processes = [subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
+    killed, alive, held = [Path(process.stdout.readline().strip()) for process in processes if process.stdout is not None]
+    holding = hold_folder(held)  # as a worker does that ends after its launcher
+    for process in (processes[0], processes[2]):
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert killed.exists()
+    with locked_folder() as mine:
+        assert sorted(tmp_path.iterdir()) == sorted([alive, held, mine, tmp_path / "lockstep-of_nobody"])
+    assert not mine.exists()
+    assert holding is not None
+    os.close(holding)
+    with locked_folder() as mine:
+        assert not held.exists()
+    processes[1].kill()
+    processes[1].communicate()
+
+
+def test_a_process_that_starts_at_the_same_moment_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    lock = fcntl.flock
+
+    def while_another_starts(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        module.remove_left_folders(tmp_path)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", while_another_starts)
+    with locked_folder() as mine:
+        assert mine.exists()
+        assert fcntl.flock is lock, "another one has looked while this one started"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("made", ["fifo", "link to a fifo", "link to a file", "folder", "link to a folder", "another user's"])
+def test_what_another_user_puts_there_is_neither_waited_for_nor_removed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    made: str,
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "alive").touch()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(shared))
+    folder = shared / "lockstep-abcdefgh"
+    alive = folder / "alive"
+    if made == "link to a folder":
+        folder.symlink_to(mine)
+    else:
+        folder.mkdir()
+    if made == "fifo":
+        os.mkfifo(alive)
+    elif made == "link to a fifo":
+        os.mkfifo(tmp_path / "fifo")
+        alive.symlink_to(tmp_path / "fifo")
+    elif made == "link to a file":
+        alive.symlink_to(mine / "alive")
+    elif made == "folder":
+        alive.mkdir()
+    elif made == "another user's":
+        alive.touch()
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with locked_folder():
+        pass
+    assert folder.exists()
+    assert (mine / "alive").exists()
+
+
+def test_a_temporary_folder_that_cannot_be_listed_stops_nothing(tmp_path: Path) -> None:
+    module.remove_left_folders(tmp_path / "absent")
+
+
+def test_every_temporary_folder_of_lockstep_is_a_locked_one_or_beside_what_it_becomes() -> None:
+    source = Path(module.__file__).parent.parent
+    found = {
+        str(path.relative_to(source)): line
+        for path in source.rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if f"{tempfile.__name__}.TemporaryDirectory(" in line and "dir=" not in line
+    }
+    assert list(found) == ["base/temporary_folder.py"], found
