@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +55,35 @@ def test_a_process_whose_parent_lives_goes_on() -> None:
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+OUTLIVES = """
+import os, signal, sys, time
+from lockstep.base.parent import die_with_parent, outlive_parent
+os.setsid()
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked;"))
+die_with_parent(os.getppid())
+outlive_parent(0.3, 30.0, lambda: os.path.exists("busy"))
+os.write(1, b"ready;")
+while True: signal.pause()
+"""
+
+
+def test_one_that_may_save_is_asked_once_and_killed_later(tmp_path: Path) -> None:
+    """The parent has several threads: the kernel would send a signal for the end of each."""
+    launches = (
+        "import subprocess, sys, threading, time\n"
+        "for _ in range(4): threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
+        f"subprocess.Popen([sys.executable, '-c', {OUTLIVES!r}])\n"
+        "time.sleep(60)"
+    )
+    (tmp_path / "busy").touch()
+    line = [sys.executable, "-c", launches]
+    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert os.read(parent.stdout.fileno(), 6) == b"ready;"
+        parent.send_signal(signal.SIGKILL)
+        assert os.read(parent.stdout.fileno(), 100) == b"asked;"
+        time.sleep(0.6)
+        (tmp_path / "busy").unlink()  # it is still there, because it was busy
+        assert parent.stdout.read() == b"", "it was asked once, and has ended"

@@ -45,6 +45,7 @@ class HouseHooks:
         timeouts = None if bare else WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)
         steps = None if environment.profile is None else steps_of(environment.profile)
         audit = ReplicaAudit(every=environment.compare_every or 0, hooks=hooks)
+        self._is_reported = environment.launcher in ("lockstep", "spawn")  # by the launcher
         self.metrics = Metrics()
         self.loss_check = LossCheck()
         self.evaluation = EvaluationHook(evaluations, self.metrics) if evaluations else None
@@ -86,6 +87,11 @@ class HouseHooks:
         """Record the error that ends the run, call the hooks, and add to the error what the user can do."""
         if isinstance(error, Preempted):
             run.event("preempted", reason=error.reason)
+            if not self._is_reported:
+                run.context.recorder.message(
+                    f"saved after step {run.step} and ended ({error.reason}); a start with the same run directory, "
+                    f"{run.context.run_dir}, resumes from there"
+                )
             return
         run.event("run-failed", **error_details(error))
         run.hooks.call_every("on_error", run, error)

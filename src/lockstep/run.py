@@ -17,6 +17,7 @@ from lockstep.checkpoint.configuration import CONFIGURATION, save_configuration
 from lockstep.comm.active_calls import active_calls
 from lockstep.comm.recovery.regroup import abort_collectives
 from lockstep.launch.recovery.rejoin import connect
+from lockstep.launch.termination import Termination
 from lockstep.logging.fingerprint import fingerprint
 from lockstep.logging.loggers import Logger
 from lockstep.logging.run_directory import check_tensors
@@ -158,7 +159,7 @@ def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, 
     measured = {name.removesuffix("/"): replace(each, weights="current") for name, each in recipe.evaluations.items()}
     recipe = replace(recipe, evaluation=measured.get("", measured), weights=recipe.weights if weights is None else weights)
     resolved = [recipe]
-    with RecipeSession(resolved, run_dir=run_dir, plan=plan, resume="never") as session:
+    with RecipeSession(resolved, trains=False, run_dir=run_dir, plan=plan, resume="never") as session:
         _prepare(resolved[0], session)
         assert session.house.evaluation is not None, "the recipe has one"
         began = time.perf_counter()
@@ -170,7 +171,14 @@ def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, 
 class RecipeSession(Session):
     """The session of a recipe. Its `auto` settings are measured on entering, and then in `recipes[0]`."""
 
-    def __init__(self, recipes: list[Recipe], recovery: Recovery | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        recipes: list[Recipe],
+        recovery: Recovery | None = None,
+        *,
+        trains: bool = True,
+        **options: Any,
+    ) -> None:
         (recipe,) = recipes
         self._evaluations, self._resolve, self._recovery = recipe.evaluations, partial(_resolve, recipes), recovery
         super().__init__(
@@ -180,6 +188,7 @@ class RecipeSession(Session):
             recipe=recipe.describe(),
             **options,
         )
+        self._termination = Termination(saves=trains)
 
 
 def train_in(session: Session, recipe: Recipe) -> Result:

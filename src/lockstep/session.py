@@ -94,7 +94,7 @@ class Session:
         if self.house.hang.ends_the_process:
             threading.Event().wait()
         rejoins = error is not None and self._recovery is not None and self._recovery.rejoined(error, self.run, self.house.hang.close)
-        self._termination.hold()
+        self._termination.hold(failed=error is not None)
         self.context.phases.enter("ending")
         with self._stack:
             if not rejoins:

@@ -27,13 +27,24 @@ PEER = ("PeerDied: an exchange through shared memory failed on rank 0 of 2", "a 
     ("number", "target", "nproc", "plan", "status", "event", "why"),
     [
         (signal.SIGTERM, None, 2, "workers=1", 75, "preempted", "SIGTERM"),
+        pytest.param(signal.SIGINT, None, 2, "workers=1", 130, "preempted", "SIGINT", marks=pytest.mark.command),
+        pytest.param(signal.SIGKILL, None, 2, "shard=2", -9, "preempted", "SIGTERM", marks=pytest.mark.command),
         pytest.param(signal.SIGUSR1, None, 2, "shard=2", 75, "preempted", "SIGUSR1", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 0, 2, "replicate=2", 75, "preempted", "SIGTERM", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, 1, 2, "replicate=2", 75, "preempted", "SIGUSR1", marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, None, 1, "replicate=1", 129, "run-failed", FROM_OUTSIDE.format("SIGHUP"), marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, 1, 2, "replicate=2", 137, "run-failed", PEER, marks=pytest.mark.slow),
     ],
-    ids=["TERM to the launcher", "USR1 to the launcher", "TERM to rank 0", "USR1 to rank 1", "HUP to the launcher", "KILL to rank 1"],
+    ids=[
+        "TERM to the launcher",
+        "INT to the launcher",
+        "KILL to the launcher",
+        "USR1 to the launcher",
+        "TERM to rank 0",
+        "USR1 to rank 1",
+        "HUP to the launcher",
+        "KILL to rank 1",
+    ],
 )
 def test_a_run_that_is_ended_saves_and_says_so_and_gives_its_directory_up(
     tmp_path: Path, number: signal.Signals, target: int | None, nproc: int, plan: str, status: int, event: str, why: str | tuple[str, str]
@@ -46,9 +57,11 @@ def test_a_run_that_is_ended_saves_and_says_so_and_gives_its_directory_up(
         while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        workers = psutil.Process(launcher.pid).children()
         os.kill(launcher.pid if target is None else worker(launcher.pid, target), number)
         launcher.communicate()
     assert launcher.returncode == status
+    assert psutil.wait_procs(workers, timeout=20)[1] == []  # where the launcher was killed, they end after it
     assert not (run / "lock").exists()
     rows = [json.loads(row) for row in (run / "events.jsonl").read_text().splitlines()]
     (last,) = [row for row in rows if row["event"] == event]

@@ -124,6 +124,35 @@ def test_one_that_cannot_go_on_in_place_makes_all_start_again_with_the_reason(ru
     assert [(tmp_path / f"why-{rank}").read_text() for rank in (0, 1)] == ["rank 0: shard=2"] * 2
 
 
+@pytest.mark.parametrize(("saves", "status"), [(True, 75), (False, 143)])
+def test_a_request_to_end_amid_a_recovery_is_honoured_if_the_state_was_saved(run: Starter, saves: bool, status: int) -> None:
+    ending = run(
+        script(
+            """
+            if rank == 1:
+                wait_until(lambda: times(0))
+                die()
+            lose_a_peer()
+            """,
+            f"""
+from lockstep.launch.worker_files import note_saved
+signal.signal(signal.SIGTERM, lambda *_: None)  # as a training does
+if rank == 1 and times(1):  # the replacement
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pause()
+try: train(7)
+except ConnectionError:
+    if {saves}: note_saved()
+    raise
+""",
+        ),
+        max_restarts=2,
+        recovery="in-place",
+    )
+    assert (ending.status, ending.was_preempted) == (status, saves)
+
+
 def test_a_second_loss_while_the_others_wait_is_one_recovery_more(run: Starter, tmp_path: Path) -> None:
     ending = run(
         script(

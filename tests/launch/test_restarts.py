@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
+from lockstep.base.descendants import parents
 from lockstep.launch import worker_processes
 from lockstep.launch.agent import run_workers as run_workers_module
 from lockstep.launch.failures import Ending
@@ -83,7 +84,11 @@ def test_when_workers_start_again_nothing_is_left_of_those_before(run: Starter, 
         import subprocess
         if {FIRST}:
             sleeper = subprocess.Popen(["sleep", "1000"])
-            open(f"started-{{rank}}.part", "w").write(f"{{os.getpid()}} {{sleeper.pid}}")
+            detached = subprocess.Popen(["setsid", "sh", "-c", "sleep 1000 & wait"], start_new_session=True)
+            if (fork := os.fork()) == 0:
+                os.setsid()
+                while True: signal.pause()
+            open(f"started-{{rank}}.part", "w").write(f"{{os.getpid()}} {{sleeper.pid}} {{detached.pid}} {{fork}}")
             os.rename(f"started-{{rank}}.part", f"started-{{rank}}")
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             while not (os.path.exists("started-0") and os.path.exists("started-1")): pass
@@ -100,6 +105,27 @@ def test_when_workers_start_again_nothing_is_left_of_those_before(run: Starter, 
     assert [(tmp_path / f"left-{rank}").read_text() for rank in (0, 1)] == ["[]", "[]"]
 
 
+def test_what_is_left_after_a_good_end_is_killed_and_told(
+    run: Starter,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ending = run(
+        """
+        import subprocess
+        subprocess.Popen(["sleep", "0.2"], start_new_session=True)  # as a tool that sends its last numbers
+        left = [subprocess.Popen(["sleep", "1000"], start_new_session=new).pid for new in (True, False)]
+        open("left", "w").write(" ".join(map(str, left)))
+        """,
+        count=1,
+    )
+    first, second = map(int, (tmp_path / "left").read_text().split())
+    assert not [pid for pid in (first, second) if pid in parents()]
+    assert ending.status == 0
+    left_running = f"sleep (process {first}), sleep (process {second})"
+    assert capfd.readouterr().err == f"lockstep: killed what the script had started and left running: {left_running}\n"
+
+
 @pytest.mark.parametrize(
     ("end", "status"),
     [
@@ -113,7 +139,9 @@ def test_what_no_restart_mends_is_not_tried_again(
     run: Starter, tmp_path: Path, end: str, status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ending = run(f"open('starts', 'a').write('x')\n{end}", count=1, max_restarts=3)
-    assert (ending.status, (tmp_path / "starts").read_text(), capfd.readouterr().err) == (status, "x", "")
+    assert (ending.status, (tmp_path / "starts").read_text()) == (status, "x")
+    asked = "lockstep: interrupted: the workers are asked to end; Ctrl-C again ends them at once\n"
+    assert capfd.readouterr().err == (asked if status == 130 else "")
 
 
 def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:

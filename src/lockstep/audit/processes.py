@@ -10,13 +10,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.base.descendants import descendants, kill_all, parents, with_marker
 from lockstep.base.system import signals
 
 STOP_SECONDS = 5.0
 """Seconds from asking the script to end to killing all of it."""
 KILL_SECONDS = 10.0
 """Longest wait for killed processes."""
-_POLL_SECONDS = 0.05
 
 
 def end_all(root: subprocess.Popen[bytes], folder: Path, marker: str) -> None:
@@ -26,12 +26,7 @@ def end_all(root: subprocess.Popen[bytes], folder: Path, marker: str) -> None:
         _send(root.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             root.wait(STOP_SECONDS)
-    deadline = time.monotonic() + KILL_SECONDS
-    while (left := (started_by(root.pid, folder, marker) | seen) & _parents().keys()) and time.monotonic() < deadline:
-        for pid in left:
-            _send(pid, signal.SIGKILL)
-        root.poll()
-        time.sleep(_POLL_SECONDS)
+    kill_all(lambda: (started_by(root.pid, folder, marker) | seen) & parents().keys(), KILL_SECONDS)
     with suppress(subprocess.TimeoutExpired):
         root.wait(KILL_SECONDS)
 
@@ -39,12 +34,8 @@ def end_all(root: subprocess.Popen[bytes], folder: Path, marker: str) -> None:
 def started_by(root: int, folder: Path, marker: str) -> set[int]:
     """Return the ids of the script's processes that run: the descendants of `root`, and those that have lost their
     parent: on Linux by the entry `marker` of their environment, elsewhere by the names of the records in `folder`."""
-    parents = _parents()
-    found = {pid for pid in parents if _has_marker(pid, marker)} if sys.platform == "linux" else set(recorded(folder)) & parents.keys()
-    found.add(root)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return (found & parents.keys()) - {os.getpid()}
+    left = with_marker(marker) if sys.platform == "linux" else set(recorded(folder)) & parents().keys()
+    return (left | {root} | descendants(left | {root})) & parents().keys() - {os.getpid()}
 
 
 def recorded(folder: Path) -> dict[int, Path]:
@@ -58,7 +49,7 @@ def recorded(folder: Path) -> dict[int, Path]:
 
 def running_records(folder: Path) -> set[int]:
     """Return the ids of the processes that keep records and still run."""
-    return recorded(folder).keys() & _parents().keys()
+    return recorded(folder).keys() & parents().keys()
 
 
 def dump_stacks(folder: Path, seconds: float) -> dict[int, str]:
@@ -75,25 +66,3 @@ def dump_stacks(folder: Path, seconds: float) -> dict[int, str]:
 def _send(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-
-
-def _has_marker(pid: int, marker: str) -> bool:
-    with suppress(OSError):
-        return os.fsencode(marker) in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False
-
-
-def _parents() -> dict[int, int]:
-    """The process id of the parent of each process that runs; zombies left out."""
-    if sys.platform != "linux":
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
-        rows = [line.split() for line in listed.splitlines()]
-        return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            with suppress(OSError):
-                state, parent, *_ = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
-                if state != b"Z":
-                    found[int(entry)] = int(parent)
-    return found

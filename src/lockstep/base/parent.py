@@ -1,14 +1,26 @@
-"""The process that started this one: this one dies with it, and may put temporary files in its folder."""
+"""The process that started this one: this one dies with it, or saves and ends after it, and may put temporary files in
+its folder."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.base.temporary_folder import hold_folder
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_SECONDS = 0.1
+_parent: int | None = None
+_is_watched = False  # by a thread
 _folder: str | None = None
 
 
@@ -18,16 +30,76 @@ def die_with_parent(parent: int) -> None:
 
     `parent`: the process id that the parent itself has passed on.
     """
+    global _parent
+    _parent = parent
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _signal_after_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
 
 
-def use_parents_folder(folder: str) -> None:
-    """Put temporary files in this folder from now on. The parent removes it, however this process ends."""
+def outlive_parent(seconds: float, busy_seconds: float, is_busy: Callable[[], bool]) -> None:
+    """Have this process get SIGTERM at the parent's end, instead of SIGKILL, until `end_with_parent_again`. It and its
+    process group are killed so many seconds later, or `busy_seconds` while it `is_busy`. Linux only, after
+    `die_with_parent`. Called in the main thread.
+
+    A thread sends it: the kernel would send one for each of the parent's threads, and the second would ask to end at
+    once.
+    """
+    global _is_watched
+    if _parent is None or sys.platform != "linux":
+        return
+    if not _is_watched:
+        try:
+            descriptor = os.pidfd_open(_parent)
+        except OSError:  # it has ended, or the kernel is older than 5.3
+            return
+        _is_watched = True
+        threading.Thread(
+            target=_end_after_parent,
+            args=(descriptor, seconds, busy_seconds, is_busy),
+            name="lockstep-parent",
+            daemon=True,
+        ).start()
+    _signal_after_parent(0)
+
+
+def end_with_parent_again() -> None:
+    """Take `outlive_parent` back. If the parent has ended meanwhile, the seconds of that still count."""
+    if _is_watched:
+        _signal_after_parent(signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Have descendants of this process that lose their parent become its children, and not those of the system's first
+    process. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _signal_after_parent(number: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def _end_after_parent(parent: int, seconds: float, busy_seconds: float, is_busy: Callable[[], bool]) -> None:
+    poll = select.poll()
+    poll.register(parent, select.POLLIN)
+    poll.poll()
+    os.kill(os.getpid(), signal.SIGTERM)
+    ended = time.monotonic()
+    while time.monotonic() - ended < (max(seconds, busy_seconds) if is_busy() else seconds):
+        time.sleep(_POLL_SECONDS)
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def use_parents_folder(folder: Path) -> None:
+    """Put temporary files in a folder in the parent's own from now on. The parent removes it, however this process
+    ends; if it is killed, the next launcher does, not before the end of this process."""
     global _folder
-    _folder = folder
+    _folder = str(folder)
+    hold_folder(folder.parent)
 
 
 def temporary_folder(most_bytes: int) -> str:

@@ -53,8 +53,8 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
     the number of machines is fixed. srun lockstep run, with one task per node, needs none of these: the machines are
     the nodes of the job, and auto is one process for each GPU that the job has on its node, or 1.
 
-    SIGTERM and SIGUSR1 ask the run to save and end. Signals that are ignored when lockstep starts, as SIGHUP under
-    nohup, stay ignored.
+    SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and end; a second one ends it at once. Signals that are ignored when
+    lockstep starts, as SIGHUP under nohup, stay ignored.
 
     \b
     Examples:
@@ -69,7 +69,7 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
     Exit status: 0, or that of the process that failed first (2 for a mistake in what lockstep was given, 128 + the
     signal's number if a signal killed it). 75 if the run was asked to end (SIGTERM, SIGUSR1, --stop-after) and has
     saved: the same command with the same --run-dir continues it. 76 if it hung for longer than --hang-after allows. 130
-    or 143 if lockstep itself got SIGINT or SIGTERM and the script does not save.
+    after Ctrl-C. 143 if lockstep itself got SIGTERM and the script does not save.
     """
     began = time.time()
     options = options_from(given)

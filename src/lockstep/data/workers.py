@@ -180,7 +180,7 @@ def _set_up(folder: str, parent: int, worker: int) -> None:
     thread would only skip the batch, a deadlock."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
-    for number in signals("SIGUSR1"):
+    for number in signals("SIGUSR1", "SIGINT"):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform != "win32":  # which has no SIGTERM from others
         signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(LATER_SECONDS))

@@ -165,6 +165,12 @@ class Checkpointer:
                 stack.enter_context(module.modes.evaluating())
             yield state_of(self.run.modules, self.run.stateful)
 
+    def has_saved(self, step: int) -> bool:
+        """True if there is a complete checkpoint of this step."""
+        with suppress(OSError):
+            return any(name.step == step for name in self.folder.names())
+        return False
+
     def restore(self, resume: Resume, *, allow_change: frozenset[str]) -> CheckpointReader | None:
         """Load the newest checkpoint that is not damaged, and return its reader. Every rank calls it.
 

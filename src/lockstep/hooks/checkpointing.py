@@ -16,7 +16,7 @@ from lockstep.hooks.checkpointer import Checkpointer
 from lockstep.hooks.metric_names import check_metric
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.launch.termination import Terminated
-from lockstep.launch.worker_files import defer_kill
+from lockstep.launch.worker_files import defer_kill, note_saved
 from lockstep.plan import Plan
 from lockstep.recipe.checks import keeps_rest
 from lockstep.saving import Best, Resume, Saving
@@ -149,6 +149,8 @@ class Checkpointing(ControlHook):
             run.event("rescue-failed", reason=f"{type(failure).__name__}: {failure}")
             return False
         self.rescued = True
+        if self._checkpointer.has_saved(run.step):
+            note_saved()
         if name is not None:
             run.event("rescued", checkpoint=name)
         return True

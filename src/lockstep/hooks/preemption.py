@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from lockstep.launch.termination import Preempted, Termination
+from lockstep.launch.termination import Termination, preempted
 from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.hook import ControlHook, Run
 
 
 @dataclass(eq=False)
 class Preemption(ControlHook):
-    """Asks all ranks to save and to end; raises `Preempted` once they have."""
+    """Asks all ranks to save and to end; raises `Preempted` once they have, or `Interrupted` after Ctrl-C."""
 
     termination: Termination
     stop_at: float | None  # the time at which the run ends, in seconds since 1970
@@ -24,4 +24,5 @@ class Preemption(ControlHook):
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         if agreed.end is not None:
-            raise Preempted(agreed.end)
+            self.termination.answer()
+            raise preempted(agreed.end)

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.base.control_group import memory_limit_bytes
 from lockstep.base.errors import USER_ERROR_STATUS, LockstepError, UserError
 from lockstep.base.files import write_atomically
-from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
+from lockstep.launch.termination import HUNG_STATUS, INTERRUPTED_STATUS, PREEMPTED_STATUS, PREEMPTING
 
 # Errors of a process that was healthy until another one ended or reported a failure. They are never the cause if
 # another rank has an error of another kind.
@@ -154,6 +154,8 @@ class Ending:
     """The signal that the launcher got and passed on. Failures after it are its consequences. None: it got none."""
     elsewhere: str = ""
     """The cause that ended the run on other machines, or between this one and them. Empty if there was none."""
+    has_saved: bool = False
+    """True if a worker that an error or a signal ended knows that the last step is saved."""
     options_read: bool = False
     """True if a worker has read the options of the run: the script uses lockstep."""
     new_run_dir: str = ""
@@ -166,14 +168,19 @@ class Ending:
 
     @property
     def was_preempted(self) -> bool:
-        """True if all workers that were still running have saved and ended."""
-        return bool(self.preempted) and not (self.failures or self.stopped or self.unkillable)
+        """True if all workers that were still running have saved and ended; or if a signal asked for that amid a
+        recovery, and one of them has saved what all had done."""
+        if self.unkillable:
+            return False
+        if self.signal in PREEMPTING and self.has_saved:
+            return all(failure.lost_a_peer or failure.record is None for failure in self.failures)
+        return bool(self.preempted) and not (self.failures or self.stopped)
 
     @property
     def status(self) -> int:
         """Exit status of the launcher."""
         if self.was_preempted:
-            return PREEMPTED_STATUS
+            return INTERRUPTED_STATUS if self.signal == signal.SIGINT else PREEMPTED_STATUS
         if self.signal is not None:
             return 128 + self.signal
         if self.first is None:

@@ -21,7 +21,7 @@ from lockstep.launch.count import count_processes
 from lockstep.launch.failures import Ending, FailureRecord
 from lockstep.launch.seeding import SAFE_PATH, SeedingName
 from lockstep.launch.spawned_call import SpawnedCall, signals_blocked, work
-from lockstep.launch.termination import Preempted
+from lockstep.launch.termination import preempted
 from lockstep.options import RunOptions, check_run_dir
 from lockstep.plan import Plan
 
@@ -88,7 +88,7 @@ def _start_method(main: Callable[..., Any]) -> Literal["spawn", "fork"]:
 
 def _raise_failure(ending: Ending) -> None:
     if ending.was_preempted:
-        raise Preempted("its workers have saved and ended")
+        raise preempted(signal.SIGINT.name if ending.signal == signal.SIGINT else "its workers have saved and ended")
     if ending.signal == signal.SIGINT:
         raise KeyboardInterrupt
     if ending.signal is not None:

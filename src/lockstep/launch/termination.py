@@ -1,31 +1,45 @@
 """Signals that ask a training process to save and end, or to end at once.
 
-SIGTERM and SIGUSR1 ask it to save and end, under every launcher: it finishes its current step first. A second signal
-asks it to end at once. If the launcher has passed a signal on, it takes a third, because the first two may be one
-request. In a process that lockstep started, SIGHUP asks to end at once too, and so does SIGTERM after another worker
-has failed. A signal that the user's code handles or ignores is left alone.
+SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask it to save and end, under every launcher: it finishes its current step first. A
+second signal asks it to end at once. If the launcher has passed a signal on, it takes a third, because the first two
+may be one request. In a process that lockstep started, SIGHUP asks to end at once too, and so does SIGTERM after
+another worker has failed. A signal that the user's code handles or ignores is left alone.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
+from typing import Any
 
+from lockstep.base.errors import say
+from lockstep.base.parent import end_with_parent_again, outlive_parent
 from lockstep.base.system import signals
-from lockstep.launch.worker_files import is_shutting_down, was_signal_forwarded
+from lockstep.launch.worker_files import is_saving, is_shutting_down, was_signal_forwarded
 
 PREEMPTED_STATUS = 75
 """Exit status of a process that saved and ended because it was asked to: EX_TEMPFAIL, "run it again"."""
+INTERRUPTED_STATUS = 128 + signal.SIGINT
+"""Exit status of one that was asked to by Ctrl-C."""
 HUNG_STATUS = 76
 """Exit status of a process that ended because the run hung."""
-PREEMPTING = signals("SIGTERM", "SIGUSR1")
+PREEMPTING = signals("SIGTERM", "SIGUSR1", "SIGINT")
 """Signals that ask a process to save and end."""
 ENDING = signals("SIGHUP")
 """Signals that ask one of lockstep's workers to end at once."""
+END_SECONDS = 30.0
+"""Seconds from such a request to SIGKILL."""
+SAVE_SECONDS = 600.0
+"""The same for a process that is saving."""
+
+INTERRUPTED = "interrupted: saves after this step, and ends; Ctrl-C again ends at once"
+"""The words for the first Ctrl-C."""
 
 _is_worker = False
+_unanswered: str | None = None  # a request after the last step of a training: the next one in this process answers it
 
 
 def in_a_worker() -> None:
@@ -37,9 +51,21 @@ def in_a_worker() -> None:
 class Preempted(SystemExit):
     """The run was asked to end early, and has saved. Not an `Exception`: it ends loops that catch errors too."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(PREEMPTED_STATUS)
+    def __init__(self, reason: str, status: int = PREEMPTED_STATUS) -> None:
+        super().__init__(status)
         self.reason = reason
+
+
+class Interrupted(Preempted, KeyboardInterrupt):
+    """The run was interrupted by Ctrl-C, and has saved. Where nothing catches it, the process ends with status 130."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, INTERRUPTED_STATUS)
+
+
+def preempted(reason: str) -> Preempted:
+    """Return the exception for a run that has saved and ends, for a reason such as the name of a signal."""
+    return Interrupted(reason) if reason == signal.SIGINT.name else Preempted(reason)
 
 
 class Terminated(SystemExit):
@@ -56,14 +82,18 @@ class Terminated(SystemExit):
 class Termination:
     """A context that handles the signals of `PREEMPTING` and `ENDING`, in the main thread.
 
-    The first of `PREEMPTING` is noted in `asked`. One of `ENDING`, or a second signal, raises `Terminated`; after
-    `hold` not before the exit. One more kills the process. Signals that the user's code handles or ignores are left
-    alone.
+    The first of `PREEMPTING` is noted in `asked`. One of `ENDING`, or a second signal, raises `Terminated`, or
+    `KeyboardInterrupt` for SIGINT; after `hold` not before the exit. One more kills the process. Signals that the
+    user's code handles or ignores are left alone. In one of lockstep's workers, the end of the launcher counts as
+    SIGTERM, and a process that runs on after `END_SECONDS` is killed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = True) -> None:
+        """`saves`: False for a run that has nothing to save, which the first signal ends."""
         self._process = os.getpid()
-        self._held = False
+        self._saves = saves
+        self._before: dict[signal.Signals, Any] = {}
+        self._held = self._failed = self._is_answered = False
         self._got: int | None = None
         self._raised = False
         self._repeated = False
@@ -71,36 +101,62 @@ class Termination:
         """Name of the signal that asked this process to save and end. None: none did."""
 
     def __enter__(self) -> Termination:
-        if threading.current_thread() is threading.main_thread():
-            for number in (*PREEMPTING, *(ENDING if _is_worker else ())):
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, self._on_signal)
+        global _unanswered
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        defaults = {signal.SIG_DFL, signal.default_int_handler} if self._saves else {signal.SIG_DFL}
+        for number in (*PREEMPTING, *(ENDING if _is_worker else ())):
+            if (handler := signal.getsignal(number)) in defaults:
+                self._before[number] = handler
+                signal.signal(number, self._on_signal)
+        if self._saves:
+            self.asked, _unanswered = _unanswered, None
+            if _is_worker:
+                outlive_parent(END_SECONDS, SAVE_SECONDS, is_saving)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (*PREEMPTING, *ENDING):
-                if signal.getsignal(number) == self._on_signal:
-                    signal.signal(number, signal.SIG_DFL)
+        global _unanswered
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, handler)
+        if self._before and self._saves:
+            end_with_parent_again()
         if self._got is not None and not self._raised:
             raise Terminated(self._got)
+        if self.asked is None or self._is_answered:
+            return
+        if self.asked == signal.SIGINT.name and not self._failed:
+            raise KeyboardInterrupt
+        _unanswered = self.asked
 
-    def hold(self) -> None:
-        """Raise nothing from here to the exit."""
-        self._held = True
+    def answer(self) -> None:
+        """Note that the run has saved, and ends."""
+        self._is_answered = True
+
+    def hold(self, *, failed: bool) -> None:
+        """Raise nothing from here to the exit. `failed`: the run ends with an error."""
+        self._held, self._failed = True, failed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        is_first = self.asked is None and self._got is None and os.getpid() == self._process
-        if number in PREEMPTING and is_first and not is_shutting_down():
-            self.asked = signal.Signals(number).name
+        if os.getpid() != self._process:
+            self._on_signal_in_fork(number)
             return
-        if number in PREEMPTING and self._got is None and not self._repeated and was_signal_forwarded() and not is_shutting_down():
+        is_request = self._saves and number in PREEMPTING and self._got is None and not is_shutting_down()
+        if is_request and self.asked is None:
+            self.asked = signal.Signals(number).name
+            if number == signal.SIGINT and not _is_worker and os.environ.get("RANK", "0") == "0":
+                tell(INTERRUPTED)
+            return
+        if is_request and not self._repeated and was_signal_forwarded():
             # The same request twice: from whoever signals every process of a job, and from the launcher.
             self._repeated = True
             return
-        if self._got is not None or os.getpid() != self._process:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+            raise KeyboardInterrupt
+        if self._got is not None:
+            _take_default(number)
             return
         self._got = number
         # The signal often goes to loader workers too. Torch's handler of SIGCHLD would raise an error for their end.
@@ -109,3 +165,26 @@ class Termination:
         if not self._held:
             self._raised = True
             raise Terminated(number)
+
+    def _on_signal_in_fork(self, number: int) -> None:
+        """Leave the first Ctrl-C, which the terminal sends to every process of a job, to the training process: it may
+        need this one for its step. Take any other signal as a process without a handler."""
+        if number != signal.SIGINT:
+            _take_default(number)
+        elif self.asked is not None:
+            raise KeyboardInterrupt
+        self.asked = signal.SIGINT.name
+
+
+def _take_default(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def tell(text: str) -> None:
+    """Print a line on stderr, in a signal handler."""
+    lines = f"\nlockstep: {text}" if sys.stderr is not None and sys.stderr.isatty() else f"lockstep: {text}"
+    try:
+        say(lines)
+    except RuntimeError:  # the signal came within a write to the same stream
+        os.write(2, f"{lines}\n".encode())

@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.parent import die_with_parent, use_parents_folder
-from lockstep.launch.failures import exit_status, failure_record
+from lockstep.launch.failures import FailureRecord, exit_status, failure_record
 from lockstep.launch.recovery.channel import Channel, take_channel
 from lockstep.launch.recovery.rejoin import use_channel
 from lockstep.launch.recovery.spare import wait_to_start
@@ -71,7 +71,7 @@ def begin(channel: Channel | None = None) -> Path | None:
     if (agent := os.environ.pop(AGENT, None)) is not None:
         die_with_parent(int(agent))
     if files is not None:
-        use_parents_folder(str(files.stem.parent))
+        use_parents_folder(files.stem.parent)
     use_channel(channel or take_channel(os.environ))
     if files is not None and not faulthandler.is_enabled():
         # Kept open for as long as the process lives: faulthandler writes to the descriptor.
@@ -98,11 +98,19 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
             _leave_as_asked(error, record)
         status = _INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else exit_status(error)
         frames = _user_frames(error.__traceback__)
-        failure_record(error, frames, status).write(record)
+        _write(failure_record(error, frames, status), record)
         if sys.excepthook is not hook and not isinstance(error, KeyboardInterrupt):
             _call_hook(error, frames)
         _leave(status)
     _leave(0)
+
+
+def _write(failure: FailureRecord, path: Path) -> None:
+    """Write the record; where that fails, for lack of room for example, print what the launcher would report."""
+    try:
+        failure.write(path)
+    except OSError:
+        print(failure.traceback, end="", file=sys.stderr)
 
 
 def _call_hook(error: BaseException, frames: TracebackType | None) -> None:
@@ -117,7 +125,7 @@ def _leave_as_asked(error: SystemExit, record: Path) -> NoReturn:
     if not isinstance(error.code, int):
         print(error.code, file=sys.stderr)
     status = error.code & 0xFF if isinstance(error.code, int) else 1
-    replace(failure_record(error, None, status), traceback="").write(record)
+    _write(replace(failure_record(error, None, status), traceback=""), record)
     _leave(status)
 
 

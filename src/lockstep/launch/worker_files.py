@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 FILES = "LOCKSTEP_WORKER_FILES"
 """The variable that gives a worker its `WorkerFiles.stem`."""
+STARTED_BY = "LOCKSTEP_STARTED_BY"
+"""The same in all that a worker starts: by it the launcher finds what is left of a worker, in whatever session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,18 @@ class WorkerFiles:
         return self._own("saving")
 
     @property
+    def saved(self) -> Path:
+        """A file that exists once the worker, which an error or a signal ends, knows that its last step is saved."""
+        return self._own("saved")
+
+    @property
     def restart_request(self) -> Path:
         """The reason why the worker asks for a restart, if it does."""
         return self._own("restart")
 
     def remove_own(self) -> None:
         """Remove this worker's own files, for another process in its place."""
-        for path in (self.failure, self.torch_error, self.crash, self.saving, self.restart_request):
+        for path in (self.failure, self.torch_error, self.crash, self.saving, self.saved, self.restart_request):
             path.unlink(missing_ok=True)
 
     @property
@@ -93,11 +100,25 @@ def defer_kill() -> Iterator[None]:
     if _files is None:
         yield
         return
-    _files.saving.touch()
+    with suppress(OSError):  # it must not hinder the save
+        _files.saving.touch()
     try:
         yield
     finally:
-        _files.saving.unlink(missing_ok=True)
+        with suppress(OSError):
+            _files.saving.unlink(missing_ok=True)
+
+
+def is_saving() -> bool:
+    """True within `defer_kill`."""
+    return _files is not None and _files.saving.exists()
+
+
+def note_saved() -> None:
+    """Tell the launcher that the last step is saved, although an error or a signal ends this process."""
+    if _files is not None:
+        with suppress(OSError):
+            _files.saved.touch()
 
 
 def request_restart(reason: str) -> None:

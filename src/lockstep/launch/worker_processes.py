@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep.base.descendants import kill_all, with_marker
 from lockstep.launch import worker
 from lockstep.launch.failures import Ending, FailureRecord, WorkerFailure, read_crash, read_torch_record
 from lockstep.launch.recovery.connections import Connections
 from lockstep.launch.recovery.spare import Spare
-from lockstep.launch.termination import PREEMPTED_STATUS
-from lockstep.launch.worker_files import FILES, WorkerFiles
+from lockstep.launch.termination import PREEMPTED_STATUS, SAVE_SECONDS
+from lockstep.launch.worker_files import FILES, STARTED_BY, WorkerFiles
 
 POLL_SECONDS = 0.05
 FAILURES_SECONDS = 0.3
@@ -31,11 +32,11 @@ PEER_FAILURES_SECONDS = 3.0
 """The same, while every failure so far is the loss of a peer."""
 STOP_SECONDS = 3.0
 """Seconds from SIGTERM to SIGKILL for workers that are stopped because another failed."""
-SAVE_SECONDS = 600.0
-"""The same for a worker that is saving."""
 HOLD_SECONDS = 300.0
 """Seconds that a worker has, after another one is lost, to leave its step. It may be computing, or compiling."""
 HOLD_POLL_SECONDS = 0.002
+LEAVE_SECONDS = 1.0
+"""Seconds that what workers have started has to end after them, where they all have done their work."""
 KILL_SECONDS = 2.0
 """Seconds that the launcher waits for a killed process. One that the kernel holds is left behind."""
 
@@ -50,6 +51,16 @@ class WorkerProcess(Protocol):
         """None while it runs; then its exit status, or minus the number of the signal that killed it."""
 
 
+class Signals(Protocol):
+    """The signals that the launcher has received."""
+
+    def is_asked(self) -> bool:
+        """True once a signal asks to end."""
+
+    def is_impatient(self) -> bool:
+        """True once a second one asks to end at once."""
+
+
 Start = Callable[[Mapping[str, str]], WorkerProcess]
 """Starts one worker with these variables added to the environment. Called in order of local ranks."""
 
@@ -57,14 +68,20 @@ Start = Callable[[Mapping[str, str]], WorkerProcess]
 class WorkerProcesses:
     """The workers of one start."""
 
-    def __init__(self, folder: Path, is_impatient: Callable[[], bool], *, not_in_place: str | None = "", name: str = "rank") -> None:
-        """`folder`: for the workers' files, whose names begin with `name`. `is_impatient`: true once a second signal
-        asks to end at once. `not_in_place`: why workers cannot recover in place, empty if nobody has asked for it;
-        None: they may."""
+    def __init__(
+        self,
+        folder: Path,
+        signals: Signals,
+        *,
+        not_in_place: str | None = "",
+        name: str = "rank",
+    ) -> None:
+        """`folder`: for the workers' files, whose names begin with `name`. `not_in_place`: why workers cannot recover
+        in place, empty if nobody has asked for it; None: they may."""
         self.connections = Connections(not_in_place)
         self.folder = folder
         self._name = name
-        self._is_impatient = is_impatient
+        self._signals = signals
         self._processes: dict[int, WorkerProcess] = {}
         self._stems: dict[int, Path] = {}
         self._returncodes: dict[int, int] = {}
@@ -146,7 +163,12 @@ class WorkerProcesses:
 
     def _own_variables(self, rank: int) -> dict[str, str]:
         files = self._files(rank)
-        return {FILES: str(files.stem), "TORCHELASTIC_ERROR_FILE": str(files.torch_error), worker.AGENT: str(os.getpid())}
+        return {
+            FILES: str(files.stem),
+            STARTED_BY: str(files.stem),
+            "TORCHELASTIC_ERROR_FILE": str(files.torch_error),
+            worker.AGENT: str(os.getpid()),
+        }
 
     @property
     def running(self) -> Sequence[int]:
@@ -171,6 +193,7 @@ class WorkerProcesses:
             finished=sorted(rank for rank in self._returncodes if rank not in failed | self._stopped | self._preempted),
             preempted=sorted(self._preempted),
             unkillable=self.running,
+            has_saved=any(self._files(rank).saved.exists() for rank in self._processes),
             options_read=bool(self._processes) and self._files(0).options_read.exists(),
         )
 
@@ -194,7 +217,7 @@ class WorkerProcesses:
         began = time.monotonic()
         self.connections.send(self.connections.must_leave(self.running), "lost")
         while missing := {*self.connections.must_leave(self.running), *[rank for rank in self.running if rank in self._failures]}:
-            if self._is_impatient():
+            if self._signals.is_asked():
                 return "the run was asked to end"
             if refusal := self.connections.refusal():
                 return refusal
@@ -233,7 +256,7 @@ class WorkerProcesses:
         for rank in self.running:
             self._asked.add(rank)
             _signal_group(self._processes[rank].pid, number)
-        self._wait(grace_seconds, until=lambda: bool(self._failures) or self._is_impatient())
+        self._wait(grace_seconds, until=lambda: bool(self._failures) or self._signals.is_impatient())
         if self._failures:
             self.end_after_loss()
         else:
@@ -249,7 +272,7 @@ class WorkerProcesses:
                 self._stopped.add(rank)
                 if rank not in self._asked:
                     _signal_group(self._processes[rank].pid, number)
-        self._wait(grace_seconds, until=self._is_impatient)
+        self._wait(grace_seconds, until=self._signals.is_impatient)
         for rank in self.running:
             _signal_group(self._processes[rank].pid, signal.SIGKILL)
         self._wait(KILL_SECONDS, until=lambda: False)
@@ -266,13 +289,28 @@ class WorkerProcesses:
     def _classify(self, rank: int, pid: int, returncode: int) -> None:
         """Note whether a worker that has just ended was preempted or stopped."""
         if returncode != 0 or rank in self._stopped:
-            _kill_what_is_left(pid)
+            _kill_group(pid)
+            self._kill_started_by([rank])
         if returncode == PREEMPTED_STATUS and not self._files(rank).failure.exists():
             self._preempted.add(rank)
         if returncode == -signal.SIGTERM and rank in self._asked:
             self._stopped.add(rank)
         if returncode == 128 + signal.SIGTERM and self._shutdown:  # it waited for a peer that is gone, and ended itself
             self._stopped.add(rank)
+
+    def kill_what_is_left(self) -> Sequence[str]:
+        """Kill what workers that have ended by themselves have left running, if it does not end with them. Called once
+        all have ended. Returns it in words."""
+        until = time.monotonic() + LEAVE_SECONDS
+        while with_marker(*self._markers(self._returncodes)) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        return [f"{name} (process {pid})" for pid, name in self._kill_started_by(self._returncodes).items()]
+
+    def _kill_started_by(self, ranks: Collection[int]) -> dict[int, str]:
+        return kill_all(lambda: with_marker(*self._markers(ranks)), KILL_SECONDS)
+
+    def _markers(self, ranks: Collection[int]) -> Sequence[str]:
+        return [f"{STARTED_BY}={self._files(rank).stem}" for rank in ranks]
 
     def _judge(self, rank: int) -> None:
         files, returncode = self._files(rank), self._returncodes.get(rank)
@@ -319,7 +357,8 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
         os.kill(leader, number)
 
 
-def _kill_what_is_left(leader: int) -> None:
-    """Kill what a worker left behind. Called as soon as its end is seen: later its id may be another process's."""
+def _kill_group(leader: int) -> None:
+    """Kill the process group of a worker that has ended. Called as soon as its end is seen: later its id may be another
+    process's."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)

@@ -18,6 +18,7 @@ from lockstep.base import errors
 from lockstep.base.errors import LaunchError, UserError, say
 from lockstep.base.system import signals
 from lockstep.launch.recovery.channel import Channel
+from lockstep.launch.termination import tell
 from lockstep.options import RunOptions, variable
 from lockstep.search.database import reachable
 from lockstep.search.outcome import FailuresAlike, TrialOutcome, finished_outcome, outcome_of
@@ -278,6 +279,8 @@ class Search:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
+        if number == signal.SIGINT and self._signals == 1:
+            tell("interrupted: the trials save and end; Ctrl-C again ends them at once")
         self._ended_by = self._ended_by or signal.Signals(number).name
         self._ends_early = True
         self._parent.signal(signal.SIGTERM if self._signals < 3 else signal.SIGKILL)

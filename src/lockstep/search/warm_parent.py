@@ -19,9 +19,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from lockstep.base.descendants import descendants, kill_all
 from lockstep.base.errors import LaunchError
 from lockstep.base.files import write_atomically
-from lockstep.base.parent import die_with_parent
+from lockstep.base.parent import adopt_orphans, die_with_parent
 from lockstep.base.python_process import own_python
 from lockstep.base.temporary_folder import remove_left_folders
 from lockstep.launch import worker
@@ -36,6 +37,8 @@ PARENT = "LOCKSTEP_WARM_PARENT_OF"
 ENDING = "ending.json"
 OUTPUT = "output.txt"
 """In a trial's run directory: what its processes print."""
+KILL_SECONDS = 2.0
+"""Seconds that what a trial has left running is given to end after SIGKILL."""
 DESCRIPTOR = "LOCKSTEP_TRIAL_DESCRIPTOR"
 """The variable with the number of the descriptor over which a trial's rank 0 reports."""
 
@@ -140,6 +143,7 @@ def _fork_launcher(request: LaunchRequest, descriptor: int) -> int:
         if pid == 0:
             try:
                 die_with_parent(parent)
+                adopt_orphans()
                 forget_parent()
                 lead_session()
                 _launch(request, descriptor)
@@ -170,6 +174,7 @@ def _launch(request: LaunchRequest, descriptor: int) -> NoReturn:
         told = LaunchEnding.of(ending)
     except LaunchError as error:
         told = LaunchEnding(status=2, report=str(error), kind="lockstep.base.errors:LaunchError", message=str(error))
+    kill_all(lambda: descendants([os.getpid()]), KILL_SECONDS)  # what the workers, forks of this process, have left
     if told.report:
         print(f"lockstep: {told.report}", file=sys.stderr, flush=True)
     write_atomically(Path(request.folder, ENDING), json.dumps(asdict(told)))

@@ -20,7 +20,9 @@ from lockstep.verify.jobs import Job
 from lockstep.verify.trace_reader import Trace, read_traces
 
 STOP_SECONDS = 10.0
-"""Seconds from asking a run to stop to killing it."""
+"""Seconds from asking a run to stop to killing its workers."""
+KILL_SECONDS = 5.0
+"""Seconds from killing its workers to killing it."""
 TAIL_LINES = 30
 """Lines of a failed run's output that are kept."""
 
@@ -153,14 +155,14 @@ class Runner:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> int:
-    """End a `lockstep run`. It ends its workers; if it is killed, the kernel does."""
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        return process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+    """End a `lockstep run`, with its workers: the first signal asks them to save and end, the second kills them."""
+    for seconds in (STOP_SECONDS, KILL_SECONDS):
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(seconds)
+    process.kill()
+    return process.wait()
 
 
 def _tail(folder: Path) -> str:

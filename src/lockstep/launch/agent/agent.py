@@ -32,6 +32,7 @@ from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.in_place import InPlace
 from lockstep.launch.recovery.reasons import FAILED, JOINED, failure_reason, rendezvous_error, restart_variables
 from lockstep.launch.rendezvous import ABLE_SECONDS, ElasticRendezvous
+from lockstep.launch.termination import INTERRUPTED, tell
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
 from lockstep.options import variable
 
@@ -67,13 +68,18 @@ class Agent(SimpleElasticAgent):
         self._machines: Sequence[str] = ()
         self._lost: Sequence[str] = ()
         self._elsewhere = ""
-        self._signals = SignalForwarding()
-        self._workers = WorkerProcesses(folder, self._signals.is_impatient)
+        self._signals = SignalForwarding(self._tell_of_interrupt)
+        self._workers = WorkerProcesses(folder, self._signals)
 
     def close(self) -> None:
-        """Close the connections to the workers, and end the spare process."""
-        self._workers.connections.close()
+        """Close the connections to the workers, and end the spare process, and what workers have left running."""
+        self._close_workers()
         self.in_place.close()
+
+    def _close_workers(self) -> None:
+        self._workers.connections.close()
+        if left := self._workers.kill_what_is_left():
+            say(f"lockstep: killed what the script had started and left running: {', '.join(left)}")
 
     def run_to_the_end(self, machines: Machines | None) -> Ending:
         with self._signals.handling():
@@ -87,6 +93,12 @@ class Agent(SimpleElasticAgent):
                 self._elsewhere = rendezvous_error(error, machines)
         new_run_dir = _new_run_dir(self._given)
         return replace(self._workers.ending(), signal=self._signals.received, elsewhere=self._elsewhere, new_run_dir=new_run_dir)
+
+    def _tell_of_interrupt(self) -> None:
+        if self._workers.ending().options_read:
+            tell(INTERRUPTED)
+        else:
+            tell("interrupted: the workers are asked to end; Ctrl-C again ends them at once")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other machines, and agree with them on the number of restarts, the reason of this one, and whether
@@ -124,8 +136,8 @@ class Agent(SimpleElasticAgent):
         self._starts += 1
         records = self._folder / f"start-{self._starts}"
         records.mkdir()
-        self._workers.connections.close()
-        self._workers = WorkerProcesses(records, self._signals.is_impatient, not_in_place=self._never_in_place)
+        self._close_workers()
+        self._workers = WorkerProcesses(records, self._signals, not_in_place=self._never_in_place)
         self._is_able = False
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
@@ -219,20 +231,20 @@ class Agent(SimpleElasticAgent):
         ending = self._workers.ending()
         first, waiting = ending.first, self._goes_on
         by_mistake = first is not None and first.record is not None and first.record.user_error
-        stopped = self._signals.is_impatient() or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
+        stopped = self._signals.is_asked() or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
         again = waiting and self.in_place.note_losses(self._workers.lost_in_training, self._workers.connections.steps_done())
         if stopped or by_mistake or again:
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():
             self._remaining_restarts += 1  # torch's loop subtracts it: this restart does not count
             self._why = (FAILED, reason)
-            self._signals.is_ending = False
+            self._signals.go_on()
             say(f"lockstep: {reason}; starts again")
             return
         self._why = failure_reason(first, self._lost)
         line = self._why[1]
         if self._remaining_restarts:
-            self._signals.is_ending = False
+            self._signals.go_on()
             limit = self._worker_group.spec.max_restarts
             how = "the others wait; recovery" if waiting else "restart"
             say(f"lockstep: {line}; {how} {limit - self._remaining_restarts + 1} of {limit}")
@@ -275,7 +287,7 @@ class Agent(SimpleElasticAgent):
         """An empty set of so many workers that are to join later, and their variables by rank."""
         self._starts += 1
         name = f"newcomer-{self._starts}"
-        kept = WorkerProcesses(self._workers.folder, self._signals.is_impatient, not_in_place=None, name=name)
+        kept = WorkerProcesses(self._workers.folder, self._signals, not_in_place=None, name=name)
         return kept, self._variables(group, _after(group.workers[0].world_size, count))
 
     def _variables(self, group: WorkerGroup, workers: Sequence[Worker] | None = None) -> dict[int, dict[str, str]]:

@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.base.system import signals
+from lockstep.launch.termination import END_SECONDS, ENDING, PREEMPTING
 
-GRACE_SECONDS = dict.fromkeys(signals("SIGINT", "SIGQUIT"), 5.0) | dict.fromkeys(signals("SIGTERM", "SIGUSR1", "SIGHUP"), 30.0)
+GRACE_SECONDS = dict.fromkeys(signals("SIGQUIT"), 5.0) | dict.fromkeys((*PREEMPTING, *ENDING), END_SECONDS)
 """Seconds from a signal, which the launcher passes on, to SIGKILL. A second signal ends the wait."""
 
 
 class SignalForwarding:
-    """The first signal ends the run, by a `SignalException` in the main thread; a later one ends the wait for it."""
+    """The first signal ends the run, by a `SignalException` in the main thread, or, while workers are being ended, by
+    what follows that; a later one ends the wait for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_interrupt: Callable[[], None]) -> None:
+        """`on_interrupt`: called at the first signal, in its handler, if that is SIGINT."""
+        self._on_interrupt = on_interrupt
         self.received: signal.Signals | None = None
         """The first signal."""
         self._is_impatient = False
         self.is_ending = False
-        """True while the workers are being ended: a first signal then ends the wait."""
+        """True while the workers are being ended, because one has failed: the run then ends with that."""
         self._is_deferred = False
 
+    def is_asked(self) -> bool:
+        """True once a signal has come."""
+        return self.received is not None
+
     def is_impatient(self) -> bool:
-        """True once a signal came while the workers were being ended."""
+        """True once a second one has."""
         return self._is_impatient
+
+    def go_on(self) -> None:
+        """Note that workers are no longer being ended. Raises `SignalException` for a signal that came meanwhile."""
+        self.is_ending = False
+        self._raise_received()
 
     @contextmanager
     def handling(self) -> Iterator[None]:
@@ -56,13 +69,18 @@ class SignalForwarding:
             yield
         finally:
             self._is_deferred = False
-        if self.received is not None:
-            raise SignalException(self.received.name, self.received)
+        self._raise_received()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.is_ending or self.received is not None:
+        if self.received is not None:
             self._is_impatient = True
             return
         self.received = signal.Signals(number)
-        if not self._is_deferred:
+        if number == signal.SIGINT:
+            self._on_interrupt()
+        if not (self._is_deferred or self.is_ending):
+            self._raise_received()
+
+    def _raise_received(self) -> None:
+        if self.received is not None:
             raise SignalException(self.received.name, self.received)
