@@ -3,6 +3,7 @@ beside it is left alone."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.base import temporary_folder as module
+from lockstep.base.errors import LaunchError
 from lockstep.base.temporary_folder import hold_folder, locked_folder
 
 HOLD = """
@@ -98,6 +100,18 @@ def test_what_another_user_puts_there_is_neither_waited_for_nor_removed(
         pass
     assert folder.exists()
     assert (mine / "alive").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/lockstep-abcdefgh")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", fail)
+    with pytest.raises(LaunchError) as refused, locked_folder():
+        pass
+    why = "no temporary folder can be made: No space left on device (/tmp/lockstep-abcdefgh); "
+    assert str(refused.value).startswith(why)
+    assert str(refused.value).endswith("set TMPDIR to a folder that can be written to, and has room")
 
 
 def test_a_temporary_folder_that_cannot_be_listed_stops_nothing(tmp_path: Path) -> None:

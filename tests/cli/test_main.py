@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import __version__
+from lockstep.cli import main
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 
@@ -37,6 +39,58 @@ def test_torch_is_not_imported_before_workers_are_started(arguments: list[str]) 
     program = "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert ended.stdout.splitlines()[-1] == "False"
+
+
+def test_a_working_directory_that_is_gone_is_told(tmp_path: Path) -> None:
+    line = f'cd "{tmp_path}" && mkdir gone && cd gone && rmdir ../gone && exec "{LOCKSTEP}" "$@"'
+    for arguments in (["run", "/train.py"], ["export", "/run", "out.safetensors"]):
+        ended = subprocess.run(["sh", "-c", line, "sh", *arguments], capture_output=True, text=True, check=False)
+        assert ended.returncode == 2
+        assert ended.stderr == (
+            "lockstep: LaunchError: the working directory cannot be found (No such file or directory); it was deleted or "
+            "replaced since the shell entered it; change to one that exists: cd ~\n"
+        )
+
+
+def test_too_few_open_files_are_told() -> None:
+    line = f'ulimit -n 16 && exec "{LOCKSTEP}" doctor'
+    ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("lockstep: LaunchError: this process may have 16 files open (ulimit -n); ")
+    assert ended.stderr.endswith("raise the limit: ulimit -n 4096\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EMFILE, "no more files may be open; raise the limit: ulimit -n 4096"),
+        (errno.ENOSPC, "make room there, or name another place; TMPDIR is that of temporary files"),
+        (errno.EROFS, "give yourself the right to it, or name another place; TMPDIR is that of temporary files"),
+    ],
+)
+def test_an_error_of_the_system_is_told_in_words(
+    number: int,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(number, "said", "/place")
+
+    monkeypatch.setattr(main._commands, "main", fail)
+    with pytest.raises(SystemExit, match="2"):
+        main.main()
+    kind = type(OSError(number, "")).__name__
+    assert capsys.readouterr().err == f"lockstep: {kind}: said (/place); {remedy}\n"
+
+
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "said", "/place")
+
+    monkeypatch.setattr(main._commands, "main", fail)
+    with pytest.raises(FileNotFoundError):
+        main.main()
 
 
 def test_help_names_the_commands_and_an_example() -> None:

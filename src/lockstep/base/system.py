@@ -3,6 +3,7 @@ shell."""
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shlex
@@ -13,6 +14,9 @@ from lockstep.base.errors import LaunchError
 
 BINARY: int = getattr(os, "O_BINARY", 0)
 """Flag for `os.open`. Windows writes a carriage return before each newline without it."""
+
+LEAST_OPEN_FILES = 64
+"""A command with one worker needs about 30."""
 
 
 def signals(*names: str) -> tuple[signal.Signals, ...]:
@@ -33,6 +37,39 @@ def require_linux(what: str) -> None:
     """Raise `LaunchError` unless the system is Linux: `what` reads /proc."""
     if sys.platform != "linux":
         raise LaunchError(f"{what} on {sys.platform}; it reads Linux's /proc and limits; use Linux, or leave it out")
+
+
+def check_surroundings() -> None:
+    """Raise `LaunchError` where no command can do its work: the working directory is gone, or too few files may be
+    open. Torch itself aborts there."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise LaunchError(
+            f"the working directory cannot be found ({error.strerror}); it was deleted or replaced since the shell entered it; change to "
+            "one that exists: cd ~"
+        ) from None
+    if sys.platform == "win32":
+        return
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and limit < LEAST_OPEN_FILES:
+        raise LaunchError(
+            f"this process may have {limit} files open (ulimit -n); torch and lockstep need at least {LEAST_OPEN_FILES}, and a few more "
+            "for each process; raise the limit: ulimit -n 4096"
+        )
+
+
+def remedy_of(error: OSError) -> str | None:
+    """Return what a user can do about an error of the system; None where the error says nothing of that."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "no more files may be open; raise the limit: ulimit -n 4096"
+    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        return "make room there, or name another place; TMPDIR is that of temporary files"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "give yourself the right to it, or name another place; TMPDIR is that of temporary files"
+    return None
 
 
 def peak_memory_bytes() -> float:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lockstep.base.errors import LaunchError
 from lockstep.base.file_lock import try_lock
 
 _NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
@@ -30,8 +31,15 @@ _REGULAR_ONLY: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 @contextmanager
 def locked_folder(prefix: str = "lockstep-") -> Iterator[Path]:
     """An empty temporary folder, removed at the end. Removes those that killed processes have left first."""
-    remove_left_folders(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+    try:
+        remove_left_folders(Path(tempfile.gettempdir()))
+        temporary = tempfile.TemporaryDirectory(prefix=prefix)
+    except OSError as error:
+        raise LaunchError(
+            f"no temporary folder can be made: {error.strerror}{f' ({error.filename})' if error.filename else ''}; lockstep keeps what its "
+            "processes tell each other in one; set TMPDIR to a folder that can be written to, and has room"
+        ) from None
+    with temporary as folder:
         unlocked = Path(folder, "new")
         descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT)
         try:

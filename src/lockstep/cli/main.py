@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 from lockstep.base.errors import USER_ERROR_STATUS, say
+from lockstep.base.system import check_surroundings, remedy_of
 from lockstep.base.version import __version__
 
 _COMMANDS = ("run", "verify", "audit", "plan", "search", "sweep", "average", "evaluate", "report", "doctor", "inspect", "export", "slurm")
@@ -59,6 +60,7 @@ def _commands() -> None:
       lockstep export runs/a model.safetensors
       lockstep slurm train.py --nodes 4 --gpus-per-node 8 --time 2:00:00
     """
+    check_surroundings()
 
 
 def main() -> None:
@@ -80,6 +82,11 @@ def main() -> None:
         _fail(f"UsageError: {error.format_message()}")
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
+    except OSError as error:
+        if (remedy := remedy_of(error)) is None:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        _fail(f"{type(error).__name__}: {error.strerror}{where}; {remedy}")
     if "torch" in sys.modules:
         # Nothing that was started is left. Without this, Python takes half a second more to destroy torch's modules.
         sys.stdout.flush()
