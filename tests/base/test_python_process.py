@@ -25,9 +25,9 @@ def test_every_command_line_of_python_is_made_in_one_place() -> None:
     assert found == {"base/python_process.py", *THE_USERS_OWN_SCRIPT}
 
 
-@pytest.mark.parametrize("arguments", [["-c", "import queue; print(queue.Queue.__name__)"], ["-m", "timeit", "-n1", "-r1", "import queue"]])
+@pytest.mark.parametrize("arguments", [["-c", "import queue; print(queue.Queue.__name__)"], ["-m", "json.tool", "--help"]])
 def test_a_module_in_the_working_directory_is_not_imported(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('somebody else')")
-    (tmp_path / "timeit.py").write_text("raise SystemExit('somebody else')")
+    (tmp_path / "json.py").write_text("raise SystemExit('somebody else')")
     ended = subprocess.run(own_python(*arguments), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=30)
     assert (ended.returncode, ended.stderr) == (0, "")
