@@ -16,7 +16,12 @@ import pytest
 from cli.agents import wait_for
 
 from lockstep.base.errors import PlanError, UserError
-from lockstep.cli.plan import _why_no_outcome, command, memory_bytes
+from lockstep.cli.plan import _Found, _why_no_outcome, command, memory_bytes
+from lockstep.planner.machines.hardware import parse_target
+from lockstep.planner.machines.machine import Machine
+from lockstep.planner.prediction import Prediction, RankPeak
+from lockstep.planner.request import Ended
+from lockstep.planner.search import Outcome
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "planned.py")
@@ -131,6 +136,39 @@ def test_if_no_plan_can_be_run_that_is_a_mistake(tmp_path: Path) -> None:
     ended = plan("--on", "32 x H100", SCRIPT, "--plans", "pipeline=32", folder=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "no plan can be run; pipeline=32: RecipeError: pipeline=32 makes 32 stages" in ended.stderr
+
+
+def outcome(fits: bool) -> Outcome:
+    peak = RankPeak(rank=0, bytes=10**9, by_cause={"activations": 10**9}, moment="the forward of microbatch 1")
+    prediction = Prediction(
+        plan="replicate=2", microbatch=1, microbatches=1, seconds=0.5, by_limit={"matmul": 0.5}, samples=2, tokens=None, steps=10,
+        seconds_with_twice={"arithmetic": 0.3, "memory": 0.5, "network": 0.5}, memory=[peak], capacity_bytes=80 * 10**9,
+    )  # fmt: skip
+    if fits:
+        return Outcome(plan="replicate=2", prediction=prediction)
+    return Outcome(plan="replicate=2", reason="RecipeError: no", is_refused=True)
+
+
+@pytest.mark.parametrize("last", ["refused", "interrupted"])
+def test_what_goes_wrong_on_one_target_loses_no_other(
+    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine.of(parse_target("2 x H100"), None)
+    found = [_Found(machine, [outcome(fits=True)], Ended(), False), _Found(machine, [outcome(fits=False)], Ended(), False)]
+
+    def predicted(*_: Any) -> _Found:
+        if last == "interrupted" and len(found) == 1:
+            raise KeyboardInterrupt
+        return found.pop(0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lockstep.cli.plan._predicted", predicted)
+    arguments = ["--json", "--on", "2 x H100", "--on", "2 x T4", SCRIPT]
+    status = command.main(arguments, standalone_mode=False)
+    printed = capsys.readouterr()
+    assert [each["on"] for each in json.loads(printed.out)] == ["2 x H100"]
+    assert status == (130 if last == "interrupted" else 0)
+    assert ("2 x T4: no plan can be run; replicate=2: RecipeError: no" in printed.err) == (last == "refused")
 
 
 PLAIN = """

@@ -117,10 +117,20 @@ def command(
     forecasts: list[Forecast] = []
     is_interrupted = False
     for place, target in enumerate(targets):
-        found = _predicted(target, plans, memory, line, progress)
         price = prices[min(place, len(prices) - 1)] if prices else None
-        forecasts.append(_forecast(script, found, tokens, price))
-        if is_interrupted := found.is_interrupted:
+        try:
+            found = _predicted(target, plans, memory, line, progress)
+            forecasts.append(_forecast(script, found, tokens, price))
+            is_interrupted = found.is_interrupted
+        except KeyboardInterrupt:
+            if not forecasts:
+                raise
+            is_interrupted = True
+        except PlanError as error:
+            if not forecasts and place == len(targets) - 1:
+                raise
+            say(f"lockstep plan: {target}: {error}")
+        if is_interrupted:
             break
     if html is not None:
         from lockstep.planner.html_page import page
