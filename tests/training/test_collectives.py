@@ -143,3 +143,25 @@ def calls() -> list[str]:
 
 def test_collectives_are_found_before_they_run(pool: WorkerPool) -> None:
     assert pool.run(2, calls) == [["allreduce", "barrier", "allgather", "allgather", "broadcast", "False", "True"]] * 2
+
+
+def kept_by_a_metric(run_dir: str, plan: str) -> list[int]:
+    """The samples that this rank's metric functions were called with, as an object's `update` would be."""
+    seen: list[int] = []
+
+    def update(output: Tensor, batch: Any) -> Tensor:
+        seen.extend(batch[0].tolist())
+        return errors(output, batch)
+
+    metrics = {"mean": ls.Mean(update), "rows": ls.Gathered(lambda output, batch: (update(output, batch),), lambda rows: rows.sum())}
+    evaluation = ls.Evaluation(data=rows(SAMPLES, seed=5), metrics=metrics)
+    given = recipe(inputs=lambda batch: batch[1], loss=lambda output, batch: errors(output, batch).mean(), evaluation=evaluation)
+    ls.train(given, run_dir=run_dir, plan=plan)
+    return seen
+
+
+def test_a_metric_that_keeps_what_it_is_called_with_sees_each_sample_on_one_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, kept_by_a_metric, str(tmp_path / "one"), "shard=1")
+    assert len(alone) == 2 * SAMPLES
+    sharded = pool.run(2, kept_by_a_metric, str(tmp_path / "two"), "shard=2")
+    assert sorted(sample for seen in sharded for sample in seen) == sorted(alone)

@@ -11,13 +11,17 @@ from torch import Tensor
 
 from lockstep.base.errors import LossError
 
+_LISTS = (list, tuple)
+
 
 def rows_per_sample(name: str, batch: Any, samples: int) -> int:
     """Return how many rows the batch has for each of the `samples` that were asked for: 1, or more if all are repeated
     (several views). Raises `LossError` if that is no whole number: a mean over the rows is then no mean over samples.
     `name`: of the term that is one. A batch in which nothing can be counted is taken at its word."""
-    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor) and batch[0].shape[:1] == (samples,):
-        return 1  # the common case, asked for each microbatch
+    kind = type(batch)  # the common cases, asked for each microbatch
+    first = batch[0] if kind in _LISTS and batch else next(iter(batch.values()), None) if kind is dict else batch
+    if type(first) is Tensor and first.dim() and len(first) == samples:
+        return 1
     if (rows := rows_of(batch, samples)) is None or rows == samples:
         return 1
     if rows and rows % samples == 0:
