@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
-from lockstep.base.errors import LossError
+from lockstep.base.errors import LossError, PlanError, RecipeError
 from lockstep.base.torch_private import own_buffers, tree_leaves, version
 from lockstep.comm.mesh import to_local
 from lockstep.comm.no_collectives import CollectiveCalled, CollectivesRefused
@@ -296,6 +296,8 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
         reset_after_error(run.model)
         return Talks(error)
     except Exception as error:
+        if training and isinstance(error, RecipeError | PlanError):
+            raise  # found by a check that runs once, in the first forward
         if _takes_outputs(run) and out_of_memory(error):
             raise  # the others may have room, and wait for this rank in the forward's collectives
         reset_after_error(run.model)
