@@ -183,14 +183,15 @@ def test_the_data_of_a_dataset_are_told_from_its_settings_and_its_caches() -> No
     class Images(Dataset[Tensor]):
         def __init__(self, seed: int) -> None:
             self.seed, self.transform, self.cache, self.kept = seed, nn.Identity(), {seed: "an image"}, [None, seed]
-            self.images = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
-            self.files, self.by_name = [f"{seed}.png"], {"labels": [seed]}
+            self.ranks, self.names = (seed, 2), {"name": "a", "rank": seed}
+            self.images = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
+            self.files, self.by_name = [f"{seed}.png"] * 8, {"labels": [seed] * 8}
             self.inner = TensorDataset(self.images)
 
     one, other = data_of(Images(0)), data_of(Images(1))
     assert one.keys() == {"images", "files", "by_name", "inner.tensors"}
     assert all(one[name] != other[name] for name in one)
     assert one == data_of(Images(0))
-    assert data_of([1, 2]) != data_of([1, 3])
+    assert data_of([0] * 8) != data_of([1] * 8)
     whole = TensorDataset(torch.arange(4))
     assert describe(Subset(whole, [0, 1]))["data"]["indices"] != describe(Subset(whole, [0, 2]))["data"]["indices"]

@@ -217,6 +217,7 @@ def test_a_sum_that_is_divided_by_the_count_has_a_right_scale(weight: float, fac
     ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[8], [8]], weight=weight, factor=factor)
     for rank in ranks:
         rank[-1]["losses"][0]["reduction"] = "sum"
+        rank[0]["divisors"] = [1 / weight]
     result = check(*ranks)
     assert causes(result) == ({Cause.WRONG_SCALE} if found else set())
     if found and factor is None:
@@ -225,6 +226,17 @@ def test_a_sum_that_is_divided_by_the_count_has_a_right_scale(weight: float, fac
             "the gradient is 2 times too small"
         )
     assert ("add up to 1" in result.right) != found
+
+
+def test_half_of_a_mean_is_not_a_mean_over_two_ranks() -> None:
+    """0.5 * mse_loss(..., reduction="sum") / batch has the weight of a sum over two ranks' batches."""
+    ranks = weighed(random_gradients(1, ranks=2, backwards=1), [[8], [8]], weight=1 / 16)
+    for rank in ranks:
+        rank[-1]["losses"][0]["reduction"] = "sum"
+        rank[0]["divisors"] = [8.0]
+    result = check(*ranks)
+    assert not result.findings
+    assert "add up to 0.5, by a factor of the script's own" in result.unseen[0]
 
 
 def gathered(*, sums: bool, values: Sequence[float]) -> AreaResult:

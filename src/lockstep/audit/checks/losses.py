@@ -203,7 +203,7 @@ def _check_scale(result: AreaResult, records: Records, rows: Sequence[Row], term
         text = f"the {ranks} ranks' gradients are added up, and not divided: the gradient is {ranks} times too large"
     elif backwards > 1 and _is(total, ranks * backwards):
         text = f"the gradient is {ranks * backwards} times too large: {ranks} ranks and {backwards} microbatches are added up"
-    elif ranks > 1 and divided_by == "all" and _is(total * ranks, 1.0):
+    elif ranks > 1 and divided_by == "all" and _is(total * ranks, 1.0) and _knows_all_counts(records, terms):
         count = sum(term.count for term in terms)
         text = (
             f"each rank divides its sum by the {count:.0f} targets of all ranks, and the reduction divides by {ranks} again: "
@@ -234,6 +234,14 @@ def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | Non
         if all(_is(abs(term.weight) * each, 1.0) for term, each in zip(terms, counts, strict=True)):
             return kind
     return None
+
+
+def _knows_all_counts(records: Records, terms: Sequence[Term]) -> bool:
+    """True if the sums are divided by the count of all ranks for sure: half of a mean has the same weight on two ranks,
+    unless their counts differ."""
+    counts = {term.count for term in terms}
+    divisors = {each for row in records.ranks[0].of("backward") for each in row["divisors"]}
+    return len(counts) > 1 or sum(term.count for term in terms) in divisors
 
 
 def _check_gathered(result: AreaResult, records: Records, rows: Sequence[Row], found: Sequence[float]) -> None:

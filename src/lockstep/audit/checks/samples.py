@@ -220,7 +220,8 @@ def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
 
 def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
     """Find evaluations of samples on which another rank trains: each rank has split the data itself."""
-    trained, evaluated = ([_places_by_rank(each) for each in loaders if each.is_training is kind] for kind in (True, False))
+    split = [each for each in loaders if len({data["digest"] for data in each.dataset}) > 1]
+    trained, evaluated = ([_places_by_rank(each) for each in split if each.is_training is kind] for kind in (True, False))
     for data, training in filter(None, trained):
         for other, evaluation in filter(None, evaluated):
             if data != other or any(one & two for one, two in zip(training, evaluation, strict=True)):
@@ -231,7 +232,7 @@ def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
                         Cause.DATASETS_DIFFER,
                         f"rank {first} trains on {len(leaked)} of the {len(two[1])} samples with which rank {second} evaluates: "
                         "each rank has split the data by itself",
-                        line=next(each.line for each in loaders if each.is_training),
+                        line=next(each.line for each in split if each.is_training),
                     )
                     return
 

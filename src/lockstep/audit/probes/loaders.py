@@ -29,6 +29,8 @@ MOST_SAMPLES = 512
 """Samples of a batch that are hashed."""
 MOST_BYTES = 1 << 16
 """Bytes of a sample's tensor that are hashed; of a larger one, that many are taken evenly."""
+LEAST_ITEMS = 8
+"""Items from which a list or an array of a dataset counts as its data: a pair of numbers may be the rank's."""
 FETCHES = 3
 """Fetches of a pass whose random states are recorded."""
 
@@ -288,7 +290,7 @@ def describe(dataset: Any) -> dict[str, Any]:
 def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
     """Digests of the tensors, arrays and lists that a dataset holds, and not of its settings, which may be the rank's.
 
-    Left out: dictionaries by number and lists with None, which are caches; what cannot be read.
+    Left out: dictionaries by number and lists with None, which are caches; few numbers; what cannot be read.
     """
     values = vars(dataset) if hasattr(dataset, "__dict__") else {"items": dataset}
     found: dict[str, str] = {}
@@ -303,10 +305,12 @@ def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
 
 def _is_data(value: Any) -> bool:
     if isinstance(value, Tensor | np.ndarray):
-        return len(value.shape) > 0
+        return len(value.shape) > 0 and len(value) >= LEAST_ITEMS
     if isinstance(value, list | tuple):
-        return bool(value) and not any(each is None for each in value[:MOST_SAMPLES])
-    return isinstance(value, dict) and bool(value) and all(isinstance(name, str) for name in value)
+        first = value[:MOST_SAMPLES]
+        is_held = len(value) >= LEAST_ITEMS or any(map(_is_data, first))
+        return is_held and not any(each is None for each in first)
+    return isinstance(value, dict) and bool(value) and all(isinstance(name, str) and _is_data(each) for name, each in value.items())
 
 
 def held_items(dataset: Any, depth: int = 0) -> int:
