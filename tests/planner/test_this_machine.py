@@ -149,7 +149,7 @@ def prediction(step: ReferenceStep, machine: MeasuredMachine) -> Callable[[Costs
 
     def seconds(costs: Costs) -> float:
         microbatch = 10 * costs.operation(memory("aten.gelu", size)) + costs.host.marks["microbatch"]
-        exchange = costs.message_seconds if axis == "pipeline" else costs.collective(reduction(axis))
+        exchange = costs.host.collectives["pipeline"] if axis == "pipeline" else costs.collective(reduction(axis))
         return step.microbatches * (microbatch + 4 * exchange) + costs.host.marks["end"]
 
     return seconds
