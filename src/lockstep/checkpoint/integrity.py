@@ -7,9 +7,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from lockstep.checkpoint.manifest import BLOCK_BYTES, MOST_BYTES, BlockHashes, DamagedError, Manifest, UnreachableError, hash_bytes
+from lockstep.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MOST_BYTES,
+    BlockHashes,
+    DamagedError,
+    Manifest,
+    UnreachableError,
+    begins_as_manifest,
+    hash_bytes,
+)
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
 
+_HEAD_BYTES = 1 << 20
+"""Bytes of a manifest that are read first. Most have no more; and what is no manifest, of any size, is not read."""
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EINVAL, errno.EFBIG)
 """Error numbers of a file that is missing or damaged, or none that a run writes."""
 
@@ -17,9 +28,9 @@ DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, err
 def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
     """Read and verify the manifest. Raises `DamagedError`, `UnknownFormatError`, `UnreachableError`."""
     with _storage_errors(MANIFEST):
-        data = folder.read(name, MANIFEST, 0, MOST_BYTES)
-    if len(data) == MOST_BYTES:
-        raise DamagedError(f"the manifest is larger than {MOST_BYTES:,} bytes")
+        data = folder.read(name, MANIFEST, 0, _HEAD_BYTES)
+        if len(data) == _HEAD_BYTES and begins_as_manifest(data):
+            data += folder.read(name, MANIFEST, _HEAD_BYTES, MOST_BYTES)
     found = Manifest.decode(data)
     if found.step != name.step:
         raise DamagedError(f"the manifest is that of step {found.step}")
@@ -53,7 +64,8 @@ def check(folder: Storage, name: CheckpointName) -> list[str]:
     except DamagedError as error:
         return [str(error)]
     hashes_of = {file: entry.hashes for file, entry in manifest.files.items()}
-    spare = [bytearray(BLOCK_BYTES) for _ in range(folder.readers)]
+    largest = max((min(hashes.size_bytes, BLOCK_BYTES) for hashes in hashes_of.values()), default=0)
+    spare = [bytearray(largest) for _ in range(folder.readers)]
 
     def damage(file: str, block: int) -> str | None:
         start, stop = hashes_of[file].span(block)

@@ -158,6 +158,11 @@ class Manifest:
             raise DamagedError(f"the manifest cannot be parsed: {error}") from error
 
 
+def begins_as_manifest(data: bytes) -> bool:
+    """True if `data` has the first bytes of a manifest of any format."""
+    return _HEAD.match(data) is not None
+
+
 def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
     """Merge the JSON objects of several ranks recursively. For values that are not objects, the first rank's counts."""
     found: dict[str, Any] = {}

@@ -57,13 +57,13 @@ class StoredCheckpoint:
     def modules(self) -> list[int]:
         """The indices of the saved models, in the order in which they were prepared. Raises `DamagedError`."""
         with self._parsing():
-            return sorted(map(int, self.manifest.values["modules"]))
+            return sorted(map(int, self.manifest.values["modules"].keys()))
 
     @property
     def other_state(self) -> list[str]:
         """The names of the state beside the models. Raises `DamagedError`."""
         with self._parsing():
-            return sorted(self.manifest.values["state"])
+            return sorted(self.manifest.values["state"].keys())
 
     def model(self, module: int) -> StateDictReader:
         """The saved model with this index. Raises `DamagedError`."""

@@ -195,13 +195,12 @@ def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
     for name in reversed(at.names):
         try:
             stored = StoredCheckpoint(at.storage, name)
-            modules, damage = stored.modules, check(at.storage, name)
+            if not (damage := check(at.storage, name)):
+                return stored.model(_choose(stored.modules, module)), f"step {name.step}, checkpoint {name}"
         except DamagedError as error:
             damage = [str(error)]
         except (UnknownFormatError, UnreachableError) as error:
             raise CheckpointError(f"checkpoint {name}: {error}") from error
-        if not damage:
-            return stored.model(_choose(modules, module)), f"step {name.step}, checkpoint {name}"
         say(f"warning: checkpoint {name} is damaged: {damage[0]}")
     raise CheckpointError(f"{at.run or at.storage} has no checkpoint to export: {at.none_there}")
 

@@ -12,6 +12,7 @@ import click
 
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.files import write_atomically
+from lockstep.base.foreign_files import open_named
 from lockstep.base.foreign_text import show
 from lockstep.logging.run_files import is_there
 from lockstep.report.page import GENERATOR, page
@@ -90,7 +91,7 @@ def _check(path: Path) -> None:
             raise LaunchError(f"-o {path} is a directory; a report is one file; name a file in it")
         if not path.absolute().parent.is_dir():
             raise LaunchError(f"-o {path}; its directory is not there; name a file in a directory that is")
-        with path.open("rb") as file:
+        with open(open_named(path), "rb") as file:
             is_a_report = GENERATOR.encode() in file.read(300)
     except FileNotFoundError:
         return

@@ -226,6 +226,7 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
                 continue
             number = float(not_finite.get(name, "nan")) if value is None else float(value)
             found.series.setdefault(name, Series()).add(step, _clamp(number))
+    found.series = {name: series for name, series in found.series.items() if series.steps}  # all may be discarded
     return found
 
 

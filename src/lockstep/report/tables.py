@@ -239,6 +239,11 @@ def _breakable(text: str) -> str:
 
 def as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Return the report for programs. NaN and infinity become null."""
+    found: dict[str, Any] = _finite(_as_json(runs))
+    return found
+
+
+def _as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
     return {
         "runs": [
             {
@@ -255,7 +260,7 @@ def as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
                 "series": {name: summary(series) for name, series in run.curves.series.items()},
                 "ranks": [{"host": host, **each} for host, each in zip(_hosts(run), mean_times(run.ranks), strict=True)],
                 "losses": [each.as_json() for each in losses(run)],
-                "events": [{"time": event.time, "event": event.kind, "step": event.step, **_finite(event.details)} for event in run.events],
+                "events": [{"time": event.time, "event": event.kind, "step": event.step, **event.details} for event in run.events],
                 "unreadable_lines": dict(run.unreadable),
             }
             for run in runs
@@ -267,7 +272,7 @@ def as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
