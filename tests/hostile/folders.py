@@ -14,9 +14,9 @@ import numpy as np
 from report.run_directories import whole
 
 from lockstep.checkpoint.manifest import FORMAT, FileEntry, Manifest, _hash, hash_blocks
+from lockstep.checkpoint.saved_model import read_safetensors
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
 from lockstep.cli.arguments.target import fingerprint
-from lockstep.checkpoint.saved_model import read_safetensors
 
 STEPS = (3, 5)
 TENSORS = {"weight": ("float32", (4, 3)), "bias": ("float32", (3,)), "count": ("int64", ()), "none": ("float32", (0, 2))}
@@ -74,8 +74,14 @@ def _write_checkpoint(folder: Path, step: int) -> None:
         files=files,
         values={"modules": {"0": {"tied": {"other": "bias"}, "optimizers": {}, "training": {}}}, "state": {"hook": 1}, "step": step},
         metadata={
-            **{"recipe": {"steps": 40}, "plan": "replicate=2", "world_size": 2, "saved": "2026-01-01T00:00:00+00:00"},
-            **{"score": {"metric": "loss", "mode": "min", "value": 1.0 + step}, "optimizers": [], "code": {}, "versions": {"python": "3"}},
+            "recipe": {"steps": 40},
+            "plan": "replicate=2",
+            "world_size": 2,
+            "saved": "2026-01-01T00:00:00+00:00",
+            "score": {"metric": "loss", "mode": "min", "value": 1.0 + step},
+            "optimizers": [],
+            "code": {},
+            "versions": {"python": "3"},
         },
     )
     (folder / "manifest.json").write_bytes(manifest.encode())
