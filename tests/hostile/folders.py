@@ -133,6 +133,8 @@ class Mutator:
     def _change(self, chance: random.Random) -> str:
         if chance.random() < 0.06:
             path = chance.choice(self.folders)
+            if path.parent.is_symlink() or not path.parent.is_dir():
+                return f"nothing at {path.relative_to(self.folder)}"
             return f"{self._put(path, chance)} at {path.relative_to(self.folder)}"
         path = chance.choice([*self.files, *(path for path in self.files if path.name == "manifest.json")])
         name = path.relative_to(self.folder)

@@ -194,6 +194,9 @@ def damaged(folder: Path, kind: str) -> str:
     (folder / "empty").mkdir()
     (folder / "index").mkdir()
     (folder / "index" / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": "missing.safetensors"}}')
+    (folder / "outside").mkdir()
+    (folder / "outside" / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": "../a.safetensors"}}')
+    os.mkfifo(folder / "fifo.safetensors")
     (folder / "run" / "checkpoints").mkdir(parents=True)
     return kind if "://" in kind else str(folder / kind)
 
@@ -210,6 +213,8 @@ def damaged(folder: Path, kind: str) -> str:
         ("text.pt", "is not a torch.save file, or has the format from before torch 1.6, which"),
         ("text.txt", "has an unsupported format"),
         ("empty", "is a folder that holds neither model.safetensors nor model.safetensors.index.json"),
+        ("outside", "it names '../a.safetensors', which is no file beside it"),
+        ("fifo.safetensors", "is neither a file nor a folder"),
         ("index", "missing.safetensors' cannot be read as safetensors (No such file or directory"),
         ("run", "is a run that has not ended"),
         ("s3://bucket/w.safetensors", "is a URL; weights are read from a path"),

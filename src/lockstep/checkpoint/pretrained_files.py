@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -53,8 +54,9 @@ def open_tensors(path: str) -> TensorFiles:
     file = Path(path)
     if file.is_dir():
         return _in_folder(file)
-    if not file.exists():
-        raise RecipeError(f"weights {path!r} does not exist; {SUPPORTED}; every process must be able to read it")
+    if not file.is_file():
+        what = "is neither a file nor a folder" if file.exists() else "does not exist"
+        raise RecipeError(f"weights {path!r} {what}; {SUPPORTED}; every process must be able to read it")
     if file.suffix == ".safetensors":
         return _safetensors({file: None})
     if file.name.endswith(".index.json"):
@@ -65,9 +67,9 @@ def open_tensors(path: str) -> TensorFiles:
 
 
 def _in_folder(folder: Path) -> TensorFiles:
-    if (folder / INDEX).exists():
+    if (folder / INDEX).is_file():
         return _indexed(folder / INDEX)
-    if (folder / SINGLE).exists():
+    if (folder / SINGLE).is_file():
         return _safetensors({folder / SINGLE: None})
     if (folder / "checkpoints").is_dir():
         raise RecipeError(
@@ -110,6 +112,8 @@ def _indexed(index: Path) -> TensorFiles:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         parts: dict[Path, list[str]] = {}
         for name, file in files.items():
+            if os.path.basename(file) != file or ((index.parent / file).exists() and not (index.parent / file).is_file()):
+                raise ValueError(f"it names {file!r}, which is no file beside it")
             parts.setdefault(index.parent / file, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(
