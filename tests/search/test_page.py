@@ -301,3 +301,20 @@ def test_five_hundred_trials_are_a_page_within_seconds() -> None:
     assert time.process_time() - began < 3
     assert len(text) < 2_000_000
     assert len(rows(text)) == len(paths(text, "parallel")) + 2 == 500
+
+
+def test_no_text_of_a_search_is_a_tag_or_a_control_code() -> None:
+    bad = "\"'><planted>\x1b]0;\x07\u202e"
+    values = {f"x{bad}": f"v{bad}", "lr": f"w{bad}", "other": 1.0}
+    choices = Parameter(name="lr", default="a", choices=("a", f"b{bad}"))
+    trials = [
+        trial(
+            number, state, parameters={**values, "other": 1.0 + number}, value=0.5, values={1: 0.5}, reason=f"why{bad}", run_dir=f"r{bad}"
+        )
+        for number, state in enumerate(("complete", "failed", "pruned", "complete", "running"))
+    ]
+    results = search(*trials, name=f"n{bad}", script=f"s{bad}", metric=f"m{bad}", parameters=(choices,))
+    text = made(results, {"lr": 0.5, f"x{bad}": 0.5})
+    Words(text)
+    assert text.count("&lt;planted") > 20
+    assert not any(part in text for part in ("<planted", "\x1b", "\u202e"))
