@@ -142,6 +142,11 @@ class Mutator:
             return f"nothing at {name}"
         if chance.random() < 0.15:
             return f"{self._put(path, chance)} at {name}"
+        return self.change_file(path, chance)
+
+    def change_file(self, path: Path, chance: random.Random) -> str:
+        """Change the bytes of a file. Returns how."""
+        name = path.relative_to(self.folder)
         how: Callable[[bytes, random.Random], bytes] = _bytes
         if chance.random() < 0.75:
             how = self._manifest if path.name == "manifest.json" else _tensors if path.suffix == ".safetensors" else _json

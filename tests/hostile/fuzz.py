@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -27,6 +29,11 @@ from hostile.folders import Mutator, write_run
 
 from lockstep.base.errors import UserError
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.saved_model import StateDictReader, read_final_model
+from lockstep.checkpoint.storage import CheckpointName, FolderStorage
+from lockstep.cli.arguments.target import Target
+from lockstep.cli.export import final_model
+from lockstep.cli.inspect import inspect_all
 from lockstep.report.reader import read_runs
 from lockstep.report.tables import as_json
 
@@ -49,6 +56,10 @@ class Fuzz:
         import_module("lockstep.logging.run_directory")  # and with it torch
         self.mutator = Mutator(self.run, self.outside)
         self.other, self.found = folder / "other", Counter[str]()
+        unread = ("lock", "config.json")
+        self._alone = [path for path in self.mutator.files if path.name not in unread]
+        self._alone += [path for path in self._alone if "checkpoints" in path.parts] * 3
+        self._tensors = _tensors(read_final_model(self.run))
         self._before = self._contents()
         self._right = {each["name"]: each["fingerprints"] for each in self._inspected()}
         assert len(self._right) == 3, self._right
@@ -64,12 +75,39 @@ class Fuzz:
         finally:
             self.mutator.restore()
 
+    def try_file(self, seed: int) -> None:
+        """Change the bytes of one file, and read it alone, which takes a tenth of the time. Raises `AssertionError`."""
+        chance = random.Random(seed)
+        path = chance.choice(self._alone)
+        self.mutator.is_forged = False
+        what = f"seed {seed}: {self.mutator.change_file(path, chance)}"
+        try:
+            self._call(what, partial(self._read_file, path))
+        finally:
+            for each in {path, path.parent / "manifest.json"} & self.mutator.files.keys():
+                each.write_bytes(self.mutator.files[each])
+
+    def _read_file(self, path: Path) -> None:
+        if path.parent.parent.name == "checkpoints":
+            found = inspect_all(FolderStorage(path.parent.parent), [CheckpointName.parse(path.parent.name)])  # type: ignore[list-item]
+            self._check_intact([asdict(each) for each in found])
+        elif path.suffix == ".safetensors":
+            at = Target(FolderStorage(self.run), [], self.run)
+            found_model = final_model(at, None)
+            assert found_model is not None
+            assert _tensors(found_model[0]) == self._tensors, "its bytes differ"
+        else:
+            json.dumps(as_json(read_runs([str(self.run)])), allow_nan=False)
+
     def _commands(self) -> list[Callable[[], Any]]:
         often = [self.inspect] * 4 + [self.export, self.average, self.read] * 2 + [self.resume] * 3
         return [*often, self.table, self.best, self.folder, self.report, self.reports]
 
     def inspect(self) -> None:
-        for found in self._inspected():
+        self._check_intact(self._inspected())
+
+    def _check_intact(self, inspected: list[dict[str, Any]]) -> None:
+        for found in inspected:
             if found["state"] != "intact":
                 continue
             if not self.mutator.is_forged or found["name"] == "model.safetensors":
@@ -168,6 +206,10 @@ class Fuzz:
         return [(str(path), path.read_bytes() if path.is_file() else b"") for path in paths]
 
 
+def _tensors(model: StateDictReader) -> dict[str, Any]:
+    return {name: (spec, bytes(model.read(name))) for name, spec in model.specs.items()}
+
+
 def check_by_counting(checkpoint: Path) -> None:
     """Raise `AssertionError` unless each element of each tensor is in one shard, and each shard in its file."""
     content = json.loads((checkpoint / "manifest.json").read_bytes())["content"]
@@ -204,14 +246,15 @@ def _limited() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def main(count: int, first: int = 0) -> None:
+def main(count: int, first: int = 0, files: int = 0) -> None:
+    """`files`: 1 to change bytes of one file at a time, and call its reader alone."""
     failures = Counter[str]()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         fuzz = Fuzz(Path(folder))
         began = time.monotonic()
         for seed in range(first, first + count):
             try:
-                fuzz.try_one(seed)
+                (fuzz.try_file if files else fuzz.try_one)(seed)
             except AssertionError as error:
                 failures[str(error).partition(": ")[2].rpartition(": ")[0][-60:]] += 1
                 if failures.total() <= 40:
