@@ -72,6 +72,7 @@ class StoredCheckpoint:
         with self._parsing():
             tied: Mapping[str, str] = self.manifest.values["modules"][str(module)]["tied"]
             names |= {other: names[first] for other, first in tied.items()}
+            "".join(names).encode()  # half a surrogate pair is no name
         return StateDictReader({name: specs[saved] for name, saved in names.items()}, lambda name: self.read(names[name]))
 
     @contextmanager
