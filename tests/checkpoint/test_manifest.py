@@ -146,6 +146,7 @@ def entry(*shards: Any, **fields: Any) -> dict[str, Any]:
         (content({"rank-0.safetensors": entry(["a", "float32", [4, 1], [0], [4], 0])}), "other dims than its shape"),
         (content({"rank-0.safetensors": entry(["a", "uint8", [0] * 65, [0] * 65, [0] * 65, 0])}), "more than 64"),
         (content({"rank-0.safetensors": entry([["a"], "float32", [4], [0], [4], 0])}), "cannot be parsed"),
+        (content({"rank-0.safetensors": entry(["a", "float32", {}, {}, {}, 0])}), "has boxes that are no lists"),
         (content({}, step=-1), "is no size"),
         (content({}, metadata=[]), "values and metadata are objects"),
         (content({}, metadata={"score": 3}), "has int as 'metadata.score', but a run writes an object"),
