@@ -71,7 +71,7 @@ class TrainModule:
         """The parameters that the optimizers hold, by name, frozen ones too."""
         self.modes = OptimizerModes(optimizers, self.held)
         self.left_out: LeftOut | None = None
-        """What is saved only if it changes. None in a run that saves nothing."""
+        """Tensors that are saved only if they change. None in a run that saves nothing."""
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.mesh = context.mesh
         self.device = context.device

@@ -31,7 +31,7 @@ class OptimizerState:
     shared: dict[Any, Any] = field(default_factory=dict)
     """State of no one parameter: what `Optimizer.state` holds under other keys."""
     more: dict[str, Any] = field(default_factory=dict)
-    """What the optimizer's own state dict holds besides `state` and `param_groups`."""
+    """Entries of the optimizer's own state dict besides `state` and `param_groups`."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> OptimizerState:
