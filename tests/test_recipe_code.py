@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lockstep.recipe import code
-from lockstep.recipe.code import digest
+from lockstep.base import contents
+from lockstep.data.digests import difference
+from lockstep.recipe.code import digest, parts
+from lockstep.recipe.sources import note_source, other_sources, programs, texts
 from lockstep.schedule import warmup_cosine
 
 BASE = """
+import types
 SCALE = 2.0
+TABLE = {"scale": [2.0]}
+config = types.SimpleNamespace(width=3, unused=0)
+class Settings:
+    rate = 0.1
+class Model0:
+    @staticmethod
+    def fixed(x):
+        return x * 5
+    @property
+    def half(self):
+        return 0.5
 def helper(x):
     return x + 1
 class Model:
@@ -22,7 +41,8 @@ class Model:
 def function(x, offset=3):
     def inner(y):
         return y * SCALE
-    return inner(helper(x)) + offset if x in {"a", "b"} else Model().forward(x)
+    found = TABLE["scale"][0] + config.width + Settings.rate + Model0.fixed(x) + Model0().half
+    return inner(helper(x)) + offset + found if x in {"a", "b"} else Model().forward(x)
 """
 
 
@@ -42,6 +62,11 @@ def function_of(source: str) -> Callable[..., Any]:
         ("offset=3", "offset=4"),
         ("y * SCALE", "y / SCALE"),
         ('{"a", "b"}', '{"a", "c"}'),
+        ("[2.0]", "[3.0]"),
+        ("width=3", "width=4"),
+        ("rate = 0.1", "rate = 0.2"),
+        ("x * 5", "x * 6"),
+        ("return 0.5", "return 0.25"),
     ],
 )
 def test_what_the_function_does_counts_with_all_that_it_uses(before: str, after: str) -> None:
@@ -55,6 +80,7 @@ def test_what_the_function_does_counts_with_all_that_it_uses(before: str, after:
         ("\nSCALE", "\n\n# a comment\nimport os\nUNUSED = 7\nSCALE"),
         ("def helper(x):\n", 'def helper(x):\n    """Says what it does."""\n'),
         ("x + 1", "(x  +  1)"),
+        ("unused=0", "unused=1"),
     ],
 )
 def test_how_it_is_written_does_not(before: str, after: str) -> None:
@@ -84,7 +110,7 @@ def test_so_does_a_schedule_of_ours(other: dict[str, Any]) -> None:
 
 
 def test_so_does_a_function_of_a_library_with_its_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "_is_users", lambda module: False)
+    monkeypatch.setattr(contents, "is_users", lambda module: False)
 
     def made(number: float, found: object) -> Callable[[], object]:
         return lambda: (number, found)
@@ -118,3 +144,69 @@ def test_torchs_wrapper_of_an_optimizers_step_does_not_count() -> None:
     Sam([torch.ones(1)], lr=0.1)
     assert getattr(Sam.step, "hooked", False)
     assert digest(Sam) == before
+
+
+def loss_with(content: Any) -> Callable[..., Any]:
+    return lambda: content
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("torch.ones(3)", "torch.zeros(3)"),
+        ("np.ones(3)", "np.zeros(3)"),
+        ("nn.CrossEntropyLoss(label_smoothing=0.1)", "nn.CrossEntropyLoss(label_smoothing=0.2)"),
+        ("nn.CrossEntropyLoss(weight=torch.ones(3))", "nn.CrossEntropyLoss(weight=torch.zeros(3))"),
+        ("nn.Linear(2, 2)", "nn.Linear(2, 3)"),
+        ("{1: 2}", "{1: 3}"),
+        ("torch.ones(2**24 + 1)", "torch.cat([torch.ones(2**24), torch.zeros(1)])"),
+    ],
+)
+def test_tensors_and_objects_count_with_their_values(one: str, other: str) -> None:
+    import numpy as np
+    import torch
+    from torch import nn
+
+    names = {"np": np, "torch": torch, "nn": nn}
+    assert digest(loss_with(eval(one, names))) == digest(loss_with(eval(one, names)))  # of trained parameters, the shape counts
+    assert digest(loss_with(eval(one, names))) != digest(loss_with(eval(other, names)))
+
+
+def test_the_source_of_a_module_counts_without_comments_and_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str, text: str) -> str:
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        module = ModuleType(name)
+        module.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, name, module)
+        note_source(str(path), text.encode())
+        path.write_text("edited = True")
+        texts.cache_clear()
+        try:
+            return programs([name])[name]
+        finally:
+            texts.cache_clear()
+
+    first = found("edited_a", "x = 1\ndef f():\n    return x\n")
+    assert found("edited_b", '"""A module."""\nx = 1  # one\n\ndef f():\n    """Return x."""\n    return x\n') == first
+    assert found("edited_c", "x = 2\ndef f():\n    return x\n") != first
+    assert found("edited_d", "not python") != first
+
+
+def test_versions_are_compared_of_modules_that_both_have() -> None:
+    assert other_sources({"a": "1", "b": "2", "c": "3"}, {"b": "2", "c": "4", "d": "5"}) == ["c"]
+
+
+def test_what_is_in_an_object_counts_where_it_is_asked_for() -> None:
+    one, other = (loss_with(SimpleNamespace(rate=rate)) for rate in (1, 2))
+    assert digest(one) == digest(other)
+    assert difference(parts(one, objects=True), parts(other, objects=True)) == "content.rate"
+
+
+def test_the_environment_and_loggers_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("of a test")
+    function = loss_with([os.environ, logger])
+    before = parts(function, objects=True)
+    monkeypatch.setenv("SOMETHING", "new")
+    logger.setLevel(logging.DEBUG)
+    assert parts(function, objects=True) == before

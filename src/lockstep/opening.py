@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -34,9 +35,11 @@ from lockstep.model.parallelize import check_devices
 from lockstep.options import check_run_dir, check_shared_options, variable
 from lockstep.plan import Plan
 from lockstep.recipe.checks import Precision, check_compression, check_count, check_precision, check_seed
+from lockstep.recipe.code import Digests
 from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Evaluation
-from lockstep.saving import Resume, Saving, check_allow_change, check_resume, interval
+from lockstep.recipe.sources import other_sources, programs, sources
+from lockstep.saving import Resume, Saving, check_allow_change, check_resume, differences, interval
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
 from lockstep.training.loop import NUMBERS, SETTINGS
@@ -44,6 +47,8 @@ from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.set_up import (
     check_compression_fits,
     check_same,
+    check_same_code,
+    check_same_programs,
     check_torch,
     lost_with_container,
     remarks,
@@ -63,6 +68,9 @@ class RunRequest:
     gradient_compression: str
     log_every: int
     recipe: dict[str, Any] | None
+    code: Mapping[str, str]
+    code_and_objects: Digests
+    """Digests of the functions of the recipe; compared with those of the run that is resumed, and of other ranks."""
     saving: Saving
     resume: Resume
     allow_change: frozenset[str]
@@ -112,6 +120,22 @@ class RunRequest:
             resume=resume,
             allow_change=self.allow_change | environment.allow_change,
         )
+
+    def check_same_as(self, ended: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` if a run that has ended was of another recipe. `ended`: its run.json."""
+        recipe, code, versions = ended.get("recipe"), ended.get("code"), ended.get("environment", {}).get("versions", {})
+        if not isinstance(recipe, Mapping) or not isinstance(code, Mapping) or self.recipe is None:
+            return
+        measured = frozenset(name for name, value in self.recipe.items() if value == "auto")
+        found = differences(recipe, self.recipe, allow_change=self.allow_change | measured)
+        if versions.get("python") == platform.python_version():
+            edited = [name for name, digest in self.code.items() if code.get(name, digest) != digest]
+            found += [f"{name}: its code has changed, or a value that it uses" for name in edited if name not in self.allow_change]
+        if found:
+            raise CheckpointError(
+                "the recipe is not that of the run that has ended in its run directory, and that the script comes to again: "
+                f"{'; '.join(found)}; train with the one that it had, choose another run directory, or remove the run's"
+            )
 
     def checkpoints(self, context: Context) -> Storage:
         """The storage of the run's checkpoints."""
@@ -195,6 +219,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
         restarted=environment.restarted is not None or environment.restarts > 0,
         again=recovery is not None and recovery.times > 0,
         lost_holders=() if recovery is None else recovery.lost_holders(world),
+        check_ended=asked.check_same_as,
     )
     if recovery is not None:
         recovery.holder, recovery.sizes = recorder.holder, (asked.plan or Plan()).sizes(world.size)
@@ -255,9 +280,13 @@ def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> W
         local_size=environment.local_world_size,
         backend=environment.backend,
     )
-    everyone = world.gather_values([environment.shared(), request.compared(environment.plan)])
-    check_shared_options([launched for launched, _ in everyone])
-    check_same([given for _, given in everyone])
+    mine = [environment.shared(), sources(), request.compared(environment.plan), request.code_and_objects]
+    launched, versions, given, code = zip(*world.gather_values(mine), strict=True)
+    check_shared_options(launched)
+    if edited := sorted({name for other in versions for name in other_sources(versions[0], other)}):
+        check_same_programs(world.gather_values(programs(edited)))
+    check_same(given)
+    check_same_code(code)
     declared.check_all_used(os.environ)
     return world
 
@@ -271,6 +300,7 @@ def _record_start(opened: Opened, request: RunRequest) -> None:
         launcher=environment.launcher,
         seed=context.seed,
         recipe=context.recipe,
+        code=opened.request.code,
         checkpoints=opened.request.saving.folder,
     )
     recorder.event("run-started", 0, plan=str(context.plan), world_size=context.world.size)

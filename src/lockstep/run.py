@@ -24,7 +24,7 @@ from lockstep.logging.run_directory import check_tensors
 from lockstep.opening import Opened
 from lockstep.options import variable
 from lockstep.plan import MEASURED, Plan
-from lockstep.recipe.code import code_of
+from lockstep.recipe.code import code_and_objects_of, code_of
 from lockstep.recipe.recipe import Recipe, Weights
 from lockstep.saving import Best, Resume, Saving
 from lockstep.session import Session
@@ -120,6 +120,7 @@ def _train_with_recovery(recipe: Recipe, recovery: Recovery, given: dict[str, An
                 recovery.close(failed=True)
                 if recovery.is_under_way and isinstance(error, UserError) and not isinstance(error, PlanError):
                     # Before the loss there was no such mistake: processes that start anew may not make it.
+                    recovery.refuse(error)
                     raise LockstepError(f"the run cannot be opened again in this process: {error}") from error
                 raise
             lost = error
@@ -181,6 +182,7 @@ class RecipeSession(Session):
     ) -> None:
         (recipe,) = recipes
         self._evaluations, self._resolve, self._recovery = recipe.evaluations, partial(_resolve, recipes), recovery
+        self.code, self._code_and_objects = code_of(recipe), code_and_objects_of(recipe)
         super().__init__(
             seed=recipe.seed,
             precision="fp32" if recipe.precision == "auto" else recipe.precision,
@@ -244,14 +246,14 @@ def _resolve(recipes: list[Recipe], opened: Opened) -> Context:
 
 def _prepare(given: Recipe, session: Session) -> Recipe:
     """Build the model, and register what is saved with the run. Returns the recipe with a loss module in the model."""
-    recipe, code = with_loss_in_model(given), code_of(given)
+    recipe = with_loss_in_model(given)
     if recipe is not given and session.plan.pipeline != 1:
         raise RecipeError(
             f"pipeline={session.plan.pipeline} with a loss that is a module with parameters; stages hold all parameters; choose another "
             "plan, or make the parameters a part of the last stage"
         )
     run = session.run
-    run.recipe, run.code = recipe, code
+    run.recipe, run.code = recipe, session.code
     session.prepare(
         recipe.model,
         recipe.optimizer,

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lockstep.logging.loggers import Logger
 from lockstep.opening import Opened, RunRequest, open_run
 from lockstep.plan import Plan
 from lockstep.recipe.checks import Precision
+from lockstep.recipe.code import Digests
 from lockstep.recipe.recipe import Evaluation, Weights
 from lockstep.saving import Resume, Saving
 from lockstep.training import loop, precision as precisions
@@ -41,6 +42,9 @@ class Session:
     """
 
     _evaluations: Mapping[str, Evaluation] | None = None  # those of `train`; None in a script's own session
+    code: Mapping[str, str] = MappingProxyType({})
+    """Digests of the functions of the recipe; empty in a script's own session."""
+    _code_and_objects: Digests = MappingProxyType({})
     _resolve: Callable[[Opened], Context] | None = None  # replaces the settings that `train` measures
     _recovery: Recovery | None = None  # that of `train`, if the run can recover in place
     _open: Callable[[RunRequest, Termination, ExitStack, Recovery | None], Opened] = staticmethod(open_run)
@@ -69,7 +73,14 @@ class Session:
         check_hooks(hooks)
         self.hooks = hooks
         given: dict[str, Any] = {"seed": seed, "precision": precision, "gradient_compression": gradient_compression, "recipe": recipe}
-        given |= {"run_dir": run_dir, "log_every": log_every, "loggers": loggers, "evaluations": self._evaluations}
+        given |= {
+            "code": dict(self.code),
+            "code_and_objects": dict(self._code_and_objects),
+            "run_dir": run_dir,
+            "log_every": log_every,
+            "loggers": loggers,
+            "evaluations": self._evaluations,
+        }
         self._request = RunRequest.checked(plan=plan, saving=saving, resume=resume, allow_change=allow_change, **given)
         self._finished = False
         self._stack = ExitStack()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from lockstep.base.errors import DataError
-from lockstep.data.digests import SAMPLES, Digests, changing, check_same, difference, digest_parts, spread
+from lockstep.data.digests import SAMPLES, Digests, changing, check_same, difference, digest_parts, not_compared, spread
 
 
 @dataclass
@@ -75,9 +76,26 @@ def test_another_value_shape_or_dtype_is_found_where_it_is(changed: Mapping[str,
     assert difference(digest_parts(sample()), digest_parts(sample(**changed))) == path
 
 
-def test_an_object_of_an_unknown_class_counts_by_its_class() -> None:
+def test_an_object_of_an_unknown_class_counts_by_its_class_and_what_it_holds() -> None:
     assert digest_parts(Unknown()) == digest_parts(Unknown())
     assert digest_parts(Unknown()) != digest_parts(object())
+    one, other = Unknown(), Unknown()
+    one.held, other.held = 1, 2  # type: ignore[attr-defined]
+    assert difference(digest_parts([one]), digest_parts([other])) == "[0].held"
+
+
+def test_parts_that_cannot_be_compared_are_named() -> None:
+    plain, locked = digests([{"x": 1}]), digests([{"x": 1, "lock": Lock()}])
+    assert not_compared("data", [plain, None]) is None
+    assert not_compared("data", [None, plain, locked]) == "data: sample 0['lock']"
+    assert locked.changing is None
+    check_same("data", [locked, digests([{"x": 1, "lock": Lock()}])])
+
+
+def test_lengths_are_compared_where_samples_cannot_be() -> None:
+    check_same("data", [digests([1, 2]), digests([1, 3])], lengths_only=True)
+    with pytest.raises(DataError, match="their lengths differ"):
+        check_same("data", [Digests.of(["sample 0"], lambda _: 0), Digests.of(["sample 1"], lambda _: 0)], lengths_only=True)
 
 
 def test_a_sample_of_many_parts_has_the_last_ones_in_one_digest() -> None:

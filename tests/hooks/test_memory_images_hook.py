@@ -15,9 +15,9 @@ from lockstep.training.consensus import NOTHING
 
 def a_run(step: int, recovered_from: str | None) -> Any:
     """A stand-in for a `Run` without a model."""
-    recorder, phases = SimpleNamespace(attempt="00c0ffee"), SimpleNamespace(enter=lambda _: None)
+    recorder, phases = SimpleNamespace(attempt="00c0ffee", summary={}), SimpleNamespace(enter=lambda _: None)
     context = SimpleNamespace(world=alone(), recorder=recorder, phases=phases, recovered_from=recovered_from)
-    return SimpleNamespace(step=step, context=context, modules=[], stateful={}, loop=SimpleNamespace(values=dict))
+    return SimpleNamespace(step=step, context=context, modules=[], stateful={}, code=None, loop=SimpleNamespace(values=dict))
 
 
 @pytest.mark.parametrize("recovered_from", [None, "rank 1 was killed"])

@@ -4,13 +4,15 @@ killed after STEP. Each step is a line: its process, rank and number.
 Cases: "once"; "counts", "counts deep": a hook counts steps, and has no state_dict; "measures": it evaluates before;
 "twice": the second training loses the worker; "evaluates": the worker is lost in an evaluation; "stops": it is stopped
 instead of killed; "sleeps": it does not go on; "all": all workers are killed; "slow": the script takes 3 s before it
-trains; "compiles": a line at the end of each start says how many functions have been compiled.
+trains; "edits": the script is edited first; "compiles": a line at the end of each start says how many functions have
+been compiled.
 """
 
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,9 @@ def die_at(run: Run) -> None:
     is_due = trainings == (2 if case == "twice" else 1) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     rank = killed[0] if case == "all" and killed else str(run.rank)
     if is_due and [rank, str(run.step)] == killed:
+        if case == "edits":
+            text = Path(__file__).read_text()
+            Path(__file__).write_text(text.replace("return nn.functional", "return 2 * nn.functional"))
         if case == "sleeps":
             time.sleep(1000)
         os.kill(os.getpid(), signal.SIGSTOP if case == "stops" else signal.SIGKILL)

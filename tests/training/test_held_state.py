@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
+from lockstep.training.recovery import hook_state
 from lockstep.training.recovery.held_state import HeldState, ReplicaReader
-from lockstep.training.recovery.recovery import changed_hooks, hook_marks
+from lockstep.training.recovery.hook_state import hook_states, why_not_set_back
 
 
 def state_after(step: int) -> dict[str, Tensor]:
@@ -46,9 +53,32 @@ def test_without_a_state_there_is_nothing_to_load(pool: WorkerPool) -> None:
     assert pool.run(2, load, [-1, -1]) == [(-1, {}, [])] * 2
 
 
+NUMBER = 0
+
+
+class Counter:
+    shared = 0
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def counts() -> Callable[[], int]:
+    numbers = itertools.count()
+    return lambda: next(numbers)
+
+
 class Plain(ls.Hook):
     def __init__(self) -> None:
         self.number, self.list, self.tensor, self.path = 1, [1], torch.zeros(2), "a"
+        self.array, self.drawn, self.of_numpy = np.zeros(2), random.Random(0), np.random.default_rng(0)
+        self.slots, self.closure, self.network = Counter(), counts(), nn.Linear(2, 2)
+        self.deep = [[[[[[[0]]]]]]]
+
+    def before_step(self, run: ls.Run, seen: list[int] = []) -> None:  # noqa: B006
+        global NUMBER
+        NUMBER += self.number + Counter.shared
 
 
 class WithState(Plain):
@@ -59,32 +89,87 @@ class WithState(Plain):
         pass
 
 
-def change_number(hook: Plain) -> None:
-    hook.number += 1
+def change_global(hook: Plain) -> None:
+    global NUMBER
+    NUMBER += 1
 
 
-def grow_list(hook: Plain) -> None:
-    hook.list.append(2)
+def change_default(hook: Plain) -> None:
+    Plain.before_step.__defaults__[0].append(1)  # type: ignore[index]
 
 
-def change_tensor(hook: Plain) -> None:
-    hook.tensor.add_(1)
+def change_class(hook: Plain) -> None:
+    Counter.shared += 1
 
 
-def add_attribute(hook: Plain) -> None:
-    hook.other = 1  # type: ignore[attr-defined]
+CHANGES: dict[str, Callable[[Plain], object]] = {
+    "number": lambda hook: setattr(hook, "number", 2),
+    "list": lambda hook: hook.list.append(2),
+    "tensor": lambda hook: hook.tensor.add_(1),
+    "tensor.data": lambda hook: hook.tensor.data.add_(1),
+    "other": lambda hook: setattr(hook, "other", 1),
+    "array": lambda hook: hook.array.__setitem__(0, 1),
+    "drawn": lambda hook: hook.drawn.random(),
+    "of_numpy": lambda hook: hook.of_numpy.random(),
+    "slots": lambda hook: setattr(hook.slots, "count", 1),
+    "closure": lambda hook: hook.closure(),
+    "network": lambda hook: hook.network.weight.data.add_(1),
+    "deep": lambda hook: hook.deep[0][0][0][0][0][0].append(1),
+    "NUMBER": change_global,
+    "seen": change_default,
+    "shared": change_class,
+}
 
 
-def change_nothing(hook: Plain) -> None:
-    pass
+def run_with(hook: ls.Hook) -> Any:
+    return SimpleNamespace(hooks=SimpleNamespace(all=[hook]), modules=[])
 
 
 @pytest.mark.parametrize("kind", [Plain, WithState])
-@pytest.mark.parametrize("change", [change_number, grow_list, change_tensor, add_attribute, change_nothing])
-def test_a_hook_without_a_state_dict_that_has_changed_is_named(kind: type[Plain], change: Any) -> None:
-    hook = kind()
-    run: Any = SimpleNamespace(hooks=SimpleNamespace(all=[hook]))
-    before = hook_marks(run)
-    change(hook)
-    is_found = kind is Plain and change is not change_nothing
-    assert changed_hooks(before, hook_marks(run)) == (["Plain"] if is_found else [])
+def test_a_hook_without_a_state_dict_is_named_whatever_of_it_has_changed(kind: type[Plain]) -> None:
+    for name, change in CHANGES.items():
+        run = run_with(kind())
+        before = hook_states(run)
+        assert why_not_set_back(before, hook_states(run)) is None
+        change(run.hooks.all[0])
+        found = why_not_set_back(before, hook_states(run))
+        assert (found is not None) == (kind is Plain), name
+        assert found is None or found.startswith("hook Plain has no state_dict, and "), name
+        assert found is None or " has changed since the start: it cannot be set back; add one" in found
+
+
+class Reads(ls.Hook):
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def test_what_cannot_be_compared_counts_as_changed(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        for held in (file, threading.Lock(), (each for each in [1])):
+            states = hook_states(run_with(Reads(held)))
+            assert (
+                why_not_set_back(states, states)
+                == "hook Reads has no state_dict, and held cannot be compared: it cannot be set back; add one"
+            )
+
+
+def test_what_is_of_the_run_is_set_back_with_it() -> None:
+    model = nn.Linear(2, 2)
+    run = run_with(Reads([model, model.weight]))
+    run.modules = [SimpleNamespace(model=model, optimizers=[])]
+    before = hook_states(run)
+    model.weight.data.add_(1)
+    assert why_not_set_back(before, hook_states(run)) is None
+
+
+def test_of_a_large_tensor_torch_counts_the_changes_and_a_large_array_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_state, "MOST_BYTES", 4)
+    tensor, array = torch.zeros(2), np.zeros(2)
+    run = run_with(Reads(tensor))
+    before = hook_states(run)
+    assert why_not_set_back(before, hook_states(run)) is None
+    tensor.add_(1)
+    assert why_not_set_back(before, hook_states(run)) is not None
+    array.setflags(write=False)
+    states = [hook_states(run_with(Reads(each))) for each in (array, np.zeros(2))]
+    assert [why_not_set_back(each, each) is None for each in states] == [True, False]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from training.subjects import OUTPUTS, learned, recipe, rows, squared_error
 
 import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
+from lockstep.recipe.sources import texts
 from lockstep.testing.pool import WorkerPool
 
 BITWISE = "numerics=bitwise"
@@ -63,6 +65,47 @@ def test_other_data_on_each_rank_is_refused(pool: WorkerPool, tmp_path: Path, da
         pool.run(2, train, str(tmp_path / "run"), data, "replicate=2")
 
 
+class Held:
+    """An object such as a dataset returns for a collate of its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Holds(Dataset[Any]):
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return Held([float(index), self.make()])
+
+
+def only_numbers(samples: Sequence[Any]) -> Any:
+    x = torch.tensor([each.value[0] for each in samples])
+    return torch.arange(len(x)), x[:, None].expand(-1, 6), torch.ones(len(x), OUTPUTS)
+
+
+def train_held(run_dir: str, make: Callable[[], Any]) -> list[str]:
+    return train(run_dir, partial(Holds, make), BITWISE, collate=only_numbers)
+
+
+def test_other_objects_on_each_rank_are_refused_whatever_their_class(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^data: sample 0\.value differs between rank 0 and rank 1"):
+        pool.run(2, train_held, str(tmp_path / "run"), rank)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_objects_that_cannot_be_read_are_an_event(pool: WorkerPool, tmp_path: Path, processes: int) -> None:
+    run = tmp_path / "run"
+    for events in pool.run(processes, train_held, str(run), Lock):
+        assert "data-not-compared" in events
+    told = next(line for line in run.joinpath("events.jsonl").read_text().splitlines() if "data-not-compared" in line)
+    assert "data: sample 0.value[1]" in told
+
+
 def test_other_evaluation_data_on_each_rank_is_refused_before_the_first_step(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^evaluation\.data: sample 0\[1\] differs between rank 0 and rank 1"):
         pool.run(2, evaluate, str(tmp_path / "run"), unseeded)
@@ -78,6 +121,73 @@ def test_samples_that_change_from_fetch_to_fetch_are_refused_where_bits_count(po
 def test_samples_that_change_from_fetch_to_fetch_are_an_event_otherwise(pool: WorkerPool, tmp_path: Path) -> None:
     for events in pool.run(2, train, str(tmp_path / "run"), AnotherEachTime, "replicate=2"):
         assert "data-not-reproducible" in events
+
+
+def loss_times(factor: float) -> Callable[..., Any]:
+    return lambda model, batch: factor * squared_error(model, batch)
+
+
+class Trainer:
+    """What a script keeps its settings in."""
+
+    def __init__(self) -> None:
+        self.weights, self.rank = torch.ones(OUTPUTS), 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return (self.weights * (model(batch[1]) - batch[2]) ** 2).mean()
+
+
+def heavier() -> Any:
+    made = Trainer()
+    made.weights[1] += rank()
+    return made.loss
+
+
+def asks_itself(model: nn.Module, batch: Any) -> Tensor:
+    assert ls.rank() == rank()
+    return squared_error(model, batch)
+
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    "factor": lambda: loss_times(1.0 + rank()),
+    "its code": lambda: (lambda *given: 2 * squared_error(*given)) if rank() else (lambda *given: squared_error(*given)),
+    ".__self__.weights": heavier,
+    "": lambda: asks_itself,
+}
+
+
+def train_losses(run_dir: str) -> dict[str, str]:
+    """What each of the losses is answered with."""
+    found = {}
+    for name, make in LOSSES.items():
+        try:
+            ls.train(recipe(loss=make()), run_dir=f"{run_dir}{list(LOSSES).index(name)}")
+            found[name] = ""
+        except RecipeError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_another_function_on_each_rank_is_refused_and_what_it_asks_for_itself_is_not(pool: WorkerPool, tmp_path: Path) -> None:
+    for found in pool.run(2, train_losses, str(tmp_path / "run")):
+        assert found.pop("") == ""
+        for name, error in found.items():
+            assert error == (
+                f"loss is another function on rank 1 than on rank 0: {name} differs; all processes of a run have one recipe; give the same "
+                "on every rank, and ask for what depends on the rank within the function (ls.rank())"
+            )
+
+
+def another_copy(run_dir: str) -> None:
+    found = {**texts(), "numbers": f"x = {rank()}", "fractions": f"x = 1  # on rank {rank()}"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.recipe.sources.texts", lambda: found)
+        ls.train(recipe(), run_dir=run_dir)
+
+
+def test_another_version_of_the_script_on_each_rank_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^numbers(\.py)? is another version on rank 1 than on rank 0: edited since the first process"):
+        pool.run(2, another_copy, str(tmp_path / "run"))
 
 
 def shard_of_its_own(shard: int, epoch: int, start: int) -> Any:

@@ -15,6 +15,7 @@ from training.subjects import network, recipe, rows, sgd, squared_error
 import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.testing.pool import WorkerPool
+from lockstep.training.loop import steps_of
 
 SAMPLES = 30
 PLANS = {"replicate=2": 2, "replicate=3,workers=1": 3, "shard=2": 2}
@@ -204,3 +205,24 @@ def test_a_loop_of_ones_own_takes_dataset_and_collate_of_a_dataloader_in_the_ord
     taken = in_a_loop(str(tmp_path / "loader"), loader)
     assert taken == in_a_loop(str(tmp_path / "dataset"), rows(SAMPLES), collate=doubled)
     assert taken != in_a_loop(str(tmp_path / "plain"), DataLoader(rows(SAMPLES)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 2},
+        *({"epochs": 2, "drop_last": drop_last, "global_batch": 20} for drop_last in (False, True)),
+        {**SAMPLERS["a short last batch"]},
+        {**SAMPLERS["by length"]},
+        {"epochs": 2, "drop_last": True, "global_batch": 20, "data": rows(4), "sampler": ls.samplers.weighted([1] * 4, samples=50)},
+    ],
+)
+def test_the_steps_of_a_recipe_are_those_that_training_takes(tmp_path: Path, changes: dict[str, Any]) -> None:
+    given = recipe(**{"data": rows(SAMPLES), **changes})
+    assert steps_of(given) == ls.train(given, run_dir=str(tmp_path / "run")).steps
+
+
+def test_drop_last_counts_the_samples_of_an_epoch_of_the_sampler(tmp_path: Path) -> None:
+    given = recipe(data=rows(SAMPLES), epochs=2, drop_last=True, global_batch=20, microbatch=4, sampler=curriculum)
+    with pytest.raises(RecipeError, match="drop_last=True with 10 samples and global_batch=20; the only batch of each epoch is short"):
+        ls.train(given, run_dir=str(tmp_path / "run"))

@@ -41,6 +41,7 @@ from lockstep.plan import MEASURED
 from lockstep.recipe.recipe import Recipe
 from lockstep.training import precision as precisions
 from lockstep.training.context import Context
+from lockstep.training.loop import order_and_samples
 from lockstep.training.prepare import ModelOptions, build_model
 from lockstep.training.set_up import use_threads
 
@@ -168,7 +169,7 @@ class _Autotuner:
         """Return the sizes from 1 to a global batch split evenly over the data ranks."""
         recipe = self.recipe
         assert recipe.global_batch is not None, "auto is refused with a batch_sampler"
-        batch = recipe.global_batch if recipe.epochs is None else min(recipe.global_batch, len(recipe.data))
+        batch = recipe.global_batch if recipe.epochs is None else min(recipe.global_batch, order_and_samples(recipe)[1])
         return doubling_sizes(-(-batch // self.context.mesh.data.size))
 
     def _threads(self) -> list[Any]:

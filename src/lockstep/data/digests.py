@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from lockstep.base.errors import DataError
+from lockstep.base import contents
+from lockstep.base.contents import Reader
+from lockstep.base.errors import DataError, first_few
 
 SAMPLES = 16
 """Most samples of a dataset that are digested."""
 SECONDS = 0.5
 """No further sample is fetched after this time. Ranks compare the samples that all of them have digested."""
 _PARTS = 64  # parts of a sample that have a digest each
-_REST = f" beyond its first {_PARTS} parts"
-_PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
+_UNREAD = "not read"  # instead of a digest
 
 
 class DigestRequest:
@@ -57,20 +53,9 @@ def spread(length: int) -> list[int]:
 
 
 def digest_parts(sample: Any) -> dict[str, str]:
-    """Return the digest of each part of a sample, by its path. Of an object of an unknown class, that is its class."""
-    found: dict[str, str] = {}
-    rest = hashlib.blake2b(digest_size=8)
-    for path, content in _parts(sample, ""):
-        if len(found) < _PARTS:
-            digest = hashlib.blake2b(digest_size=8)
-            for piece in content:
-                digest.update(piece)
-            found[path] = digest.hexdigest()
-        else:
-            for piece in content:
-                rest.update(piece)
-            found[_REST] = rest.hexdigest()
-    return found
+    """Return the digest of each part of a sample, by its path; `not_compared` finds those that cannot be read."""
+    digests, unread = contents.digest_parts(Reader().parts(sample), _PARTS)
+    return digests | {path: f"{_UNREAD} {digests[path]}" for path in unread}
 
 
 def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
@@ -78,8 +63,9 @@ def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
     return next((path for path in {**one, **other} if one.get(path) != other.get(path)), None)
 
 
-def check_same(name: str, everyone: Sequence[Digests | None]) -> None:
-    """Raise `DataError` if two ranks have other samples. `everyone`: each rank's digests. `name`: the dataset's."""
+def check_same(name: str, everyone: Sequence[Digests | None], *, lengths_only: bool = False) -> None:
+    """Raise `DataError` if two ranks have other samples. `everyone`: each rank's digests. `name`: the dataset's.
+    `lengths_only`: what is in the samples is not compared."""
     known = [(rank, found.samples) for rank, found in enumerate(everyone) if found is not None]
     for rank, samples in known[1:]:
         first, expected = known[0]
@@ -89,7 +75,7 @@ def check_same(name: str, everyone: Sequence[Digests | None]) -> None:
                     f"{name} has {sample} on rank {first} where rank {rank} has {given}: their lengths differ; all ranks have one "
                     "dataset, of which each computes a part; make the same dataset on every rank, whole"
                 )
-            if (part := difference(parts, given_parts)) is not None:
+            if not lengths_only and (part := difference(parts, given_parts)) is not None:
                 raise DataError(
                     f"{name}: {sample}{part} differs between rank {first} and rank {rank}; all ranks have one dataset, of which each "
                     "computes a part, so every rank must make the same: seed what is drawn (torch.Generator().manual_seed(0), also for "
@@ -118,39 +104,11 @@ def changing(name: str, everyone: Sequence[Digests | None]) -> str | None:
     return None
 
 
-def _parts(value: Any, path: str) -> Iterator[tuple[str, Iterable[bytes]]]:
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _parts(part, f"{path}[{name!r}]")
-    elif isinstance(value, list | tuple) and not all(isinstance(part, _PLAIN) for part in value):
-        for index, part in enumerate(value):
-            yield from _parts(part, f"{path}[{index}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _parts(getattr(value, field.name), f"{path}.{field.name}")
-    else:
-        yield path, _content(value)
-
-
-def _content(value: Any) -> Iterable[bytes]:
-    if isinstance(value, Tensor):
-        dense = value.layout is torch.strided and not value.is_quantized and not value.is_meta
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
-        if dense:
-            yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, _PLAIN) or (isinstance(value, list | tuple) and all(isinstance(part, _PLAIN) for part in value)):
-        yield f"{type(value).__qualname__} {value!r}".encode()
-    elif isinstance(value, Set):
-        yield f"{type(value).__qualname__} {sorted(map(repr, value))}".encode()
-    elif isinstance(array := _as_array(value), np.ndarray) and array.dtype != object:
-        yield f"{array.dtype} {array.shape}".encode()
-        yield array.tobytes()
-    else:
-        yield f"{type(value).__module__}.{type(value).__qualname__}".encode()
-
-
-def _as_array(value: Any) -> Any:
-    """Return an array of arrays and images; None for other objects."""
-    if isinstance(value, np.ndarray):
-        return value
-    return np.asarray(value) if hasattr(value, "__array_interface__") or hasattr(value, "__array__") else None
+def not_compared(name: str, everyone: Sequence[Digests | None]) -> str | None:
+    """Return which parts of samples cannot be read, so that ranks may have others; None if all were compared."""
+    for found in filter(None, everyone):
+        for sample, parts in found.samples:
+            unread = [f"{sample}{path}" for path, digest in parts.items() if digest.startswith(_UNREAD)]
+            if unread:
+                return f"{name}: {first_few(unread)}"
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -189,8 +189,7 @@ class Checkpointer:
                 reader = raise_on_all_ranks(partial(CheckpointReader, self.folder, name), self.world)
                 saved = reader.manifest.metadata["recipe"]
                 found = [] if saved is None else differences(saved, fields, allow_change=allow_change)
-                edited = [line for line in self._edited(reader.manifest.metadata) if line.partition(":")[0].split()[0] not in allow_change]
-                if found := [*found, *edited]:
+                if found := [*found, *_not_allowed(self._edited(reader.manifest.metadata), allow_change)]:
                     raise CheckpointError(
                         f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; resume with the one it was saved with, name the "
                         "fields that may differ (--allow-change, allow_change=), or choose another run directory"
@@ -215,9 +214,13 @@ class Checkpointer:
             raise CheckpointError(f"resume=must, and {self.folder} has no checkpoint to resume from: {why}; resume=auto starts again")
         return None
 
-    def restore_from_memory(self, reader: StateReader) -> int:
+    def restore_from_memory(self, reader: StateReader, *, allow_change: frozenset[str]) -> int:
         """Load the state that other processes hold. Every rank calls it. Returns the steps done in the newest
-        checkpoint, 0 if there is none."""
+        checkpoint, 0 if there is none. Raises `CheckpointError` if it was trained by another recipe."""
+        saved, fields = reader.manifest.values, self.run.context.recorder.summary["recipe"] or {}
+        found = differences(saved["recipe"] or {}, fields, allow_change=allow_change)
+        if found := [*found, *_not_allowed(self._edited_code(saved["code"]), allow_change)]:
+            raise CheckpointError(f"the recipe is not the one by which the state in memory was trained: {'; '.join(found)}")
         restore(reader, self.run.modules, self.run.stateful, self.run.context.mesh)
         names = self._names()
         self.scores.read(self.folder, names, self.world)
@@ -238,14 +241,15 @@ class Checkpointer:
         pairs = zip(saved["optimizers"], self.run.modules, strict=False)
         found = [line for theirs, module in pairs for line in settings.described(theirs, module.settings)]
         if saved["code"] is not None and saved["versions"]["python"] == self.run.context.recorder.summary["versions"]["python"]:
-            now = self.run.code or {}
-            found += [
-                f"{name}: its code has changed, or a value that it uses"
-                for name, digest in saved["code"].items()
-                if now.get(name, digest) != digest
-            ]
+            found += self._edited_code(saved["code"])
         lines: list[str] = self.world.value_of(0, found)
         return lines
+
+    def _edited_code(self, saved: Mapping[str, str] | None) -> list[str]:
+        """Return which functions of the recipe have changed."""
+        now = self.run.code or {}
+        edited = [name for name, digest in (saved or {}).items() if now.get(name, digest) != digest]
+        return [f"{name}: its code has changed, or a value that it uses" for name in edited]
 
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """The bytes of a checkpoint's tensors. Every rank calls it."""
@@ -336,3 +340,8 @@ class Checkpointer:
                 "for one checkpoint more than it keeps, and resume from the last one there"
             )
         return True
+
+
+def _not_allowed(lines: Sequence[str], allow_change: frozenset[str]) -> list[str]:
+    """Return the changes, each a line that begins with its field, that may not be."""
+    return [line for line in lines if line.partition(":")[0].split()[0] not in allow_change]

@@ -66,7 +66,7 @@ class Checkpointing(ControlHook):
         found_in_memory = recovery.reader(context.world, context.plan) if recovery is not None and recovery.is_under_way else None
         if recovery is not None and found_in_memory is not None:
             kind, reader = found_in_memory
-            saved, step = checkpointer.restore_from_memory(reader), reader.manifest.step
+            saved, step = checkpointer.restore_from_memory(reader, allow_change=self.allow_change), reader.manifest.step
             context.recorder.resume(step, None)
             checkpointer.begin(saved, again=True)
             run.loop.resumed = reader.manifest.values

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lockstep.checkpoint.memory_image import ImageWriter, image_interval
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook, Run
+from lockstep.training.recovery.held_state import values_to_hold
 from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.state import KnownTensors, state_of
 
@@ -59,7 +60,7 @@ class MemoryImages(ControlHook):
         began = time.thread_time()
         step_seconds = (time.perf_counter() - self._since) / max(1, run.step - self._written)
         state = state_of(run.modules, run.stateful, self._known)
-        values = {**state.values, **run.loop.values(), "step": run.step}
+        values = values_to_hold(run, state.values)
         copy, step = self._writer.write(run.step, state.tensors, values, [self._cost, step_seconds])
         self._since, self._cost = time.perf_counter(), time.thread_time() - began + self._writer.sending_seconds
         self._count, self._written = self._count + 1, run.step

@@ -41,6 +41,7 @@ from lockstep.launch.recovery.spare import wait_to_start
 from lockstep.launch.seeding import seed_workers_generators
 from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
 from lockstep.launch.worker_files import take_files
+from lockstep.recipe.sources import note_source
 
 AGENT = "LOCKSTEP_WORKER_AGENT"
 """The variable that holds the process id of the launcher."""
@@ -167,6 +168,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
     _search_first(os.path.dirname(os.path.realpath(script)))
     with io.open_code(path) as file:
         source = file.read()
+    note_source(path, source)
     _execute(compile(source, path, "exec", dont_inherit=True), __file__=path, __loader__=SourceFileLoader("__main__", path))
 
 

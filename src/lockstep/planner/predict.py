@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.assignment import MicrobatchAssignment, total_steps
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.plan import Plan
 from lockstep.planner.machines.machine import Machine
@@ -18,6 +18,7 @@ from lockstep.planner.trace import ON_HOST, Mark, TracedStep, offloaded, peak, w
 from lockstep.planner.tracing.tracer import ModelSize, TraceOptions, model_size, stage_split, trace_step
 from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
+from lockstep.training.loop import steps_of
 
 PCIE_BYTES_PER_SECOND = 25e9
 """Rate of copies from pinned memory over PCIe 4.0 x16: https://en.wikipedia.org/wiki/PCI_Express gives 31.5e9."""
@@ -73,7 +74,7 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
         seconds_with_twice=twice,
         samples=recipe.global_batch or 0,
         tokens=None if whole[0].tokens_per_sample is None else whole[0].tokens_per_sample * (recipe.global_batch or 0),
-        steps=_steps(recipe),
+        steps=steps_of(recipe),
         memory=[_memory(trace) for trace in distinct],
         capacity_bytes=machine.capacity_bytes,
         overhead_bytes=machine.overhead_bytes,
@@ -97,16 +98,6 @@ def _whole(traces: Sequence[TracedStep], shape: _Shape) -> Sequence[TracedStep]:
 def is_splittable(recipe: Recipe, size: ModelSize) -> bool:
     """True if microbatches can be split, as `Plan.microbatch_splits` does."""
     return not isinstance(recipe.data, Stream) and not size.has_batchnorm
-
-
-def _steps(recipe: Recipe) -> int | None:
-    if recipe.steps is not None:
-        return recipe.steps
-    if recipe.epochs is None or recipe.global_batch is None or not hasattr(recipe.data, "__len__"):
-        return None
-    return total_steps(
-        length=len(recipe.data), global_batch=recipe.global_batch, steps=None, epochs=recipe.epochs, drop_last=recipe.drop_last
-    )
 
 
 def _shape(recipe: Recipe, plan: Plan) -> _Shape:

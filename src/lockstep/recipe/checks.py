@@ -53,15 +53,16 @@ def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
         check_count(f"{of}epochs", epochs, "epochs")
 
 
-def check_drop_last(value: Any, epochs: Any, data: Any, global_batch: int) -> None:
-    """Raises `RecipeError` unless `value` is a bool, and if True, there are epochs of at least one full batch."""
+def check_drop_last(value: Any, epochs: Any, samples: int | None, global_batch: int) -> None:
+    """Raises `RecipeError` unless `value` is a bool, and if True, there are epochs of at least one full batch.
+    `samples`: of an epoch; None: that is not known yet."""
     if not isinstance(value, bool):
         raise RecipeError(f"drop_last={value!r}; it is True to leave out the last batch of an epoch if it is short, or False")
     if value and epochs is None:
         raise RecipeError("drop_last=True without epochs; with steps, a batch may span two epochs, so none is short; leave it out")
-    if value and len(data) < global_batch:
+    if value and samples is not None and samples < global_batch:
         raise RecipeError(
-            f"drop_last=True with {len(data)} samples and global_batch={global_batch}; the only batch of each epoch is short, so nothing "
+            f"drop_last=True with {samples} samples and global_batch={global_batch}; the only batch of each epoch is short, so nothing "
             "would be left; give a smaller global_batch, or drop_last=False"
         )
 

@@ -262,7 +262,8 @@ class Recipe:
         else:
             check_batch(self.global_batch, microbatch, of="Recipe.")
             check_data("Recipe.data", self.data, global_batch=self.global_batch, microbatch=self.microbatch, epochs=self.epochs)
-            check_drop_last(self.drop_last, self.epochs, self.data, self.global_batch)
+            is_counted = self.sampler is None and not isinstance(self.data, Stream)
+            check_drop_last(self.drop_last, self.epochs, len(self.data) if is_counted else None, self.global_batch)
         check_clip_norm(self.clip_norm)
         if self.precision != "auto":
             check_precision(self.precision)

@@ -144,7 +144,7 @@ class Run:
         self.context = context
         self.hooks = Hooks(hooks)
         self.recipe: Recipe | None = None
-        self.code: dict[str, str] | None = None
+        self.code: Mapping[str, str] | None = None
         """Digests of the recipe's functions. None without `ls.train`, as is `recipe`."""
         self.modules: list[TrainModule] = []
         self.stateful: dict[str, Stateful] = {"run": self}
@@ -177,6 +177,8 @@ class Run:
         self.loop = LoopState()
         self.global_batch = 0
         """Samples of a step of the current loop."""
+        self.total_steps = 0
+        """Steps of the current loop, from its beginning."""
         self.microbatch: int | None = None
         """Samples of a microbatch; None: one microbatch for each rank."""
         self.source: Microbatches | None = None

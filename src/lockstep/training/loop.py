@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, default_collate
 
 from lockstep.base.errors import DataError, LossError, RecipeError
-from lockstep.data.digests import Digests, changing, check_same, check_unchanged
+from lockstep.data.digests import Digests, changing, check_same, check_unchanged, not_compared
 from lockstep.data.loader import Loader, StreamLoader
 from lockstep.data.sampled_order import PURE, BatchOrder, SampledOrder, SampleOrder, order_of
 from lockstep.model.pipeline.stages import check_microbatches
@@ -17,8 +17,9 @@ from lockstep.model.sync_batchnorm import split_microbatches
 from lockstep.recipe.checks import check_batch, check_drop_last, check_length
 from lockstep.recipe.data import Stream, check_data, check_dataset, check_samplers
 from lockstep.recipe.parameters import declared
+from lockstep.recipe.recipe import Recipe
 from lockstep.training.hook import Run
-from lockstep.training.microbatches import Batching, Microbatches, from_data, from_indices, from_stream, positions_in
+from lockstep.training.microbatches import Batching, Microbatches, from_data, from_indices, from_stream, positions_in, total_steps
 from lockstep.training.set_up import (
     Remark,
     batchnorm,
@@ -68,7 +69,6 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
     check_length(options.steps, options.epochs)
     if options.global_batch is not None:
         check_batch(options.global_batch, options.microbatch)
-        check_drop_last(options.drop_last, options.epochs, data, options.global_batch)
     if options.global_batch is None:
         check_dataset("data", data)
     elif data is not None:
@@ -76,7 +76,9 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
     if not run.modules:
         raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; call prepare first")
     microbatch, order = _microbatch(run, options), _order(run, options)
+    samples = 0 if data is None or isinstance(data, Stream) else _length(order, data)
     if options.global_batch is not None:
+        check_drop_last(options.drop_last, options.epochs, samples, options.global_batch)
         check_microbatch_is_fixed(plan, options.global_batch, microbatch)
     largest = max(order.sizes) if isinstance(order, BatchOrder) else microbatch or options.global_batch or 0
     mesh = split_microbatches(models, run.context.mesh, plan, microbatch=largest)
@@ -91,7 +93,7 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         )
     run.global_batch, run.microbatch = options.global_batch or 0, microbatch
     batching = Batching(
-        samples=options.global_batch or 0 if data is None or isinstance(data, Stream) else _length(order, data),
+        samples=samples or options.global_batch or 0,
         global_batch=options.global_batch,
         microbatch=microbatch,
         steps=options.steps,
@@ -102,6 +104,7 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         order=order,
     )
     run.epoch_of = None if data is None or isinstance(data, Stream) else batching.epoch
+    run.total_steps = batching.steps
     if (pipeline := run.modules[0].parallel.pipeline) is not None:
         pipeline.exchange = run.exchange if mesh.assignment.slices else None
         rounds = [len(mesh.assignment.with_dummies(batching.max_microbatches, rank)) for rank in range(mesh.assignment.ranks)]
@@ -143,6 +146,22 @@ def _order(run: Run, options: LoopOptions) -> SampleOrder | None:
         if other != first:
             raise DataError(f"the sampler returned other indices for epoch 0 on rank {rank} than on rank 0; {PURE}")
     return order
+
+
+def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
+    """Return the order of a recipe's sampler, and the samples of an epoch, 0 of a stream. Raises `DataError`."""
+    if isinstance(recipe.data, Stream):
+        return None, 0
+    order = order_of(recipe.sampler, recipe.batch_sampler, seed=recipe.seed, samples=len(recipe.data))
+    return order, _length(order, recipe.data)
+
+
+def steps_of(recipe: Recipe) -> int:
+    """Return the optimizer steps that training with a recipe takes. Raises `DataError`."""
+    order, samples = order_and_samples(recipe)
+    return total_steps(
+        order, samples=samples, global_batch=recipe.global_batch, steps=recipe.steps, epochs=recipe.epochs, drop_last=recipe.drop_last
+    )
 
 
 def _length(order: SampleOrder | None, data: Any) -> int:
@@ -196,8 +215,11 @@ def compare_data(run: Run, name: str, digests: Digests | None, *, is_trained_on:
     """
     gathered = run.context.world.gather_values(digests and asdict(digests))
     everyone = [found and Digests(**found) for found in gathered]
-    if (reason := changing(name, everyone)) is None:
-        check_same(name, everyone)
+    reason = changing(name, everyone)
+    check_same(name, everyone, lengths_only=reason is not None)
+    if (unread := not_compared(name, everyone)) is not None:
+        run.event("data-not-compared", parts=unread)
+    if reason is None:
         if is_trained_on:
             now = run.loop.data[str(run.loop.loops)] = next((dict(found.samples) for found in everyone if found is not None), {})
             if run.loop.resumed is not None:

@@ -31,6 +31,16 @@ from lockstep.training.losses.loss import Weights, weights_of
 Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch in its global batch
 
 
+def total_steps(
+    order: SampleOrder | None, *, samples: int, global_batch: int | None, steps: int | None, epochs: int | None, drop_last: bool
+) -> int:
+    """Return the optimizer steps of a training. `order`: that of its sampler. `samples`: of an epoch."""
+    if isinstance(order, BatchOrder):
+        return steps if steps is not None else order.batches * (epochs or 0)
+    assert global_batch is not None, "a recipe has one, or a batch_sampler"
+    return assignment.total_steps(length=samples, global_batch=global_batch, steps=steps, epochs=epochs, drop_last=drop_last)
+
+
 class Batching:
     """The number of steps of a loop, and the assignment of each global batch's microbatches to ranks."""
 
@@ -57,11 +67,7 @@ class Batching:
         """The last step whose microbatches on this rank are settled: they are being fetched, or were."""
         self._parts = 2**microbatch_splits
         self._drop_last = drop_last
-        if self._batches is None:
-            assert global_batch is not None, "a recipe has one, or a batch_sampler"
-            self.steps = assignment.total_steps(length=samples, global_batch=global_batch, steps=steps, epochs=epochs, drop_last=drop_last)
-        else:
-            self.steps = steps if steps is not None else self._batches.batches * (epochs or 0)
+        self.steps = total_steps(order, samples=samples, global_batch=global_batch, steps=steps, epochs=epochs, drop_last=drop_last)
         self._global_batch = global_batch or 0
         self._in_epochs = epochs is not None
         self._microbatch = microbatch

@@ -22,9 +22,12 @@ from lockstep.base.errors import LaunchError, PlanError, RecipeError
 from lockstep.base.torch_private import set_allocator_settings
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
+from lockstep.data.digests import difference
 from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe.checks import Precision
+from lockstep.recipe.code import Digests
+from lockstep.recipe.sources import other_sources
 from lockstep.training import precision as precisions
 from lockstep.training.microbatches import Batching
 
@@ -227,6 +230,32 @@ def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
                 raise (PlanError if name == "plan" else RecipeError)(
                     f"{name} is {one} on rank 0 and {another} on rank {rank}; all processes of a run have one recipe and one plan; give "
                     "the same on every rank"
+                )
+
+
+def check_same_programs(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raise `RecipeError` if ranks execute other versions of the user's modules. `everyone`: as `programs`."""
+    for rank, other in enumerate(everyone):
+        if changed := other_sources(everyone[0], other):
+            raise RecipeError(
+                f"{', '.join(map(_file_of, changed))} is another version on rank {rank} than on rank 0: edited since the first process "
+                "started, or another copy; all processes of a run execute the same code; start all of them with one version"
+            )
+
+
+def _file_of(module: str) -> str:
+    return Path(vars(sys.modules[module]).get("__file__") or module).name if module in sys.modules else module
+
+
+def check_same_code(everyone: Sequence[Digests]) -> None:
+    """Raise `RecipeError` if a function of the recipe is not the same on all ranks. `everyone`: as `code_of`."""
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        for field in {**first, **other}:
+            if (part := difference(first.get(field, {}), other.get(field, {}))) is not None:
+                raise RecipeError(
+                    f"{field} is another function on rank {rank} than on rank 0: {part or 'its code'} differs; all processes of a run have "
+                    "one recipe; give the same on every rank, and ask for what depends on the rank within the function (ls.rank())"
                 )
 
 

@@ -116,6 +116,8 @@ class Connections:
         self.look()
         for rank in (*ranks, *lost):
             connection = self.by_rank.get(rank)
+            if connection is not None and connection.refusal is not None:
+                return f"rank {rank}: {connection.refusal}"
             if connection is not None and rank in lost and connection.was_able:
                 continue
             if connection is None or connection.why_not is not None:

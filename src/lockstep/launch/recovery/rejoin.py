@@ -106,12 +106,16 @@ class Rejoin:
         self.is_rejoining = True
         held = hold()
         if isinstance(held, str):
-            self._channel.send("refuses", why_not=held)
+            self.refuse(held)
         if isinstance(held, str) or not self._wait_for_verdict(held, at):
             self._refused = error
             return False
         self._handled = error
         return True
+
+    def refuse(self, why_not: str) -> None:
+        """Tell the launcher that this process, amid a recovery, will end, and so would another one in its place."""
+        self._channel.send("refuses", why_not=why_not)
 
     def raise_if_lost(self) -> None:
         """Raise `ConnectionAbortedError` if the launcher has this process leave its collectives."""

@@ -29,7 +29,13 @@ class HeldState:
     def of(cls, run: Run) -> HeldState:
         """The state of this process; it must be that of a complete step."""
         state = state_of(run.modules, run.stateful)
-        return cls(run.step, state.tensors, {**state.values, **run.loop.values(), "step": run.step})
+        return cls(run.step, state.tensors, values_to_hold(run, state.values))
+
+
+def values_to_hold(run: Run, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is held in memory beside tensors, with the recipe by which it was trained. `values`: of the state."""
+    learned = {"recipe": run.context.recorder.summary.get("recipe"), "code": run.code}
+    return {**values, **run.loop.values(), **learned, "step": run.step}
 
 
 class ReplicaReader:

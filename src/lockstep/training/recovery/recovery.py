@@ -6,15 +6,10 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from lockstep.base.torch_private import version
 from lockstep.checkpoint.images.reader import open_images
 from lockstep.comm.recovery.regroup import leave_groups
 from lockstep.comm.world import World
@@ -25,7 +20,8 @@ from lockstep.plan import Plan
 from lockstep.recipe.data import Stream
 from lockstep.training.hook import Run
 from lockstep.training.recovery.held_state import HeldState, ReplicaReader
-from lockstep.training.state import Stateful, StateReader
+from lockstep.training.recovery.hook_state import HookState, hook_states, why_not_set_back
+from lockstep.training.state import StateReader
 
 
 class Recovery:
@@ -47,7 +43,7 @@ class Recovery:
         """True once the launcher knows that this process can recover in place."""
         self.is_replica = False  # True if this process has all of the state
         self._reached = -1  # the most steps that this process has done since its state was last restored; a survivor's
-        self._hooks_before: dict[str, dict[str, Any]] = {}
+        self._hooks_before: Mapping[str, HookState] = {}
         self.times = 0
         """Recoveries that this process has survived."""
 
@@ -76,8 +72,8 @@ class Recovery:
         """Tell the launcher whether this process could recover in place from now on. `data`: that of the loop."""
         plan = run.context.plan
         self.is_replica = plan.shard == plan.tensor == plan.pipeline == 1 and not isinstance(data, Stream)
-        self._hooks_before = hook_marks(run)
-        reason = self._too_late or why_not(run)
+        self._hooks_before = hook_states(run)
+        reason = self._too_late or why_not(run) or why_not_set_back(self._hooks_before, self._hooks_before)
         self.can_replace = reason is None
         self._rejoin.announce(reason, self.sizes)
 
@@ -136,6 +132,10 @@ class Recovery:
             link.__traceback__, link = None, link.__context__
         self._rejoin.leave(partial(leave_groups, collect=False))
 
+    def refuse(self, error: BaseException) -> None:
+        """Have all start again, because the run cannot be opened again in this process."""
+        self._rejoin.refuse(str(error))
+
     def close(self, *, failed: bool) -> None:
         """Called when the training has ended on this process."""
         self._rejoin.close(failed=failed)
@@ -147,8 +147,8 @@ class Recovery:
             self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.is_consistent and self.is_replica:
             self._held = HeldState.of(run)
-        if run is not None and (changed := changed_hooks(self._hooks_before, hook_marks(run))):
-            return f"hook {changed[0]} has changed since the start, and has no state_dict: it cannot be set back; add one"
+        if run is not None and (reason := why_not_set_back(self._hooks_before, hook_states(run))) is not None:
+            return reason
         return -1 if self._held is None else self._held.step
 
 
@@ -160,33 +160,3 @@ def why_not(run: Run) -> str | None:
     if context.device.type != "cpu":
         return f"on the device {context.device.type} it has never been tried"
     return None
-
-
-def hook_marks(run: Run) -> dict[str, dict[str, Any]]:
-    """The attributes of the user's hooks without a state_dict, by the hooks' names. Equal as long as none is seen to
-    change."""
-    hooks = [hook for hook in run.hooks.all if not type(hook).__module__.startswith("lockstep.") and not isinstance(hook, Stateful)]
-    return {
-        f"{place} {type(hook).__name__}": {name: _mark(value) for name, value in vars(hook).items()} for place, hook in enumerate(hooks)
-    }
-
-
-def changed_hooks(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of the hooks with other attributes now."""
-    return [name.partition(" ")[2] for name, marks in before.items() if now.get(name) != marks]
-
-
-def _mark(value: Any, depth: int = 4) -> Any:
-    """A value that is equal as long as `value` is not seen to change, down to so many levels."""
-    if isinstance(value, int | float | str | bytes | None):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), version(value)
-    if depth and isinstance(value, dict):
-        return [(_mark(key, depth - 1), _mark(each, depth - 1)) for key, each in value.items()]
-    if depth and isinstance(value, list | tuple | set | deque):
-        return [_mark(each, depth - 1) for each in value]
-    is_of_the_run = isinstance(value, nn.Module | Optimizer) or type(value).__module__.startswith("lockstep.")
-    if depth and not is_of_the_run and isinstance(own := getattr(value, "__dict__", None), dict):
-        return id(value), [(name, _mark(each, depth - 1)) for name, each in own.items()]
-    return id(value), len(value) if isinstance(value, Sized) else 0
