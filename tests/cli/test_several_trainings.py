@@ -46,6 +46,14 @@ train(0.01, weights=f"{first.run_dir}/model.safetensors", hooks=[Dies()])
 """
 
 
+FOLDS = (
+    SCRIPT[: SCRIPT.index("recipe, first =")]
+    + """
+print([train(0.1 * (fold + 1), run_dir=f"fold{fold}", hooks=[Dies()] * (fold == 1))[1].fingerprint for fold in range(3)])
+"""
+)
+
+
 def lockstep(folder: Path, *arguments: str, environ: Any = None) -> subprocess.CompletedProcess[str]:
     (folder / "two.py").write_text(SCRIPT)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
@@ -86,3 +94,25 @@ def test_the_same_command_goes_on_and_each_training_is_evaluated(tmp_path: Path)
     assert evaluated.returncode == 0, evaluated.stderr
     first = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
     assert json.loads(evaluated.stdout) == [pytest.approx(first)] * 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_script_that_names_its_directories_goes_on_where_it_was(tmp_path: Path, processes: int) -> None:
+    def run(folder: Path, script: str = FOLDS, **environ: str) -> subprocess.CompletedProcess[str]:
+        folder.mkdir(exist_ok=True)
+        (folder / "folds.py").write_text(script.replace("run.rank == 1", f"run.rank == {processes - 1}"))
+        line = [sys.executable, "folds.py"] if processes == 1 else [LOCKSTEP, "run", "--nproc", str(processes), "folds.py"]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+        return subprocess.run(line, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+
+    whole = run(tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    killed = run(tmp_path / "again", DIES="1")
+    assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    if processes == 1:
+        edited = run(tmp_path / "again", FOLDS.replace("0.1 * (fold", "0.3 * (fold"))
+        assert "the recipe is not that of the run that has ended" in edited.stderr
+    again = run(tmp_path / "again")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == whole.stdout
+    assert resumed_after(tmp_path / "again" / "fold0")[0] >= 2, "of a fold that has ended, the end alone is repeated"

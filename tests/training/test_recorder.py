@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.base.errors import RunDirectoryError
+from lockstep.base.errors import CheckpointError, RunDirectoryError
 from lockstep.comm.world import World
 from lockstep.logging import recorder
 from lockstep.logging.progress import Progress
@@ -70,20 +71,47 @@ def test_each_run_of_a_script_has_a_directory_of_its_own(tmp_path: Path, monkeyp
     assert paths_of([(None, None)])[0].startswith("runs/")
 
 
-@pytest.mark.parametrize(("later", "restarted"), [(["all-2"], False), ([], True)])
+def in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_runs_in_launched", 0), ("_opened", []), ("_goes_through_again", False)):
+        monkeypatch.setattr(recorder, name, value)
+
+
+@pytest.mark.parametrize("run", [(None, "all"), ("all", None)])
+@pytest.mark.parametrize(("followed", "restarted"), [(True, False), (False, True)])
 def test_a_run_that_has_ended_is_opened_again_on_the_way_to_a_later_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: list[str], restarted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, followed: bool, restarted: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recorder, "_runs_in_launched", 0)
-    for name in ["all", *later]:
+    for name in ("all", "last"):
         Path(name).mkdir()
-    for name in ("run.json", "result.json", "model.safetensors"):
-        Path("all", name).write_text("{}")
-    assert paths_of([(None, "all")], restarted=restarted) == ["all"]
+        for file in ("run.json", "result.json", "model.safetensors"):
+            Path(name, file).write_text("{}")
+    if followed:
+        in_a_new_process(monkeypatch)
+        paths_of([run, ("next", None)], restarted=True)
+        assert Path("all", "followed-by.txt").read_text() == f"{tmp_path / 'next'}\n"
+    in_a_new_process(monkeypatch)
+    assert paths_of([run], restarted=restarted) == ["all"]
     assert Path("all", "result.json").read_text() == "{}"
-    monkeypatch.setattr(recorder, "_runs_in_launched", 0)
-    for name in later:
-        Path(name).rmdir()
     with pytest.raises(RunDirectoryError, match="already holds a run that has ended"):
-        paths_of([(None, "all")])
+        paths_of([("all", None)])  # it was trained in this process
+    if followed:
+        assert paths_of([("last", None)]) == ["last"]
+    Path("all", "followed-by.txt").unlink(missing_ok=True)
+    in_a_new_process(monkeypatch)
+    with pytest.raises(RunDirectoryError, match="already holds a run that has ended"):
+        paths_of([run])
+
+
+def test_a_run_that_has_ended_is_not_opened_again_if_it_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(recorded: Mapping[str, Any]) -> None:
+        raise CheckpointError(str(recorded))
+
+    in_a_new_process(monkeypatch)
+    for name in ("run.json", "result.json", "followed-by.txt"):
+        (tmp_path / name).write_text('{"recipe": 1}')
+    with pytest.raises(CheckpointError, match="'recipe': 1"):
+        paths_of([(str(tmp_path), None)], check_ended=refuse)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(RunDirectoryError, match="cannot be read"):
+        paths_of([(str(tmp_path), None)])

@@ -62,7 +62,7 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, t
     assert len(files) == 8
 
     run = json.loads((folder / "run.json").read_text())
-    assert list(run) == ["recipe", "seed", "plan", "world_size", "launcher", "checkpoints", "started", "environment"]
+    assert list(run) == ["recipe", "code", "seed", "plan", "world_size", "launcher", "checkpoints", "started", "environment"]
     assert (run["seed"], run["world_size"], run["launcher"]) == (11, world_size, "spawn")
     assert run["plan"]["text"] == f"replicate={world_size},numerics=fast" == result.plan
     assert (run["plan"]["replicate"], run["plan"]["numerics"], run["plan"]["workers"]) == (world_size, "fast", 0)

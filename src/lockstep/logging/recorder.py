@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
@@ -24,7 +24,7 @@ from lockstep.comm.world import World
 from lockstep.logging.loggers import Logger, Loggers
 from lockstep.logging.metrics import RESERVED_NAMES, MetricsLog
 from lockstep.logging.progress import Progress
-from lockstep.logging.run_directory import Holder, RunDirectory, describe_environment
+from lockstep.logging.run_directory import Holder, RunDirectory, describe_environment, is_followed, note_followed
 from lockstep.logging.run_path import default_run_path, numbered
 from lockstep.plan import Plan
 from lockstep.saving import Resume
@@ -33,6 +33,10 @@ ROW_NAMES = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second
 """The names that the run itself writes in a line of metrics.jsonl."""
 _runs_in_launched = 0
 """The runs of this process in the launcher's directory and those numbered after it."""
+_opened: list[Path] = []
+"""The run directories that this process has written, in order."""
+_goes_through_again = False
+"""True once this process has opened a run that has ended: its script is on the way to a later one."""
 
 
 class Recorder:
@@ -50,38 +54,47 @@ class Recorder:
         restarted: bool = False,
         again: bool = False,
         lost_holders: Sequence[Holder] = (),
+        check_ended: Callable[[Mapping[str, Any]], None] = lambda recorded: None,
     ) -> None:
         """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another machine does not have
         it. `launched`: the launcher's, which goes first; this process's second run there is in `launched`-2, and so on.
         Neither: a new one in `runs`. `extend`: see `RunDirectory.create`. A run that has ended is resumed at its last
-        checkpoint if the launcher has `restarted` this process or the next directory exists: the script, which trains
-        several times, is on its way to a later run. `again`: this process has opened the same run before.
-        `lost_holders`: processes that have written it, and whose machine is lost: rank 0 takes the directory from
-        them."""
-        global _runs_in_launched
-        reopen = restarted
+        checkpoint if the launcher has `restarted` this process, or an earlier process has gone on to another run after
+        it, or this one has resumed one before: the script, which trains several times, is on its way to a later run.
+        `check_ended`: called with run.json of a run that has ended; raises `UserError` if it is another one. `again`:
+        this process has opened the same run before. `lost_holders`: processes that have written it, and whose machine
+        is lost: rank 0 takes the directory from them."""
+        global _runs_in_launched, _goes_through_again
         if launched is not None:
             _runs_in_launched += not again
             run_dir = str(numbered(Path(launched), _runs_in_launched))
-            reopen |= numbered(Path(launched), _runs_in_launched + 1).exists()
         self._directory: RunDirectory | None = None
         self._open = ExitStack()
         path, failure = "", list[str]()
         if world.rank == 0:
             wanted = Path(run_dir) if run_dir is not None else default_run_path(sys.argv[0], datetime.now())
+            is_passed = _goes_through_again or is_followed(wanted)
+            reopen = restarted or (is_passed and wanted.absolute() not in _opened)
             try:
                 self._directory = self._open.enter_context(
                     RunDirectory.create(wanted, resume=resume != "never", extend=extend, reopen=reopen, lost_holders=lost_holders)
                 )
+                if self._directory.has_ended:
+                    _goes_through_again |= is_passed
+                    check_ended(self._directory.recorded())
                 path = str(self._directory.path)
             except UserError as error:
                 failure = [type(error).__name__, str(error)]
         mine = [path, failure, secrets.token_hex(4), self._directory and self._directory.holder]
         path, failure, self.attempt, self.holder = world.value_of(0, mine)
         if failure:
+            self._open.close()
             raise getattr(lockstep.base.errors, failure[0])(failure[1])
         self.path = Path(path)
         """The run directory; alike on all ranks, as is `attempt`: eight hexadecimal digits for this start."""
+        if self._directory is not None and _opened and not again:
+            note_followed(_opened[-1], self.path)
+        _opened.append(self.path)
         if world.local_size < world.size:
             self._check_shared(world)
         self.events = EventLog(self.path / "events.jsonl" if self._directory else None)
@@ -110,15 +123,25 @@ class Recorder:
             )
 
     def start(
-        self, *, plan: Plan, world: World, launcher: str, seed: int, recipe: Mapping[str, Any] | None, checkpoints: str | None
+        self,
+        *,
+        plan: Plan,
+        world: World,
+        launcher: str,
+        seed: int,
+        recipe: Mapping[str, Any] | None,
+        code: Mapping[str, str],
+        checkpoints: str | None,
     ) -> None:
-        """Write `run.json`. `checkpoints`: the folder or URL of the checkpoints, if it is not the default."""
+        """Write `run.json`. `code`: digests of the recipe's functions. `checkpoints`: the folder or URL of the
+        checkpoints, if it is not the default."""
         environment = describe_environment(world.device)
         self.summary = {"recipe": recipe, "seed": seed, "plan": str(plan), "world_size": world.size, "versions": environment["versions"]}
         if self._directory is None:
             return
         self._run_json = {
             "recipe": recipe,
+            "code": code,
             "seed": seed,
             "plan": {"text": str(plan), **asdict(plan)},
             "world_size": world.size,

@@ -27,16 +27,18 @@ from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import RecipeError, RunDirectoryError
 from lockstep.base.file_lock import try_lock
 from lockstep.base.files import replace_atomically, write_atomically
-from lockstep.base.foreign_files import open_below, parse_object
+from lockstep.base.foreign_files import open_below, parse_object, read_object
 from lockstep.base.version import __version__
 
 _RUN_FILE = "run.json"
 _RESULT_FILE = "result.json"
 _RUN_FILES = (_RUN_FILE, "metrics.jsonl", "ranks.jsonl", "events.jsonl", _RESULT_FILE, "model.safetensors")
 _FOLDERS = ("checkpoints", "profile", "huggingface")
-_OTHER_FILES = ("out-of-memory.json", "output.txt")
+_OTHER_FILES = ("out-of-memory.json", "output.txt", "followed-by.txt")
 _PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
+_FOLLOWED = "followed-by.txt"
+"""The directory of the training that the same script did next."""
 Holder = dict[str, Any]
 """JSON in that file: the process that holds the lock, and since when."""
 _SAVED_DTYPES = frozenset(
@@ -59,6 +61,8 @@ class RunDirectory(Closing):
         self._extends = extends
         self.is_resumed = is_resumed
         """True if the directory holds the run already."""
+        self.has_ended = is_resumed and not extends and (path / _RESULT_FILE).exists()
+        """True if the run that it holds has ended, and is done again from its last checkpoint."""
 
     @classmethod
     def create(
@@ -102,6 +106,13 @@ class RunDirectory(Closing):
                     "remove this one"
                 )
         return cls(path, lock, is_resumed=is_resumed, extends=extends)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what `run.json` says. Raises `RunDirectoryError` if it is damaged."""
+        try:
+            return read_object(self.path, _RUN_FILE)
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(f"{self.path / _RUN_FILE} cannot be read ({error}); choose another run directory") from error
 
     def keep_result(self) -> None:
         """Give the result of a run that is extended another name. Called once it is known that the run can go on."""
@@ -166,6 +177,18 @@ def _check_kinds(path: Path) -> None:
                     f"run directory {path} holds {entry.name}, which is {found}; a run writes to files and folders of its own there; "
                     f"{remedy}, or choose another directory"
                 )
+
+
+def note_followed(path: Path, by: Path) -> None:
+    """Note in the directory of a run that has ended that the script has gone on to train in another one."""
+    with suppress(OSError):  # it may be gone
+        if (path / _RESULT_FILE).exists():
+            write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
+
+
+def is_followed(path: Path) -> bool:
+    """True if the script that trained here has begun to train in another directory after that."""
+    return (path / _FOLLOWED).exists()
 
 
 class _FileLock:
