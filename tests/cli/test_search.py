@@ -138,6 +138,40 @@ def test_a_space_that_has_changed_is_refused_with_what_has(tmp_path: Path) -> No
     assert [trial["state"] for trial in reported(tmp_path)] == ["complete"] * 3
 
 
+@pytest.mark.command
+def test_a_script_that_was_edited_is_refused_until_the_change_is_taken_back(tmp_path: Path) -> None:
+    script, text = tmp_path / "searched.py", SCRIPT.read_text()
+    script.write_text(text)
+    assert searched(tmp_path, "--trials", 1, script=script).returncode == 0
+    script.write_text(text.replace("y = x @", "y = 2 * x @"))
+    found = searched(tmp_path, "--trials", 2, "--plan", "replicate=2", script=script)
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].endswith(
+        "RecipeError: the script was edited since the search 'searched' began; the trials of a search are compared with each other; take "
+        "the change back, or begin another search (--run-dir, or --name)"
+    )
+    assert [trial["state"] for trial in reported(tmp_path)] == ["complete", "running"]
+    script.write_text(f"# Again.\n{text}")
+    assert searched(tmp_path, "--trials", 2, script=script).returncode == 0
+    assert [trial["state"] for trial in reported(tmp_path)] == ["complete"] * 2
+
+
+@pytest.mark.command
+def test_a_parameter_may_have_thousands_of_choices(tmp_path: Path) -> None:
+    script, names = (
+        tmp_path / "searched.py",
+        'file = ls.param("file", "0", choices=[f"{i}" if i == 0 else f"{i:050d}.tar" for i in range(3000)])',
+    )
+    text = SCRIPT.read_text()
+    script.write_text(text.replace("kinds =", f"{names}\nkinds =", 1))
+    found = searched(tmp_path, "--trials", 2, "--parallel", 1, "--plan", "replicate=2", script=script)
+    assert found.returncode == 0, found.stderr
+    assert [(trial["state"], trial["parameters"]["file"] != "0") for trial in reported(tmp_path)] == [
+        ("complete", False),
+        ("complete", True),
+    ]
+
+
 @pytest.mark.parametrize(
     "number",
     [pytest.param(signal.SIGTERM, marks=pytest.mark.command), pytest.param(signal.SIGINT, marks=pytest.mark.slow)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -91,6 +92,39 @@ def test_images_that_a_worker_gave_last_are_kept(ends_first: bool) -> None:
             found.ends[1].close()
         found.connections.drop([1])
         assert found.held() == ["first of 1", "first kept by 1", "first of 0", "first kept by 0"]
+
+
+def test_a_message_may_be_longer_than_the_system_sends_at_once() -> None:
+    ours, theirs = (Channel(each) for each in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    sent = [{"text": letter * size} for letter, size in (("a", 1), ("b", 2**21), ("c", 2**15))]
+    assert theirs.receive(0.0) is None
+    with ThreadPoolExecutor() as threads:  # each send waits for the receiver to make room; two do not mix
+        done = [threads.submit(ours.send, "told", [], **each) for each in sent]
+        found = [theirs.receive() for _ in sent]
+        assert [each.result() for each in done] == [None] * 3
+    assert sorted([str(each and each["text"]) for each in found]) == [each["text"] for each in sent]
+    assert not theirs.has_ended
+    ours.close()
+    assert (theirs.receive(), theirs.has_ended) == (None, True)
+    theirs.send("nothing")  # to nobody
+    theirs.close()
+
+
+def test_a_message_whose_sender_was_killed_is_dropped_and_one_that_comes_in_parts_is_waited_for() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    receiver = Channel(theirs)
+    given = os.memfd_create("given")
+    socket.send_fds(ours, [b"\x01" + b'{"kind": "cut'], [given])
+    assert (receiver.receive(0.0), receiver.has_ended) == (None, False)
+    before = len(os.listdir("/proc/self/fd"))
+    socket.send_fds(ours, [b"\x01" + b'{"kind": '], [])
+    assert receiver.receive(0.0) is None
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    socket.send_fds(ours, [b"\x02" + b'"whole"}'], [])
+    assert receiver.receive(0.0) == {"kind": "whole", "descriptors": []}
+    for each in (ours, receiver):
+        each.close()
+    os.close(given)
 
 
 def test_a_message_carries_more_descriptors_than_the_system_sends_at_once() -> None:

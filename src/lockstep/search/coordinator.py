@@ -20,6 +20,7 @@ from lockstep.base.system import signals
 from lockstep.launch.recovery.channel import Channel
 from lockstep.launch.termination import tell
 from lockstep.options import RunOptions, variable
+from lockstep.recipe.parameters import Parameter
 from lockstep.search.database import reachable
 from lockstep.search.outcome import FailuresAlike, TrialOutcome, finished_outcome, outcome_of
 from lockstep.search.population import CHANGEABLE
@@ -27,7 +28,7 @@ from lockstep.search.processes import WarmParent
 from lockstep.search.proposals import Proposals
 from lockstep.search.request import TRIAL_HOOK, SearchRequest, TrialRequest
 from lockstep.search.slots import TrialSlot
-from lockstep.search.study import ClaimedTrial, TrialStorage
+from lockstep.search.study import ClaimedTrial, TrialStorage, check_parameters
 from lockstep.search.warm_parent import ENDING, LaunchRequest
 
 POLL_SECONDS = 0.2
@@ -87,7 +88,7 @@ class Search:
                     if key.fileobj is self._parent.channel:
                         self._on_ended()
                     elif (running := self._running.get(key.data)) is not None and running.channel is key.fileobj:
-                        self._on_message(running, None)
+                        self._on_message(running)
                 self._end_in_time()
         if self._error is not None:
             raise self._error
@@ -127,10 +128,8 @@ class Search:
         folder = self._storage.run_dir(claimed.number)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ENDING).unlink(missing_ok=True)
-        known = self._storage.parameters
         request = TrialRequest(
             metric=self._request.metric,
-            parameters=None if known is None else [each.describe() for each in known],
             can_be_pruned=self._request.pruner != "none",
             until=self.proposals.population.until(claimed.number) if self._is_member(is_probe) else None,
         )
@@ -176,11 +175,11 @@ class Search:
         shutil.copytree(self._storage.run_dir(parent) / "checkpoints", folder / "copied")
         (folder / "copied").rename(folder / "checkpoints")
 
-    def _on_message(self, running: RunningTrial, seconds: float | None) -> bool:
-        """Answer a message of a trial. Returns False if there is none within so many seconds: it has ended."""
-        message = running.channel.receive(seconds)
+    def _on_message(self, running: RunningTrial) -> bool:
+        """Answer a message of a trial. Returns False if there is no whole one."""
+        message = running.channel.receive(0.0)
         if message is None:
-            if running.channel in self._selector.get_map():
+            if running.channel.has_ended and running.channel in self._selector.get_map():
                 self._selector.unregister(running.channel)
             return False
         match message["kind"]:
@@ -194,26 +193,33 @@ class Search:
         return True
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
-        """Note a trial's parameters, and, of the first trial, those of the search."""
-        for name in ("every", "steps"):
-            self._storage.note(name, message[name])
-        if self._storage.parameters is None:
-            try:
+        """Note a trial's parameters, and, of the first trial, those of the search; refuse it if it is of another
+        script."""
+        try:
+            for name in ("every", "steps"):
+                self._storage.note(name, message[name])
+            known = self._storage.parameters
+            if known is None:
                 self._storage.note_parameters(message["parameters"])
                 self.proposals.check()
-            except UserError as error:
-                self._stop(error)
-                return
+            else:
+                check_parameters(known, [Parameter.of(each) for each in message["parameters"]])
+            self._storage.check_programs(message["programs"])
+        except UserError as error:
+            running.channel.send("answer", refused=str(error))
+            self._stop(error)
+            return
         if not running.is_probe:
             self.proposals.values(running.claimed)  # of the first trial, which began before they were known
             running.claimed.trial.set_user_attr("values", message["values"])
+        running.channel.send("answer", refused=None)
 
     def _on_ended(self) -> None:
         message = self._parent.channel.receive()
         if message is None:
             raise LaunchError("the process that starts the trials has ended; was it killed? the same command goes on")
         running = self._running.pop(message["number"])
-        while self._on_message(running, 0.0):
+        while self._on_message(running):
             pass  # what it said last
         running.channel.close()
         self._free.append(running.slot)

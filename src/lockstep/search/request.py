@@ -82,8 +82,6 @@ class TrialRequest:
     """A trial as its processes see it."""
 
     metric: str
-    parameters: Sequence[Mapping[str, Any]] | None
-    """The parameters of the search, described. None: this trial is the first to tell."""
     can_be_pruned: bool
     until: int | None = None
     """The step after which it ends, at an evaluation. None: at the end of the training."""

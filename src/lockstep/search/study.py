@@ -28,6 +28,7 @@ from lockstep.base.files import replace_atomically
 from lockstep.base.foreign_files import check_kinds, read_object
 from lockstep.base.urls import without_password
 from lockstep.recipe.parameters import Parameter
+from lockstep.recipe.sources import other_sources
 from lockstep.search.database import alone, existing_study, opened_study, reachable, shown, study_in_file
 from lockstep.search.outcome import TrialOutcome
 from lockstep.search.request import SEARCH, SearchRequest
@@ -148,6 +149,22 @@ class TrialStorage:
             self._check_search()
             if "parameters" not in self.study.user_attrs:
                 self.study.set_user_attr("parameters", list(described))
+
+    def check_programs(self, programs: Mapping[str, str]) -> None:
+        """Raise `RecipeError` if a trial's script is another version than that of the trials before. Until one of them
+        has a value there is nothing to compare with: a mistake in the script can be corrected."""
+        with alone(self.url, self._request.name):
+            before = self.study.user_attrs.get("programs")
+            if before is None or not any(
+                trial.intermediate_values or trial.value is not None for trial in self.study.get_trials(deepcopy=False)
+            ):
+                self.study.set_user_attr("programs", dict(programs))
+            elif changed := other_sources(before, programs):
+                names = ", ".join("the script" if name == "__main__" else f"the module {name}" for name in changed)
+                raise RecipeError(
+                    f"{names} was edited since the search {self.study.study_name!r} began; the trials of a search are compared with each "
+                    "other; take the change back, or begin another search (--run-dir, or --name)"
+                )
 
     def note_wanted(self, wanted: int) -> None:
         """Keep the number of trials that the search is to have."""
@@ -270,6 +287,23 @@ class TrialStorage:
     def release(self, number: int) -> None:
         """Let another search run the trial."""
         os.close(self._locks.pop(number))
+
+
+def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) -> None:
+    """Raise `RecipeError` unless the script has the parameters of the search that is continued."""
+    before, after = {each.name: each for each in searched}, {each.name: each for each in now}
+    found = [f"{name} is new" for name in after if name not in before]
+    for name, parameter in before.items():
+        if name not in after:
+            found.append(f"{name} is gone")
+            continue
+        old, new = parameter.describe(), after[name].describe()
+        found += [f"{name} has {key}={new[key]!r}, and had {old[key]!r}" for key in old if old[key] != new[key]]
+    if found:
+        raise RecipeError(
+            f"the parameters of the script are not those of the search: {'; '.join(found)}; all trials of a search have the same "
+            "parameters; take the change back, or begin another search (--run-dir, or --name)"
+        )
 
 
 def results_of(study: optuna.Study) -> SearchResults:

@@ -1,30 +1,32 @@
 """The part of a search in the processes of a trial: a hook that reports each evaluation, and stops a pruned trial.
 
-[Note: messages of a trial] Rank 0 sends, and the search answers `report` alone:
+[Note: messages of a trial] Rank 0 sends, and the search answers:
 
-- `opened`: the script's parameters with their values, the steps from one evaluation to the next, and all steps.
-- `refused`: a mistake that no other trial can mend: an unknown metric, parameters that are not those of the search.
+- `opened`: the script's parameters with their values, the digests of its source, the steps from one evaluation to the
+  next, and all steps. The answer says why the trial is refused, if it is: its script is not that of the search.
+- `refused`, without an answer: a mistake that no other trial can mend, such as an unknown metric.
 - `report`, with the step and the metric. The answer says whether the trial is pruned.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from lockstep.base.errors import RecipeError, UserError
 from lockstep.hooks.metric_names import check_metric
 from lockstep.launch.recovery.channel import Channel
-from lockstep.recipe.parameters import Parameter, declared
+from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.sources import programs, texts
 from lockstep.search.request import PRUNED, TRIAL, TrialRequest
 from lockstep.search.warm_parent import DESCRIPTOR
 from lockstep.training.context import Overrides
 from lockstep.training.hook import Hook, Run
+from lockstep.training.loop import steps_of
 
 _trainings = 0
 
@@ -41,18 +43,12 @@ def train(recipe: Recipe) -> NoReturn:
     channel = _channel(os.environ)
     if channel is not None:
         every = [each.every for each in recipe.evaluations.values() if isinstance(each.every, int)]
-        channel.send(
-            "opened", parameters=declared.describe(), values=declared.values, every=min(every, default=None), steps=total_steps(recipe)
-        )
+        channel.send("opened", **_script(), every=min(every, default=None), steps=steps_of(recipe))
     os._exit(0)
 
 
-def total_steps(recipe: Recipe) -> int | None:
-    """Return the optimizer steps of a training. None if its batches are the script's."""
-    if recipe.steps is not None or recipe.epochs is None or recipe.global_batch is None:
-        return recipe.steps
-    batches = len(recipe.data) / recipe.global_batch
-    return recipe.epochs * (math.floor(batches) if recipe.drop_last else math.ceil(batches))
+def _script() -> dict[str, Any]:
+    return {"parameters": declared.describe(), "values": declared.values, "programs": programs(texts())}
 
 
 def _channel(environ: Mapping[str, str]) -> Channel | None:
@@ -68,7 +64,6 @@ class TrialHook(Hook):
     def __init__(self, request: TrialRequest, channel: Channel | None, *, number: int) -> None:
         """`channel`: rank 0's. `number`: of the training in the script, from 1."""
         self._request, self._channel, self._number = request, channel, number
-        self._steps: int | None = None
 
     def on_start(self, run: Run) -> None:
         try:
@@ -77,9 +72,13 @@ class TrialHook(Hook):
             if self._channel is not None:
                 self._channel.send("refused", reason=str(error))
             raise
-        self._steps = None if run.recipe is None else total_steps(run.recipe)
+        answer = None
         if self._channel is not None:
-            self._channel.send("opened", parameters=declared.describe(), values=declared.values, every=self._every(run), steps=self._steps)
+            self._channel.send("opened", **_script(), every=self._every(run), steps=run.total_steps)
+            answer = self._channel.receive()
+        refused = run.context.world.value_of(0, answer and answer["refused"])
+        if refused is not None:
+            raise RecipeError(refused)
 
     def _every(self, run: Run) -> int | None:
         """Return the steps from one evaluation with the metric to the next. None if it is evaluated at the end only."""
@@ -110,8 +109,6 @@ class TrialHook(Hook):
                 f"lockstep search with Saving(folder={checkpoints!r}); all trials would save there, and resume from each other's "
                 "checkpoints; leave it out: each trial has a folder of its own"
             )
-        if self._request.parameters is not None:
-            check_parameters([Parameter.of(each) for each in self._request.parameters], list(declared.parameters.values()))
 
     def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
         value = metrics.get(self._request.metric)
@@ -119,24 +116,7 @@ class TrialHook(Hook):
             return
         self._channel.send("report", step=run.step, value=value)
         answer = self._channel.receive()
-        if answer is not None and answer["prune"] and self._request.can_be_pruned and run.step != self._steps:  # it is complete
+        if answer is not None and answer["prune"] and self._request.can_be_pruned and run.step != run.total_steps:  # it is complete
             run.stop(f"{PRUNED}{self._request.metric} {value:.6g} after step {run.step}")
         elif self._request.until is not None and run.step >= self._request.until:
             run.stop("the end of its generation")
-
-
-def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) -> None:
-    """Raise `RecipeError` unless the script has the parameters of the search that is continued."""
-    before, after = {each.name: each for each in searched}, {each.name: each for each in now}
-    found = [f"{name} is new" for name in after if name not in before]
-    for name, parameter in before.items():
-        if name not in after:
-            found.append(f"{name} is gone")
-            continue
-        old, new = parameter.describe(), after[name].describe()
-        found += [f"{name} has {key}={new[key]!r}, and had {old[key]!r}" for key in old if old[key] != new[key]]
-    if found:
-        raise RecipeError(
-            f"the parameters of the script are not those of the search: {'; '.join(found)}; all trials of a search have the same "
-            "parameters; take the change back, or begin another search (--run-dir, or --name)"
-        )

@@ -16,9 +16,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import select
 import socket
 import sys
+import threading
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -27,10 +31,11 @@ CHANNEL = "LOCKSTEP_CHANNEL"
 """The variable that holds the number of the worker's descriptor."""
 ENDED = "the training has ended on this process"
 """Why a worker that has done all it had to cannot recover in place."""
-_MOST_BYTES = 1 << 16
-_MOST_DESCRIPTORS = 253
-"""In one message, on Linux. More of them go ahead, in messages of the kind `_AHEAD`."""
-_AHEAD = "descriptors"
+_PIECE_BYTES = 1 << 15
+_PIECE_DESCRIPTORS = 253
+"""The most that Linux passes on at once. A message is sent in pieces of at most so much."""
+_FIRST, _LAST = 1, 2
+"""Marks of a message's first and last piece, in the first byte of each."""
 
 
 class Channel:
@@ -38,37 +43,60 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._ahead: list[int] = []
+        self._sending = threading.Lock()
+        self._text = b""
+        self._descriptors: list[int] = []
+        self.has_ended = False
+        """True once `receive` has found that the other process has ended."""
 
     def fileno(self) -> int:
         return self._end.fileno()
 
     def send(self, kind: str, descriptors: Sequence[int] = (), **values: Any) -> None:
-        """Send a message. Does nothing if the other process has ended. `descriptors`: open files that it then has
-        too."""
-        rest = list(descriptors)
-        with suppress(OSError):
-            while len(rest) > _MOST_DESCRIPTORS:
-                socket.send_fds(self._end, [json.dumps({"kind": _AHEAD}).encode()], rest[:_MOST_DESCRIPTORS])
-                del rest[:_MOST_DESCRIPTORS]
-            socket.send_fds(self._end, [json.dumps({"kind": kind, **values}).encode()], rest)
+        """Send a message of any length. Does nothing if the other process has ended. `descriptors`: open files that it
+        then has too."""
+        text = json.dumps({"kind": kind, **values}).encode()
+        count = max(1, math.ceil(len(text) / _PIECE_BYTES), math.ceil(len(descriptors) / _PIECE_DESCRIPTORS))
+        with self._sending, suppress(ConnectionError):
+            for place in range(count):
+                mark = _FIRST * (place == 0) | _LAST * (place == count - 1)
+                piece = text[place * _PIECE_BYTES : (place + 1) * _PIECE_BYTES]
+                theirs = descriptors[place * _PIECE_DESCRIPTORS : (place + 1) * _PIECE_DESCRIPTORS]
+                socket.send_fds(self._end, [bytes([mark]), piece], theirs)
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """Return the next message; None after `seconds` without one, or if the other process has ended. `seconds`:
-        None waits for as long as that process runs. The receiver closes the message's `descriptors`."""
-        self._end.settimeout(seconds)
-        while True:
+        """Return the next message; None after `seconds` without a whole one, or if the other process has ended.
+        `seconds`: None waits for as long as that process runs. The receiver closes the message's `descriptors`."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while self._is_readable(until):
             try:
-                text, descriptors, _, _ = socket.recv_fds(self._end, _MOST_BYTES, _MOST_DESCRIPTORS)
+                piece, descriptors, _, _ = socket.recv_fds(self._end, 1 + _PIECE_BYTES, _PIECE_DESCRIPTORS)
             except (OSError, ValueError):
+                piece, descriptors = b"", []
+            if not piece:
+                self.has_ended = True
                 return None
-            self._ahead += descriptors
-            if not text:
-                return None
-            message = json.loads(text)
-            if message["kind"] != _AHEAD:
-                message["descriptors"], self._ahead = self._ahead, []
-                return dict(message)
+            if piece[0] & _FIRST:  # what there is of another message is of a sender that was killed
+                for descriptor in self._descriptors:
+                    os.close(descriptor)
+                self._text, self._descriptors = b"", []
+            self._text += piece[1:]
+            self._descriptors += descriptors
+            if piece[0] & _LAST:
+                message = {**json.loads(self._text), "descriptors": self._descriptors}
+                self._text, self._descriptors = b"", []
+                return message
+        return None
+
+    def _is_readable(self, until: float | None) -> bool:
+        """Wait until there is something to read. The socket itself stays blocking, so that `send` waits for room."""
+        poll = select.poll()
+        try:
+            poll.register(self._end, select.POLLIN)
+        except ValueError:  # it is closed
+            self.has_ended = True
+            return False
+        return bool(poll.poll(None if until is None else max(0.0, until - time.monotonic()) * 1000))
 
     def close(self) -> None:
         self._end.close()
