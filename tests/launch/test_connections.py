@@ -94,6 +94,17 @@ def test_images_that_a_worker_gave_last_are_kept(ends_first: bool) -> None:
         assert found.held() == ["first of 1", "first kept by 1", "first of 0", "first kept by 0"]
 
 
+def test_workers_that_refuse_to_go_on_are_not_replaced_even_if_all_have_ended() -> None:
+    with workers() as found:
+        for end in found.ends:
+            end.send("able", why_not=None, sizes=[2], script_seconds=0.0)
+        assert found.connections.why_not([], lost=[0, 1]) is None
+        found.ends[1].send("able", why_not="its training has failed", sizes=[2], script_seconds=0.0)
+        assert found.connections.why_not([], lost=[0, 1]) is None
+        found.ends[1].send("refuses", why_not="the script is another")
+        assert found.connections.why_not([], lost=[0, 1]) == "rank 1: the script is another"
+
+
 def test_a_message_may_be_longer_than_the_system_sends_at_once() -> None:
     ours, theirs = (Channel(each) for each in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     sent = [{"text": letter * size} for letter, size in (("a", 1), ("b", 2**21), ("c", 2**15))]
