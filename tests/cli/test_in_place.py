@@ -168,8 +168,8 @@ def test_a_hook_that_cannot_be_set_back_makes_all_start_again_and_the_event_says
 def test_a_script_that_was_edited_meanwhile_is_not_mixed_in(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     shutil.copy(SCRIPT, script)
-    line = [LOCKSTEP, "run", "--nproc", "2", "--plan", "numerics=bitwise", "--run-dir", "run", "--save-every", "4", "--max-restarts", "2"]
-    line += ["--recovery", "in-place", str(script), "edits", "1", "13"]
+    line = [LOCKSTEP, "run", "--nproc", "2", "--plan", "replicate=2,numerics=bitwise", "--run-dir", "run", "--save-every", "4"]
+    line += ["--max-restarts", "2", "--recovery", "in-place", str(script), "edits", "1", "13"]
     ended = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2, ended.stderr
     (restarted,) = Ended(tmp_path / "run", "", "").events("restarted")
