@@ -25,20 +25,20 @@ def test_the_forward_computes_in_what_was_asked_for_and_parameters_stay(name: An
 
 
 def test_the_loss_scale_is_halved_at_an_overflow_and_doubled_after_2000_steps_in_a_row() -> None:
-    scale = precision.LossScale(factor=3)
-    assert scale.value == 2.0**14
-    gradient = torch.tensor([2.0**14])
+    scale = precision.LossScale()
+    assert scale.value == 2.0**16
+    gradient = torch.tensor([2.0**16])
     scale.unscale([gradient])
     assert gradient.tolist() == [1.0]
     for _ in range(1999):
         scale.update(overflowed=False)
     scale.update(overflowed=True)
-    assert scale.value == 2.0**13
+    assert scale.value == 2.0**15
     for _ in range(1999):
         scale.update(overflowed=False)
-    assert scale.value == 2.0**13
+    assert scale.value == 2.0**15
     scale.update(overflowed=False)
-    assert scale.value == 2.0**14
+    assert scale.value == 2.0**16
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ class RandomStream(IntEnum):
     """A sampler's call: (seed, SAMPLER, epoch); of `ls.samplers`: (seed, SAMPLER, epoch or number of a part)."""
     HOOK = 9
     """A call of a user's hook: (seed, HOOK, steps done, place among the hooks, number of the method)."""
+    GRADIENT_HOOK = 10
+    """The calls of the hooks on the gradients of a model: (seed, GRADIENT_HOOK, steps done, number of the model)."""
 
 
 def mix(state: int) -> int:

@@ -19,6 +19,7 @@ from lockstep.comm.world import World
 from lockstep.house_hooks import HouseHooks
 from lockstep.launch.termination import Termination
 from lockstep.logging.loggers import Logger
+from lockstep.model.shard import error_of_sharding
 from lockstep.opening import Opened, RunRequest, open_run
 from lockstep.plan import Plan
 from lockstep.recipe.checks import Precision
@@ -107,9 +108,12 @@ class Session:
         rejoins = error is not None and self._recovery is not None and self._recovery.rejoined(error, self.run, self.house.hang.close)
         self._termination.hold(failed=error is not None)
         self.context.phases.enter("ending")
+        explained = error_of_sharding(error, self.plan) if self.plan.shard != 1 or self.plan.tensor != 1 else None
         with self._stack:
             if not rejoins:
-                self._end(error)
+                self._end(explained or error)
+        if explained is not None:
+            raise explained from error
         if error is None:
             self.world.leave()
 

@@ -103,6 +103,24 @@ def test_gradient_hooks():
     assert list(torch_private.gradient_hooks(tensor).values()) == [print]
 
 
+def test_set_gradient_hooks():
+    one, other = (torch.ones(1, requires_grad=True) for _ in range(2))
+    handle = one.register_hook(lambda gradient: gradient * 3)
+    torch_private.set_gradient_hooks(other, torch_private.gradient_hooks(one))
+    other.sum().backward()
+    assert other.grad.tolist() == [3.0]
+    handle.remove()
+    other.sum().backward()
+    assert other.grad.tolist() == [4.0]
+
+
+def test_gradient_hook_counts():
+    one, other = (torch.ones(1, requires_grad=True) for _ in range(2))
+    one.register_hook(print)
+    one.register_post_accumulate_grad_hook(print)
+    assert torch_private.gradient_hook_counts([one, other]) == [2, 0]
+
+
 def test_post_accumulate_hooks():
     tensor = torch.zeros(1, requires_grad=True)
     assert not torch_private.post_accumulate_hooks(tensor)
@@ -145,6 +163,17 @@ def test_in_backward():
     tensor.sum().backward()
     assert seen == [True]
     assert not torch_private.in_backward()
+
+
+def test_backward_number():
+    seen = []
+    tensor, inner = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    for each in (tensor, inner):
+        each.register_hook(lambda _: seen.append(torch_private.backward_number()))
+    tensor.register_hook(lambda _: torch.enable_grad()(lambda: inner.sum().backward())())
+    tensor.sum().backward()
+    assert len(set(seen)) == 2
+    assert torch_private.backward_number() == -1
 
 
 def test_profiler_enabled_and_step_is_profiled():

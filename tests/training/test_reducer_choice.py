@@ -10,7 +10,7 @@ import pytest
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
 from lockstep.training.reducers.post_backward import PostBackwardReducer
-from lockstep.training.reducers.reducer import choose_reducer, loss_factor
+from lockstep.training.reducers.reducer import choose_reducer
 
 
 def mesh(*, shard: int = 1, has_torch_mesh: bool = False, on_one_host: bool = False) -> Any:
@@ -45,9 +45,3 @@ def test_every_mesh_has_one_reducer(shard: int, has_torch_mesh: bool, bitwise: b
     else:
         expected, reason = DdpReducer, "buckets are summed while the backward computes"
     assert (choice.reducer, choice.reason) == (expected, reason)
-
-
-def test_a_loss_scale_needs_room_only_where_the_reducer_multiplies_the_loss() -> None:
-    assert loss_factor(mesh(shard=4, has_torch_mesh=True), bitwise=False, compression=None) == 1
-    assert loss_factor(mesh(on_one_host=True), bitwise=False, compression=None) == 1
-    assert loss_factor(mesh(), bitwise=False, compression=None) == 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -110,9 +110,19 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-def gradient_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], Tensor | None]]:
-    """Return the hooks of `Tensor.register_hook`, by number."""
+def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Any]]:
+    """Return the hooks of `Tensor.register_hook`, by number: torch's own dict, unless there is none."""
     return getattr(tensor, "_backward_hooks", None) or {}
+
+
+def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Callable[[Tensor], Any]]) -> None:
+    """Replace the hooks of `Tensor.register_hook` by the dict of another tensor, which the handles then change."""
+    tensor._backward_hooks = hooks
+
+
+def gradient_hook_counts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how many hooks on its gradient each tensor has, of both kinds."""
+    return [len(each._backward_hooks or ()) + len(each._post_accumulate_grad_hooks or ()) for each in tensors]
 
 
 def post_accumulate_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], None]]:
@@ -146,7 +156,13 @@ def schema(operation: Any) -> Any:
 
 def in_backward() -> bool:
     """True if autograd is running a backward in this thread: a forward that runs then is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Return the number of the backward that autograd is running in this thread, another one for a backward within a
+    backward; -1 if it runs none."""
+    return int(torch._C._current_graph_task_id())
 
 
 def profiler_enabled() -> bool:

@@ -198,6 +198,16 @@ def _part(world: World, part: DeviceMesh) -> World:
     return replace(world, rank=part.get_local_rank(), size=part.size(), owns_group=False, group=part.get_group())
 
 
+def shard_as(like: Tensor, full: Tensor) -> Tensor:
+    """Return this rank's part of a full tensor that is distributed as `like`, without communication."""
+    if not hasattr(like, "full_tensor"):
+        return full
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor. Every rank of its mesh calls it, in the same order."""
     if not hasattr(tensor, "full_tensor"):

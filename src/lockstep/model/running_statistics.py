@@ -147,8 +147,9 @@ class RunningStatistics:
             if found.any():
                 changed = next(each for each in self._world.gather_values(changed) if each is not None)
         if changed is not None:
+            where = "forward" if changed.startswith("buffer") else "forward, or a hook of its backward,"
             raise RecipeError(
-                f"the model's forward changed its {changed}; microbatches are computed on different ranks, so it would "
+                f"the model's {where} changed its {changed}; microbatches are computed on different ranks, so it would "
                 "depend on the number of processes; update it outside the forward, between steps, in a hook's after_step for instance; or "
                 "name a buffer in self_updating_buffers of its module, which updates it once a step, from the first microbatch"
             )

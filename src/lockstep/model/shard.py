@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import is_fsdp_root, set_unshard_async
 from lockstep.comm.mesh import Mesh
 from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.skipped_blocks import SkippedBlockGuard
+
+SHARDED = re.compile(r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor and DTensor")
+"""Errors of torch where user code meets sharded parameters."""
 
 
 def reshard(model: nn.Module) -> None:
@@ -69,6 +73,7 @@ def shard(
     assert mesh.torch_mesh is not None
     axis = mesh.torch_mesh["shard"]
     modules = [model.get_submodule(name) for name in blocks]
+    _check_dtypes(model, modules)
     on_cpu = mesh.world.device.type == "cpu"
     guard = SkippedBlockGuard(model, modules, gathers_ahead=on_cpu)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
@@ -80,6 +85,22 @@ def shard(
     # FSDP2 prefetches a block in the backward; on a CPU it would wait for it without this.
     set_unshard_async(root, on_cpu)
     guard.install()
+
+
+def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise `RecipeError` if trained parameters that FSDP2 would gather together have two dtypes."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: set[int] = set()
+    for group in (*blocks, model):
+        own = [parameter for parameter in group.parameters() if id(parameter) not in seen and parameter.requires_grad]
+        seen.update(map(id, own))
+        for parameter in own:
+            if parameter.dtype != own[0].dtype:
+                raise RecipeError(
+                    f"the parameter {names[id(own[0])]!r} is {own[0].dtype} and {names[id(parameter)]!r} is {parameter.dtype}; FSDP2 sums "
+                    "the gradients of a block in one tensor; name modules of one dtype in Recipe.blocks, which are called in every "
+                    "forward and between which the others have one dtype too, give all parameters one dtype, or choose replicate"
+                )
 
 
 def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]], **how: Any) -> None:
@@ -99,6 +120,17 @@ def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]]
             shard(part, mesh, [block.removeprefix(f"{name}.") for block in blocks if block != name], **how)
     for names in shared:
         share_parameter(model, names)
+
+
+def error_of_sharding(error: BaseException | None, plan: object) -> PlanError | None:
+    """Return what an error of torch means where parameters are sharded; None for another error. `plan`: shards them."""
+    if not isinstance(error, RuntimeError) or not (found := SHARDED.search(str(error))):
+        return None
+    return PlanError(
+        f"{plan}: {found.group()}; outside of the forward of their module parameters are sharded (DTensors), and the graph has others, "
+        "which are gathered: compute with weights in their module's forward alone, and differentiate by the loss or by inputs; for "
+        "gradients of weights, functional_call and weights of one module in another, use replicate"
+    )
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:

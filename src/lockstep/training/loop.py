@@ -238,6 +238,7 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
     run.hooks.call("before_steps", run)
     for module in run.modules:
         module.snapshot.begin_loop(run.context.world)
+        module.gradient_hooks.begin_loop(run.context.world)
     for source in context.phases.during("data", batches):
         context.phases.step = source.step
         if weight is not None:

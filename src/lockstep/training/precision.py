@@ -29,9 +29,8 @@ def autocast(precision: Precision, device: torch.device, *, is_sharded: bool = F
 class LossScale:
     """The factor of an fp16 loss against underflow: halved when the norm overflows, doubled after 2000 good steps."""
 
-    def __init__(self, *, factor: int) -> None:
-        """`factor`: another factor of the loss. The product of both begins at 2**16."""
-        self.value = 2.0 ** (16 - (factor - 1).bit_length())
+    def __init__(self) -> None:
+        self.value = 2.0**16
         self.in_a_row = 0  # steps without an overflow since the last change
         self.overflows = 0  # steps in a row, up to the latest, with an overflow
 
@@ -58,11 +57,11 @@ class LossScale:
 class DeviceLossScale(LossScale):
     """A `LossScale` whose numbers are on the device: the host does not wait to know whether a step overflowed."""
 
-    def __init__(self, *, factor: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._scale = torch.zeros((), device=device)
         self._in_a_row = torch.zeros((), device=device, dtype=torch.int32)
         self._overflows = torch.zeros((), device=device)
-        super().__init__(factor=factor)
+        super().__init__()
 
     @property
     def value(self) -> float:
@@ -98,11 +97,11 @@ class DeviceLossScale(LossScale):
         self._overflows.add_(1.0).mul_(found_inf)
 
 
-def loss_scale(precision: Precision, factor: int, device: torch.device | None) -> LossScale | None:
+def loss_scale(precision: Precision, device: torch.device | None) -> LossScale | None:
     """Return the loss scale of fp16, on `device` if given; None in other precisions."""
     if precision != "fp16":
         return None
-    return LossScale(factor=factor) if device is None else DeviceLossScale(factor=factor, device=device)
+    return LossScale() if device is None else DeviceLossScale(device)
 
 
 def candidates(device: torch.device) -> list[Precision]:

@@ -25,6 +25,7 @@ from lockstep.training.optim.element_wise import needing_whole_tensors
 from lockstep.training.optim.modes import has_modes
 from lockstep.training.optim.whole_tensors import WholeTensorOptimizer
 from lockstep.training.pretrained import PretrainedWeights
+from lockstep.training.reducers.gradient_hooks import carried_over
 from lockstep.training.train_module import TrainModule
 
 
@@ -72,15 +73,16 @@ def build_model(
         model.to(context.device)
     model.train()
     use_exchange(model, exchange)
-    parallel = parallelize(
-        built,
-        mesh,
-        context.plan,
-        begin=partial(seed_generators, device=context.device),
-        blocks=options.blocks,
-        tensor=options.tensor,
-        stages=options.stages,
-    )
+    with carried_over(model, context.plan):
+        parallel = parallelize(
+            built,
+            mesh,
+            context.plan,
+            begin=partial(seed_generators, device=context.device),
+            blocks=options.blocks,
+            tensor=options.tensor,
+            stages=options.stages,
+        )
     built.check_values(context.world)
     return ParallelModel(built, parallel, pretrained)
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import LossError, RecipeError
+from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
+from lockstep.keys import RandomStream, key
 from lockstep.model.model_snapshot import remark_on_modes
 from lockstep.model.shard import reshard
 from lockstep.recipe.checks import check_clip_norm
@@ -60,6 +62,9 @@ class Step:
         self._is_repeated = False
         if any(module.needs_closure for module in run.modules):
             source.keep()
+        alone = self._compares and len(run.modules) == 1  # a second model's backward may reach the first one
+        self._gradients = run.modules[0].gradient_versions() if alone else None
+        """The gradients as the last backward of the step, or of the step before, has left them. None: not compared."""
         self._current: Microbatch | None = None
         self._accumulation: _Accumulation | None = None
 
@@ -139,9 +144,10 @@ class Step:
             )
         accumulation.check_complete()
         self._phases.enter("exchange")
-        stats = module.reducer.reduce(
-            accumulation.values, accumulation.weights, flag=self._run.consensus.flag(may_stop=self._run.is_logging_step)
-        )
+        flag = self._run.consensus.flag(may_stop=self._run.is_logging_step)
+        with module.gradient_hooks:
+            stats = module.reducer.reduce(accumulation.values, accumulation.weights, flag=flag)
+        module.gradient_hooks.check()
         self._phases.enter("update")
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
@@ -151,6 +157,7 @@ class Step:
             StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
         self._run.is_consistent = False
         module.divide_by_weight(stats.weights, stats.values)
+        self._call_gradient_hooks(number)
         self._run.hooks.call("after_backward", self._run, module.model)
         result = StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, None, stats.flags, terms, clip_norm)
         again = self._again(number, result, closure) if module.needs_closure and closure is not None else None
@@ -173,12 +180,20 @@ class Step:
                 closure()
                 accumulation = self._begun(number)
                 accumulation.check_complete()
-                stats = module.reducer.reduce(accumulation.values, accumulation.weights, flag=False)
+                with module.gradient_hooks:
+                    stats = module.reducer.reduce(accumulation.values, accumulation.weights, flag=False)
             module.divide_by_weight(stats.weights, stats.values)
+            self._call_gradient_hooks(number)
             module.clip(first.clip_norm)
             return torch.tensor(replace(first, values=stats.values, weights=stats.weights).loss())
 
         return again
+
+    def _call_gradient_hooks(self, number: int) -> None:
+        module, context = self._modules[number], self._run.context
+        if module.gradient_hooks:
+            seed_generators(key(context.seed, RandomStream.GRADIENT_HOOK, self._run.step, number), context.device)
+            module.call_gradient_hooks()
 
     def skip(self, optimizer: Any = None) -> None:
         """Leave a model, its optimizer's state and its schedule as they are in this step. Every rank calls it, instead
@@ -289,7 +304,9 @@ class Step:
     def _begun(self, number: int) -> _Accumulation:
         """The accumulation of model `number`, begun if it is not yet."""
         if self._accumulation is None:
+            self.check_gradients()
             self._modules[number].begin_step(self.count, self.samples)
+            self.note_gradients()
             probe = None if self._is_repeated else self._probe
             self._accumulation = _Accumulation(self, number, self._modules[number], alone=len(self._modules) == 1, probe=probe)
         if self._accumulation.number != number:
@@ -298,6 +315,18 @@ class Step:
                 "commit for one model, then for the next"
             )
         return self._accumulation
+
+    def check_gradients(self) -> None:
+        """Raise `LossError` if gradients have changed since `note_gradients`: the script has called a backward."""
+        if self._gradients is not None and not self._is_repeated and self._gradients != self._modules[0].gradient_versions():
+            raise LossError(
+                f"after step {self.index}: the forward or the loss has called backward, and so changed the model's gradients; they are "
+                "sums over microbatches, scaled and reduced with the loss; add to the loss what it was called on"
+            )
+
+    def note_gradients(self) -> None:
+        if self._gradients is not None:
+            self._gradients = self._modules[0].gradient_versions()
 
     def note_forward(self) -> None:
         if self._is_repeated:
@@ -371,7 +400,10 @@ class _Accumulation:
             self._note(current, part.value, part.weight, part)
             if self._probe is not None:
                 self._probe.before_backward(self.number, current.index, part.total, grad_output)
-        self._module.reducer.backward(part.total, grad_output, own_parameters_only=not self._alone, is_dummy=is_dummy)
+        self._step.check_gradients()
+        with self._module.gradient_hooks:
+            self._module.reducer.backward(part.total, grad_output, own_parameters_only=not self._alone, is_dummy=is_dummy)
+        self._step.note_gradients()
 
     def record(self, microbatch: Microbatch, value: Number, weight: Tensor | None, part: Contribution | None) -> None:
         self._note(microbatch, value, weight, part)
@@ -383,7 +415,7 @@ class _Accumulation:
         self.values.append(value)
         self._weights.append(weight)
         if part is not None:
-            self.parts.append(part)
+            self.parts.append(part._replace(total=part.total.detach()))  # not its graph
 
     def check_complete(self) -> None:
         """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one kind."""

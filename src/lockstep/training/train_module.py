@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import divides_gradients
+from lockstep.base.torch_private import divides_gradients, version
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.logging.flops import Flops, peak_of
 from lockstep.model.model_snapshot import ModelSnapshot
@@ -35,8 +35,9 @@ from lockstep.training.optim.modes import OptimizerModes
 from lockstep.training.optim.schedule import Schedule
 from lockstep.training.optim.settings import Settings, differing, settings_of
 from lockstep.training.reducers.compression import compression_for
+from lockstep.training.reducers.gradient_hooks import GradientHooks
 from lockstep.training.reducers.pipeline import TiedGradients
-from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer, loss_factor
+from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer
 
 
 def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
@@ -84,8 +85,6 @@ class TrainModule:
         self._bitwise = context.bitwise
         self._compression = compression_for(context.gradient_compression, context.mesh.data, self.parameters, self.names)
         self._keeps_rest = keeps_rest(context.gradient_compression)
-        factor = loss_factor(context.mesh, bitwise=context.bitwise, compression=self._compression)
-        self._factor = 2.0 ** (factor - 1).bit_length()
         self.forward_knows_weight: bool | None = None
         """True for `ls.Loss`, with a weight that only the forward knows. None before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
@@ -95,6 +94,7 @@ class TrainModule:
         self.gain: Tensor | float = 1.0  # the factor by which the latest step's summed gradient was multiplied
         self.snapshot = ModelSnapshot(model, optimizers)
         """The modules and parameters that the model was prepared with."""
+        self.gradient_hooks = GradientHooks(model, in_pipeline=parallel.pipeline is not None)
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0
         self._chosen_trainable: list[str] | None = None  # by `set_trainable`
@@ -112,7 +112,7 @@ class TrainModule:
         # In fp16 torch schedulers do not count skipped steps, and compression forgets them: the host must know.
         host_must_know = context.precision == "fp16" and (self._compression is not None or self.schedule.counts_updates)
         self._gates_on_device = fused and not host_must_know and all(accelerator.has_streams(to_local(p).device) for p in self.parameters)
-        self.loss_scale = precision.loss_scale(context.precision, factor, self.device if self._gates_on_device else None)
+        self.loss_scale = precision.loss_scale(context.precision, self.device if self._gates_on_device else None)
         is_plain = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
         self._optimizer_unscales = fused and is_plain and all(map(divides_gradients, optimizers))
         """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves a pass over it."""
@@ -174,7 +174,7 @@ class TrainModule:
     @property
     def overflowed_at(self) -> float:
         """The loss scale in the last step that overflowed: it was halved then."""
-        return math.inf if self.loss_scale is None else 2.0 * self._factor * self.loss_scale.value
+        return math.inf if self.loss_scale is None else 2.0 * self.loss_scale.value
 
     @property
     def reducer(self) -> GradientReducer:
@@ -214,6 +214,14 @@ class TrainModule:
         if gradients := self.gradients():
             gradient_norm.scale(gradients, self.gain.to(gradients[0].dtype))
         self.prescale = torch.where(valid, torch.exp2(torch.round(torch.log2(total))), self.prescale)
+
+    def call_gradient_hooks(self) -> None:
+        """Call the user's hooks with the reduced gradients. Every rank calls it."""
+        self.gradient_hooks.call(1.0 if self.loss_scale is None else self.loss_scale.divisor)
+
+    def gradient_versions(self) -> list[tuple[int, int] | None]:
+        """The identity of each gradient and its number of writes, by which a change is found."""
+        return [None if p.grad is None else (id(p.grad), version(p.grad)) for p in self.parameters]
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -306,7 +314,7 @@ class TrainModule:
         """The state besides that of the model and the optimizers."""
         return {
             "schedule": self.schedule.state_dict(),
-            "loss_scale": None if self.loss_scale is None else [self._factor * self.loss_scale.value, self.loss_scale.in_a_row],
+            "loss_scale": None if self.loss_scale is None else [self.loss_scale.value, self.loss_scale.in_a_row],
             "overflows": self.overflows,
             "prescale": None if self.prescale is None else self.prescale.item(),
             "trainable": self._chosen_trainable,
@@ -317,8 +325,7 @@ class TrainModule:
             self.set_trainable(state["trainable"])
         self.schedule.load_state_dict(state["schedule"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
-            scale, self.loss_scale.in_a_row = state["loss_scale"]
-            self.loss_scale.value = scale / self._factor
+            self.loss_scale.value, self.loss_scale.in_a_row = state["loss_scale"]
             self.loss_scale.overflows = state["overflows"]
         if state["prescale"] is not None:
             self.prescale = torch.tensor(state["prescale"], dtype=accelerator.wide_dtype(self.device), device=self.device)
@@ -339,6 +346,7 @@ class TrainModule:
         if self.parallel.streams is not None:
             self.parallel.streams.close()
         self._close_reducer()
+        self.gradient_hooks.close()
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -11,12 +11,11 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.json_state import decode, encode
-from lockstep.comm.mesh import full_tensor, to_local
+from lockstep.comm.mesh import full_tensor, shard_as, to_local
 from lockstep.comm.world import World
 
 _STATE = "state"
@@ -96,10 +95,7 @@ class WholeTensorOptimizer:
 
     def _shard(self, like: Tensor, value: Tensor | None, owner: int) -> Tensor:
         """This rank's shard of the owner's `value`, which is distributed as `like`."""
-        whole = self._received(value, list(like.shape), like.dtype, owner)
-        if not isinstance(like, DTensor):
-            return whole
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+        return shard_as(like, self._received(value, list(like.shape), like.dtype, owner))
 
     def _received(self, value: Tensor | None, shape: list[int], dtype: torch.dtype, owner: int) -> Tensor:
         received = (

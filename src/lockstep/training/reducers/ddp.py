@@ -7,8 +7,10 @@ parameter that the loss does not reach, without a `find_unused_parameters` pass;
 part with a loss of zero.
 
 DDP gets one more parameter, `stats`. Its gradient is set after the backward and holds the step's numbers
-(`step_stats.py`). It is ready last, so it completes the last bucket. The numbers are exact, except for the last digit
-if `loss_factor` is no power of two.
+(`step_stats.py`). It is ready last, so it completes the last bucket.
+
+DDP's own all-reduce computes a mean. A loss that is multiplied by the number of ranks would make it a sum, but hooks on
+activations would see that factor; so every bucket has a communication hook, which sums.
 
 (No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and needs classes.)
 """
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +33,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.wait_times import waits
 from lockstep.training.reducers.compression import Compression, gradients_of
-from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
+from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, clear_unused
 from lockstep.tree import Counter
 
 
@@ -61,9 +64,16 @@ class _LossModule(nn.Module):
         return touched
 
 
-def loss_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
-    """The factor for the loss: DDP's own all-reduce, which runs without Python, computes a mean, not a sum."""
-    return 1 if bitwise or compression is not None or mesh.data.hierarchy is not None else mesh.data.size
+def _sum_bucket(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's communication hook: start the all-reduce (sum) of a bucket."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None, "this rank is in the default group"
+    future: torch.futures.Future[Tensor] = work.get_future().then(_first)
+    return future
+
+
+def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]
 
 
 class DdpReducer:
@@ -90,7 +100,6 @@ class DdpReducer:
         self._vector = StepStatsVector(parameters, max_microbatches, parameters[0].device)
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
-        self._factor = loss_factor(mesh, bitwise=bitwise, compression=compression)
         if world.size > 1:
             self._wrapped = _LossModule(self._parameters, self._vector.length, self._vector.dtype)
             self._ddp = DistributedDataParallel(self._wrapped, gradient_as_bucket_view=True, init_sync=False)
@@ -98,8 +107,8 @@ class DdpReducer:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
             elif compression is not None:
                 self._ddp.register_comm_hook(self._wrapped.stats, compression.sum_bucket)
-            elif world.hierarchy is not None:
-                self._ddp.register_comm_hook(None, world.hierarchy.sum_bucket)
+            else:
+                self._ddp.register_comm_hook(None, _sum_bucket if world.hierarchy is None else world.hierarchy.sum_bucket)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -128,8 +137,6 @@ class DdpReducer:
             torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
             return
         self._remaining -= 1
-        if self._factor > 1:
-            grad_output = grad_output * self._factor
         inputs = self._parameters if own_parameters_only else None
         if self._ddp is not None and self._remaining == 0 and not self._has_rounds:
             self._synchronize(total, grad_output, inputs)
@@ -151,7 +158,7 @@ class DdpReducer:
             self._synchronize(zero, torch.zeros_like(zero), None)
         stats = self._wrapped.stats
         packed = self._vector.pack(self._used, self._mine, values, weights, flag)
-        torch.autograd.backward(stats.view_as(stats), packed * self._factor)
+        torch.autograd.backward(stats.view_as(stats), packed)
         assert stats.grad is not None
         summed, stats.grad = stats.grad, None
         received = self._vector.unpack(summed, self._count, weighted=weights is not None)
@@ -169,10 +176,7 @@ class DdpReducer:
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):
                 raise
-            raise RecipeError(
-                "a parameter's gradient was ready twice in one backward, as with reentrant activation checkpointing; ranks sum each "
-                "gradient once; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
-            ) from error
+            raise RecipeError(READY_TWICE) from error
 
     def _rounded(self, value: Number) -> float:
         """The value rounded as in the exchange, so that a single rank records the same bits."""

@@ -9,26 +9,39 @@ Replicas of the shards (hybrid sharding) are summed once a step, not once a roun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
-from lockstep.base.errors import PlanError
-from lockstep.base.torch_private import AllGather, DefaultAllGather, ReduceScatter, fsdp_parameter_group, own_parameters, tree_leaves
+from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.torch_private import (
+    AllGather,
+    DefaultAllGather,
+    ReduceScatter,
+    backward_number,
+    fsdp_parameter_group,
+    gradient_hook_counts,
+    own_parameters,
+    tree_leaves,
+)
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.shared_memory import SharedMemoryGroup
-from lockstep.model.shard import fsdp_groups, modules_of
-from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
+from lockstep.model.shard import fsdp_groups, modules_of, reshard
+from lockstep.training.reducers.gradient_hooks import refuse_gradient_hooks, refuse_post_accumulate_hooks
+from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, clear_unused
 from lockstep.tree import Counter
+
+REPLICATE = "use replicate, under which parameters are plain tensors"
 
 
 class FsdpReducer:
     """A `GradientReducer` for a model that `lockstep.model.shard` has sharded."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> None:
+        reshard(model)  # a forward without a backward may have left gathered parameters
         self._mesh = mesh
         self._parameters = list(parameters)
         self._replicas = mesh.axis("replicate")
@@ -46,7 +59,8 @@ class FsdpReducer:
             group.set_reduce_scatter_unused_params(True)
             self._scatters.append(scatter)
         self._used = _UsedParameters(model, self._parameters)
-        self._handles = [group.register_forward_hook(_watch_double_backward) for group in self._groups]
+        self._backwards = [_GroupBackwards() for _ in self._groups]
+        self._handles = [group.register_forward_hook(each.watch) for group, each in zip(self._groups, self._backwards, strict=True)]
 
     def close(self) -> None:
         """Remove the hooks. The model can still be called while torch's process group exists."""
@@ -72,7 +86,11 @@ class FsdpReducer:
         self._used.is_dummy = is_dummy
         for scatter in self._scatters:
             scatter.next_round(is_dummy=is_dummy)
+        for each in self._backwards:
+            each.begin()
         torch.autograd.backward(total, grad_output)
+        for each in self._backwards:
+            each.end()
         self._round += 1
         for scatter in self._scatters:
             scatter.end_round(last=self._round == self._rounds)
@@ -88,6 +106,7 @@ class FsdpReducer:
 
     def reduce_used(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
         """`reduce`, given what `used` returned."""
+        self._used.refuse_hooks()
         packed = self._vector.pack(used, self._mine, values, weights, flag)
         self._mesh.data.all_reduce(packed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
@@ -104,39 +123,73 @@ class FsdpReducer:
             parameter.grad = None
 
 
-def _watch_double_backward(group: nn.Module, inputs: Any, output: Any) -> None:
-    """A forward hook that refuses a backward with create_graph=True through the group: FSDP2 frees the parameters that
-    the second backward needs, and has then reduced the gradients already."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(_refuse_double_backward)  # type: ignore[no-untyped-call]
+class _GroupBackwards:
+    """The backwards through one of FSDP2's groups. A group can be in one backward of a step alone."""
+
+    def __init__(self) -> None:
+        self._in_step = False
+        self._number: int | None = None
+
+    def begin(self) -> None:
+        """Begin the backward of a microbatch's loss."""
+        self._in_step, self._number = True, None
+
+    def end(self) -> None:
+        self._in_step = False
+
+    def watch(self, group: nn.Module, inputs: Any, output: Any) -> None:
+        """A forward hook of the group."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._check)  # type: ignore[no-untyped-call]
+
+    def _check(self, gradient: Tensor) -> None:
+        """Raise `PlanError` for a backward with create_graph=True: FSDP2 frees the parameters that the second backward
+        needs, and has then reduced the gradients. Raise `RecipeError` for two backwards one in the other: FSDP2 ends a
+        step's reduction with the inner one."""
+        if torch.is_grad_enabled():
+            raise PlanError(
+                "the shard axis with a gradient that is itself differentiated (autograd.grad with create_graph=True, as in a gradient "
+                "penalty); FSDP2 frees a block's parameters after its first backward, and gradients of the second one would be lost; "
+                f"{REPLICATE}"
+            )
+        if self._in_step:
+            number = backward_number()
+            if self._number not in (None, number):
+                raise RecipeError(READY_TWICE)
+            self._number = number
 
 
-def _refuse_double_backward(gradient: Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise PlanError(
-            "the shard axis with a gradient that is itself differentiated (autograd.grad with create_graph=True, as in a gradient "
-            "penalty); FSDP2 frees a block's parameters after its first backward, and gradients of the second one would be lost; use "
-            "replicate"
-        )
+class _Own(NamedTuple):
+    """A parameter among those of its module."""
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+    place: int
+    full_name: str
 
 
 class _UsedParameters:
-    """Records which parameters a microbatch of this rank has used. FSDP2 gives the others zeros as gradients."""
+    """Records which parameters a microbatch of this rank has used, by hooks on FSDP2's all-gathered parameters, which
+    the graph has. FSDP2 gives the others zeros as gradients."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.is_dummy = False
+        self._parameters = parameters
         self.flags = [0.0] * len(parameters)
         self._hooks: dict[int, Any] = {}
+        self._gathered: dict[str, Tensor] = {}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._handles: list[Any] = []
         for group in fsdp_groups(model):
             own = [
-                (module, name, places[id(parameter)])
+                _Own(own_parameters(module), name, places[id(parameter)], names[id(parameter)])
                 for module in modules_of(group)
                 for name, parameter in own_parameters(module).items()
                 if id(parameter) in places
             ]
+            self._handles.append(group.register_forward_pre_hook(self._refuse_others(own), prepend=True))  # before FSDP2's
             self._handles.append(group.register_forward_pre_hook(self._watch(own)))
 
     def clear(self) -> None:
@@ -146,13 +199,36 @@ class _UsedParameters:
         for handle in [*self._handles, *self._hooks.values()]:
             handle.remove()
 
-    def _watch(self, own: list[tuple[nn.Module, str, int]]) -> Any:
+    def refuse_hooks(self) -> None:
+        """Raise `RecipeError` if a forward has hooked all-gathered parameters."""
+        if max(gradient_hook_counts(list(self._gathered.values())), default=0) > 1:
+            refuse_gradient_hooks(self._gathered.items())
+            refuse_post_accumulate_hooks(self._gathered.items())
+
+    def _refuse_others(self, own: Sequence[_Own]) -> Any:
+        """A forward pre-hook that refuses other tensors in the place of parameters: FSDP2 would not use them."""
+
+        def before(_: nn.Module, __: Any) -> None:
+            for parameters, name, place, full_name in own:
+                tensor = parameters[name]
+                if tensor is not self._parameters[place] and tensor is not self._gathered.get(full_name):
+                    raise PlanError(
+                        f"the shard axis, and {full_name!r} is another tensor in this forward, as with torch.func.functional_call; FSDP2 "
+                        f"gathers and computes with the model's own parameters; {REPLICATE}"
+                    )
+
+        return before
+
+    def _watch(self, own: Sequence[_Own]) -> Any:
         """Hook the all-gathered parameters of a group in its first forward: they are created once."""
 
         def before(_: nn.Module, __: Any) -> None:
-            for module, name, place in own:
-                parameter = own_parameters(module)[name]
-                if place not in self._hooks and parameter is not None and parameter.requires_grad:
+            for parameters, name, place, full_name in own:
+                parameter = parameters[name]
+                if parameter is self._gathered.get(full_name) or parameter is None or not parameter.requires_grad:
+                    continue
+                self._gathered[full_name] = parameter
+                if place not in self._hooks:
                     self._hooks[place] = parameter.register_post_accumulate_grad_hook(self._note(place))  # type: ignore[no-untyped-call]
 
         return before

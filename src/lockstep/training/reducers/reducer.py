@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
-from lockstep.training.reducers import ddp
 from lockstep.training.reducers.compression import Compression
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
@@ -61,12 +60,6 @@ def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerCho
     if mesh.data.shared_memory is not None:
         return ReducerChoice(PostBackwardReducer, "all replicas share the memory of one host")
     return ReducerChoice(DdpReducer, "buckets are summed while the backward computes")
-
-
-def loss_factor(mesh: Mesh, *, bitwise: bool, compression: Compression | None) -> int:
-    """The factor by which the reducer multiplies a loss before its backward. A loss scale must leave room for it."""
-    chosen = choose_reducer(mesh, bitwise=bitwise, compressed=compression is not None)
-    return ddp.loss_factor(mesh, bitwise=bitwise, compression=compression) if chosen.reducer is DdpReducer else 1
 
 
 def build_reducer(

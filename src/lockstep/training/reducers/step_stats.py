@@ -17,6 +17,11 @@ from lockstep.base import accelerator
 
 _MAX_LIST_LENGTH = 256
 """Up to so many CPU values are returned as a list, which is faster to read; more are returned as a tensor."""
+READY_TWICE = (
+    "a parameter's gradient was ready twice in one backward, as with reentrant activation checkpointing; ranks sum each "
+    "gradient once; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+)
+"""The words of all reducers that refuse a backward within a backward."""
 Number = Tensor | float  # A scalar tensor, or a number that the host has already
 
 

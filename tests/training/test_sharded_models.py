@@ -1,0 +1,181 @@
+"""Models that sharding cannot train, or not as they are: the error says so, and what it recommends is what one process
+trains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from training.subjects import FEATURES, OUTPUTS, recipe, sgd, squared_error
+
+import lockstep as ls
+from lockstep.base.errors import UserError
+from lockstep.testing.pool import WorkerPool
+
+
+class HalfPrecise(nn.Module):
+    """A trained bf16 layer beside fp32 ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.norm = nn.Linear(FEATURES, FEATURES, dtype=torch.bfloat16), nn.LayerNorm(FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.base(x.bfloat16()).float())
+
+
+class Waves(nn.Module):
+    """Complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES // 2 + 1, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=FEATURES)
+
+
+class RealWaves(Waves):
+    """The same as real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.view_as_real(self.weight.detach()).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.weight), n=FEATURES)
+
+
+def half_precise() -> nn.Module:
+    return nn.Sequential(HalfPrecise(), HalfPrecise(), nn.Linear(FEATURES, OUTPUTS))
+
+
+def waves() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES), Waves(), nn.Linear(FEATURES, OUTPUTS))
+
+
+def real_waves() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES), RealWaves(), nn.Linear(FEATURES, OUTPUTS))
+
+
+def adapted(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    """The loss after a step on the loss (MAML)."""
+    _, x, y = batch
+    named = dict(model.named_parameters())
+    first = F.mse_loss(functional_call(model, named, (x,)), y)
+    gradients = torch.autograd.grad(first, list(named.values()), create_graph=True)
+    fast = {name: value - 0.1 * gradient for (name, value), gradient in zip(named.items(), gradients, strict=True)}
+    return F.mse_loss(functional_call(model, fast, (x,)), y)
+
+
+def shifted(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    """The loss at weights that are not the model's."""
+    weights = {name: value + 0.01 for name, value in model.named_parameters()}
+    return F.mse_loss(functional_call(model, weights, (batch[1],)), batch[2])
+
+
+def outside(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    """The loss of a layer's weight that is used outside of its forward."""
+    return F.mse_loss(model[2](torch.tanh(F.linear(batch[1], model[0].weight, model[0].bias))), batch[2])
+
+
+def penalised(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    x = batch[1].clone().requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return F.mse_loss(output, batch[2]) + 0.1 * gradient.pow(2).mean()
+
+
+def checkpointed(reentrant: bool, model: Any, batch: Sequence[Tensor]) -> Tensor:
+    recomputed = checkpoint(model, batch[1].clone().requires_grad_(), use_reentrant=reentrant)
+    return F.mse_loss(recomputed, batch[2]) + F.mse_loss(model(batch[1] + 1.0), batch[2])
+
+
+def backward_in_the_loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    model(batch[1]).pow(2).mean().backward()
+    return F.mse_loss(model(batch[1]), batch[2])
+
+
+def added_to_the_loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    output = model(batch[1])
+    return F.mse_loss(output, batch[2]) + output.pow(2).mean()
+
+
+def attempt(run_dir: str, plan: str, changes: dict[str, Any]) -> tuple[float, str]:
+    try:
+        result = ls.train(recipe(**{"loss": squared_error, "optimizer": sgd, "steps": 4, **changes}), plan=plan, run_dir=run_dir)
+    except UserError as error:
+        return 0.0, f"{type(error).__name__}: {error}"
+    return result.loss, ""
+
+
+def attempts(run_dir: str, plan: str, cases: dict[str, dict[str, Any]]) -> dict[str, tuple[float, str]]:
+    return {name: attempt(f"{run_dir}/{place}", plan, changes) for place, (name, changes) in enumerate(cases.items())}
+
+
+DTYPES = r"RecipeError: the parameter '.*' is torch\.\w+ and '.*' is torch\.\w+; .* name modules of one dtype in Recipe\.blocks, "
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "two dtypes": ({"model": half_precise}, DTYPES),
+    "complex beside real": ({"model": waves}, DTYPES),
+    "MAML": ({"loss": adapted}, r"PlanError: .*not have been used in the graph; outside of the forward of their module .* use replicate$"),
+    "other weights": ({"loss": shifted}, r"PlanError: the shard axis, and '0\.weight' is another tensor in this forward, .* use replicate"),
+    "weights elsewhere": ({"loss": outside}, r"PlanError: .*mixed torch\.Tensor and DTensor; outside of the forward .* use replicate$"),
+    "a gradient penalty": (
+        {"loss": penalised},
+        r"PlanError: the shard axis with a gradient that is itself differentiated .* use replicate",
+    ),
+}
+MENDED: dict[str, dict[str, Any]] = {
+    "blocks of one dtype": {"model": half_precise, "blocks": ["*.base"]},
+    "complex blocks": {"model": waves, "blocks": ["1"]},
+    "complex as real": {"model": real_waves},
+}
+
+
+def test_what_sharding_cannot_train_is_refused_in_its_words(pool: WorkerPool, tmp_path: Path) -> None:
+    mistakes = {name: changes for name, (changes, _) in MISTAKES.items()}
+    for found in pool.run(2, attempts, str(tmp_path), "shard=2", mistakes):
+        for name, (_, pattern) in MISTAKES.items():
+            assert re.search(pattern, found[name][1]), (name, found[name])
+
+
+def test_what_the_errors_recommend_is_what_one_process_trains(pool: WorkerPool, tmp_path: Path) -> None:
+    mistakes = {name: changes for name, (changes, _) in MISTAKES.items()}
+    (alone,) = pool.run(1, attempts, str(tmp_path / "alone"), "replicate=1", mistakes | MENDED)
+    for found in (
+        *pool.run(2, attempts, str(tmp_path / "replicas"), "replicate=2", mistakes),
+        *pool.run(2, attempts, str(tmp_path / "shards"), "shard=2", MENDED),
+    ):
+        for name, (loss, said) in found.items():
+            assert not said, name
+            assert loss == pytest.approx(alone[name][0], rel=1e-4), name
+
+
+BACKWARDS = {"a backward in the loss": {"loss": backward_in_the_loss}, "reentrant checkpoints": {"loss": partial(checkpointed, True)}}
+INSTEAD = {"one loss": {"loss": added_to_the_loss}, "checkpoints": {"loss": partial(checkpointed, False)}}
+SAID = {
+    "a backward in the loss": r"^LossError: after step 0: the forward or the loss has called backward, .*; add to the loss what it was",
+    "reentrant checkpoints": r"^RecipeError: a parameter's gradient was ready twice in one backward, .* pass use_reentrant=False to torch",
+}
+
+
+def test_other_backwards_are_right_or_refused_alike(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, attempts, str(tmp_path / "alone"), "replicate=1", BACKWARDS | INSTEAD)
+    for place, plan in enumerate(("replicate=2", "replicate=2,transport=torch", "shard=2")):
+        for found in pool.run(2, attempts, str(tmp_path / str(place)), plan, BACKWARDS | INSTEAD):
+            for name, (loss, said) in found.items():
+                if said:
+                    assert re.search(SAID[name], said), (plan, name, said)
+                else:
+                    assert loss == pytest.approx(alone[name][0], rel=1e-4), (plan, name)
+            refused = {name for name, (_, said) in found.items() if said}
+            assert refused == (BACKWARDS.keys() if plan != "replicate=2" else {"a backward in the loss"})
