@@ -181,7 +181,7 @@ class RunHistory:
     def steps(self) -> int:
         """Number of optimizer steps done, as far as recorded."""
         if self.result is not None:
-            return int(self.result.get("steps", 0))
+            return int(self.result.get("steps") or 0)
         return max(self.curves.last_step, self.events[-1].step if self.events else 0)
 
     @property
