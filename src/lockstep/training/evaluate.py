@@ -111,7 +111,7 @@ class Evaluator:
         return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
     def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> tuple[Row, dict[str, Columns]]:
-        if item.is_dummy:  # a metric may keep what it is called with
+        if item.is_dummy and self.recipe.inputs is not None:  # a metric may keep what it is called with, or call the model
             return {}, {}
         weighs = self.recipe.weight if self.evaluation.loss is None else None
         weights = None if weighs is None else weights_of(weighs(item.batch))
