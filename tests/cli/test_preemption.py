@@ -127,9 +127,9 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
         (["--stop-after", "55"], "--stop-after='55'; it is a time with its unit, more than none: 90s, 55m, 1h30m"),
         (
             ["--save-every", "often"],
-            "--save-every='often'; it is a number of steps, at least 1, or a time with its unit: 500, 90s, 10m, 1h30m",
+            "--save-every='often'; it is a number of steps, at least 1, a time with its unit, or epoch: 500, 90s, 10m, 1h30m, epoch",
         ),
-        (["--save-every", "0"], "--save-every='0'; it is a number of steps, at least 1, or a time with its unit"),
+        (["--save-every", "0"], "--save-every='0'; it is a number of steps, at least 1, a time with its unit, or epoch"),
     ],
 )
 def test_a_time_has_a_unit(tmp_path: Path, option: list[str], words: str) -> None:

@@ -15,6 +15,7 @@ from lockstep.base.errors import CheckpointError, RecipeError
 from lockstep.checkpoint.storage import FolderStorage
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.testing.pool import WorkerPool
+from lockstep.training.loop import interval_of
 
 
 class Epochs(ls.Hook):
@@ -169,3 +170,19 @@ def test_groups_with_other_rates_have_lines_of_their_own(tmp_path: Path) -> None
     assert [row["lr"] for row in rows_of["other"]] == [0.1, 0.1]
     assert [row["lr/1"] for row in rows_of["other"]] == [0.01, 0.01]
     assert not [name for row in rows_of["same"] for name in row if name.startswith("lr/")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "interval"),
+    [
+        ({"steps": None, "epochs": 2}, 3),  # 10 samples in batches of 4
+        ({"steps": None, "epochs": 2, "drop_last": True}, 2),
+        ({"steps": 9}, None),  # epochs of 3, 2 and 3 steps
+        ({"steps": 9, "global_batch": 5, "microbatch": 5}, 2),
+        ({"steps": 9, "sampler": lambda epoch, seed: range(8)}, 2),
+    ],
+)
+def test_a_search_knows_the_steps_of_an_epoch(changes: dict[str, Any], interval: int | None) -> None:
+    evaluation = ls.Evaluation(data=rows(4), every="epoch")
+    given = recipe(**{"data": rows(10), "global_batch": 4, "microbatch": 2, **changes})
+    assert interval_of(given, evaluation) == interval

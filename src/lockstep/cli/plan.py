@@ -148,7 +148,7 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a search has found on one target."""
+    """The plans that a search has found on one target."""
 
     machine: Machine
     outcomes: list[Outcome]

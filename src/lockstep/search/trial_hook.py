@@ -26,7 +26,7 @@ from lockstep.search.request import PRUNED, TRIAL, TrialRequest
 from lockstep.search.warm_parent import DESCRIPTOR
 from lockstep.training.context import Overrides
 from lockstep.training.hook import Hook, Run
-from lockstep.training.loop import steps_of
+from lockstep.training.loop import interval_of, steps_of
 
 _trainings = 0
 
@@ -42,9 +42,15 @@ def train(recipe: Recipe) -> NoReturn:
     """Tell the search which parameters the script has, instead of training, and end the process."""
     channel = _channel(os.environ)
     if channel is not None:
-        every = [each.every for each in recipe.evaluations.values() if isinstance(each.every, int)]
-        channel.send("opened", **_script(), every=min(every, default=None), steps=steps_of(recipe))
+        channel.send("opened", **_script(), every=_interval(recipe, ""), steps=steps_of(recipe))
     os._exit(0)
+
+
+def _interval(recipe: Recipe, metric: str) -> int | None:
+    """Return the steps from one evaluation with the metric to the next. Metric "": any. None if it is evaluated at the
+    end only, or each epoch and epochs differ in steps."""
+    found = [interval_of(recipe, each) for prefix, each in recipe.evaluations.items() if metric.startswith(prefix) or not metric]
+    return min((every for every in found if every is not None), default=None)
 
 
 def _script() -> dict[str, Any]:
@@ -74,19 +80,12 @@ class TrialHook(Hook):
             raise
         answer = None
         if self._channel is not None:
-            self._channel.send("opened", **_script(), every=self._every(run), steps=run.total_steps)
+            every = None if run.recipe is None else _interval(run.recipe, self._request.metric)
+            self._channel.send("opened", **_script(), every=every, steps=run.total_steps)
             answer = self._channel.receive()
         refused = run.context.world.value_of(0, answer and answer["refused"])
         if refused is not None:
             raise RecipeError(refused)
-
-    def _every(self, run: Run) -> int | None:
-        """Return the steps from one evaluation with the metric to the next. None if it is evaluated at the end only."""
-        evaluations = {} if run.recipe is None else run.recipe.evaluations
-        found = [
-            each.every for prefix, each in evaluations.items() if self._request.metric.startswith(prefix) and isinstance(each.every, int)
-        ]
-        return min(found, default=None)
 
     def _check(self, run: Run) -> None:
         if self._number > 1:

@@ -17,7 +17,7 @@ from lockstep.model.sync_batchnorm import split_microbatches
 from lockstep.recipe.checks import check_batch, check_drop_last, check_length
 from lockstep.recipe.data import Stream, check_data, check_dataset, check_samplers
 from lockstep.recipe.parameters import declared
-from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.recipe import Evaluation, Recipe
 from lockstep.training.hook import Run
 from lockstep.training.microbatches import Batching, Microbatches, from_data, from_indices, from_stream, positions_in, total_steps
 from lockstep.training.set_up import (
@@ -161,6 +161,25 @@ def steps_of(recipe: Recipe) -> int:
     order, samples = order_and_samples(recipe)
     return total_steps(
         order, samples=samples, global_batch=recipe.global_batch, steps=recipe.steps, epochs=recipe.epochs, drop_last=recipe.drop_last
+    )
+
+
+def interval_of(recipe: Recipe, evaluation: Evaluation) -> int | None:
+    """Return the optimizer steps from one measurement of an evaluation to the next. None if it is measured only at the
+    end, or each epoch and epochs differ in steps. Raises `DataError`."""
+    if evaluation.every != "epoch":
+        return evaluation.every
+    order, samples = order_and_samples(recipe)
+    whole = isinstance(order, BatchOrder) or recipe.epochs is not None
+    if not whole and samples % (recipe.global_batch or 1):
+        return None
+    return total_steps(
+        order,
+        samples=samples,
+        global_batch=recipe.global_batch,
+        steps=None,
+        epochs=1,
+        drop_last=recipe.drop_last,
     )
 
 

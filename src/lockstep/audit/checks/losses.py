@@ -270,7 +270,7 @@ def _check_gathered(result: AreaResult, records: Records, rows: Sequence[Row], f
 
 
 def _windows(rank: Rank, step: Row) -> list[tuple[float | None, list[Row], list[Row]]]:
-    """Of each backward of a step: its loss, the collectives that were called before it, and those within it."""
+    """For each backward of a step: its loss, and the collectives before it and within it."""
     found: list[tuple[float | None, list[Row], list[Row]]] = []
     before: list[Row] = []
     for row in rank.of("backward", "collective", "step"):

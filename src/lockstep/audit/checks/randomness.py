@@ -26,7 +26,7 @@ def check_randomness(records: Records) -> AreaResult:
 
 
 def _forwards_text(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], compared: bool) -> str:
-    """What is right of the forwards, empty if they were not seen or not compared; why not is added to `result`."""
+    """Returns what is right of the forwards: empty if they were not seen or compared. Adds to `result` why not."""
     backwards = [rank.of("backward") for rank in records.ranks]
     if any(not found and _may_have_drawn(rank) for found, rank in zip(drawing, records.ranks, strict=True)):
         result.miss("random numbers of torch were drawn between backwards, by the forward or for the data: which was not seen")

@@ -250,7 +250,7 @@ def _places_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
 
 
 def _contents_at(passes: Sequence[Pass]) -> dict[int, list[str]]:
-    """What a rank read at each place, in its passes."""
+    """Samples that a rank read at each place, in its passes."""
     found: dict[int, list[str]] = {}
     for place, content in (each for one in passes for each in one.contents_at):
         found.setdefault(place, []).append(content)
