@@ -306,5 +306,5 @@ def test_evaluations_are_halved_too(tmp_path: Path) -> None:
 
     evaluation = ls.Evaluation(data=rows(16), every=1, microbatch=8)
     ls.train(recipe(loss=loss, evaluation=evaluation, steps=1), plan="microbatch_splits=1", run_dir=str(tmp_path / "run"))
-    tried = [2, 2, 2, 1, 1]  # the first microbatch of the run, three times and in halves
+    tried = [2, 2, 2, 2, 2, 1, 1]  # the first microbatch of the run: twice in training mode, three times, and in halves
     assert seen == {True: [2] * 8, False: [*tried, *[4] * 4]}
