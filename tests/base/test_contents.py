@@ -182,3 +182,8 @@ def test_an_iterator_is_not_moved() -> None:
     given = iter([1, 2])
     read(given)
     assert list(given) == [1, 2]
+
+
+def test_a_device_is_that_of_a_rank_and_no_contents() -> None:
+    one, other = (Plain(torch.device("cuda", index)) for index in range(2))
+    assert read(one) == read(other)

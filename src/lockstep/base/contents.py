@@ -85,6 +85,8 @@ class Reader:
             yield path, [b"the environment"]
         elif _is_of(value, "logging", "Logger"):
             yield path, [value.name.encode()]
+        elif _is_of(value, "torch", "device"):  # of this rank: what is computed there is the same
+            yield path, [b"a device"]
         elif _is_of(value, "torch", "Tensor"):
             yield from self._tensor(value, path)
         elif _is_of(value, "numpy", "ndarray"):
