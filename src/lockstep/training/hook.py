@@ -304,7 +304,7 @@ class Run:
         """
         for name, value in values.items():
             if name in ROW_NAMES or name.startswith("lr/"):
-                raise DataError(f"log({{{name!r}: ...}}); the run itself writes {name!r}; choose another name")
+                raise DataError(f"log({{{name!r}: ...}}); every line has {name!r} already; choose another name")
             self.logged[name] = as_number(name, value)
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:

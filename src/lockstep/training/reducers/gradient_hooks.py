@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,7 +209,9 @@ def _of_user(hooks: Mapping[int, Any]) -> list[Any]:
 
 
 def _is_of_user(hook: Any) -> bool:
-    return isinstance(hook, _OncePerStep) or not str(getattr(hook, "__module__", "")).startswith("lockstep.")
+    function = hook.func if isinstance(hook, partial) else hook
+    module = str(getattr(function, "__module__", ""))
+    return isinstance(hook, _OncePerStep) or not module.startswith("lockstep.")
 
 
 def _name(function: Any) -> str:
