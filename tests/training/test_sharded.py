@@ -180,7 +180,8 @@ def train_with(loss: Any, plan: str, run_dir: str) -> str:
 
 
 def test_a_gradient_that_is_differentiated_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"^the shard axis with a gradient that is itself differentiated .*; use replicate$"):
+    refusal = r"^the shard axis with a gradient that is itself differentiated .*; use replicate, under which parameters are plain tensors$"
+    with pytest.raises(PlanError, match=refusal):
         pool.run(2, train_with, penalised, "shard=2", str(tmp_path / "shard"))
     (alone,) = pool.run(1, train_with, penalised, "replicate=1", str(tmp_path / "alone"))
     assert set(pool.run(2, train_with, penalised, "replicate=2", str(tmp_path / "replicate"))) == {alone}

@@ -63,7 +63,7 @@ class Step:
         if any(module.needs_closure for module in run.modules):
             source.keep()
         alone = self._compares and len(run.modules) == 1  # a second model's backward may reach the first one
-        self._gradients = run.modules[0].gradient_versions() if alone else None
+        self._gradients = run.modules[0].reducer.gradient_versions() if alone else None
         """The gradients as the last backward of the step, or of the step before, has left them. None: not compared."""
         self._current: Microbatch | None = None
         self._accumulation: _Accumulation | None = None
@@ -318,7 +318,7 @@ class Step:
 
     def check_gradients(self) -> None:
         """Raise `LossError` if gradients have changed since `note_gradients`: the script has called a backward."""
-        if self._gradients is not None and not self._is_repeated and self._gradients != self._modules[0].gradient_versions():
+        if self._gradients is not None and not self._is_repeated and self._gradients != self._modules[0].reducer.gradient_versions():
             raise LossError(
                 f"after step {self.index}: the forward or the loss has called backward, and so changed the model's gradients; they are "
                 "sums over microbatches, scaled and reduced with the loss; add to the loss what it was called on"
@@ -326,7 +326,7 @@ class Step:
 
     def note_gradients(self) -> None:
         if self._gradients is not None:
-            self._gradients = self._modules[0].gradient_versions()
+            self._gradients = self._modules[0].reducer.gradient_versions()
 
     def note_forward(self) -> None:
         if self._is_repeated:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import divides_gradients, version
+from lockstep.base.torch_private import divides_gradients
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.logging.flops import Flops, peak_of
 from lockstep.model.model_snapshot import ModelSnapshot
@@ -218,10 +218,6 @@ class TrainModule:
     def call_gradient_hooks(self) -> None:
         """Call the user's hooks with the reduced gradients. Every rank calls it."""
         self.gradient_hooks.call(1.0 if self.loss_scale is None else self.loss_scale.divisor)
-
-    def gradient_versions(self) -> list[tuple[int, int] | None]:
-        """The identity of each gradient and its number of writes, by which a change is found."""
-        return [None if p.grad is None else (id(p.grad), version(p.grad)) for p in self.parameters]
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]

@@ -33,7 +33,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.wait_times import waits
 from lockstep.training.reducers.compression import Compression, gradients_of
-from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, clear_unused
+from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, clear_unused, gradient_versions
 from lockstep.tree import Counter
 
 
@@ -110,6 +110,9 @@ class DdpReducer:
             else:
                 self._ddp.register_comm_hook(None, _sum_bucket if world.hierarchy is None else world.hierarchy.sum_bucket)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
+
+    def gradient_versions(self) -> list[tuple[int, int] | None]:
+        return gradient_versions(self._parameters)
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -62,6 +62,10 @@ class FsdpReducer:
         self._backwards = [_GroupBackwards() for _ in self._groups]
         self._handles = [group.register_forward_hook(each.watch) for group, each in zip(self._groups, self._backwards, strict=True)]
 
+    def gradient_versions(self) -> list[int]:
+        """The number of accumulations. FSDP2 writes zeros to the gradients in a backward that asks for others alone."""
+        return [self._used.accumulations]
+
     def close(self) -> None:
         """Remove the hooks. The model can still be called while torch's process group exists."""
         self._used.close()
@@ -175,6 +179,7 @@ class _UsedParameters:
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.is_dummy = False
+        self.accumulations = 0
         self._parameters = parameters
         self.flags = [0.0] * len(parameters)
         self._hooks: dict[int, Any] = {}
@@ -235,6 +240,7 @@ class _UsedParameters:
 
     def _note(self, place: int) -> Any:
         def hook(parameter: Tensor) -> None:
+            self.accumulations += 1
             if not self.is_dummy and parameter.grad is not None:
                 self.flags[place] = 1.0
 

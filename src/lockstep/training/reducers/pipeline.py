@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,9 @@ class PipelineReducer:
         used = self._data_reducer.used()
         self._tied.sum(used)
         return self._data_reducer.reduce_used(used, values, weights, flag=flag)
+
+    def gradient_versions(self) -> list[Any]:
+        return self._data_reducer.gradient_versions()
 
     def close(self) -> None:
         self._data_reducer.close()

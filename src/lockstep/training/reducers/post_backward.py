@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused
+from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused, gradient_versions
 
 
 class PostBackwardReducer:
@@ -69,6 +69,9 @@ class PostBackwardReducer:
         if data.size > 1 and not all(used):
             clear_unused(self._parameters, stats)
         return stats
+
+    def gradient_versions(self) -> list[tuple[int, int] | None]:
+        return gradient_versions(self._parameters)
 
     def close(self) -> None:
         """Nothing to do: there are no hooks on the model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -36,6 +36,9 @@ class GradientReducer(Protocol):
 
         `values`, `weights`: one number for each microbatch of this rank; `weights` is None on all ranks or on none.
         """
+
+    def gradient_versions(self) -> list[Any]:
+        """Values that change with each backward that accumulates a gradient of this rank."""
 
     def close(self) -> None:
         """Remove the reducer's hooks from the model."""

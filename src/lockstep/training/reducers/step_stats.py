@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
+from lockstep.base.torch_private import version
 
 _MAX_LIST_LENGTH = 256
 """Up to so many CPU values are returned as a list, which is faster to read; more are returned as a tensor."""
@@ -23,6 +24,11 @@ READY_TWICE = (
 )
 """The words of all reducers that refuse a backward within a backward."""
 Number = Tensor | float  # A scalar tensor, or a number that the host has already
+
+
+def gradient_versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """Return the identity of each gradient and its number of writes."""
+    return [None if p.grad is None else (id(p.grad), version(p.grad)) for p in parameters]
 
 
 class StepStats(NamedTuple):
