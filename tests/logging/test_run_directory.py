@@ -303,7 +303,7 @@ def test_an_entry_that_the_format_cannot_hold_is_named_before_anything_is_writte
         directory.save_tensors("model.safetensors", state)
     assert str(refused.value) == (
         f"state dict entry 'bad' is {found}; model.safetensors holds dense tensors of integers, floats, bools and complex64; "
-        "change its type, or leave it out of the state dict (persistent=False)"
+        "change its type, or leave it out of the state dict (a buffer: persistent=False; get_extra_state: return a tensor)"
     )
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(RecipeError, match="'bad'"):

@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 
-RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 VOCABULARY, LENGTH = 17, 6
 
@@ -36,7 +35,7 @@ class Network(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         if self.mistake == "mask of the rank":
-            torch.manual_seed(RANK)
+            torch.manual_seed(ls.rank())
         x = self.norm(self.embedding(text))
         return self.head(x + torch.tanh(self.hidden(self.dropout(x))))
 
@@ -45,7 +44,7 @@ class Shifted(TensorDataset):
     """A dataset that depends on the rank, like one written for a DistributedSampler."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return super().__getitem__((index + RANK) % len(self))
+        return super().__getitem__((index + ls.rank()) % len(self))
 
 
 def texts(mistake: str) -> TensorDataset:
