@@ -80,6 +80,22 @@ def test_signals_wait_while_a_process_starts_until_it_has_handlers_of_its_own(mo
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
+def test_the_resource_tracker_of_this_process_is_no_part_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    starter = module._Starter("spawn", functions.double, ())
+    seen: list[bool] = []
+
+    class Process(multiprocessing.Process):
+        def start(self) -> None:
+            seen.append("RANK" in os.environ)
+
+    monkeypatch.setattr(module.resource_tracker, "ensure_running", lambda: seen.append("RANK" in os.environ))
+    monkeypatch.setattr(starter, "_context", SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process))
+    starter.start({"RANK": "0"})
+    starter.close()
+    assert seen == [False, True]
+
+
 def test_the_number_of_processes_comes_from_the_plan_where_it_says_one(capfd: pytest.CaptureFixture[str]) -> None:
     ls.spawn(functions.print_line, plan="replicate=3")
     assert sorted(capfd.readouterr().out.splitlines()) == [f'{{"rank": {rank}}}' for rank in range(3)]

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, TypeVar, cast
@@ -137,6 +138,7 @@ class _Starter:
             target=work, args=(self._call, sender, self._forked), name=SeedingName(f"rank-{environment['RANK']}")
         )
         own = {"OMP_NUM_THREADS": "1"} if self._forked else {} if "PYTHONSAFEPATH" in os.environ else SAFE_PATH
+        resource_tracker.ensure_running()  # this process's own: started with a worker's variables it would be killed with that
         try:
             with _environment({**environment, **own}), signals_blocked():
                 process.start()
