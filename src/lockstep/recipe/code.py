@@ -18,7 +18,6 @@ FIELDS = ("model", "loss", "optimizer", "inputs", "weight", "collate", "schedule
 MOST_BYTES = 2**26
 """The largest tensor or array that is read whole. Of a larger one, both ends are."""
 _PARTS = 64
-_OF_A_MODULE = ("_parameters", "_buffers", "_modules", "training")
 
 Digests = Mapping[str, Mapping[str, str]]
 """For each function of a recipe, by its field, the digests of its code and of the values that it uses, by their
@@ -64,7 +63,7 @@ class _RecipeReader(CodeReader):
         yield from self.read(type(value), path)
         own, is_users_own = attributes(value), is_users(type(value).__module__)
         if isinstance(value, _module_class()):
-            own = {name: part for name, part in own.items() if not name.startswith("_") or name in _OF_A_MODULE}
+            own = {name: part for name, part in own.items() if not name.startswith("_")} | _parts_of_module(value)
         elif not self._objects or not (is_users_own or is_dataclass(value) or isinstance(value, Namespace | SimpleNamespace)):
             own = {}
         for name, part in own.items():
@@ -75,6 +74,13 @@ class _RecipeReader(CodeReader):
             yield path, [f"{value.dtype} {tuple(value.shape)}".encode()]
         else:
             yield from super()._tensor(value, path)
+
+
+def _parts_of_module(module: Any) -> dict[str, Any]:
+    """Return the parameters, buffers and modules that an `nn.Module` has itself, by name."""
+    modules = {name: each for name, each in module.named_modules(remove_duplicate=False) if name and "." not in name}
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False)), **modules}
 
 
 def _module_class() -> type | tuple[()]:
