@@ -107,7 +107,7 @@ def test_the_longest_folder_that_is_not_refused_works(tmp_path, monkeypatch):
 def test_sockets_are_in_the_parents_folder_which_it_removes_however_this_process_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "the system's"))
     monkeypatch.setattr(parent, "_folder", None)
-    parent.use_parents_folder(str(tmp_path))
+    parent.use_parents_folder(tmp_path)
     loader = Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
     assert len(list(loader.fetch(spans()))) == 6
     assert len(list(tmp_path.glob("pymp-*/listener-*"))) == 1
@@ -119,7 +119,7 @@ def test_a_parents_folder_with_a_long_name_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(parent, "_folder", None)
     long = tmp_path / ("a" * 75)
     long.mkdir()
-    parent.use_parents_folder(str(long))
+    parent.use_parents_folder(long)
     loader = Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
     assert len(list(tmp_path.glob("pymp-*"))) == 1
     loader.close()

@@ -48,6 +48,9 @@ def test_workers_get_what_torchrun_sets_and_our_own(run: Starter, tmp_path: Path
         assert run_id.startswith("lockstep-")
         assert int(port) > 0
         assert not Path(error_file).parent.exists()
+        started_by = added.pop("LOCKSTEP_STARTED_BY")
+        assert Path(started_by).name == f"rank-{rank}"
+        assert Path(started_by).parent == Path(error_file).parent
         added.pop("LC_CTYPE", None)  # Python's own
         assert added == {
             "RANK": str(rank),
