@@ -63,22 +63,34 @@ from lockstep.base.parent import die_with_parent, outlive_parent
 os.setsid()
 signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked;"))
 die_with_parent(os.getppid())
-outlive_parent(0.3, 30.0, lambda: os.path.exists("busy"))
+outlive_parent(0.3, 30.0, lambda: os.path.exists("busy"), lambda: not os.path.exists("others"))
 os.write(1, b"ready;")
 while True: signal.pause()
 """
 
 
+LAUNCHES = (
+    "import subprocess, sys, threading, time\n"
+    "for _ in range(4): threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
+    f"subprocess.Popen([sys.executable, '-c', {OUTLIVES!r}])\n"
+    "time.sleep(60)"
+)
+
+
+def test_one_that_is_not_alone_is_killed_at_once(tmp_path: Path) -> None:
+    (tmp_path / "others").touch()
+    (tmp_path / "busy").touch()
+    with subprocess.Popen([sys.executable, "-c", LAUNCHES], cwd=tmp_path, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert os.read(parent.stdout.fileno(), 6) == b"ready;"
+        parent.send_signal(signal.SIGKILL)
+        assert parent.stdout.read() == b""
+
+
 def test_one_that_may_save_is_asked_once_and_killed_later(tmp_path: Path) -> None:
     """The parent has several threads: the kernel would send a signal for the end of each."""
-    launches = (
-        "import subprocess, sys, threading, time\n"
-        "for _ in range(4): threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
-        f"subprocess.Popen([sys.executable, '-c', {OUTLIVES!r}])\n"
-        "time.sleep(60)"
-    )
     (tmp_path / "busy").touch()
-    line = [sys.executable, "-c", launches]
+    line = [sys.executable, "-c", LAUNCHES]
     with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert os.read(parent.stdout.fileno(), 6) == b"ready;"

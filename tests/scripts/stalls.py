@@ -18,8 +18,11 @@ import lockstep as ls
 
 STEP = 3
 KIND, WHERE, RUN_DIR = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-is_me = int(os.environ.get("RANK", "0")) == WHERE
 done = 0
+
+
+def is_me() -> bool:
+    return int(os.environ.get("RANK", "0")) == WHERE
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -31,7 +34,7 @@ class Samples(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.given += 1
-        if KIND == "data" and is_me and self.given > 32 * STEP:
+        if KIND == "data" and is_me() and self.given > 32 * STEP:
             time.sleep(1000)  # data
         return torch.full((8,), index / 512)
 
@@ -41,7 +44,7 @@ def model() -> nn.Module:
 
 
 def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-    if is_me and done == STEP:
+    if is_me() and done == STEP:
         if KIND == "loop":
             while True:  # loop
                 pass
@@ -60,23 +63,23 @@ class Between(ls.Hook):
         done = run.step
         if done != STEP:
             return
-        if KIND == "stopped" and is_me:
+        if KIND == "stopped" and is_me():
             os.kill(os.getpid(), signal.SIGSTOP)
-        if KIND == "alone" and is_me:
+        if KIND == "alone" and is_me():
             dist.all_reduce(torch.ones(3))  # alone
         if KIND == "another":
-            if is_me:
+            if is_me():
                 dist.all_reduce(torch.ones(3))  # another
             else:
                 dist.broadcast(torch.ones(3), 0)
         if KIND == "swallowed":
             try:
-                if is_me:
+                if is_me():
                     raise ValueError("odd")
                 dist.all_reduce(torch.ones(3))  # swallowed
             except ValueError:
                 pass
-        if KIND == "receives" and is_me:
+        if KIND == "receives" and is_me():
             dist.recv(torch.ones(3), (WHERE + 1) % dist.get_world_size())  # receives
 
 

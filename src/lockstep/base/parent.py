@@ -38,10 +38,10 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def outlive_parent(seconds: float, busy_seconds: float, is_busy: Callable[[], bool]) -> None:
+def outlive_parent(seconds: float, busy_seconds: float, is_busy: Callable[[], bool], may_go_on: Callable[[], bool]) -> None:
     """Have this process get SIGTERM at the parent's end, instead of SIGKILL, until `end_with_parent_again`. It and its
-    process group are killed so many seconds later, or `busy_seconds` while it `is_busy`. Linux only, after
-    `die_with_parent`. Called in the main thread.
+    process group are killed so many seconds later, or `busy_seconds` while it `is_busy`; at once unless it `may_go_on`.
+    Linux only, after `die_with_parent`. Called in the main thread.
 
     A thread sends it: the kernel would send one for each of the parent's threads, and the second would ask to end at
     once.
@@ -57,7 +57,7 @@ def outlive_parent(seconds: float, busy_seconds: float, is_busy: Callable[[], bo
         _is_watched = True
         threading.Thread(
             target=_end_after_parent,
-            args=(descriptor, seconds, busy_seconds, is_busy),
+            args=(descriptor, seconds, busy_seconds, is_busy, may_go_on),
             name="lockstep-parent",
             daemon=True,
         ).start()
@@ -81,13 +81,21 @@ def _signal_after_parent(number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def _end_after_parent(parent: int, seconds: float, busy_seconds: float, is_busy: Callable[[], bool]) -> None:
+def _end_after_parent(
+    parent: int,
+    seconds: float,
+    busy_seconds: float,
+    is_busy: Callable[[], bool],
+    may_go_on: Callable[[], bool],
+) -> None:
     poll = select.poll()
     poll.register(parent, select.POLLIN)
     poll.poll()
-    os.kill(os.getpid(), signal.SIGTERM)
+    is_asked = may_go_on()
+    if is_asked:
+        os.kill(os.getpid(), signal.SIGTERM)
     ended = time.monotonic()
-    while time.monotonic() - ended < (max(seconds, busy_seconds) if is_busy() else seconds):
+    while is_asked and time.monotonic() - ended < (max(seconds, busy_seconds) if is_busy() else seconds):
         time.sleep(_POLL_SECONDS)
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)

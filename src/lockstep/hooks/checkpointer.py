@@ -42,6 +42,7 @@ class Checkpointer:
     _since: float = field(init=False)  # when the last save began
     scores: Scores = field(init=False)
     _began_at: int = 0  # steps done at the start
+    _next_check: int = 0  # steps done since then at which it is checked again that the state can be saved
     _is_due: bool = False  # True if a save is due but waits for the one before it
     _saved: int = -1  # steps done at the last save that began, or at the start
     _is_open: bool = False  # true until the ranks have agreed on the result of the last save
@@ -95,8 +96,11 @@ class Checkpointer:
     def after_step(self, step: int, *, is_time: bool) -> None:
         """Begin a save if one is due and none is under way. Every rank calls it. Raises `CheckpointError` if too many
         failed in a row."""
-        if not (done := step - self._began_at) & (done - 1):  # after 1, 2, 4, 8, ... steps
+        done = step - self._began_at
+        # It reads values from the device. At a logging step the host has waited for the device anyway.
+        if done <= 2 or (self.run.is_logging_step and done >= self._next_check):
             self._check_saveable()
+            self._next_check = 2 * done
         self._poll()
         if (score := self.scores.now(self.run)) is not None and self.scores.improves(score):
             self.run.event("best-evaluation", metric=self.saving.best, value=score)

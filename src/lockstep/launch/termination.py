@@ -79,6 +79,17 @@ class Terminated(SystemExit):
         return f"{signal.Signals(self.number).name}, from the launcher or from outside the run"
 
 
+def _is_on_one_machine() -> bool:
+    """True if all ranks are on this machine, so that all lose the launcher together. On several machines the ranks of
+    the others are not to end: they go on as after the loss of a machine."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+    else:
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+    return bool(size <= int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 class Termination:
     """A context that handles the signals of `PREEMPTING` and `ENDING`, in the main thread.
 
@@ -112,7 +123,7 @@ class Termination:
         if self._saves:
             self.asked, _unanswered = _unanswered, None
             if _is_worker:
-                outlive_parent(END_SECONDS, SAVE_SECONDS, is_saving)
+                outlive_parent(END_SECONDS, SAVE_SECONDS, is_saving, _is_on_one_machine)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
