@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
+from torch._dynamo import utils  # its counters are no state of the hook that reads them
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
@@ -60,7 +60,7 @@ class Watched(ls.Hook):
 
     def on_end(self, run: Run) -> None:
         if case == "compiles":
-            print(f"process {os.getpid()} compiled {counters['frames']['total']} functions", flush=True)
+            print(f"process {os.getpid()} compiled {utils.counters['frames']['total']} functions", flush=True)
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
