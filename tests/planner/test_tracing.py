@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from planner.subjects import LENGTH, MICROBATCH, WORDS, Transformer, plain, recipe, traced
+from planner.subjects import LENGTH, MICROBATCH, WORDS, Transformer, loss, mean_loss, plain, recipe, traced
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +27,7 @@ from lockstep.comm.world import World
 from lockstep.data.fetch import Fetcher
 from lockstep.planner.trace import peak
 from lockstep.planner.tracing.fake_world import fake_world
+from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.torch_fakes import FakeTensor
 from lockstep.planner.tracing.values import ValueNeeded
 from lockstep.training.losses import loss as losses
@@ -128,6 +129,16 @@ def test_inputs_model_and_loss_compute_without_values() -> None:
     assert kinds == {FakeTensor}
 
 
+def two_views(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    words, targets = (torch.stack(each) for each in zip(*samples, strict=True))
+    return words.repeat(2, 1), targets.repeat(2, 1)
+
+
+def test_a_mean_over_several_rows_a_sample_is_traced() -> None:
+    trace = traced("replicate=2", recipe(collate=two_views, loss=mean_loss, weight=None))
+    assert trace.items
+
+
 def test_evaluations_are_no_part_of_a_step() -> None:
     evaluation = ls.Evaluation(data=recipe().data, every=1, loss=fails)
     assert traced("replicate=1", recipe(evaluation=evaluation)).collectives() == []
@@ -138,6 +149,12 @@ def test_evaluations_are_no_part_of_a_step() -> None:
 
 def fails(scores: Any, batch: Any) -> Tensor:
     raise ZeroDivisionError("on purpose")
+
+
+def fails_in_the_traced_step(scores: Tensor, batch: Any) -> Any:
+    if any(isinstance(mode, TraceRecorder) for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()):
+        fails(scores, batch)
+    return loss(scores, batch)
 
 
 PATCHED: list[tuple[Any, str]] = [
@@ -176,6 +193,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("pipeline=2,shard=2,tensor=2", {}, None),
         ("shard=2,numerics=bitwise", {}, None),
         ("shard=2", {"loss": fails}, ZeroDivisionError),
+        ("replicate=2", {"loss": fails_in_the_traced_step}, ZeroDivisionError),
         ("replicate=2", {"model": Branching}, ValueNeeded),
         ("tensor=2", {"tensor": {"nowhere": "colwise"}}, RecipeError),
         ("shard=4,tensor=2", {"data": []}, DataError),
@@ -184,11 +202,12 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_is_afterwards_as_it_was(plan: str, changes: dict[str, Any], error: type[Exception] | None) -> None:
     plain("shard=2,tensor=2")  # imports, and torch's own caches
     before = state_of_torch()
-    with nullcontext() if error is None else pytest.raises(error):
+    with nullcontext() if error is None else pytest.raises(error) as kept:  # with its frames
         traced(plan, recipe(**changes))
     gc.collect()
     for then, now in zip(before, state_of_torch(), strict=True):
         assert now == then
+    assert error is None or isinstance(kept.value, error)
 
 
 def test_a_run_after_a_trace_in_the_same_process_has_its_own_constants() -> None:

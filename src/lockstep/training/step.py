@@ -24,7 +24,7 @@ from lockstep.recipe.recipe import Gathered
 from lockstep.training.executors.executor import call_model
 from lockstep.training.hook import Run
 from lockstep.training.losses.batch_loss import BatchLoss
-from lockstep.training.losses.loss import SINGLE, Contribution, contribution
+from lockstep.training.losses.loss import SINGLE, Contribution, LossKind, contribution
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.reducers.step_stats import Number
 from lockstep.training.set_up import Remark
@@ -151,7 +151,7 @@ class Step:
         self._phases.enter("update")
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
-        terms = [part.terms for part in accumulation.parts]
+        terms = accumulation.terms
         # The gradient may be finite all the same: torch.where can mask the loss.
         if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
             StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
@@ -354,8 +354,9 @@ class _Accumulation:
     def __init__(self, step: Step, number: int, module: TrainModule, *, alone: bool, probe: Any) -> None:
         self.number = number
         self.values: list[Number] = []
-        self.parts: list[Contribution] = []
-        """One for each microbatch whose loss is on this rank: none on the earlier stages of a pipeline."""
+        self.terms: list[dict[str, Tensor]] = []
+        """For each microbatch whose loss is on this rank: on the last stage of a pipeline."""
+        self._kinds: list[LossKind] = []
         self.microbatches = step.batches
         self.fetched = step.fetched
         self.grad_output = module.grad_output
@@ -415,7 +416,8 @@ class _Accumulation:
         self.values.append(value)
         self._weights.append(weight)
         if part is not None:
-            self.parts.append(part._replace(total=part.total.detach()))  # not its graph
+            self.terms.append(part.terms)
+            self._kinds.append(part.kind())
 
     def check_complete(self) -> None:
         """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one kind."""
@@ -427,22 +429,22 @@ class _Accumulation:
                 "each microbatch; to leave the microbatch out of the gradient, multiply its loss by 0"
             )
         if self._module.forward_knows_weight is None:
-            self._module.agree_on_loss(self.parts)
-        if {part.weight is not None for part in self.parts} - {self._module.forward_knows_weight}:
+            self._module.agree_on_loss(self._kinds)
+        if {kind.has_weight for kind in self._kinds} - {self._module.forward_knows_weight}:
             raise LossError(
                 f"after step {step.index}: the loss is an ls.Loss for some microbatches and not for others; it must be the same kind for "
                 "all: return ls.Loss(total, weight) always, or never"
             )
-        for place, part in zip(self._seen, self.parts, strict=False):  # earlier stages of a pipeline have no parts
-            if part.repeats != self._module.repeats:
+        for place, kind in zip(self._seen, self._kinds, strict=False):  # earlier stages of a pipeline have none
+            if kind.repeats != self._module.repeats:
                 raise LossError(
-                    f"after step {step.index}, microbatch {place}: the batch has {part.repeats} rows for each sample and had "
+                    f"after step {step.index}, microbatch {place}: the batch has {kind.repeats} rows for each sample and had "
                     f"{self._module.repeats} before; a mean over them would be weighted as one over samples; return ls.Sum(loss * n) with "
                     "Recipe.weight = batch -> n, its rows, or ls.Loss(loss * n, n)"
                 )
-            if part.terms.keys() != set(self._module.terms):
+            if set(kind.terms) != set(self._module.terms):
                 raise LossError(
-                    f"after step {step.index}, microbatch {place}: the loss has terms {list(part.terms)} and had {self._module.terms} "
+                    f"after step {step.index}, microbatch {place}: the loss has terms {kind.terms} and had {self._module.terms} "
                     "before; it must have the same terms for every microbatch: for one that does not apply, return (output * 0).sum()"
                 )
 

@@ -28,7 +28,7 @@ from lockstep.training.executors.executor import Executor
 from lockstep.training.executors.pipelined import PipelineExecutor
 from lockstep.training.executors.serial import SerialExecutor
 from lockstep.training.left_out import LeftOut, complete_state_dict
-from lockstep.training.losses.loss import Contribution
+from lockstep.training.losses.loss import Contribution, LossKind
 from lockstep.training.optim import gradient_norm, optimizers as optim
 from lockstep.training.optim.closure import needs_closure
 from lockstep.training.optim.modes import OptimizerModes
@@ -88,7 +88,7 @@ class TrainModule:
         self.forward_knows_weight: bool | None = None
         """True for `ls.Loss`, with a weight that only the forward knows. None before the first commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
-        self.repeats = 1  # see `Contribution`
+        self.repeats = 1  # see `LossKind`
         self.prescale: Tensor | None = None
         """Divisor of an `ls.Loss` before its backward: a power of two near the last step's weight; None at first."""
         self.gain: Tensor | float = 1.0  # the factor by which the latest step's summed gradient was multiplied
@@ -194,11 +194,10 @@ class TrainModule:
         """The gradient that the backward of `part.total` starts with, times the loss scale."""
         return part.grad_output if self.loss_scale is None else part.grad_output * self.loss_scale.divisor
 
-    def agree_on_loss(self, parts: Sequence[Contribution]) -> None:
+    def agree_on_loss(self, kinds: Sequence[LossKind]) -> None:
         """Agree on the kind of loss at the first commit: some ranks have no microbatch. Every rank calls it."""
-        mine = [parts[0].weight is not None, list(parts[0].terms), parts[0].repeats] if parts else None
-        kinds = self.mesh.world.gather_values(mine)
-        self.forward_knows_weight, self.terms, self.repeats = next(kind for kind in kinds if kind is not None)
+        everyone = self.mesh.world.gather_values(kinds[0] if kinds else None)
+        self.forward_knows_weight, self.terms, self.repeats = next(kind for kind in everyone if kind is not None)
 
     def divide_by_weight(self, weights: Tensor | None, values: Tensor | list[float]) -> None:
         """Divide the summed gradient by Σ `weights`, if given. If that is 0, it is 0 if all `values` of the loss are,

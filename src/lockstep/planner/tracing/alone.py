@@ -20,7 +20,7 @@ from lockstep.model.tensor.first_forward_check import FirstForwardCheck
 from lockstep.planner.tracing.torch_fakes import FakeTensor, keeping_buckets, mesh_methods, propagation_methods
 from lockstep.planner.tracing.values import listed
 from lockstep.training.losses import loss
-from lockstep.training.losses.loss import Contribution
+from lockstep.training.losses.loss import LossKind
 from lockstep.training.microbatches import Batching, Microbatches, Spans
 from lockstep.training.train_module import TrainModule
 
@@ -88,9 +88,8 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def _agree_alone(module: TrainModule, parts: Sequence[Contribution]) -> None:
-    module.forward_knows_weight = bool(parts) and parts[0].weight is not None
-    module.terms = list(parts[0].terms) if parts else []
+def _agree_alone(module: TrainModule, kinds: Sequence[LossKind]) -> None:
+    module.forward_knows_weight, module.terms, module.repeats = kinds[0] if kinds else LossKind(False, [], 1)
 
 
 def _raise_own(failure: PipelineFailure) -> None:

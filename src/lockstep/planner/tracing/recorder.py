@@ -65,18 +65,22 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.label_storage(storage, "gathered")
             return result
 
-        with self.streams.used(), replaced(torch.UntypedStorage, resize_=resized):
-            yield
-        for finalizer in self._finalizers:
-            finalizer.detach()
+        try:
+            with self.streams.used(), replaced(torch.UntypedStorage, resize_=resized):
+                yield
+        finally:
+            for finalizer in self._finalizers:
+                finalizer.detach()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what is computed while entered."""
         self._is_recording = True
-        with self:
-            yield
-        self._is_recording = False
+        try:
+            with self:
+                yield
+        finally:
+            self._is_recording = False
 
     def mark(self, name: str) -> None:
         self._note(Mark(name))

@@ -190,6 +190,7 @@ class LoneSession(RecipeSession):
                 stack.enter_context(replaced(owner, **names))
             self.hook.fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(Values())  # type: ignore[no-untyped-call]
+        stack.callback(self.hook.end_recording)  # also after an error: before the modes that it was entered in
 
 
 class StepTraceHook(ControlHook):
@@ -274,8 +275,12 @@ class StepTraceHook(ControlHook):
         self.recorder.mark("end")
         if run.source is not None and run.source.weights:
             self._tokens_per_sample = sum(run.source.weights.values()) / run.source.samples
-        self._stack.close()
+        self.end_recording()
         raise _Traced
+
+    def end_recording(self) -> None:
+        """Record nothing from here on. May be called several times."""
+        self._stack.close()
 
     def trace(self) -> TracedStep:
         """The trace of the step."""

@@ -20,6 +20,16 @@ SINGLE = "loss"  # the name of the only term, if the loss is not a dict
 Weights = dict[str, float]
 
 
+class LossKind(NamedTuple):
+    """What the losses of all microbatches have in common."""
+
+    has_weight: bool
+    """True of an `ls.Loss`."""
+    terms: list[str]
+    repeats: int
+    """Rows of the batch for each sample, where the loss has a mean over them."""
+
+
 class Contribution(NamedTuple):
     """The part of one microbatch in a step: the gradient of `grad_output * total`, and the numbers to record."""
 
@@ -29,8 +39,10 @@ class Contribution(NamedTuple):
     value: Tensor | float  # Scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
     weight: Tensor | None  # Scalar; only of an `ls.Loss`
     terms: dict[str, Tensor]  # each term's part of the step's loss, if there are several
-    repeats: int = 1
-    """Rows of the batch for each sample, where the loss has a mean over them."""
+    repeats: int = 1  # as in `LossKind`
+
+    def kind(self) -> LossKind:
+        return LossKind(self.weight is not None, list(self.terms), self.repeats)
 
 
 def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:
@@ -123,7 +135,7 @@ def _check_same_names(terms: Mapping[str, Any], weights: Weights) -> None:
 
 
 def _repeats(name: str, term: Any, batch: Any, samples: int) -> int:
-    """See `Contribution.repeats`. Raises `LossError` if a plain scalar is no mean over the samples."""
+    """See `LossKind.repeats`. Raises `LossError` if a plain scalar is no mean over the samples."""
     return 1 if isinstance(term, Sum) else rows_per_sample(name, batch, samples)
 
 

@@ -20,7 +20,7 @@ def rows_per_sample(name: str, batch: Any, samples: int) -> int:
     `name`: of the term that is one. A batch in which nothing can be counted is taken at its word."""
     kind = type(batch)  # the common cases, asked for each microbatch
     first = batch[0] if kind in _LISTS and batch else next(iter(batch.values()), None) if kind is dict else batch
-    if type(first) is Tensor and first.dim() and len(first) == samples:
+    if type(first) is Tensor and first.shape[:1] == (samples,):
         return 1
     if (rows := rows_of(batch, samples)) is None or rows == samples:
         return 1
