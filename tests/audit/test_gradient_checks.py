@@ -259,6 +259,29 @@ def test_parameters_in_no_optimizer_are_found() -> None:
     assert not check_gradients(given([step(untrained=[]), step(1)])).findings
 
 
+# Values that are not finite
+
+
+NAN, FINITE = {"w": sketched([float("nan")])}, {"w": sketched([1.0])}
+
+
+@pytest.mark.parametrize(
+    ("rows", "when", "line", "at"),
+    [
+        ([step(applied=NAN, before=NAN, parameters=NAN)], "before the first step 1 of 1", "train.py:5", 0),
+        ([step(before=FINITE, parameters=FINITE), step(1, applied=NAN, parameters=NAN)], "after step 1", "train.py:20", 1),
+    ],
+)
+def test_parameters_that_are_not_finite_are_found(rows: list[Row], when: str, line: str, at: int) -> None:
+    finding = only(check_gradients(given(rows, rows)))
+    assert (finding.cause, finding.line, finding.step, list(finding.names)) == (Cause.NOT_FINITE, line, at, ["w"])
+    assert finding.evidence.startswith(when)
+
+
+def test_a_gradient_that_is_not_finite_and_not_applied_is_no_fault() -> None:
+    assert not check_gradients(given([step(applied=NAN, before=FINITE, parameters=FINITE)])).findings
+
+
 # Wasted reductions
 
 

@@ -33,6 +33,7 @@ class Cause(Enum):
     OPTIMIZER_STATE_DIFFERS = "optimizer_state_differs"
     OPTIMIZER_NEEDS_WHOLE_TENSORS = "optimizer_needs_whole_tensors"
     NOT_TRAINED = "not_trained"
+    NOT_FINITE = "not_finite"
     SAME_RANDOM_NUMBERS = "same_random_numbers"
     SAME_AUGMENTATION = "same_augmentation"
     SEED_RESET = "seed_reset"

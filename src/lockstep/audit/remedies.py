@@ -144,6 +144,14 @@ CAUSES = {
         "the optimizer updates the parameters that the model uses",
         "build the optimizer last: after fully_shard, after a change of layers, after weights are tied, after moving to a device",
     ),
+    "not_finite": CauseText(
+        "the model's parameters are NaN or infinite",
+        "a step applies a gradient that is finite, or none",
+        "give every parameter a value: after model.to_empty(...) each module's reset_parameters(), that of the layers too;\n"
+        "skip a step whose gradient is not finite, as torch.amp.GradScaler does:\n"
+        "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
+        "    if torch.isfinite(norm):\n        optimizer.step()",
+    ),
     "same_random_numbers": CauseText(
         "all ranks draw the same random numbers",
         _STREAMS,

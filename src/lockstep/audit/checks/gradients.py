@@ -58,8 +58,9 @@ def check_gradients(records: Records) -> AreaResult:
         if rows[0]["several_closures"]:
             result.miss(f"{rows[0]['type']} computes several gradients in a step")
             continue
-        if broken := [name for row in rows for name, sketch in row["applied"].items() if sketch and not np.isfinite(sketch).all()]:
-            result.miss(f"gradients are NaN or infinite in step {step}: {first_few(list(dict.fromkeys(broken)))}")
+        if broken := _not_finite(rows, "applied"):
+            result.miss(f"gradients are NaN or infinite in step {step}: {first_few(broken)}")
+            _check_finite(result, rows, step)
             break
         _check_stale(result, rows, step)
         _check_clipping(result, rows, step)
@@ -90,6 +91,23 @@ def check_gradients(records: Records) -> AreaResult:
         whose = "the gradients of all ranks with one factor" if records.world_size > 1 else "the gradient of their own backwards"
         result.right = f"{seen}{'' if seen == steps else f' of {steps}'} steps apply {whose}"
     return result
+
+
+def _not_finite(rows: Sequence[Row], sketches: str) -> list[str]:
+    """The names of what is NaN or infinite on some rank."""
+    return list(dict.fromkeys(name for row in rows for name, each in row[sketches].items() if each and not np.isfinite(each).all()))
+
+
+def _check_finite(result: AreaResult, rows: Sequence[Row], step: int) -> None:
+    """Look for the first parameters that are not finite, before the first step or after one."""
+    for sketches, when, line in (
+        ("before", "before the first step", rows[0]["made_at"]),
+        ("parameters", f"after step {step}, whose gradient was not finite,", rows[0]["line"]),
+    ):
+        if names := _not_finite(rows, sketches):
+            text = f"{when} {len(names)} of {len(rows[0]['parameters'])} parameters are NaN or infinite: {first_few(names)}"
+            result.find(Cause.NOT_FINITE, text, line=line or rows[0]["line"], step=step, names=names)
+            return
 
 
 def before_clipping(row: Row, name: str) -> list[float] | None:
