@@ -89,7 +89,9 @@ class RunningStatistics:
         self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
         self._hooks += [scratch.module.register_forward_hook(scratch.swap_out, always_call=True) for scratch in self._scratches]
         self._rows: list[Tensor] = []
-        self._updating = [SelfUpdatingBuffers(module, names) for module in model.modules() if (names := self_updating(module))]
+        self._updating = [
+            SelfUpdatingBuffers(prefix, module, names) for prefix, module in model.named_modules() if (names := self_updating(module))
+        ]
         self._hooks += [hook for updating in self._updating for hook in updating.hooks]
         handled = [each.kept for each in self._scratches] + [each.kept for each in self._updating]
         ours = {id(buffer) for kept in handled for buffer in kept.values()}
@@ -106,7 +108,7 @@ class RunningStatistics:
         self._watched = [*self._others.values(), *named.values()]
         self._names = [*(f"buffer {name!r}" for name in self._others), *(f"parameter {name!r}" for name in named)]
         self._world = mesh.world
-        self._compares = self._world.any(bool(self._others))
+        self._compares = self._world.any(bool(self._others or self._updating))
         self.begin(compare=False)
 
     def close(self) -> None:
@@ -139,13 +141,20 @@ class RunningStatistics:
             updating.discard()
 
     def check(self, *, compare: bool) -> None:
-        """Raise `RecipeError` if a forward has changed a parameter, or a buffer that is not BatchNorm's.
+        """Raise `RecipeError` if a forward has changed a parameter, a buffer that is not BatchNorm's, or the shape of a
+        self-updating one.
         `compare`: as in `begin`; then every rank of the run calls it, and all ranks raise alike."""
         changed = self._changed()
         if compare and self._compares:
             found = self._world.gather_rows(torch.tensor([changed is not None]), [1] * self._world.size)
             if found.any():
                 changed = next(each for each in self._world.gather_values(changed) if each is not None)
+        if changed is not None and changed.startswith("shape"):
+            raise RecipeError(
+                f"the model's forward changed the {changed}; a buffer in self_updating_buffers keeps its shape, which all ranks know; give "
+                "it the shape that it ends with: where the first forward sets it, run the model once on an example in the model's factory; "
+                "where it grows, register its largest size, and keep the number of rows in use in another buffer"
+            )
         if changed is not None:
             where = "forward" if changed.startswith("buffer") else "forward, or a hook of its backward,"
             raise RecipeError(
@@ -162,7 +171,10 @@ class RunningStatistics:
         for name, (own, key) in self._places.items():
             if own.get(key) is not self._others[name]:
                 return f"buffer {name!r}"
-        return next((f"buffer {name!r}" for name, bits in self._bits.items() if not torch.equal(bits, _bits(self._others[name]))), None)
+        for name, bits in self._bits.items():
+            if not torch.equal(bits, _bits(self._others[name])):
+                return f"buffer {name!r}"
+        return next((reshaped for updating in self._updating if (reshaped := updating.reshaped()) is not None), None)
 
     def commit(self, count: int, *, apply: bool | Tensor) -> None:
         """Gather the updates of all `count` microbatches, and apply them if the step was applied. Every rank calls it.

@@ -40,8 +40,8 @@ def self_updating(module: nn.Module) -> Sequence[str]:
 class SelfUpdatingBuffers:
     """The buffers of one module. Each call of its forward in a microbatch gets a copy, which that call may change."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self._module = module
+    def __init__(self, prefix: str, module: nn.Module, names: Sequence[str]) -> None:
+        self._prefix = f"{prefix}." if prefix else ""
         self.kept: dict[str, Tensor] = {name: buffer for name in names if (buffer := own_buffers(module)[name]) is not None}
         self._first: dict[str, Tensor] | None = None
         self.discard()
@@ -65,6 +65,13 @@ class SelfUpdatingBuffers:
         if self._first is None and self._taken is not None:
             self._first = self._taken
         self.discard()
+
+    def reshaped(self) -> str | None:
+        """Describe a buffer whose shape this rank's first microbatch has changed. None if there is none."""
+        for name, updated in (self._first or {}).items():
+            if updated.shape != self.kept[name].shape:
+                return f"shape of its buffer {self._prefix + name!r} from {tuple(self.kept[name].shape)} to {tuple(updated.shape)}"
+        return None
 
     def commit(self, mesh: Mesh, count: int, *, apply: bool | Tensor) -> None:
         """Take over the updates of the first of all `count` microbatches. Every rank calls it."""
