@@ -168,6 +168,11 @@ def apply(optimizer: Optimizer) -> None:
 def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     counts = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    if others := sum(i not in names for i in counts):
+        raise RecipeError(
+            f"the optimizer holds {others} parameters that are not the model's; build it from the model it is given: "
+            "optimizer=lambda model: torch.optim.AdamW(model.parameters())"
+        )
     if left_out := [name for name, parameter in trainable(model).items() if id(parameter) not in counts]:
         raise RecipeError(
             f"the optimizer leaves out {first_few(left_out)}; every trainable parameter must be in exactly one optimizer: add them, or "
@@ -175,8 +180,3 @@ def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         )
     if twice := [names.get(i, "(unnamed)") for i, times in counts.items() if times > 1]:
         raise RecipeError(f"{first_few(twice)} are in two optimizers; each would update them; give every parameter to exactly one")
-    if others := sum(i not in names for i in counts):
-        raise RecipeError(
-            f"the optimizer holds {others} parameters that are not the model's; build it from the model it is given: "
-            "optimizer=lambda model: torch.optim.AdamW(model.parameters())"
-        )
