@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -143,39 +144,106 @@ def heavier() -> Any:
     return made.loss
 
 
-def asks_itself(model: nn.Module, batch: Any) -> Tensor:
-    assert ls.rank() == rank()
+def printing(is_main: bool) -> Callable[..., Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if is_main:
+            print(len(batch[0]))
+        return squared_error(model, batch)
+
+    return loss
+
+
+def writing(writer: Any) -> Callable[..., Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if writer is not None:
+            writer.info("%d", len(batch[0]))
+        return squared_error(model, batch)
+
+    return loss
+
+
+def asking(model: nn.Module, batch: Any) -> Tensor:
+    if ls.rank() == 0:
+        print(len(batch[0]))
     return squared_error(model, batch)
 
 
-LOSSES: dict[str, Callable[[], Any]] = {
+def of_level(level: int) -> logging.Logger:
+    logger = logging.getLogger("of one rank")
+    logger.setLevel(level)
+    return logger
+
+
+def on(device: torch.device) -> Callable[..., Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return squared_error(model, batch).to("cpu" if device.index else batch[1].device)
+
+    return loss
+
+
+class OnOneRank(ls.Hook):
+    """Keeps which rank it is, and a writer on one of them, as public scripts do."""
+
+    def __init__(self, main: bool) -> None:
+        self.is_main, self.writer = main, logging.getLogger("of a hook") if main else None
+
+    def after_step(self, run: Any) -> None:
+        if self.is_main:
+            assert self.writer is not None
+            self.writer.info("step %d", run.step)
+
+
+DIFFERENT: dict[str, Callable[[], Any]] = {
     "factor": lambda: loss_times(1.0 + rank()),
     "its code": lambda: (lambda *given: 2 * squared_error(*given)) if rank() else (lambda *given: squared_error(*given)),
     ".__self__.weights": heavier,
-    "": lambda: asks_itself,
+    "is_main": lambda: printing(rank() == 0),
+    "writer": lambda: writing(None if rank() else of_level(logging.ERROR)),
+}
+"""Losses that each rank makes for itself, by what differs."""
+ALIKE: dict[str, Callable[[], Any]] = {
+    "the rank, asked for in the loss": lambda: asking,
+    "a writer on every rank, whose level depends on it": lambda: writing(of_level(logging.INFO + rank())),
+    "a device": lambda: on(torch.device("cuda", rank())),
 }
 
 
-def train_losses(run_dir: str) -> dict[str, str]:
-    """What each of the losses is answered with."""
+def train_losses(run_dir: str, losses: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """Returns what each of the losses is answered with: the fingerprint, or the error."""
     found = {}
-    for name, make in LOSSES.items():
+    for place, (name, make) in enumerate(losses.items()):
         try:
-            ls.train(recipe(loss=make()), run_dir=f"{run_dir}{list(LOSSES).index(name)}")
-            found[name] = ""
+            given = recipe(loss=make())
+            result = ls.train(given, run_dir=f"{run_dir}{place}", plan=BITWISE, hooks=[OnOneRank(rank() == 0)])
+            found[name] = result.fingerprint
         except RecipeError as error:
             found[name] = str(error)
     return found
 
 
-def test_another_function_on_each_rank_is_refused_and_what_it_asks_for_itself_is_not(pool: WorkerPool, tmp_path: Path) -> None:
-    for found in pool.run(2, train_losses, str(tmp_path / "run")):
-        assert found.pop("") == ""
+def different_losses(run_dir: str) -> dict[str, str]:
+    return train_losses(run_dir, DIFFERENT)
+
+
+def losses_alike(run_dir: str) -> dict[str, str]:
+    return train_losses(run_dir, ALIKE)
+
+
+def test_another_function_on_each_rank_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    for found in pool.run(2, different_losses, str(tmp_path / "run")):
         for name, error in found.items():
             assert error == (
                 f"loss is another function on rank 1 than on rank 0: {name} differs; all processes of a run have one recipe; give the same "
-                "on every rank, and ask for what depends on the rank within the function (ls.rank())"
+                "on every rank; for a line that one rank prints or logs, ask for the rank within the function (if ls.rank() == 0:), or do "
+                "it in a hook, which may differ between ranks"
             )
+
+
+def test_what_a_loss_asks_for_itself_and_what_hooks_keep_may_depend_on_the_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, losses_alike, str(tmp_path / "alone"))
+    assert {len(fingerprint) for fingerprint in alone.values()} == {64}
+    assert len(set(alone.values())) == 1
+    assert pool.run(2, losses_alike, str(tmp_path / "run")) == [alone] * 2
 
 
 def another_copy(run_dir: str) -> None:

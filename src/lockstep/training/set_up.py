@@ -255,7 +255,8 @@ def check_same_code(everyone: Sequence[Digests]) -> None:
             if (part := difference(first.get(field, {}), other.get(field, {}))) is not None:
                 raise RecipeError(
                     f"{field} is another function on rank {rank} than on rank 0: {part or 'its code'} differs; all processes of a run have "
-                    "one recipe; give the same on every rank, and ask for what depends on the rank within the function (ls.rank())"
+                    "one recipe; give the same on every rank; for a line that one rank prints or logs, ask for the rank within the "
+                    "function (if ls.rank() == 0:), or do it in a hook, which may differ between ranks"
                 )
 
 
