@@ -1,0 +1,1588 @@
+"""Mistakes that errors of the training answer, each with the same training as its error recommends it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, sgd, squared_error
+
+import lockstep as ls
+
+ROWS, HELD_OUT = rows(48), rows(8, seed=9)
+
+
+class Training(Protocol):
+    """Trains in a folder under a plan, and returns the fingerprint of the model and its last loss."""
+
+    def __call__(self, folder: str, plan: str, allow_change: Sequence[str] = ()) -> tuple[str, float]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A mistake, what is said about it, and the same training as the error recommends it."""
+
+    mistake: Training
+    says: str
+    """The words of the error that name the remedy, as they stand in the source."""
+    remedy: Training
+    plan: str = "replicate=2"
+    """The plan of two processes."""
+    alone: bool = True
+    """True if one process refuses the mistake, too."""
+    bitwise: bool = True
+    """False where a part of it cannot be bitwise: the losses are close then."""
+    by_one_rank: bool = False
+    """True where the rank that has the microbatch finds the mistake, and others wait: made on one process alone."""
+    allow: Sequence[str] = ()
+    """Fields in which the recipe with the remedy differs from the one that has trained the checkpoint: the mistake is
+    found amid the training."""
+
+
+def trains(*hooks: Callable[[], ls.Hook], late: Callable[[], Mapping[str, Any]] = dict, **changes: Any) -> Training:
+    """`ls.train` of the recipe of `subjects` with changes. `late`: changes whose making is the mistake."""
+
+    def train(folder: str, plan: str, allow_change: Sequence[str] = ()) -> tuple[str, float]:
+        changed = {"optimizer": sgd, **changes, **late()}
+        if changed.keys().isdisjoint({"steps", "epochs"}):
+            changed["steps"] = 3
+        result = ls.train(recipe(**changed), hooks=[each() for each in hooks], run_dir=folder, plan=plan, allow_change=allow_change)
+        return result.fingerprint, result.loss
+
+    return train
+
+
+def loops(body: Callable[[Any, Any, Any], object], models: int = 1, **changes: Any) -> Training:
+    """A loop of one's own. `body(step, model, optimizer)`; of lists, if there are several models."""
+
+    def train(folder: str, plan: str, allow_change: Sequence[str] = ()) -> tuple[str, float]:
+        given = {"data": rows(48), "global_batch": 16, "microbatch": 4, "steps": 2, **changes}
+        with ls.Session(run_dir=folder, plan=plan, allow_change=allow_change) as session:
+            made = [session.prepare(network, sgd) for _ in range(models)]
+            model, optimizer = zip(*made, strict=True) if models > 1 else made[0]
+            for step in session.steps(given.pop("data"), **given):
+                body(step, model, optimizer)
+            state = session.full_state_dict()
+            return ls.fingerprint(state), sum(float(value.abs().sum()) for value in state.values())
+
+    return train
+
+
+def at(act: Callable[[Any], object], step: int = 1) -> Callable[[], ls.Hook]:
+    """A hook that calls `act(run)` after a step."""
+    return lambda: At(act, step)
+
+
+class At(ls.Hook):
+    def __init__(self, act: Callable[[Any], object], step: int) -> None:
+        self.act, self.at = act, step
+
+    def after_step(self, run: Any) -> None:
+        if run.step == self.at:
+            self.act(run)
+
+
+class AtStart(ls.Hook):
+    def __init__(self, act: Callable[[Any], object]) -> None:
+        self.act = act
+
+    def on_start(self, run: Any) -> None:
+        self.act(run)
+
+
+def each_step(act: Callable[[Any], object]) -> Callable[[], ls.Hook]:
+    return lambda: EachStep(act)
+
+
+class EachStep(ls.Hook):
+    def __init__(self, act: Callable[[Any], object]) -> None:
+        self.act = act
+
+    def after_step(self, run: Any) -> None:
+        self.act(run)
+
+
+# Losses
+
+
+def outputs_squared(output: Tensor, batch: Any) -> Tensor:
+    return ((output - batch[2]) ** 2).mean()
+
+
+def features(batch: Any) -> Tensor:
+    return batch[1]  # type: ignore[no-any-return]
+
+
+def errors(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return (model(batch[1]) - batch[2]).pow(2).mean(1)
+
+
+def sums(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Any]:
+    return {"error": ls.Sum(errors(model, batch).sum())}
+
+
+def samples(batch: Sequence[Tensor]) -> dict[str, int]:
+    return {"error": len(batch[0])}
+
+
+def one_sum(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    return ls.Sum(errors(model, batch).sum())
+
+
+def number(batch: Sequence[Tensor]) -> int:
+    return len(batch[0])
+
+
+def one_loss(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    return ls.Loss(errors(model, batch).sum(), len(batch[0]))
+
+
+def is_first(batch: Sequence[Tensor]) -> bool:
+    return bool((batch[0] == FIRST).any())
+
+
+FIRST = 7
+"""A sample that is in one microbatch of the first batches, and in no other."""
+
+
+def sometimes(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+    output = model(batch[1])
+    loss = {"error": (output - batch[2]).pow(2).mean()}
+    return loss | ({"size": output.pow(2).mean()} if is_first(batch) else {})
+
+
+def always(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+    output = model(batch[1])
+    return {"error": (output - batch[2]).pow(2).mean(), "size": output.pow(2).mean() if is_first(batch) else (output * 0).sum()}
+
+
+def sometimes_a_loss(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    return one_loss(model, batch) if is_first(batch) else squared_error(model, batch)
+
+
+def labelled(samples: int = 48) -> TensorDataset:
+    """Features and labels, every third of which is to be ignored."""
+    _, x, _ = rows(samples).tensors
+    labels = torch.arange(samples) % OUTPUTS
+    labels[::3] = -100
+    return TensorDataset(torch.arange(samples), x, labels)
+
+
+def entropy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[1]), batch[2])
+
+
+def entropy_sum(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    return ls.Sum(F.cross_entropy(model(batch[1]), batch[2], reduction="sum"))
+
+
+def entropy_loss(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    return ls.Loss(entropy_sum(model, batch).total, (batch[2] != -100).sum())
+
+
+def labels_counted(batch: Sequence[Tensor]) -> Tensor:
+    return (batch[2] != -100).sum()
+
+
+def no_label(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """A loss over samples, where the batch holds an integer that happens to be -100."""
+    return model(batch[1]).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def without_unreadable(items: Sequence[Any]) -> list[Tensor]:
+    return [torch.stack([torch.as_tensor(item[part]) for item in items if item[0] % 3]) for part in range(3)]
+
+
+def in_complex(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return torch.complex(model(batch[1]) - batch[2], torch.ones(())).pow(2).mean()
+
+
+def detached(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return (model(batch[1]).detach() - batch[2]).pow(2).mean()
+
+
+def collected(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    output: Tensor = model(batch[1])
+    return output
+
+
+def collected_twice(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    output: Tensor = model(batch[1])
+    return torch.cat([output, output])
+
+
+def collected_of_widths(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    output: Tensor = model(batch[1])
+    return torch.cat([output, output], dim=1) if is_first(batch) else output
+
+
+def collected_padded(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    output: Tensor = model(batch[1])
+    return torch.cat([output, output if is_first(batch) else torch.zeros_like(output)], dim=1)
+
+
+def mean_square(rows: Tensor) -> Tensor:
+    return rows.pow(2).mean()
+
+
+GATHERED = ls.Gathered(collected, mean_square)
+
+LOSSES = {
+    "names of terms and weights": Remedy(
+        mistake=trains(loss=sums, weight=lambda batch: {"errors": len(batch[0])}),
+        says="a weight goes with each ls.Sum of the loss, by the same name",
+        remedy=trains(loss=sums, weight=samples),
+    ),
+    "an ls.Loss among terms": Remedy(
+        mistake=trains(loss=lambda model, batch: {"error": one_loss(model, batch)}),
+        says="return {name: ls.Sum(total)} and give Recipe.weight = batch -> {name: denominator}",
+        remedy=trains(loss=sums, weight=samples),
+    ),
+    "a sum without a weight": Remedy(
+        mistake=trains(loss=one_sum),
+        says="give Recipe.weight = batch -> its denominator",
+        remedy=trains(loss=one_sum, weight=number),
+    ),
+    "a sum without a weight, with one of its own": Remedy(
+        mistake=trains(loss=one_sum),
+        says="or return ls.Loss(total, weight)",
+        remedy=trains(loss=one_loss),
+    ),
+    "a mean with a weight": Remedy(
+        mistake=trains(weight=number),
+        says="return ls.Sum(total), the sum over what",
+        remedy=trains(loss=one_sum, weight=number),
+    ),
+    "a mean with a weight, without it": Remedy(
+        mistake=trains(weight=number),
+        says="the sum over what the weight counts, or drop the weight",
+        remedy=trains(),
+    ),
+    "a mean over labels that are not ignored": Remedy(
+        mistake=trains(data=labelled(), loss=entropy),
+        says="return ls.Sum(total) with Recipe.weight = batch -> (",
+        remedy=trains(data=labelled(), loss=entropy_sum, weight=labels_counted),
+    ),
+    "a mean over labels that are not ignored, with its weight": Remedy(
+        mistake=trains(data=labelled(), loss=entropy),
+        says="or ls.Loss(total, weight)",
+        remedy=trains(data=labelled(), loss=entropy_loss),
+    ),
+    "a -100 that is no label": Remedy(
+        mistake=trains(data=labelled(), loss=no_label),
+        says="no label, return ls.Sum(loss * n) with Recipe.weight = batch -> n, the samples of the microbatch",
+        remedy=trains(data=labelled(), loss=lambda model, batch: ls.Sum(no_label(model, batch) * len(batch[0])), weight=number),
+    ),
+    "two weights": Remedy(
+        mistake=trains(loss=one_loss, weight=number),
+        says="is given too; return ls.Sum",
+        remedy=trains(loss=one_sum, weight=number),
+    ),
+    "two weights, without one": Remedy(
+        mistake=trains(loss=one_loss, weight=number),
+        says="return ls.Sum, or drop the weight",
+        remedy=trains(loss=one_loss),
+    ),
+    "a number": Remedy(
+        mistake=trains(loss=lambda model, batch: squared_error(model, batch).item()),
+        says="do not call .item()",
+        remedy=trains(loss=squared_error),
+    ),
+    "one value a sample": Remedy(
+        mistake=trains(loss=errors),
+        says="take its mean()",
+        remedy=trains(loss=squared_error),
+    ),
+    "one value a sample, summed": Remedy(
+        mistake=trains(loss=errors),
+        says="or return ls.Sum of its sum() with Recipe.weight",
+        remedy=trains(loss=one_sum, weight=number),
+    ),
+    "a complex loss": Remedy(
+        mistake=trains(loss=in_complex),
+        says="take its .abs() or its .real",
+        remedy=trains(loss=lambda model, batch: in_complex(model, batch).real),
+    ),
+    "a loss without a gradient": Remedy(
+        mistake=trains(loss=detached),
+        says="look for .detach()",
+        remedy=trains(loss=squared_error),
+    ),
+    "no term": Remedy(
+        mistake=trains(loss=lambda model, batch: {}),
+        says="give it one term at least",
+        remedy=trains(),
+    ),
+    "a name that is no text": Remedy(
+        mistake=trains(loss=lambda model, batch: {1: one_sum(model, batch)}, weight=lambda batch: {1: len(batch[0])}),
+        says=", in the loss and in the weight",
+        remedy=trains(loss=lambda model, batch: {"1": one_sum(model, batch)}, weight=lambda batch: {"1": len(batch[0])}),
+    ),
+    "a term that some microbatches lack": Remedy(
+        mistake=trains(loss=sometimes),
+        says="for one that does not apply, return (output * 0).sum()",
+        remedy=trains(loss=always),
+        by_one_rank=True,
+        allow=["loss"],
+    ),
+    "an ls.Loss for some microbatches": Remedy(
+        mistake=trains(loss=sometimes_a_loss),
+        says="return ls.Loss(total, weight) always, or never",
+        remedy=trains(loss=one_loss),
+        by_one_rank=True,
+        allow=["loss"],
+    ),
+    "a collate that leaves samples out": Remedy(
+        mistake=trains(collate=without_unreadable),
+        says="return ls.Sum(loss * n) with Recipe.weight = batch -> n",
+        remedy=trains(collate=without_unreadable, loss=one_sum, weight=number),
+    ),
+    "a collate that leaves samples out, with a weight": Remedy(
+        mistake=trains(collate=without_unreadable),
+        says="or ls.Loss(loss * n, n)",
+        remedy=trains(collate=without_unreadable, loss=one_loss),
+    ),
+    "a batch loss with a weight": Remedy(
+        mistake=trains(loss=None, batch_loss=GATHERED, weight=number),
+        says="one number for all samples of the global batch; leave out",
+        remedy=trains(loss=None, batch_loss=GATHERED),
+    ),
+    "a batch loss that is no scalar": Remedy(
+        mistake=trains(loss=None, batch_loss=ls.Gathered(collected, lambda rows: rows.pow(2))),
+        says="take its mean() or sum()",
+        remedy=trains(loss=None, batch_loss=GATHERED),
+    ),
+    "rows that are not of samples": Remedy(
+        mistake=trains(loss=None, batch_loss=ls.Gathered(collected_twice, mean_square)),
+        says="each tensor has one row a sample",
+        remedy=trains(loss=None, batch_loss=GATHERED),
+    ),
+    "rows of two widths": Remedy(
+        mistake=trains(loss=None, batch_loss=ls.Gathered(collected_of_widths, mean_square)),
+        says="pad them to one width for all microbatches",
+        remedy=trains(loss=None, batch_loss=ls.Gathered(collected_padded, mean_square)),
+        by_one_rank=True,
+        allow=["batch_loss"],
+    ),
+    "a list of arguments": Remedy(
+        mistake=trains(inputs=lambda batch: batch[1:2], loss=outputs_squared),
+        says="return batch[0], or (batch[0], batch[1])",
+        remedy=trains(inputs=features, loss=outputs_squared),
+    ),
+}
+
+
+# Data
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+class AtOnce(Dataset[Any]):
+    """Returns a whole microbatch, as a list of its parts or as a tuple."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        return ROWS[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        return self.kind(part[list(indices)] for part in ROWS.tensors)
+
+
+class Unequal(Dataset[Any]):
+    """Samples of several lengths."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.full((index % 3 + 1, FEATURES), float(index % 5)), torch.ones(OUTPUTS)
+
+
+def padded(items: Sequence[Any]) -> Any:
+    x = nn.utils.rnn.pad_sequence([item[1] for item in items], batch_first=True)
+    return torch.tensor([item[0] for item in items]), x.sum(1), torch.stack([item[2] for item in items])
+
+
+class OtherTypes(Unequal):
+    """Most samples as float32, one as float64."""
+
+    kinds = (torch.float32, torch.float64)
+
+    def __getitem__(self, index: int) -> Any:
+        index, x, y = ROWS[index]
+        return index, x.to(self.kinds[int(index) == FIRST]), y
+
+
+class OneType(OtherTypes):
+    kinds = (torch.float32, torch.float32)
+
+
+class OneWord(Unequal):
+    """Lists of words, which torch's collate turns around."""
+
+
+def every_other(epoch: int, seed: int) -> Any:
+    return list(range(0, 48, 2))
+
+
+def stream(*, shards: int = 4) -> ls.Stream:
+    return ls.Stream.of(Endless(), shards=shards)
+
+
+def opened(shard: int, epoch: int, start: int) -> Any:
+    return (ROWS[index] for index in range(start, 12))
+
+
+def not_opened(shard: int, epoch: int, start: int) -> Any:
+    opened(shard, epoch, start)
+
+
+def fewer_each_time() -> Callable[[int, int], Any]:
+    counts = itertools.count()
+    return lambda epoch, seed: list(range(48 - 16 * (next(counts) > 1)))
+
+
+LOADER: Any = DataLoader(rows(48), batch_size=16)
+
+DATA = {
+    "a DataLoader": Remedy(
+        mistake=trains(late=lambda: {"data": LOADER}),
+        says="give data=loader.dataset",
+        remedy=trains(data=LOADER.dataset),
+    ),
+    "an iterable": Remedy(
+        mistake=trains(late=lambda: {"data": Endless()}),
+        says="or without random access, give an ls.Stream",
+        remedy=trains(data=stream()),
+    ),
+    "a dataset of a stream": Remedy(
+        mistake=trains(late=lambda: {"data": ls.Stream.of(rows(48))}),
+        says="give it as data itself",
+        remedy=trains(data=rows(48)),
+    ),
+    "epochs of a stream": Remedy(
+        mistake=trains(late=lambda: {"data": stream(), "epochs": 1}),
+        says="so epochs cannot be counted; give steps=",
+        remedy=trains(data=stream(), steps=2),
+    ),
+    "a stream without a microbatch": Remedy(
+        mistake=trains(late=lambda: {"data": stream(), "microbatch": None}),
+        says="give a microbatch, for example microbatch=",
+        remedy=trains(data=stream(shards=8), microbatch=2),
+    ),
+    "shards of a stream": Remedy(
+        mistake=trains(data=stream(shards=1)),
+        says="write shards=",
+        remedy=trains(data=stream()),
+    ),
+    "a stream that returns nothing": Remedy(
+        mistake=trains(data=ls.Stream(not_opened, shards=4)),
+        says="or return iter(...)",
+        remedy=trains(data=ls.Stream(opened, shards=4)),
+    ),
+    "a sampler of a stream": Remedy(
+        mistake=trains(late=lambda: {"data": stream(), "sampler": every_other}),
+        says="leave it out, and sample in Stream.open",
+        remedy=trains(data=stream()),
+    ),
+    "steps and epochs": Remedy(
+        mistake=trains(late=lambda: {"steps": 2, "epochs": 1}),
+        says="give exactly one of the two",
+        remedy=trains(epochs=1),
+    ),
+    "drop_last with steps": Remedy(
+        mistake=trains(late=lambda: {"steps": 2, "drop_last": True}),
+        says="so none is short; leave it out",
+        remedy=trains(steps=2),
+    ),
+    "a microbatch larger than the batch": Remedy(
+        mistake=trains(microbatch=32),
+        says="or less, or a larger global_batch",
+        remedy=trains(microbatch=16),
+    ),
+    "batch sizes beside a batch_sampler": Remedy(
+        mistake=trains(batch_sampler=lambda epoch, seed: [[[0, 1], [2, 3]]]),
+        says="it makes the batches and the microbatches; leave these out",
+        remedy=trains(batch_sampler=lambda epoch, seed: [[[0, 1], [2, 3]]], global_batch=None, microbatch=None),
+    ),
+    "a sampler that draws": Remedy(
+        mistake=trains(sampler=lambda epoch, seed: np.random.default_rng().permutation(48)),
+        says="draw from torch's or NumPy's default generators",
+        remedy=trains(sampler=lambda epoch, seed: torch.randperm(48)),
+    ),
+    "a list of parts": Remedy(
+        mistake=trains(data=AtOnce(list)),
+        says="return a tuple, a dict or a tensor for a batch made already",
+        remedy=trains(data=AtOnce(tuple)),
+    ),
+    "samples of several shapes": Remedy(
+        mistake=trains(data=Unequal()),
+        says="give Recipe.collate",
+        remedy=trains(data=Unequal(), collate=padded),
+    ),
+    "a microbatch of another type": Remedy(
+        mistake=trains(data=OtherTypes()),
+        says="make them so in the dataset or in the collate function",
+        remedy=trains(data=OneType()),
+        by_one_rank=True,
+        allow=["data"],
+    ),
+}
+
+
+# Evaluations and hooks
+
+
+def with_plateau(**given: Any) -> dict[str, Any]:
+    return {"schedule": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), **given}
+
+
+def on_metric(name: str) -> ls.OnMetric:
+    return ls.OnMetric(name, lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+def measuring(**metrics: Any) -> dict[str, Any]:
+    return {"evaluation": ls.Evaluation(data=HELD_OUT, every=1, metrics=metrics)}
+
+
+def whole_errors(rows: Tensor) -> Any:
+    return rows.mean(0)
+
+
+class Kept:
+    """What a hook keeps, without a way to save it."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+class Saved(Kept):
+    def state_dict(self) -> dict[str, float]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.total = state["total"]
+
+
+class Includes(ls.Hook):
+    def __init__(self, *names: str, kind: type = Saved) -> None:
+        self.names, self.kind = names, kind
+
+    def on_start(self, run: Any) -> None:
+        for name in self.names:
+            run.include(name, self.kind())
+
+
+class Misspelled(ls.Hook):
+    def on_step(self, run: Any) -> None: ...
+
+
+class Spelled(ls.Hook):
+    def after_step(self, run: Any) -> None: ...
+
+
+EVALUATIONS = {
+    "a plateau without evaluations": Remedy(
+        mistake=trains(**with_plateau()),
+        says="give ls.Evaluation(every=...), or another schedule",
+        remedy=trains(**with_plateau(**measuring())),
+    ),
+    "a plateau of a metric that is not measured": Remedy(
+        mistake=trains(schedule=on_metric("accuracy"), **measuring()),
+        says="choose one of these",
+        remedy=trains(schedule=on_metric("loss"), **measuring()),
+    ),
+    "the average without an average": Remedy(
+        mistake=trains(evaluation=ls.Evaluation(data=HELD_OUT, every=1, weights="average")),
+        says="give hooks=[ls.ExponentialMovingAverage(decay=0.999)]",
+        remedy=trains(partial(ls.ExponentialMovingAverage, 0.9), evaluation=ls.Evaluation(data=HELD_OUT, every=1, weights="average")),
+    ),
+    "a metric named loss": Remedy(
+        mistake=trains(late=lambda: measuring(loss=ls.Mean(errors))),
+        says="that name belongs to the recipe's loss or a term; choose another",
+        remedy=trains(**measuring(error=ls.Mean(errors))),
+    ),
+    "a metric that is a function": Remedy(
+        mistake=trains(late=lambda: measuring(error=errors)),
+        says="a metric is ls.Mean(values)",
+        remedy=trains(**measuring(error=ls.Mean(errors))),
+    ),
+    "a metric of several numbers": Remedy(
+        mistake=trains(**measuring(error=ls.Gathered(errors, lambda rows: rows))),
+        says="a metric is one number; reduce it to one",
+        remedy=trains(**measuring(error=ls.Gathered(errors, lambda rows: rows.mean()))),
+    ),
+    "a mean of means": Remedy(
+        mistake=trains(**measuring(error=ls.Mean(squared_error))),
+        says="leave out .mean() (or .sum())",
+        remedy=trains(**measuring(error=ls.Mean(errors))),
+    ),
+    "evaluations of a stream": Remedy(
+        mistake=trains(late=lambda: {"evaluation": ls.Evaluation(data=stream())}),
+        says="read the samples into a list",
+        remedy=trains(evaluation=ls.Evaluation(data=list(Endless()))),
+    ),
+    "stopping early without evaluations": Remedy(
+        mistake=trains(partial(ls.EarlyStopping, patience=1)),
+        says="it watches evaluations; give ls.Evaluation(every=...)",
+        remedy=trains(partial(ls.EarlyStopping, patience=1), **measuring()),
+    ),
+    "an evaluation that is not there": Remedy(
+        mistake=trains(at(lambda run: run.evaluate())),
+        says="it measures those of the recipe; give ls.Evaluation(data=...)",
+        remedy=trains(at(lambda run: run.evaluate()), evaluation=ls.Evaluation(data=HELD_OUT)),
+    ),
+    "a number that every line has": Remedy(
+        mistake=trains(at(lambda run: run.log({"loss": 1.0}))),
+        says="choose another name",
+        remedy=trains(at(lambda run: run.log({"their loss": 1.0}))),
+    ),
+    "a pattern of no parameter": Remedy(
+        mistake=trains(at(lambda run: run.freeze("backbone.*"))),
+        says="and the optimizer holds no such parameter; it holds",
+        remedy=trains(at(lambda run: run.freeze("0.*"))),
+    ),
+    "all parameters frozen": Remedy(
+        mistake=trains(at(lambda run: run.freeze("*"))),
+        says="a step needs one; freeze fewer",
+        remedy=trains(at(lambda run: run.freeze("0.*"))),
+    ),
+    "a state that cannot be saved": Remedy(
+        mistake=trains(partial(Includes, "kept", kind=Kept)),
+        says="it has no state_dict and load_state_dict; add both",
+        remedy=trains(partial(Includes, "kept")),
+    ),
+    "two states of one name": Remedy(
+        mistake=trains(partial(Includes, "kept", "kept")),
+        says="names are unique; choose another",
+        remedy=trains(partial(Includes, "kept", "other")),
+    ),
+    "a moment that there is not": Remedy(
+        mistake=trains(Misspelled),
+        says="use one of them, or a name with another beginning",
+        remedy=trains(Spelled),
+    ),
+}
+
+
+# Models and optimizers
+
+
+class Moving(nn.Module):
+    """A buffer that its forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, OUTPUTS)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1.0
+        return self.layer(x) + 0.01 * self.seen
+
+
+class Named(Moving):
+    self_updating_buffers = ("seen",)
+
+
+class Misnamed(Moving):
+    self_updating_buffers = ("counts",)
+
+
+class Moved(Moving):
+    """The same, moved by a hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 0.01 * self.seen
+
+
+def moves(run: Any) -> None:
+    run.model.seen += 1.0
+
+
+class Observed(nn.Module):
+    """The largest output of each feature, as an observer of quantization keeps it: empty before the first forward."""
+
+    self_updating_buffers = ("largest",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, OUTPUTS)
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        if self.training:
+            found = output.detach().abs().amax(0)
+            self.largest = torch.maximum(self.largest, found) if len(self.largest) else found
+        return output / (1.0 + self.largest if len(self.largest) else 1.0)
+
+
+def observed_before() -> nn.Module:
+    model = Observed()
+    model(torch.zeros(1, FEATURES))
+    return model
+
+
+class Growing(nn.Module):
+    """A codebook that gets a row in each step."""
+
+    self_updating_buffers = ("codes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, OUTPUTS)
+        self.register_buffer("codes", torch.zeros(1, OUTPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        if self.training:
+            self.codes = torch.cat([self.codes, output.detach().mean(0, keepdim=True)])
+        return output - 0.1 * self.codes.sum(0)
+
+
+class OfOneSize(Growing):
+    """The same in a buffer of its largest size."""
+
+    self_updating_buffers = ("codes", "used")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(8, OUTPUTS))
+        self.register_buffer("used", torch.ones((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        if self.training:
+            self.codes[self.used] = output.detach().mean(0)
+            self.used += 1
+        return output - 0.1 * self.codes.sum(0)
+
+
+class Gated(nn.Module):
+    """A parameter that is a scalar, or has one dim."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(FEATURES, OUTPUTS), nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate * self.layer(x)  # type: ignore[no-any-return]
+
+
+class Turned(nn.Module):
+    """A weight that is the transpose of what it was made from."""
+
+    def __init__(self, is_contiguous: bool) -> None:
+        super().__init__()
+        value = torch.linspace(-1, 1, FEATURES * OUTPUTS).view(OUTPUTS, FEATURES).t()
+        self.weight = nn.Parameter(value.contiguous() if is_contiguous else value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Chain(nn.Module):
+    """Blocks, of which a forward may leave out the first."""
+
+    def __init__(self, *, starts: int = 0, shared: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.head, self.starts = nn.Linear(FEATURES, OUTPUTS), starts
+        if shared:
+            self.head = nn.Linear(FEATURES, FEATURES)
+            self.head.weight = self.blocks[2].weight  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[self.starts :]:
+            x = torch.tanh(block(x))
+        return self.head(x)[:, :OUTPUTS]  # type: ignore[no-any-return]
+
+
+class Skips(Chain):
+    """Calls its first block with weight 0 where it does not count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.0 * self.blocks[0](x))
+
+
+class Listed(nn.Module):
+    """Layers in a plain list."""
+
+    make: Any = list
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.make([nn.Linear(FEATURES, OUTPUTS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)  # type: ignore[no-any-return]
+
+
+class Registered(Listed):
+    make = nn.ModuleList
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(OUTPUTS))
+
+
+def run_once() -> nn.Module:
+    model = lazy()
+    model(torch.zeros(1, FEATURES))
+    return model
+
+
+class Waves(nn.Module):
+    """A complex weight, as it is or as real numbers."""
+
+    def __init__(self, as_real: bool) -> None:
+        super().__init__()
+        self.as_real, value = as_real, torch.ones(FEATURES // 2 + 1, dtype=torch.cfloat)
+        self.weight, self.head = nn.Parameter(torch.view_as_real(value).clone() if as_real else value), nn.Linear(FEATURES, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.view_as_complex(self.weight) if self.as_real else self.weight
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * weight, n=FEATURES))  # type: ignore[no-any-return]
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(48, 8, sparse=sparse), nn.Linear(8, OUTPUTS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.words(words))  # type: ignore[no-any-return]
+
+
+def of_words(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[2]).pow(2).mean()
+
+
+def normalised(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), norm(16), nn.Linear(16, OUTPUTS))
+
+
+def grouped() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.SyncBatchNorm(16, process_group=object()), nn.Linear(16, OUTPUTS))
+
+
+def rows64() -> TensorDataset:
+    index, x, y = ROWS.tensors
+    return TensorDataset(index, x.double(), y.double())
+
+
+def half_converted() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.SyncBatchNorm(16), nn.BatchNorm1d(16), nn.Linear(16, OUTPUTS))
+
+
+def converted() -> nn.Module:
+    return nn.SyncBatchNorm.convert_sync_batchnorm(half_converted())
+
+
+def without_its_bias(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([each for name, each in model.named_parameters() if name != "2.bias"], lr=0.1)
+
+
+def frozen_bias() -> nn.Module:
+    model = network()
+    model[2].bias.requires_grad_(False)  # type: ignore[index]
+    return model
+
+
+def in_two(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [sgd(model), sgd(model[2])]  # type: ignore[index]
+
+
+def each_in_one(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [sgd(model[0]), sgd(model[2])]  # type: ignore[index]
+
+
+def head_alone(model: nn.Module) -> torch.optim.Optimizer:
+    """All parameters, of which the first layer's are frozen."""
+    model[0].requires_grad_(False)  # type: ignore[index]
+    return sgd(model)
+
+
+def replaced(run: Any) -> None:
+    run.model[2] = nn.Linear(16, OUTPUTS)
+
+
+def overwritten(run: Any) -> None:
+    with torch.no_grad():
+        run.model[2].weight.copy_(torch.full_like(run.model[2].weight, 0.5))
+
+
+def added(run: Any) -> None:
+    run.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def rate(run: Any) -> None:
+    run.optimizers[0].param_groups[0]["lr"] = 0.5 ** (run.step + 1)
+
+
+def half(run: Any) -> None:
+    run.model[2].weight.requires_grad_(False)
+
+
+def hooked() -> nn.Module:
+    model = network()
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-0.1, 0.1))  # type: ignore[index]
+    return model
+
+
+class Clamps(ls.Hook):
+    def after_backward(self, run: Any, model: Any) -> None:
+        model[0].weight.grad.clamp_(-0.1, 0.1)
+
+
+def clamped() -> nn.Module:
+    model = network()
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))  # type: ignore[index]
+    return model
+
+
+MODELS = {
+    "a buffer that a forward moves": Remedy(
+        mistake=trains(model=Moving),
+        says="name a buffer in self_updating_buffers of its module",
+        remedy=trains(model=Named),
+    ),
+    "a buffer that a forward moves, in a hook": Remedy(
+        mistake=trains(model=Moving),
+        says="update it outside the forward, between steps, in a hook's after_step",
+        remedy=trains(each_step(moves), model=Moved),
+    ),
+    "an observer": Remedy(
+        mistake=trains(model=Observed),
+        says="run the model once on an example in the model's factory",
+        remedy=trains(model=observed_before),
+    ),
+    "a codebook that grows": Remedy(
+        mistake=trains(model=Growing),
+        says="the number of rows in use in another buffer",
+        remedy=trains(model=OfOneSize),
+    ),
+    "a function's instance": Remedy(
+        mistake=trains(late=lambda: {"model": network()}),
+        says="as the plan lays it out; give a function",
+        remedy=trains(model=network),
+    ),
+    "layers in a plain list": Remedy(
+        mistake=trains(model=Listed),
+        says="nn.ModuleList is",
+        remedy=trains(model=Registered),
+    ),
+    "lazy layers": Remedy(
+        mistake=trains(model=lazy),
+        says="run the model once on an example in the model's factory",
+        remedy=trains(model=run_once),
+    ),
+    "sparse gradients": Remedy(
+        mistake=trains(model=partial(Words, True), loss=of_words),
+        says="build it with sparse=False",
+        remedy=trains(model=partial(Words, False), loss=of_words),
+    ),
+    "complex parameters": Remedy(
+        mistake=trains(model=partial(Waves, False)),
+        says="use torch.view_as_complex in the forward",
+        remedy=trains(model=partial(Waves, True)),
+    ),
+    "a parameter that the optimizer leaves out": Remedy(
+        mistake=trains(optimizer=without_its_bias),
+        says="must be in exactly one optimizer: add them",
+        remedy=trains(optimizer=sgd),
+    ),
+    "a parameter that the optimizer leaves out, frozen": Remedy(
+        mistake=trains(optimizer=without_its_bias),
+        says="or freeze them with requires_grad_(False)",
+        remedy=trains(model=frozen_bias, optimizer=without_its_bias),
+    ),
+    "a parameter in two optimizers": Remedy(
+        mistake=trains(optimizer=in_two),
+        says="give every parameter to exactly one",
+        remedy=trains(optimizer=each_in_one),
+    ),
+    "an optimizer of another model": Remedy(
+        mistake=trains(optimizer=lambda model: torch.optim.SGD(network().parameters(), lr=0.1)),
+        says="build it from the model it is given",
+        remedy=trains(optimizer=sgd),
+    ),
+    "a group added": Remedy(
+        mistake=trains(at(added)),
+        says="for those to be trained later, call run.freeze and run.unfreeze in a hook",
+        remedy=trains(at(lambda run: run.unfreeze("0.*")), optimizer=head_alone),
+    ),
+    "a module replaced": Remedy(
+        mistake=trains(at(replaced)),
+        says="change values in place",
+        remedy=trains(at(overwritten)),
+    ),
+    "a parameter frozen by hand": Remedy(
+        mistake=trains(at(half)),
+        says="call run.freeze(name)",
+        remedy=trains(at(lambda run: run.freeze("2.weight"))),
+    ),
+    "other parameters frozen on each rank": Remedy(
+        mistake=trains(at(lambda run: run.freeze(f"{2 * run.rank}.*"))),
+        says="all train the same parameters; call it on every rank",
+        remedy=trains(at(lambda run: run.freeze("0.*"))),
+        alone=False,
+    ),
+    "a mode on one rank": Remedy(
+        mistake=trains(partial(AtStart, lambda run: run.rank == 0 and run.model.eval())),
+        says="call train() or eval() on every rank",
+        remedy=trains(partial(AtStart, lambda run: run.model.eval())),
+        alone=False,
+    ),
+    "a buffer that there is not": Remedy(mistake=trains(model=Misnamed), says="name buffers that it registers", remedy=trains(model=Named)),
+    "a rate beside a schedule": Remedy(
+        mistake=trains(each_step(rate), schedule=lambda step: 1.0),
+        says="leave the schedule out",
+        remedy=trains(each_step(rate)),
+    ),
+    "a hook on an accumulated gradient": Remedy(
+        mistake=trains(model=hooked),
+        says="change .grad in after_backward of an ls.Hook, or with parameter.register_hook",
+        remedy=trains(Clamps),
+    ),
+    "a hook on an accumulated gradient, on the whole one": Remedy(
+        mistake=trains(model=hooked),
+        says="or with parameter.register_hook",
+        remedy=trains(model=clamped),
+    ),
+}
+
+LAYERS = {
+    "BatchNorm over one sample": Remedy(
+        mistake=trains(model=normalised, data=rows(17), epochs=1),
+        says="use drop_last=True",
+        remedy=trains(model=normalised, data=rows(17), epochs=1, drop_last=True),
+    ),
+    "BatchNorm over one sample, in another batch": Remedy(
+        mistake=trains(model=normalised, data=rows(17), epochs=1),
+        says="or another global_batch or microbatch",
+        remedy=trains(model=normalised, data=rows(17), epochs=1, global_batch=15, microbatch=5),
+    ),
+    "compressed gradients": Remedy(
+        mistake=trains(gradient_compression="bf16"),
+        says="use gradient_compression='none'",
+        remedy=trains(),
+    ),
+    "a batch of no fixed microbatches": Remedy(
+        mistake=trains(microbatch=None),
+        says="give a microbatch, for example microbatch=",
+        remedy=trains(microbatch=2),
+    ),
+    "a scalar parameter": Remedy(
+        mistake=trains(model=Gated),
+        says="give it one dim, torch.zeros(1)",
+        remedy=trains(model=partial(Gated, 1)),
+        plan="shard=2",
+        alone=False,
+    ),
+    "a parameter that is not contiguous": Remedy(
+        mistake=trains(model=partial(Turned, False)),
+        says="nn.Parameter(value.contiguous())",
+        remedy=trains(model=partial(Turned, True)),
+        plan="shard=2",
+        alone=False,
+    ),
+    "a block that a forward leaves out": Remedy(
+        mistake=trains(model=partial(Chain, starts=1), blocks=["blocks.*"]),
+        says="call the first block in every forward",
+        remedy=trains(model=partial(Skips, starts=1), blocks=["blocks.*"]),
+        plan="shard=2",
+        alone=False,
+    ),
+    "a block that a forward leaves out, and other blocks": Remedy(
+        mistake=trains(model=partial(Chain, starts=1), blocks=["blocks.*"]),
+        says="or name others in Recipe.blocks",
+        remedy=trains(model=partial(Chain, starts=1), blocks=["blocks.1", "blocks.2"]),
+        plan="shard=2",
+        alone=False,
+    ),
+    "a block that shares a parameter": Remedy(
+        mistake=trains(model=partial(Chain, shared=True), blocks=["blocks.*"]),
+        says="leave it out of Recipe.blocks",
+        remedy=trains(model=partial(Chain, shared=True), blocks=["blocks.0", "blocks.1"]),
+        plan="shard=2",
+    ),
+    "a block in a block": Remedy(
+        mistake=trains(model=Chain, blocks=["blocks", "blocks.0"]),
+        says="give the outer or the inner ones",
+        remedy=trains(model=Chain, blocks=["blocks.*"]),
+        plan="shard=2",
+    ),
+    "a block that there is not": Remedy(
+        mistake=trains(model=Chain, blocks=["layers.*"]),
+        says="give names or patterns such as",
+        remedy=trains(model=Chain, blocks=["blocks.*"]),
+        plan="shard=2",
+    ),
+    "statistics of slices, to the bit": Remedy(
+        mistake=trains(model=partial(normalised, nn.SyncBatchNorm)),
+        says="or plain BatchNorm",
+        remedy=trains(model=normalised),
+        alone=False,
+    ),
+    "statistics of one sample": Remedy(
+        mistake=trains(model=partial(normalised, nn.SyncBatchNorm), data=rows(17), epochs=1),
+        says="choose a microbatch that leaves no rest of one sample",
+        remedy=trains(model=partial(normalised, nn.SyncBatchNorm), data=rows(17), epochs=1, global_batch=15, microbatch=5),
+        alone=False,
+        bitwise=False,
+        allow=["global_batch", "microbatch"],
+    ),
+    "statistics of a group of processes": Remedy(
+        mistake=trains(model=grouped),
+        says="leave process_group out",
+        remedy=trains(model=partial(normalised, nn.SyncBatchNorm)),
+        alone=False,
+        bitwise=False,
+    ),
+    "float64 compressed": Remedy(
+        mistake=trains(model=lambda: nn.Sequential(nn.Linear(FEATURES, OUTPUTS).double()), data=rows64(), gradient_compression="bf16"),
+        says="make the model float32 (precision='bf16' computes in bf16 all the same), or leave gradient_compression='none'",
+        remedy=trains(model=lambda: nn.Sequential(nn.Linear(FEATURES, OUTPUTS).double()), data=rows64()),
+        bitwise=False,
+    ),
+    "a half converted model": Remedy(
+        mistake=trains(model=half_converted),
+        says="convert all with nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+        remedy=trains(model=converted),
+        alone=False,
+        bitwise=False,
+    ),
+}
+
+
+# Loops of one's own
+
+
+def plain(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        step.backward(squared_error(model, batch))
+    step.commit(optimizer)
+
+
+def two_backwards(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        step.backward(squared_error(model, batch))
+        step.backward(0.1 * model(batch[1]).pow(2).mean())
+    step.commit(optimizer)
+
+
+def one_backward(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        step.backward(squared_error(model, batch) + 0.1 * model(batch[1]).pow(2).mean())
+    step.commit(optimizer)
+
+
+def one_left_out(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        if not is_first(batch):
+            step.backward(squared_error(model, batch))
+    step.commit(optimizer)
+
+
+def one_of_weight_0(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        step.backward(squared_error(model, batch) * (0 if is_first(batch) else 1))
+    step.commit(optimizer)
+
+
+def no_commit(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        step.backward(squared_error(model[0], batch), optimizer[0])
+    step.commit(optimizer[0])
+
+
+def a_skip(step: Any, model: Any, optimizer: Any) -> None:
+    no_commit(step, model, optimizer)
+    step.skip(optimizer[1])
+
+
+def both(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        for each, its in zip(model, optimizer, strict=True):
+            step.backward(squared_error(each, batch), its)
+    for its in optimizer:
+        step.commit(its)
+
+
+def one_by_one(step: Any, model: Any, optimizer: Any) -> None:
+    for each, its in zip(model, optimizer, strict=True):
+        for batch in step.microbatches():
+            step.backward(squared_error(each, batch), its)
+        step.commit(its)
+
+
+def unnamed(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        step.backward(squared_error(model[0], batch))
+
+
+def computed_twice(step: Any, model: Any, optimizer: Any) -> None:
+    step.compute(features, outputs_squared)
+    step.compute(features, lambda output, batch: 0.1 * output.pow(2).mean())
+    step.commit(optimizer)
+
+
+def computed_once(step: Any, model: Any, optimizer: Any) -> None:
+    step.compute(features, lambda output, batch: outputs_squared(output, batch) + 0.1 * output.pow(2).mean())
+    step.commit(optimizer)
+
+
+def outside(step: Any, model: Any, optimizer: Any) -> None:
+    step.backward(squared_error(model, rows(4)[:]))
+
+
+def skips_late(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        step.backward(squared_error(model, batch))
+    step.skip(optimizer)
+
+
+def skips(step: Any, model: Any, optimizer: Any) -> None:
+    if step.index == 0:
+        step.skip(optimizer)
+    else:
+        plain(step, model, optimizer)
+
+
+def backward_in_loop(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        model(batch[1]).pow(2).mean().backward()
+        step.backward(squared_error(model, batch))
+    step.commit(optimizer)
+
+
+LOOPS = {
+    "a second backward": Remedy(
+        mistake=loops(two_backwards),
+        says="add the losses and call it on their sum",
+        remedy=loops(one_backward),
+    ),
+    "a microbatch without a backward": Remedy(
+        mistake=loops(one_left_out),
+        says="multiply its loss by 0",
+        remedy=loops(one_of_weight_0),
+        by_one_rank=True,
+    ),
+    "a model without a commit": Remedy(
+        mistake=loops(no_commit, models=2),
+        says="or step.skip(optimizer) for one that is not to change",
+        remedy=loops(a_skip, models=2),
+    ),
+    "two models at once": Remedy(
+        mistake=loops(both, models=2),
+        says="loop over step.microbatches() and commit for one model, then for the next",
+        remedy=loops(one_by_one, models=2),
+    ),
+    "a backward of one of two models": Remedy(
+        mistake=loops(unnamed, models=2),
+        says="name one that session.prepare returned",
+        remedy=loops(one_by_one, models=2),
+    ),
+    "a step computed twice": Remedy(
+        mistake=loops(computed_twice),
+        says="let its loss return the sum of both losses",
+        remedy=loops(computed_once),
+    ),
+    "a backward outside of the loop": Remedy(
+        mistake=loops(outside),
+        says="call it inside the loop",
+        remedy=loops(plain),
+    ),
+    "a skip after a backward": Remedy(
+        mistake=loops(skips_late),
+        says="commit it, or call skip before",
+        remedy=loops(skips),
+    ),
+    "a backward of one's own": Remedy(
+        mistake=loops(backward_in_loop),
+        says="add to the loss what it was called on",
+        remedy=loops(one_backward),
+    ),
+}
+
+# Models on several processes each
+
+
+class Attention(nn.Module):
+    """Of 6 features, in 2 or 3 heads; written for all heads, or for those of its rank."""
+
+    def __init__(self, heads: int, *, written: int | None = None) -> None:
+        super().__init__()
+        self.heads, self.written = heads, written if written is not None else heads
+        self.query, self.projection, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x).view(len(x), self.written, 6 // self.heads)
+        return self.last(self.projection((query.softmax(-1) * query).reshape(len(x), -1)))  # type: ignore[no-any-return]
+
+
+class Normed(nn.Module):
+    """A norm, or a softmax, over the features between two layers."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(FEATURES, 8), norm(), nn.Linear(8, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Fused(nn.Module):
+    """A layer of two matrices one below the other, as it is or as two layers."""
+
+    def __init__(self, is_one: bool) -> None:
+        super().__init__()
+        both = nn.Linear(FEATURES, 16)
+        self.down, self.is_one = nn.Linear(8, OUTPUTS), is_one
+        if is_one:
+            self.gate_up_proj = both
+        else:
+            self.gate, self.up = nn.Linear(FEATURES, 8), nn.Linear(FEATURES, 8)
+            self.gate.load_state_dict({"weight": both.weight[:8], "bias": both.bias[:8]})
+            self.up.load_state_dict({"weight": both.weight[8:], "bias": both.bias[8:]})
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if self.is_one else (self.gate(x), self.up(x))
+        return self.down(gate.sigmoid() * up)  # type: ignore[no-any-return]
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, width), nn.Linear(width, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Lists(nn.Module):
+    """Hands on a list, or a tensor."""
+
+    def __init__(self, is_list: bool) -> None:
+        super().__init__()
+        self.inner, self.is_list = nn.Linear(FEATURES, FEATURES), is_list
+
+    def forward(self, x: Any) -> Any:
+        output = torch.tanh(self.inner(x[0] if isinstance(x, list) else x))
+        return [output] if self.is_list else output
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, OUTPUTS)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x[0] if isinstance(x, list) else x)
+
+
+class Named3(nn.Module):
+    """Parts that are called one after another, with something between the first two or as a part of one."""
+
+    def __init__(self, *, between: bool = False, extra: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, 8), nn.Linear(8, OUTPUTS)
+        self.act, self.between = nn.Tanh(), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = torch.tanh(x) if self.between else self.act(x)
+        return self.head(self.second(x))  # type: ignore[no-any-return]
+
+
+def chain_of(*norms: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), norms[0], nn.Linear(8, 8), norms[-1], nn.Linear(8, OUTPUTS))
+
+
+def one_norm() -> nn.Module:
+    return chain_of(nn.BatchNorm1d(8))
+
+
+def two_norms() -> nn.Module:
+    return chain_of(nn.BatchNorm1d(8), nn.BatchNorm1d(8))
+
+
+def cut_off() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), Detached(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, OUTPUTS))
+
+
+def frozen_before() -> nn.Module:
+    model = cut_off()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    return model
+
+
+class Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+def frozen_out(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+
+
+def staged(**changes: Any) -> Training:
+    return trains(inputs=features, loss=outputs_squared, **changes)
+
+
+def on_several(plan: str, mistake: Training, says: str, remedy: Training) -> Remedy:
+    return Remedy(mistake=mistake, says=says, remedy=remedy, plan=plan, alone=False, bitwise=False)
+
+
+HEADS = {"query": "colwise", "projection": "rowwise"}
+STYLES = {"up": "colwise", "down": "rowwise"}
+TENSOR = "tensor=2"
+PIPELINE = "pipeline=2"
+
+PARTS = {
+    "no map": on_several(
+        TENSOR,
+        trains(model=partial(Wide, 8)),
+        "or set `tensor_plan` on the model",
+        trains(model=partial(Wide, 8), tensor=STYLES),
+    ),
+    "all heads by their number": on_several(
+        TENSOR,
+        trains(model=partial(Attention, 2), tensor=HEADS),
+        "query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1)",
+        trains(model=partial(Attention, 2, written=-1), tensor=HEADS),
+    ),
+    "heads that cannot be divided": on_several(
+        TENSOR,
+        trains(model=partial(Attention, 3, written=-1), tensor=HEADS),
+        "or leave this attention whole",
+        trains(model=partial(Attention, 3, written=-1), tensor={"last": "rowwise_split"}),
+    ),
+    "a size that cannot be divided": on_several(
+        TENSOR,
+        trains(model=partial(Wide, 7), tensor=STYLES),
+        "(a vocabulary may be padded), or leave the layer whole",
+        trains(model=partial(Wide, 8), tensor=STYLES),
+    ),
+    "a norm over sharded features": on_several(
+        TENSOR,
+        trains(model=partial(Normed, partial(nn.LayerNorm, 8)), tensor=STYLES),
+        "or give the first layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole",
+        trains(model=partial(Normed, partial(nn.LayerNorm, 8)), tensor={"up": "colwise_gathered", "down": "rowwise_split"}),
+    ),
+    "a softmax over sharded features": on_several(
+        TENSOR,
+        trains(model=partial(Normed, partial(nn.Softmax, -1)), tensor=STYLES),
+        "or give these layers 'colwise_gathered' and 'rowwise_split'",
+        trains(model=partial(Normed, partial(nn.Softmax, -1)), tensor={"up": "colwise_gathered", "down": "rowwise_split"}),
+    ),
+    "a fused layer": on_several(
+        TENSOR,
+        trains(model=partial(Fused, True), tensor={"gate_up_proj": "colwise", "down": "rowwise"}),
+        "or give this one 'colwise_gathered' and the layer that follows 'rowwise_split'",
+        trains(model=partial(Fused, True), tensor={"gate_up_proj": "colwise_gathered", "down": "rowwise_split"}),
+    ),
+    "a fused layer, in two": on_several(
+        TENSOR,
+        trains(model=partial(Fused, True), tensor={"gate_up_proj": "colwise", "down": "rowwise"}),
+        "make them layers of their own (query, key and value)",
+        trains(model=partial(Fused, False), tensor={"gate": "colwise", "up": "colwise", "down": "rowwise"}),
+    ),
+    "an output that is sharded": on_several(
+        TENSOR,
+        trains(model=partial(Wide, 8), tensor={"up": "colwise"}),
+        "end with a 'rowwise' layer",
+        trains(model=partial(Wide, 8), tensor=STYLES),
+    ),
+    "a loss that calls the model": on_several(
+        PIPELINE, trains(), "give Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)", staged()
+    ),
+    "parts that nobody names": on_several(
+        PIPELINE, staged(model=Named3), "name them, as in Recipe.stages=[", staged(model=Named3, stages=["first", "act", "second", "head"])
+    ),
+    "code between the parts": on_several(
+        PIPELINE,
+        staged(model=partial(Named3, between=True), stages=["first", "second", "head"]),
+        "move what lies between into a part",
+        staged(model=Named3, stages=["first", "act", "second", "head"]),
+    ),
+    "parts that are left out": on_several(
+        PIPELINE,
+        staged(model=Named3, stages=["first", "act", "second"]),
+        "name the modules that hold these too, or move them into one",
+        staged(model=Named3, stages=["first", "act", "second", "head"]),
+    ),
+    "a part named twice": on_several(
+        PIPELINE,
+        staged(model=Named3, stages=["first", "act", "first", "second", "head"]),
+        "drop a pattern",
+        staged(model=Named3, stages=["first", "act", "second", "head"]),
+    ),
+    "more stages than parts": on_several(
+        PIPELINE,
+        staged(model=lambda: nn.Sequential(Wide(8))),
+        "use a smaller pipeline, or name smaller parts in Recipe.stages",
+        staged(model=lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, OUTPUTS))),
+    ),
+    "too few microbatches": on_several(
+        PIPELINE, staged(microbatch=16), "choose a smaller microbatch, so that a step has", staged(microbatch=8)
+    ),
+    "a list between stages": on_several(
+        PIPELINE,
+        staged(model=lambda: nn.Sequential(Lists(True), Lists(True), Last())),
+        "have the part return those, or join it with the next one in a module of their own",
+        staged(model=lambda: nn.Sequential(Lists(False), Lists(False), Last())),
+    ),
+    "a list between stages, joined": on_several(
+        PIPELINE,
+        staged(model=lambda: nn.Sequential(Lists(True), Last(), nn.Linear(OUTPUTS, OUTPUTS))),
+        "or join it with the next one in a module of their own",
+        staged(model=lambda: nn.Sequential(nn.Sequential(Lists(True), Last()), nn.Linear(OUTPUTS, OUTPUTS))),
+    ),
+    "one BatchNorm in two stages": on_several(
+        PIPELINE, staged(model=one_norm), "give each a BatchNorm of its own", staged(model=two_norms)
+    ),
+    "stages that no gradient reaches": on_several(
+        PIPELINE,
+        staged(model=cut_off),
+        "freeze those (requires_grad_(False)), or hand on what a gradient can go through",
+        staged(model=frozen_before, optimizer=frozen_out),
+    ),
+    "a loop over microbatches": on_several(
+        PIPELINE,
+        loops(plain),
+        "call step.compute(inputs, loss), with inputs and loss as in a Recipe",
+        loops(lambda step, model, optimizer: (step.compute(features, outputs_squared), step.commit(optimizer))),
+    ),
+}
+
+SECTIONS = {
+    "losses": LOSSES,
+    "data": DATA,
+    "evaluations and hooks": EVALUATIONS,
+    "models and optimizers": MODELS,
+    "layers and gradients": LAYERS,
+    "loops": LOOPS,
+    "parts of models": PARTS,
+}
+REMEDIES = {name: case for section in SECTIONS.values() for name, case in section.items()}
+"""By the name of the mistake."""
