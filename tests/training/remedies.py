@@ -159,6 +159,11 @@ def sometimes(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
     return loss | ({"size": output.pow(2).mean()} if is_first(batch) else {})
 
 
+def lacking(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Has all terms in training, and in the evaluation those of one microbatch alone."""
+    return always(model, batch) if model.training else sometimes(model, batch)
+
+
 def always(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
     output = model(batch[1])
     return {"error": (output - batch[2]).pow(2).mean(), "size": output.pow(2).mean() if is_first(batch) else (output * 0).sum()}
@@ -633,6 +638,11 @@ EVALUATIONS = {
         says="leave out .mean() (or .sum())",
         remedy=trains(**measuring(error=ls.Mean(errors))),
     ),
+    "a term that an evaluation lacks": Remedy(
+        mistake=trains(loss=lacking, **measuring()),
+        says="give one that does not apply as a zero, (output * 0).sum()",
+        remedy=trains(loss=always, **measuring()),
+    ),
     "evaluations of a stream": Remedy(
         mistake=trains(late=lambda: {"evaluation": ls.Evaluation(data=stream())}),
         says="read the samples into a list",
@@ -887,6 +897,29 @@ def grouped() -> nn.Module:
 def rows64() -> TensorDataset:
     index, x, y = ROWS.tensors
     return TensorDataset(index, x.double(), y.double())
+
+
+class Learned(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        return squared_error(model, batch) * torch.exp(-self.scale) + self.scale
+
+
+def with_the_name_loss() -> nn.Module:
+    model = network()
+    model.loss_module = nn.Identity()
+    return model
+
+
+def with_another_name() -> nn.Module:
+    model = network()
+    model.their_loss_module = nn.Identity()
+    return model
 
 
 def half_converted() -> nn.Module:
@@ -1164,6 +1197,26 @@ LAYERS = {
         remedy=trains(model=lambda: nn.Sequential(nn.Linear(FEATURES, OUTPUTS).double()), data=rows64()),
         bitwise=False,
     ),
+    "slices of a stream": Remedy(
+        mistake=trains(model=partial(normalised, nn.SyncBatchNorm), data=stream()),
+        says="use plain BatchNorm, with statistics of one microbatch, or a map-style dataset",
+        remedy=trains(model=normalised, data=stream()),
+        alone=False,
+        bitwise=False,
+    ),
+    "shards compressed": Remedy(
+        mistake=trains(gradient_compression="bf16"),
+        says="use a plan with replicate alone, or gradient_compression='none'",
+        remedy=trains(),
+        plan="shard=2",
+        alone=False,
+        bitwise=False,
+    ),
+    "a name that the loss has": Remedy(
+        mistake=trains(model=with_the_name_loss, loss=Learned()),
+        says="rename that attribute",
+        remedy=trains(model=with_another_name, loss=Learned()),
+    ),
     "a half converted model": Remedy(
         mistake=trains(model=half_converted),
         says="convert all with nn.SyncBatchNorm.convert_sync_batchnorm(model)",
@@ -1255,6 +1308,11 @@ def outside(step: Any, model: Any, optimizer: Any) -> None:
     step.backward(squared_error(model, rows(4)[:]))
 
 
+def committed_twice(step: Any, model: Any, optimizer: Any) -> None:
+    plain(step, model, optimizer)
+    step.commit(optimizer)
+
+
 def skips_late(step: Any, model: Any, optimizer: Any) -> None:
     for batch in step.microbatches():
         step.backward(squared_error(model, batch))
@@ -1312,6 +1370,7 @@ LOOPS = {
         says="call it inside the loop",
         remedy=loops(plain),
     ),
+    "a second commit": Remedy(mistake=loops(committed_twice), says="each model has one a step", remedy=loops(plain)),
     "a skip after a backward": Remedy(
         mistake=loops(skips_late),
         says="commit it, or call skip before",
@@ -1377,6 +1436,15 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+def of_four() -> nn.Module:
+    """With one output more than there are targets."""
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, OUTPUTS + 1))
+
+
+def of_three(output: Tensor, batch: Any) -> Tensor:
+    return outputs_squared(output[:, :OUTPUTS], batch)
 
 
 class Lists(nn.Module):
@@ -1509,9 +1577,15 @@ PARTS = {
     ),
     "an output that is sharded": on_several(
         TENSOR,
-        trains(model=partial(Wide, 8), tensor={"up": "colwise"}),
+        trains(model=of_four, inputs=features, loss=of_three, tensor={"2": "colwise"}),
+        "or give the output layer the style 'vocabulary' or 'colwise_gathered'",
+        trains(model=of_four, inputs=features, loss=of_three, tensor={"2": "colwise_gathered"}),
+    ),
+    "an output that is sharded, after another layer": on_several(
+        TENSOR,
+        trains(model=of_four, inputs=features, loss=of_three, tensor={"2": "colwise"}),
         "end with a 'rowwise' layer",
-        trains(model=partial(Wide, 8), tensor=STYLES),
+        trains(model=of_four, inputs=features, loss=of_three, tensor={"0": "colwise", "2": "rowwise"}),
     ),
     "a loss that calls the model": on_several(
         PIPELINE, trains(), "give Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)", staged()
@@ -1586,3 +1660,121 @@ SECTIONS = {
 }
 REMEDIES = {name: case for section in SECTIONS.values() for name, case in section.items()}
 """By the name of the mistake."""
+
+PLACES = (
+    "data/fetch.py",
+    "data/loader.py",
+    "data/streams.py",
+    "hooks/loss_check.py",
+    "model/*.py",
+    "recipe/data.py",
+    "training/evaluate.py",
+    "training/hook.py",
+    "training/loop.py",
+    "training/losses/*.py",
+    "training/optim/*.py",
+    "training/reducers/*.py",
+    "training/set_up.py",
+    "training/step.py",
+)
+"""The files of the package whose errors are of the recipe and the step."""
+
+SHARDED = "training/test_sharded_models.py::test_what_the_errors_recommend_is_what_one_process_trains"
+BACKWARDS = "training/test_sharded_models.py::test_other_backwards_are_right_or_refused_alike"
+GRADIENT_HOOKS = "training/test_gradient_hooks.py::test_the_remedies_are_the_same_under_every_plan"
+OPTIMIZER_STATE = "training/test_optimizer_state.py::test_what_cannot_be_saved_is_refused_in_the_first_step_and_the_remedy_works"
+COLLECTIVES = "training/test_collectives.py::test_what_synchronises_where_there_are_several_processes_is_right"
+ELSEWHERE = {
+    "functional_call and weights of one module in another, ": SHARDED,
+    "name modules of one dtype in Recipe.blocks": SHARDED,
+    "with a gradient that is itself differentiated": SHARDED,
+    "is another tensor in this forward, as with torch.func.functional_call": SHARDED,
+    "pass use_reentrant=False to torch.utils.checkpoint.checkpoint": BACKWARDS,
+    "as the factory made it; ": GRADIENT_HOOKS,
+    "where both are sharded alike": GRADIENT_HOOKS,
+    "or use parameter.register_hook for each, whose hooks are called once a step": GRADIENT_HOOKS,
+    "and let a hook return None for what it is not to change": GRADIENT_HOOKS,
+    "and a load_state_dict() that loads it": OPTIMIZER_STATE,
+    "code of your own can ask torch.distributed.is_initialized()": COLLECTIVES,
+    "so they would be counted once a rank; leave it out": COLLECTIVES,
+    "for samples of all ranks, give Recipe.batch_loss": (
+        "training/test_collectives.py::test_the_remedy_of_a_loss_that_sums_its_denominator_over_ranks"
+    ),
+    "{text}; or drop numerics=bitwise": "training/test_loss_check.py::test_a_loss_that_keeps_a_value_is_an_event",
+    "draw from these generators, or drop numerics=bitwise": (
+        "training/test_ordinary_mistakes.py::test_samples_that_change_from_fetch_to_fetch_are_an_event_otherwise"
+    ),
+    "for a line that one rank prints or logs": (
+        "training/test_ordinary_mistakes.py::test_what_a_loss_asks_for_itself_and_what_hooks_keep_may_depend_on_the_rank"
+    ),
+    "write step.microbatches(dummies=True)": (
+        "training/test_session.py::test_a_loop_that_would_count_dummies_is_refused_and_the_remedies_work"
+    ),
+    "give commit(closure=...) a function": "training/test_closure.py::test_a_loop_of_ones_own_gives_the_closure",
+    "and gradients as they are; use replicate, without these": "training/test_closure.py::test_the_bits_are_those_of_one_process",
+    "or an optimizer that updates each element by itself, such as AdamW": (
+        "training/test_element_wise.py::test_each_tensor_is_updated_as_a_whole"
+    ),
+    "the factory must build the same model in every process": (
+        "training/test_alike.py::test_one_model_on_all_ranks_is_trained_also_where_one_rank_alone_cannot_defer_it"
+    ),
+    "leave assignment=measured out, or": "training/test_measured_assignment.py::test_in_fast_numerics_the_loss_is_the_same_to_rounding",
+    "on a CPU the number of threads changes bits": "training/test_autotune.py::test_bitwise_numerics_keep_one_thread",
+    "call the model without past_key_values and with use_cache=False": (
+        "training/test_hugging_face.py::test_models_of_transformers_train_as_on_one_process"
+    ),
+    "another copy; all processes of a run execute the same code": (
+        "training/test_ordinary_mistakes.py::test_what_a_loss_asks_for_itself_and_what_hooks_keep_may_depend_on_the_rank"
+    ),
+    "/dev/shm), or plan workers=0": "data/test_workers.py",
+}
+"""Words of the remedies that other tests follow, on one and on two processes."""
+
+RIGHT_VALUES = (
+    "session.steps before session.prepare",
+    "which makes the microbatches; leave them as they are",
+    "and so have other samples; leave the microbatch as it is",
+    "of samples: microbatch=8",
+    "=auto {why}",
+    "a Mean's values are a tensor, one a sample",
+    "it is a list of hooks",
+    "a hook is an object of a subclass of ls.Hook; make it one",
+    "it must return a torch LRScheduler",
+    "or optimizer -> torch LRScheduler",
+    "nor optimizer -> torch LRScheduler",
+    "resume with the schedule that it was saved with",
+    "a multiplier of the learning rate is finite; correct the schedule",
+    "with the keys state and param_groups, as torch's is",
+    "it must return at least one torch.optim.Optimizer",
+    "it must return a torch.nn.Module",
+    "it must return a torch.optim.Optimizer, or a list of them",
+    "it is a number or a scalar tensor",
+    "it counts what the term sums over and is finite and not negative",
+    "return a tensor like it, or None",
+    "register them on every rank",
+    "check the path or the filter that made it",
+    "correct the counts, or give fewer shards",
+    "give an iterable dataset",
+    "give one, or a batch_sampler",
+    "each shard has equally many; give a divisor of",
+    "give the shards that the run began with",
+    "reads, or give fewer shards",
+    "give data whose len() stays the same",
+)
+"""Words of errors that ask for a right value, such as those of all other trainings here."""
+
+SEVERAL_DEVICES = (
+    "model/data_parallel.py",
+    "model/device_split.py",
+    "model/parallelize.py",
+)
+"""Files whose remedies need several GPUs."""
+
+HANDED_ON = ("{no_weight(name, value)}", "with shard={self._world.size}: {failure}", "{what} with {why}; {remedy}")
+"""Texts whose remedies are made elsewhere."""
+
+UNTRIED = (
+    "put both into one module, or choose another schedule or size of the pipeline",
+    "besides 'state'; their shards are saved by parameter",
+)
+"""Words of remedies that no test follows."""

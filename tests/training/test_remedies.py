@@ -3,17 +3,32 @@ trains on, in the same run directory, to one model on one and on two processes."
 
 from __future__ import annotations
 
+import ast
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training.remedies import REMEDIES, SECTIONS, Remedy, Training
+from training.remedies import (
+    ELSEWHERE,
+    HANDED_ON,
+    PLACES,
+    REMEDIES,
+    RIGHT_VALUES,
+    SECTIONS,
+    SEVERAL_DEVICES,
+    UNTRIED,
+    Remedy,
+    Training,
+)
 
+import lockstep
 from lockstep.base.errors import UserError
 from lockstep.testing.pool import WorkerPool
 
 Outcome = tuple[str, str, float]
 """What is said about the mistake; the fingerprint and the loss of the training with the remedy."""
+KINDS = {"RecipeError", "PlanError", "LossError", "CheckpointError", "DataError"}
 GROUPS = sorted({(section, case.plan) for section, cases in SECTIONS.items() for case in cases.values()})
 
 
@@ -61,3 +76,44 @@ def complaints(name: str, plan: str, alone: Outcome, found: list[Outcome]) -> li
         if fingerprint != alone[1] if case.bitwise else loss != pytest.approx(alone[2], rel=1e-4):
             wrong.append(f"{name}, {axes}: {fingerprint}, {loss} for {alone[1]}, {alone[2]}")
     return wrong
+
+
+def test_each_remedy_of_the_recipe_and_the_step_is_followed_somewhere() -> None:
+    listed = [*ELSEWHERE, *RIGHT_VALUES, *HANDED_ON, *UNTRIED]
+    words = [*(case.says for case in REMEDIES.values()), *listed]
+    errors = {place: text for place, text in user_errors() if not place.startswith(SEVERAL_DEVICES)}
+    assert [place for place, text in errors.items() if not any(each in text for each in words)] == []
+    assert [each for each in listed if not any(each in text for text in errors.values())] == []
+    for test in ELSEWHERE.values():
+        path, _, name = test.partition("::")
+        assert f"def {name}" in Path(__file__).parents[1].joinpath(path).read_text(), test
+
+
+def user_errors() -> Iterator[tuple[str, str]]:
+    """Yield the place of each error of the user's kind that the files of `PLACES` make, and its text as it stands in
+    the source, with the constants that are in it."""
+    package = Path(lockstep.__file__).parent
+    trees = {path.relative_to(package): ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    assigned = [node for tree in trees.values() for node in tree.body if isinstance(node, ast.Assign)]
+    constants = {target.id: node.value for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+
+    def text(node: ast.AST) -> str:
+        match node:
+            case ast.Constant(value=str(value)):
+                return value
+            case ast.Name(id=name) if name in constants:
+                return text(constants[name])
+            case ast.JoinedStr(values=parts):
+                return "".join(map(text, parts))
+            case ast.FormattedValue(value=inner):
+                return text(inner)
+            case ast.BinOp(left=left, right=right):
+                return text(left) + text(right)
+        return f"{{{ast.unparse(node)}}}"
+
+    for path, tree in trees.items():
+        if any(path.match(place) and len(path.parts) == place.count("/") + 1 for place in PLACES):
+            for node in ast.walk(tree):
+                match node:
+                    case ast.Call(func=ast.Name(id=kind), args=[said, *_]) if kind in KINDS:
+                        yield f"{path}:{node.lineno}", text(said)
