@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from lockstep.base.errors import PlanError
+from lockstep.base.field_docs import with_field_docs
 
 Numerics = Literal["fast", "bitwise"]
 Sharding = Literal["full", "gradients"]
@@ -40,6 +41,7 @@ MOST = 1024
 NOT_BUILT_YET = ("context",)
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """The mesh axes, whose sizes multiply to the world size, and how each process computes. Raises `PlanError`.

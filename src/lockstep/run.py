@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.base.errors import LockstepError, PlanError, RecipeError, UserError
 from lockstep.base.events import Event
+from lockstep.base.field_docs import with_field_docs
 from lockstep.checkpoint.configuration import CONFIGURATION, save_configuration
 from lockstep.comm.active_calls import active_calls
 from lockstep.comm.recovery.regroup import abort_collectives
@@ -35,6 +36,7 @@ from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.set_up import check_microbatch_is_fixed
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
     """The result of a run: the same on every rank, apart from `rank`. Rank 0 writes it to `result.json`."""

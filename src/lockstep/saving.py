@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from lockstep.base.errors import CheckpointError, PlanError
+from lockstep.base.field_docs import with_field_docs
 from lockstep.base.units import duration
 
 Resume = Literal["auto", "never", "must"]
@@ -20,6 +21,7 @@ microbatch_splits. `same-bits`: the same, but nothing that changes bits. `retry`
 else `halve`. `stop`: nothing."""
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
     """When a run saves, and which checkpoints it keeps. Raises `CheckpointError` for an invalid value."""
@@ -76,6 +78,7 @@ class Saving:
         return duration(self.every) if isinstance(self.every, str) and not self.each_epoch else None
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
     """The best evaluation of a run by `Saving.best`; the earliest of several."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lockstep.base.errors import DataError, RecipeError
+from lockstep.base.field_docs import with_field_docs
 from lockstep.recipe.checks import check_callable, check_count
 from lockstep.recipe.stream_sources import EveryNth, Files, HuggingFaceStream
 
 
+@with_field_docs
 @dataclass(frozen=True, slots=True)
 class Stream:
     """Data without a length or without random access, in logical shards whose number does not depend on the world size.

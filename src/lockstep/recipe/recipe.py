@@ -11,6 +11,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.base.errors import DataError, RecipeError
+from lockstep.base.field_docs import with_field_docs
 from lockstep.recipe import parameters
 from lockstep.recipe.checks import (
     Precision,
@@ -32,14 +33,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@with_field_docs
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A loss term: the sum over one microbatch of what `Recipe.weight` counts, which is its denominator."""
+    """A loss term: the sum over one microbatch of what `Recipe.weight` counts, which is its denominator.
+
+    If the loss is a dict of terms, `weight` returns a dict too, with the denominator of each `Sum` by its name.
+    """
 
     total: Tensor
     """Scalar tensor with a gradient."""
 
 
+@with_field_docs
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A loss whose denominator is known only after the forward.
@@ -53,6 +59,7 @@ class Loss:
     """Scalar without a gradient, at least 0: the number of items (tokens, for example) that `total` sums over."""
 
 
+@with_field_docs
 @dataclass(frozen=True, slots=True)
 class Mean:
     """A metric that is a mean: Σ values / number of values over the evaluation data. Each sample counts once."""
@@ -61,6 +68,7 @@ class Mean:
     """(output, batch), or without `Recipe.inputs` (model, batch), -> a tensor with a value per sample (or token)."""
 
 
+@with_field_docs
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """A metric that is not a mean over samples (AUC, F1), or a `Recipe.batch_loss`: computed from what was collected
@@ -74,6 +82,7 @@ class Gathered:
     the CPU; of the global batch, on the rank's device."""
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
     """An evaluation on data that the model does not learn from. Every sample counts exactly once at any world size.
@@ -87,15 +96,16 @@ class Evaluation:
     """Steps between evaluations, or "epoch": after each epoch. None: only after the last step, which is always
     evaluated."""
     metrics: Mapping[str, Mean | Gathered] = field(default_factory=dict)
-    """Name -> metric. The loss is always measured, as `loss`."""
+    """Name -> metric. Its functions get (output, batch), or without `Recipe.inputs` (model, batch). The loss is always
+    measured, as `loss`."""
     microbatch: int | None = None
     """Samples in one forward. None: `Recipe.microbatch`; 1 with a `batch_sampler`."""
     collate: Callable[[list[Any]], Any] | None = None
     """(samples) -> batch. None: torch's `default_collate`. `Recipe.collate`, which may augment, is not used: give a
     function that only pads to both."""
     loss: Callable[[Any, Any], Any] | None = None
-    """The loss to measure, as in `Recipe`: a scalar, an `ls.Loss`, or a dict of scalars; `Recipe.weight` does not
-    count. None: `Recipe.loss`."""
+    """The loss to measure, called as `Recipe.loss` is: a scalar, an `ls.Loss`, or a dict of scalars; `Recipe.weight`
+    does not count. None: `Recipe.loss`."""
     weights: Literal["current", "average"] = "current"
     """The weights to measure: the model's own, or the moving average of the run's `ls.ExponentialMovingAverage`."""
 
@@ -130,6 +140,7 @@ class Evaluation:
                 )
 
 
+@with_field_docs
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Pretrained weights that replace the initial values of a model. Raises `RecipeError`."""
@@ -169,6 +180,7 @@ class Weights:
         return cls(fspath(given))
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """All that decides what is learned: model, loss, data, batches, optimizer, precision, seed, length, evaluation.
@@ -213,7 +225,8 @@ class Recipe:
     inputs: Callable[[Any], Any] | None = None
     """(batch) -> the model's arguments: a tuple, a dict of keyword arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
-    """(collated batch on the CPU) -> the denominator of a `Sum`: a number, or a dict by the loss's terms."""
+    """(collated batch on the CPU) -> the denominator of a `Sum`: a number. For a dict of terms: a dict with the
+    denominator of each `Sum` by its name; terms that are plain scalars have none."""
     collate: Callable[[list[Any]], Any] | None = None
     """(samples) -> batch, for training alone; see `Evaluation.collate`. None: torch's `default_collate`."""
     schedule: Callable[[Any], Any] | None = None

@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.base.errors import CheckpointError, RecipeError
+from lockstep.base.field_docs import with_field_docs
 
 
+@with_field_docs
 @dataclass(frozen=True, slots=True)
 class OnMetric:
     """A schedule for `Recipe.schedule` that follows a metric of the evaluations: a torch ReduceLROnPlateau, stepped

@@ -1,0 +1,42 @@
+"""The docstrings of a dataclass's fields in `help()`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import TypeVar
+
+Class = TypeVar("Class", bound=type)
+
+
+def with_field_docs(cls: Class) -> Class:
+    """Decorate a dataclass with slots: `help()` shows the string below each of its fields."""
+    cls.__slots__ = _FieldDocs(cls)
+    return cls
+
+
+class _FieldDocs(dict[str, str]):
+    """The slots of a class, each with its docstring, which is read from the source when it is asked for."""
+
+    def __init__(self, cls: type) -> None:
+        super().__init__(dict.fromkeys(vars(cls)["__slots__"], ""))
+        self._class = cls
+
+    def __getitem__(self, name: str) -> str:
+        return _read(self._class).get(name, "")
+
+
+def _read(cls: type) -> dict[str, str]:
+    """Return the docstrings of a class's fields; none if its source is not there."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except (OSError, TypeError, ValueError):
+        return {}
+    assert isinstance(tree, ast.ClassDef), "the source of a class"
+    found = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = inspect.cleandoc(text)
+    return found
