@@ -163,6 +163,42 @@ def test_a_parameter_that_is_not_contiguous_cannot_be_cut(pool: WorkerPool, tmp_
     assert one.startswith("the parameter 'weight' is not contiguous (strides (1, 6)), and FSDP2 shards contiguous rows; ")
 
 
+class Mixed(nn.Module):
+    """Adds its second input, unless it is the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, *, others: Sequence[Tensor]) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y if others[0] is x else y + others[0]
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.skipped, self.mixed = nn.Linear(16, 16), Mixed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = self.first(x)[:, None] * torch.linspace(-1, 1, 5)[:, None]
+        words = words + self.attention(words, words, words, need_weights=False)[0]
+        words = self.mixed(words, others=[words])  # after a block that is left out
+        y: Tensor = self.last(self.mixed(words, others=[words.tanh()]).mean(1))
+        return y
+
+
+def train_what_attends(plan: str, run_dir: str) -> str:
+    return train(plan, run_dir, {"model": Attending, "blocks": ["attention", "skipped", "mixed"]}).fingerprint
+
+
+def test_a_tensor_that_a_block_is_given_several_times_is_one(pool: WorkerPool, tmp_path: Path) -> None:
+    fingerprint, sharded = alone_and_sharded(pool, tmp_path, "shard=2", train_what_attends)
+    assert sharded == [fingerprint] * 2
+
+
 def penalised(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     x = batch[1].clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)

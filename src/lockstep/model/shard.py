@@ -14,6 +14,7 @@ from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import is_fsdp_root, set_unshard_async
 from lockstep.comm.mesh import Mesh
 from lockstep.model.blocks import share_parameter, shared_names
+from lockstep.model.repeated_inputs import RepeatedInputs
 from lockstep.model.skipped_blocks import SkippedBlockGuard
 
 SHARDED = re.compile(r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor and DTensor")
@@ -79,9 +80,13 @@ def shard(
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in modules:
         materialize(module)
+        inputs = RepeatedInputs(module)
         fully_shard(module, mesh=axis, reshard_after_forward=free_after_forward, offload_policy=policy)
+        inputs.install()
     materialize(model)
+    inputs = RepeatedInputs(model)
     root = fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
+    inputs.install()
     # FSDP2 prefetches a block in the backward; on a CPU it would wait for it without this.
     set_unshard_async(root, on_cpu)
     guard.install()

@@ -65,14 +65,14 @@ class SkippedBlockGuard:
                 f"a forward left out block {skipped[0]} of {len(self._blocks)} before anything that has a gradient; with sharded "
                 "parameters every rank must gather every block; call the first block in every forward, or name others in Recipe.blocks"
             )
-        place = tensors[0] if place is None else place
+        passed = tensor = leaves[tensors[0] if place is None else place]
         self._passing_through = True
         try:
             for block in skipped:
-                leaves[place] = _pass_through_block(self._blocks[block], leaves[place])
+                passed = _pass_through_block(self._blocks[block], passed)
         finally:
             self._passing_through = False
-        return tree_unflatten(leaves, structure)
+        return tree_unflatten([passed if leaf is tensor else leaf for leaf in leaves], structure)
 
 
 def _pass_through_block(block: nn.Module, tensor: Tensor) -> Tensor:
