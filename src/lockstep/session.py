@@ -19,6 +19,7 @@ from lockstep.comm.world import World
 from lockstep.house_hooks import HouseHooks
 from lockstep.launch.termination import Termination
 from lockstep.logging.loggers import Logger
+from lockstep.model.block_wrappers import error_of_compiling
 from lockstep.model.shard import error_of_sharding
 from lockstep.opening import Opened, RunRequest, open_run
 from lockstep.plan import Plan
@@ -109,6 +110,8 @@ class Session:
         self._termination.hold(failed=error is not None)
         self.context.phases.enter("ending")
         explained = error_of_sharding(error, self.plan) if self.plan.shard != 1 or self.plan.tensor != 1 else None
+        if self.plan.compile:
+            explained = explained or error_of_compiling(error, self.plan)
         with self._stack:
             if not rejoins:
                 self._end(explained or error)

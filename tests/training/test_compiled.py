@@ -4,15 +4,19 @@ compiler."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from training.subjects import recipe, squared_error
 from training.test_pipeline_axis import train_in_float64
 
+import lockstep as ls
+from lockstep.base.errors import PlanError
 from lockstep.testing.pool import WorkerPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the compiler takes half a minute a plan
@@ -42,3 +46,22 @@ def test_training_gives_the_model_of_one_process(compiling: WorkerPool, tmp_path
     found = compiling.run(PLANS[plan], train, f"{plan},compile=yes", str(tmp_path / "run"), timeout_seconds=SECONDS)
     state, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
     torch.testing.assert_close((found, state), ([alone] * PLANS[plan], truth), rtol=1e-9, atol=1e-11)
+
+
+def penalised(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    x = batch[1].clone().requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return squared_error(model, batch) + slope.square().mean()
+
+
+def train_by_slopes(plan: str, run_dir: str) -> int:
+    return ls.train(recipe(loss=penalised), plan=plan, run_dir=run_dir).steps
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_gradient_that_is_differentiated_is_refused(compiling: WorkerPool, tmp_path: Path, processes: int) -> None:
+    plan = f"replicate={processes}"
+    with pytest.raises(PlanError, match=r"torch\.compile cannot differentiate a gradient .*; leave compile=yes out$"):
+        compiling.run(processes, train_by_slopes, f"{plan},compile=yes", str(tmp_path / "compiled"), timeout_seconds=SECONDS)
+    assert compiling.run(processes, train_by_slopes, plan, str(tmp_path / "run")) == [2] * processes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from lockstep.base import accelerator
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import BatchNormBase, tree_leaves, tree_map
 from lockstep.plan import Checkpointing
 
@@ -89,6 +89,16 @@ def _without_cache(item: Any) -> Any:
             "would lengthen it; call the model without past_key_values and with use_cache=False, or choose checkpointing=none"
         )
     return None
+
+
+def error_of_compiling(error: BaseException | None, plan: object) -> PlanError | None:
+    """Return what an error of torch means where blocks are compiled; None for another error. `plan`: compiles them."""
+    if not isinstance(error, RuntimeError) or "does not currently support double backward" not in str(error):
+        return None
+    return PlanError(
+        f"{plan}: torch.compile cannot differentiate a gradient (autograd.grad with create_graph=True, as in a gradient penalty or a "
+        "physics-informed network); leave compile=yes out"
+    )
 
 
 def compile_forward(block: nn.Module) -> None:
