@@ -12,7 +12,7 @@ Class = TypeVar("Class", bound=type)
 
 def with_field_docs(cls: Class) -> Class:
     """Decorate a dataclass with slots: `help()` shows the string below each of its fields."""
-    cls.__slots__ = _FieldDocs(cls)
+    cls.__slots__ = _FieldDocs(cls)  # type: ignore[attr-defined]
     return cls
 
 
