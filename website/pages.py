@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if path.startswith("moving-in/") or path == "index.md":
         page.meta["hide"] = ["toc"] if path != "index.md" else ["toc", "navigation"]
     if path.startswith(("api/", "examples/")) or path == "changes.md":
-        page.meta["search"] = {"boost": 0.4}  # below the pages that explain
+        page.meta["search"] = {"boost": 0.2 if path.startswith("examples/") else 0.4}  # below the pages that explain
         return markdown
     if path.startswith("commands/"):
         return markdown
