@@ -92,7 +92,7 @@ recipe = ls.Recipe(
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
     global_batch=16,
     microbatch=4,
-    steps=30,
+    steps=20,
     clip_norm=1.0,
     evaluation=ls.Evaluation(
         data=data[160:],

@@ -75,7 +75,7 @@ recipe = ls.Recipe(
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
     global_batch=32,
     microbatch=8,
-    epochs=5,
+    epochs=4,
     clip_norm=1.0,
     evaluation=ls.Evaluation(
         data=data[192:],
