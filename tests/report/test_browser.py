@@ -16,7 +16,8 @@ from lockstep.report.reader import read_runs
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=ABSENT), pytest.mark.timeout(180)]
 
-KINDS = ("one", "several", "empty", "long")
+KINDS = ("one", "several", "empty", "long", "folds")
+FOLDS = 20
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     run_json(folder / "long")
     write(folder / "long", "metrics.jsonl", metrics(range(1, 20_001), more=30))
     runs = {"one": ["a"], "several": ["a", "b", "empty"], "empty": ["empty"], "long": ["long"]}
+    runs["folds"] = [f"fold{number:02}-of-a-search-with-a-long-name" for number in range(FOLDS)]
+    for number, name in enumerate(runs["folds"]):
+        run_json(folder / name, recipe={"seed": number, "model": f"package.module.{number}" + ".a_long_name" * 40})
+        write(folder / name, "metrics.jsonl", metrics(range(10, 101, 10), seed=number))
     for kind, names in runs.items():
         (folder / f"{kind}.html").write_text(page(read_runs([str(folder / name) for name in names]), made=1.8e9), encoding="utf-8")
     return {kind: folder / f"{kind}.html" for kind in runs}
@@ -73,6 +78,16 @@ def test_it_is_drawn_without_a_word_on_the_console_or_to_a_network(
     assert colours > 60
     assert browser.said == []
     assert {url.partition(":")[0] for url in browser.requested} <= {"file", "data"}
+
+
+def test_differences_of_many_runs_with_long_values_are_cut_and_have_tooltips(browser: Browser, pages: dict[str, Path]) -> None:
+    for width in (1400, 600):
+        browser.open(pages["folds"], width=width)
+        cells = browser.evaluate("""[...document.querySelectorAll(".differences td code")].map((each) =>
+          [each.getBoundingClientRect().width, each.getBoundingClientRect().height, each.title === each.textContent])""")
+        assert len(cells) == 2 * FOLDS
+        assert all(wide < 400 and high < 80 and told for wide, high, told in cells), cells
+        assert browser.evaluate("document.querySelector('#differences .wide').getBoundingClientRect().right") <= width
 
 
 def test_words_do_not_lie_over_one_another(browser: Browser, pages: dict[str, Path]) -> None:

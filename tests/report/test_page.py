@@ -6,6 +6,7 @@ import json
 import math
 import re
 import tempfile
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import combinations
@@ -20,7 +21,8 @@ from lockstep.report.chart import COLOURS
 from lockstep.report.event_timeline import MAX_ROWS, details, group_consecutive
 from lockstep.report.page import charts, page
 from lockstep.report.reader import read_runs
-from lockstep.report.tables import as_json, differences
+from lockstep.report.repetitions import groups
+from lockstep.report.tables import as_json, differences, summary_lines
 
 
 def made(*folders: Path) -> str:
@@ -169,6 +171,46 @@ def test_several_runs_share_axes_and_what_differs_is_told(tmp_path: Path) -> Non
     again = json.loads((tmp_path / "b" / "result.json").read_text()) | {"fingerprint": "0" * 64}
     (tmp_path / "b" / "result.json").write_text(json.dumps(again))
     assert "The same model, bit for bit: a, b." in words(made(tmp_path / "a", tmp_path / "b"))
+
+
+def ended(
+    folder: Path, loss: float, *, plan: Mapping[str, Any] | None = None, fingerprint: str = "", rate: float = 1e-3, **recipe: Any
+) -> None:
+    run_json(folder, plan=plan, recipe=recipe)
+    rows = [
+        {"step": 10, "time": 1.0, "loss": loss, "lr": rate, "samples_per_second": 1.0},
+        {"step": 10, "time": 1.0, "evaluation/f1": loss / 2},
+    ]
+    write(folder, "metrics.jsonl", rows)
+    (folder / "result.json").write_text(json.dumps({"steps": 10, "fingerprint": fingerprint or folder.name}))
+
+
+def test_runs_that_repeat_a_recipe_have_a_mean_and_a_deviation(tmp_path: Path) -> None:
+    for fold, loss in enumerate((1.0, 2.0, 6.0)):
+        ended(tmp_path / f"fold{fold}", loss, data=f"Subset[{80 + fold}]", parameters={"fold": fold, "width": 8})
+    ended(tmp_path / "again", 1.0, data="Subset[80]", parameters={"fold": 0, "width": 8}, fingerprint="fold0")
+    ended(tmp_path / "wider", 9.0, parameters={"fold": 0, "width": 9})
+    ended(tmp_path / "faster", 9.0, rate=1e-2, parameters={"fold": 0, "width": 8})
+    ended(tmp_path / "sharded", 9.0, plan={"replicate": 1, "shard": 2}, parameters={"fold": 0, "width": 8})
+    run_json(tmp_path / "unfinished", recipe={"parameters": {"fold": 3, "width": 8}})
+    runs = read_runs([str(path) for path in sorted(tmp_path.iterdir(), key=lambda path: (not path.name.startswith("fold"), path.name))])
+    (group,) = groups(runs)
+    assert [run.name for run in group.runs] == ["fold0", "fold1", "fold2"]
+    assert group.statistics() == {"loss": (3.0, pytest.approx(7**0.5)), "evaluation/f1": (1.5, pytest.approx(7**0.5 / 2))}
+    assert as_json(runs)["groups"] == [
+        {
+            "runs": ["fold0", "fold1", "fold2"],
+            "metrics": {
+                "loss": {"mean": 3.0, "sample_std": pytest.approx(7**0.5)},
+                "evaluation/f1": {"mean": 1.5, "sample_std": pytest.approx(7**0.5 / 2)},
+            },
+        }
+    ]
+    assert summary_lines(runs)[-1] == "3 runs (fold0, fold1, fold2), mean ± sample std: loss 3 ± 2.646, evaluation f1 1.5 ± 1.323"
+    said = words(page(runs, made=0.0))
+    assert "3 ± 2.646" in said
+    assert "divided by n − 1" in said
+    assert "Mean of repeated runs" not in words(page(runs[:1], made=0.0))
 
 
 def test_one_term_that_is_the_loss_is_not_shown_twice(tmp_path: Path) -> None:

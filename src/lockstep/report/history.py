@@ -17,7 +17,7 @@ PHASES = ("step", "data", "compute", "communication")
 MOST_SERIES = 1000
 """Largest number of metrics that are read; a page has a chart for each."""
 _NOT_METRICS = frozenset({"step", "time", "not_finite"})
-_LARGEST = 1e290
+LARGEST = 1e290
 _MOST = 2**53
 """Largest number of bytes or microseconds: JavaScript knows no larger whole number."""
 _LONGEST_SECONDS = 1e9
@@ -232,9 +232,9 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
 
 def _clamp(number: float) -> float:
     """Return the number, or infinity or 0 if it is so large or small that scales would overflow."""
-    if abs(number) > _LARGEST:
+    if abs(number) > LARGEST:
         return math.copysign(math.inf, number)
-    return 0.0 if abs(number) < 1 / _LARGEST else number
+    return 0.0 if abs(number) < 1 / LARGEST else number
 
 
 def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from lockstep.base.foreign_text import escape, printable
-from lockstep.report import event_timeline, heatmap, losses, tables
+from lockstep.report import event_timeline, heatmap, losses, repetitions, tables
 from lockstep.report.chart import Chart, Curve, RenderedFigure, render
 from lockstep.report.history import MOST_SERIES, PHASES, RunHistory
 from lockstep.report.loss_list import loss_list
@@ -43,6 +43,7 @@ def page(runs: Sequence[RunHistory], *, made: float) -> str:
     descriptions = [tables.description(run, index, several=len(runs) > 1) for index, run in enumerate(runs)]
     body = [
         _head(runs, made),
+        *_section("means", "Mean of repeated runs", repetitions.table(repetitions.groups(runs))),
         *_section("differences", "Differences", tables.difference_table(runs) if len(runs) > 1 else ""),
         *_section("learning", "Training", _grid(figures[: len(learning)]) or '<p class="note">The run has not reached a logging step.</p>'),
         *_section("speed", "Throughput", _grid(figures[len(learning) : len(learning) + len(speed)])),

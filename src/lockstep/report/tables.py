@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from lockstep.base.foreign_text import escape
+from lockstep.report import repetitions
 from lockstep.report.chart import COLOURS, summary
 from lockstep.report.event_timeline import clock, details
 from lockstep.report.heatmap import mean_times
@@ -177,13 +178,13 @@ def difference_table(runs: Sequence[RunHistory]) -> str:
         if about != before:
             rows.append(f'<tr class="about"><th colspan="{len(runs) + 1}" scope="rowgroup">{about}</th></tr>')
             before = about
-        cells = "".join(_code(value) if value is not None else "<td>–</td>" for value in values)
+        cells = "".join(_code(value, whole=False) if value is not None else "<td>–</td>" for value in values)
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>')
     same = [about.lower() for about in ("Recipe", "Plan") if about not in {each[0] for each in found}]
     note = f'<p class="note">The {" and the ".join(same)} {"are" if len(same) > 1 else "is"} the same.</p>' if same else ""
     if not rows:
         return note
-    return _table(f'<tr><th scope="col"></th>{heads}</tr>', rows) + note
+    return _table(f'<tr><th scope="col"></th>{heads}</tr>', rows, "wide card differences") + note
 
 
 def description(run: RunHistory, index: int, *, several: bool) -> str:
@@ -224,12 +225,14 @@ def _optional(value: float | None, unit: Unit = "") -> str:
     return "–" if value is None else format_number(value, unit)
 
 
-def _table(head: str, rows: Sequence[str]) -> str:
-    return f'<div class="wide card"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+def _table(head: str, rows: Sequence[str], kind: str = "wide card") -> str:
+    return f'<div class="{kind}"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _code(text: str) -> str:
-    return f"<td><code>{_breakable(text)}</code></td>"
+def _code(text: str, *, whole: bool = True) -> str:
+    """Return a cell. `whole`: False if the page may cut the text off; it is then in the tooltip."""
+    title = "" if whole else f' title="{escape(text)}"'
+    return f"<td><code{title}>{_breakable(text)}</code></td>"
 
 
 def _breakable(text: str) -> str:
@@ -265,6 +268,7 @@ def _as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
             }
             for run in runs
         ],
+        "groups": repetitions.as_json(repetitions.groups(runs)),
         "differences": [{"about": about.lower(), "field": name, "values": values} for about, name, values in differences(runs)],
     }
 
@@ -283,7 +287,7 @@ def _hosts(run: RunHistory) -> list[str | None]:
 
 
 def summary_lines(runs: Sequence[RunHistory]) -> list[str]:
-    """Return a line of plain text for each run, for a terminal."""
+    """Return a line of plain text for each run and each group of repeated runs, for a terminal."""
     found = []
     for run in runs:
         loss = run.curves.series.get("loss")
@@ -291,7 +295,7 @@ def summary_lines(runs: Sequence[RunHistory]) -> list[str]:
         reason = state_reason(run) if run.state != "running" else ""
         because, lost = f" ({reason})" if reason else "", f"; {loss_summary(run)}" if losses(run) else ""
         found.append(f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.steps}{last_loss}{because}{lost}")
-    return found
+    return [*found, *repetitions.summary_lines(repetitions.groups(runs))]
 
 
 def subtitle(run: RunHistory) -> str:

@@ -1,0 +1,138 @@
+"""Runs that repeat one recipe with another seed or other data, such as folds, and the mean of what they measured.
+Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from lockstep.base.errors import first_few
+from lockstep.base.foreign_text import escape
+from lockstep.report.history import LARGEST, RunHistory
+from lockstep.report.scale import format_number
+
+OTHERWISE = frozenset({"seed", "data", "fold"})
+"""Fields of a recipe that may differ between runs that repeat it, wherever they stand in it."""
+METRICS = 400
+"""Most metrics of a group that are shown."""
+
+_NOT_LEARNED = frozenset({"lr", "gradient_norm", "samples_per_second", "weight_per_second", "mfu", "memory_bytes"})
+NOTE = (
+    "The last value of each run: mean ± sample standard deviation (divided by n − 1). Grouped are runs that have ended, with other models "
+    "bit for bit, whose recorded recipe, plan and highest learning rate are the same; seed, data and fold may differ. Functions "
+    "are recorded by name."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs that repeat one recipe."""
+
+    runs: list[RunHistory]
+    values: dict[str, list[float]]
+    """For each metric the last value of each run."""
+
+    @property
+    def title(self) -> str:
+        return f"{len(self.runs)} runs"
+
+    def statistics(self) -> dict[str, tuple[float, float]]:
+        """Return the mean and the sample standard deviation of each metric; NaN if a value is not finite."""
+        return {name: _statistics(values) for name, values in self.values.items()}
+
+
+def groups(runs: Sequence[RunHistory]) -> list[Group]:
+    """Return the groups of two or more ended runs that repeat one recipe. One model counts once."""
+    found: dict[Any, dict[Any, RunHistory]] = {}
+    for run in runs:
+        if run.state == "ended" and isinstance(recipe := run.metadata.get("recipe"), Mapping):
+            identity = _without(recipe), run.plan, _highest_rate(run)
+            found.setdefault(repr(identity), {}).setdefault((run.result or {}).get("fingerprint") or id(run), run)
+    return [_group(list(several.values())) for several in found.values() if len(several) > 1]
+
+
+def _group(runs: list[RunHistory]) -> Group:
+    values = {
+        name: [run.curves.series[name].values[-1] for run in runs]
+        for name in runs[0].curves.series
+        if name not in _NOT_LEARNED and not name.startswith("lr/") and all(name in run.curves.series for run in runs)
+    }
+    best = [(run.result or {}).get("best") or {} for run in runs]
+    if all(isinstance(each.get("value"), float) and each.get("metric") == best[0].get("metric") for each in best):
+        values[f"best {best[0].get('metric')}"] = [each["value"] for each in best]
+    return Group(runs, values)
+
+
+def _without(recipe: Any) -> Any:
+    if not isinstance(recipe, Mapping):
+        return recipe
+    return {name: _without(value) for name, value in recipe.items() if name not in OTHERWISE}
+
+
+def _highest_rate(run: RunHistory) -> str:
+    series = run.curves.series.get("lr")
+    return f"{max(series.finite(), default=0.0):.2g}" if series is not None else ""
+
+
+def _statistics(values: Sequence[float]) -> tuple[float, float]:
+    if not all(math.isfinite(value) and abs(value) <= LARGEST for value in values):
+        return math.nan, math.nan
+    return mean(values), stdev(values)
+
+
+def table(found: Sequence[Group]) -> str:
+    """Return the table of means with a column for each group. Empty if there is no group."""
+    if not found:
+        return ""
+    heads = "".join(
+        f'<th scope="col" class="number">{each.title} <small title="{escape(_names(each))}">{escape(_few(each))}</small></th>'
+        for each in found
+    )
+    statistics = [each.statistics() for each in found]
+    names = list(dict.fromkeys(name for each in statistics for name in each))
+    rows = []
+    for name in names[:METRICS]:
+        cells = "".join(f'<td class="number">{_text(each.get(name))}</td>' for each in statistics)
+        rows.append(f'<tr><th scope="row">{escape(name.replace("/", " "))}</th>{cells}</tr>')
+    head = f'<tr><th scope="col"></th>{heads}</tr>'
+    return (
+        f'<div class="wide card means"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div><p class="note">{escape(NOTE)}</p>'
+    )
+
+
+def as_json(found: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return the groups for programs."""
+    return [
+        {
+            "runs": [run.name for run in each.runs],
+            "metrics": {name: {"mean": middle, "sample_std": deviation} for name, (middle, deviation) in each.statistics().items()},
+        }
+        for each in found
+    ]
+
+
+def summary_lines(found: Sequence[Group]) -> list[str]:
+    """Return a line of plain text for each group, for a terminal."""
+    lines = []
+    for each in found:
+        texts = [f"{name.replace('/', ' ')} {_text(pair)}" for name, pair in each.statistics().items()]
+        lines.append(f"{each.title} ({_few(each)}), mean ± sample std: {first_few(texts)}")
+    return lines
+
+
+def _names(group: Group) -> str:
+    return ", ".join(run.name for run in group.runs)
+
+
+def _few(group: Group) -> str:
+    return first_few([run.name for run in group.runs])
+
+
+def _text(pair: tuple[float, float] | None) -> str:
+    if pair is None:
+        return "–"
+    middle, deviation = pair
+    return "not finite" if math.isnan(middle) else f"{format_number(middle)} ± {format_number(deviation)}"
