@@ -86,8 +86,9 @@ def test_an_object_of_an_unknown_class_counts_by_its_class_and_what_it_holds() -
 
 def test_parts_that_cannot_be_compared_are_named() -> None:
     plain, locked = digests([{"x": 1}]), digests([{"x": 1, "lock": Lock()}])
-    assert not_compared("data", [plain, None]) is None
-    assert not_compared("data", [None, plain, locked]) == "data: sample 0['lock']"
+    assert not_compared("data", [plain, plain]) is None
+    assert not_compared("data", [plain, locked]) == "data: sample 0['lock']"
+    assert not_compared("data", [plain, UNREAD]) == "data: sample 0 (OSError: lost) on rank 1"
     assert locked.changing is None
     check_same("data", [locked, digests([{"x": 1, "lock": Lock()}])])
 
@@ -112,17 +113,20 @@ def test_the_indices_are_few_spread_over_the_dataset_and_begin_with_its_ends(len
     assert indices[:2] == [0, length - 1][: len(indices)]
 
 
+UNREAD = Digests([], None, unread="sample 0 (OSError: lost)")
+
+
 def digests(values: list[Any]) -> Digests:
     return Digests.of([f"sample {i}" for i in range(len(values))], values.__getitem__)
 
 
 def test_ranks_with_the_same_samples_pass_even_if_one_had_time_for_fewer() -> None:
-    check_same("data", [digests([1, 2, 3]), None, digests([1, 2])])
+    check_same("data", [digests([1, 2, 3]), UNREAD, digests([1, 2])])
 
 
 def test_the_first_sample_that_differs_is_named() -> None:
     with pytest.raises(DataError) as caught:
-        check_same("data", [None, digests([1, [torch.ones(1)]]), digests([1, [torch.zeros(1)]])])
+        check_same("data", [UNREAD, digests([1, [torch.ones(1)]]), digests([1, [torch.zeros(1)]])])
     assert str(caught.value) == (
         "data: sample 1[0] differs between rank 1 and rank 2; all ranks have one dataset, of which each computes a part, so "
         "every rank must make the same: seed what is drawn (torch.Generator().manual_seed(0), also for random_split), sort what is "
@@ -142,4 +146,4 @@ def test_a_sample_that_changes_when_it_is_fetched_again_is_named() -> None:
     reason = changing("data", [digests([1]), found])
     assert reason is not None
     assert reason.startswith("data: sample 0 on rank 1 has other bits each time that it is fetched")
-    assert changing("data", [digests([1]), None]) is None
+    assert changing("data", [digests([1]), UNREAD]) is None

@@ -66,6 +66,65 @@ def test_the_norm_of_a_vector_is_found() -> None:
     assert not is_element_wise(Normalized([nn.Parameter(torch.ones(5))], lr=0.1))
 
 
+class ByIdentity(torch.optim.SGD):
+    """Knows its parameters by their identities, and so cannot step others."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.rates = {id(parameter): lr for group in self.param_groups for parameter in group["params"]}
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = max(self.rates[id(parameter)] for parameter in group["params"])
+        return super().step(closure)
+
+
+class ByGroup(ByIdentity):
+    """The remedy: what it needs is in the groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        return torch.optim.SGD.step(self, closure)
+
+
+class Wraps(torch.optim.Optimizer):
+    """Steps another optimizer, whatever is in its own groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: ByIdentity(matrix(), lr=0.1), r"its step raises KeyError: \d+"),
+        (lambda: Wraps(torch.optim.SGD(matrix(), lr=0.1)), "3 steps leave a parameter as it is"),
+    ],
+)
+def test_one_that_cannot_be_tried_is_refused_where_tensors_are_split(make: Callable[[], torch.optim.Optimizer], why: str) -> None:
+    for plan in (Plan(shard=2), Plan(tensor=2)):
+        with pytest.raises(RecipeError, match=rf"^{type(make()).__name__} cannot be tried on a small tensor \({why}\), and the plan"):
+            needing_whole_tensors([make()], plan)
+    assert needing_whole_tensors([make()], Plan(replicate=2)) == []
+
+
+def by_identity(model: nn.Module) -> torch.optim.Optimizer:
+    return ByIdentity(model.parameters(), lr=0.1)
+
+
+def by_group(model: nn.Module) -> torch.optim.Optimizer:
+    return ByGroup(model.parameters(), lr=0.1)
+
+
+def test_what_its_refusal_recommends_works(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, train, "by identity", str(tmp_path / "alone"), "numerics=bitwise")
+    assert set(pool.run(2, train, "by identity", str(tmp_path / "whole"), "replicate=2,numerics=bitwise")) == {alone}
+    assert set(pool.run(2, train, "by group", str(tmp_path / "mended"), "shard=2,numerics=bitwise")) == {alone}
+
+
 def no_bias() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, OUTPUTS, bias=False))
 
@@ -87,6 +146,7 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 FAIL_AFTER = 3
 """Steps, of which a checkpoint has two."""
 OPTIMIZERS = {"muon": (no_bias, muon), "adafactor": (network, adafactor), "both": (network, muon_and_adamw)}
+OPTIMIZERS |= {"by identity": (network, by_identity), "by group": (network, by_group)}
 
 
 def train(name: str, run_dir: str, plan: str, **options: Any) -> str:
@@ -96,7 +156,7 @@ def train(name: str, run_dir: str, plan: str, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "shard=3", pytest.param("replicate=2,shard=2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["muon", "adafactor", "both"])
 def test_each_tensor_is_updated_as_a_whole(pool: WorkerPool, tmp_path: Path, name: str, plan: str) -> None:
     (alone,) = pool.run(1, train, name, str(tmp_path / "alone"), "numerics=bitwise")
     ranks = {"shard=3": 3, "replicate=2,shard=2": 4}.get(plan, 2)

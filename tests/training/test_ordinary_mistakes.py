@@ -280,6 +280,8 @@ def test_a_stream_of_other_samples_on_each_rank_is_refused(pool: WorkerPool, tmp
 
 def test_a_stream_whose_shards_are_each_on_one_machine_trains(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(2, train_stream, str(tmp_path / "run"), shard_of_its_own) == [2, 2]
+    told = next(line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "data-not-compared" in line)
+    assert "data: the first sample of shard 0 (FileNotFoundError: 0) on rank 1" in told
 
 
 def droops() -> nn.Module:

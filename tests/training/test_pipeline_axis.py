@@ -268,6 +268,14 @@ class ReluBetween(Staged):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class TakesApart(Staged):
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)[...]
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 class SkipsABlock(Staged):
     def forward(self, words: Tensor) -> Tensor:
         x = self.embedding(words)
@@ -320,6 +328,11 @@ def infinite(output: Tensor, batch: Batch) -> Tensor:
     return (output / 0).mean()
 
 
+def with_a_backward(output: Tensor, batch: Batch) -> Tensor:
+    output.square().mean().backward(retain_graph=True)
+    return output.mean()
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more stages than parts": (
         "pipeline=3",
@@ -355,6 +368,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "pipeline=3",
         {"model": ReluBetween},
         "RecipeError: the model's forward does something of its own after 'blocks.0' (TypeError: relu(): argument 'input'",
+    ),
+    "a forward that takes apart what a part returns": (
+        "pipeline=3",
+        {"model": TakesApart},
+        "RecipeError: the model's forward takes the output of 'blocks.0' apart; a pipeline calls the parts that the recipe's stages name",
     ),
     "a forward that leaves out a part": (
         "pipeline=3",
@@ -395,6 +413,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "pipeline=3",
         {"inputs": list},
         "RecipeError: Recipe.inputs returned a list of 3; the model is called with what it returns",
+    ),
+    "a loss that calls backward": (
+        "pipeline=3",
+        {"loss": with_a_backward, "weight": None},
+        "LossError: after step 0: the forward or the loss has called backward, and so changed the model's gradients; they are sums over",
     ),
     "a loss that is not finite": (
         "pipeline=3",

@@ -31,6 +31,8 @@ class Digests:
     """The samples' names, and for each the digests of its parts by their paths: `[0].label`."""
     changing: str | None
     """The first part of a sample that differed when the sample was fetched again. None: it had the same bits."""
+    unread: str | None = None
+    """The sample that could not be fetched, and why; there are no digests then."""
 
     @classmethod
     def of(cls, names: Iterable[str], fetch: Callable[[int], Any]) -> Digests:
@@ -63,10 +65,10 @@ def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
     return next((path for path in {**one, **other} if one.get(path) != other.get(path)), None)
 
 
-def check_same(name: str, everyone: Sequence[Digests | None], *, lengths_only: bool = False) -> None:
+def check_same(name: str, everyone: Sequence[Digests], *, lengths_only: bool = False) -> None:
     """Raise `DataError` if two ranks have other samples. `everyone`: each rank's digests. `name`: the dataset's.
     `lengths_only`: what is in the samples is not compared."""
-    known = [(rank, found.samples) for rank, found in enumerate(everyone) if found is not None]
+    known = [(rank, found.samples) for rank, found in enumerate(everyone) if found.samples]
     for rank, samples in known[1:]:
         first, expected = known[0]
         for (sample, parts), (given, given_parts) in zip(expected, samples, strict=False):
@@ -93,10 +95,10 @@ def check_unchanged(name: str, saved: Mapping[str, Mapping[str, str]], now: Mapp
             )
 
 
-def changing(name: str, everyone: Sequence[Digests | None]) -> str | None:
+def changing(name: str, everyone: Sequence[Digests]) -> str | None:
     """Return in words which sample was another one when it was fetched again; None if none was."""
     for rank, found in enumerate(everyone):
-        if found is not None and found.changing is not None:
+        if found.changing is not None:
             return (
                 f"{name}: {found.samples[0][0]}{found.changing} on rank {rank} has other bits each time that it is fetched; a sample "
                 "follows from its index, and from the default generators of python, numpy and torch, which are seeded before each sample"
@@ -104,9 +106,12 @@ def changing(name: str, everyone: Sequence[Digests | None]) -> str | None:
     return None
 
 
-def not_compared(name: str, everyone: Sequence[Digests | None]) -> str | None:
-    """Return which parts of samples cannot be read, so that ranks may have others; None if all were compared."""
-    for found in filter(None, everyone):
+def not_compared(name: str, everyone: Sequence[Digests]) -> str | None:
+    """Return which samples, or parts of them, cannot be read, so that ranks may have others; None if all were
+    compared."""
+    for rank, found in enumerate(everyone):
+        if found.unread is not None:
+            return f"{name}: {found.unread} on rank {rank}"
         for sample, parts in found.samples:
             unread = [f"{sample}{path}" for path, digest in parts.items() if digest.startswith(_UNREAD)]
             if unread:

@@ -81,10 +81,9 @@ class _BatchLoader:
                 made = self._fetch_one(request)
             yield request, made
 
-    def digests(self) -> Digests | None:
-        """Return digests of some samples, fetched where microbatches are; None for a stream whose shard 0 is elsewhere.
-        Call it before `fetch`."""
-        found: Digests | None = next(self._fetched(iter([DigestRequest()])))[1]
+    def digests(self) -> Digests:
+        """Return digests of some samples, fetched where microbatches are. Call it before `fetch`."""
+        found: Digests = next(self._fetched(iter([DigestRequest()])))[1]
         return found
 
     def _pin(self, batch: Any) -> Any:

@@ -76,12 +76,13 @@ class StreamFetcher:
         values = [sample.value for sample in taken]
         return batch_of(values, self._collate, self._seed, request, lambda: str(origin)), origin
 
-    def _digests(self) -> Digests | None:
-        """Return the digest of the first sample of shard 0; None if this machine does not have that shard."""
+    def _digests(self) -> Digests:
+        """Return the digest of the first sample of shard 0. A machine that reads other shards may not have it."""
+        name = "the first sample of shard 0"
         try:
-            return Digests.of(["the first sample of shard 0"], lambda _: next(_opened(self._stream, 0, self._seed, 0, 0)))
-        except Exception:
-            return None
+            return Digests.of([name], lambda _: next(_opened(self._stream, 0, self._seed, 0, 0)))
+        except Exception as error:
+            return Digests([], None, unread=f"{name} ({type(error).__name__}: {error})")
 
     def close(self) -> None:
         self._open.clear()

@@ -225,22 +225,21 @@ def sources(
     return from_data(loader, batching, seed=context.seed, first=first)
 
 
-def compare_data(run: Run, name: str, digests: Digests | None, *, is_trained_on: bool = False) -> None:
+def compare_data(run: Run, name: str, digests: Digests, *, is_trained_on: bool = False) -> None:
     """Compare this rank's samples of the dataset `name` with those of the other ranks, and, of data that is trained on,
     with those that a resumed run had. Every rank calls it.
 
     Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample changes from one fetch to
     the next, which is otherwise a warning.
     """
-    gathered = run.context.world.gather_values(digests and asdict(digests))
-    everyone = [found and Digests(**found) for found in gathered]
+    everyone = [Digests(**found) for found in run.context.world.gather_values(asdict(digests))]
     reason = changing(name, everyone)
     check_same(name, everyone, lengths_only=reason is not None)
     if (unread := not_compared(name, everyone)) is not None:
         run.event("data-not-compared", parts=unread)
     if reason is None:
         if is_trained_on:
-            now = run.loop.data[str(run.loop.loops)] = next((dict(found.samples) for found in everyone if found is not None), {})
+            now = run.loop.data[str(run.loop.loops)] = next((dict(found.samples) for found in everyone if found.samples), {})
             if run.loop.resumed is not None:
                 check_unchanged(name, run.loop.resumed["data"].get(str(run.loop.loops), {}), now)
     elif run.context.bitwise:

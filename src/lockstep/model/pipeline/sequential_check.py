@@ -38,7 +38,7 @@ class SequentialCheck:
             if handed and (kwargs or len(args) != 1 or args[0] is not handed[-1]):
                 before = self._parts[place - 1]
                 raise _NotSequential(f"calls {self._parts[place]!r} with something other than the output of {before!r}, and that alone")
-            handed.append(_Placeholder())
+            handed.append(_Placeholder(self._parts[place]))
             return handed[-1]
 
         nn.Module.__call__ = called  # type: ignore[method-assign]
@@ -47,8 +47,6 @@ class SequentialCheck:
                 returned = call(self._forward)
             if len(handed) < len(self._modules) or returned is not handed[-1]:
                 raise _NotSequential(f"returns something other than the output of {self._parts[-1]!r}")
-        except _Unpacked:
-            return  # a tuple, of which nobody knows how long it is
         except Exception as error:
             raise RecipeError(self._said(error, len(handed))) from error
         finally:
@@ -74,15 +72,14 @@ class _NotSequential(Exception):
     pass
 
 
-class _Unpacked(Exception):
-    pass
-
-
 class _Placeholder:
     """The output of a part, which can only be passed on."""
 
+    def __init__(self, part: str) -> None:
+        self._part = part
+
     def __iter__(self) -> Any:
-        raise _Unpacked
+        raise _NotSequential(f"takes the output of {self._part!r} apart")
 
     def __getitem__(self, _: Any) -> Any:
-        raise _Unpacked
+        self.__iter__()

@@ -37,7 +37,7 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
 
 def is_element_wise(optimizer: Optimizer) -> bool:
     """True if the optimizer updates the two halves of a tensor as it updates the tensor. Tried on a copy of each of its
-    groups, with a small tensor. An optimizer that cannot be tried counts as element-wise."""
+    groups, with a small tensor. Raises `RecipeError` if it cannot be tried."""
     for group in optimizer.param_groups:
         dims = max((parameter.dim() for parameter in group["params"]), default=0)
         if dims and _differs(optimizer, group, (ROWS, COLUMNS) if dims > 1 else (ROWS,)):
@@ -48,14 +48,25 @@ def is_element_wise(optimizer: Optimizer) -> bool:
 def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> bool:
     with disable_current_modes():  # a trial needs values, also where the model has none
         generator = torch.Generator().manual_seed(0)
-        start = torch.randn(shape, generator=generator)
-        gradients = [torch.randn(shape, generator=generator) for _ in range(STEPS)]
+        device = next((each.device for each in group["params"] if not each.is_meta), "cpu")
+        start, *gradients = (torch.randn(shape, generator=generator).to(device) for _ in range(1 + STEPS))
         try:
             whole = updated(optimizer, group, start, gradients)
             halves = [updated(optimizer, group, *_half(start, gradients, part)) for part in (0, 1)]
-        except Exception:
-            return False
-        return bool((whole - torch.cat(halves)).norm() > TOLERANCE * (whole - start).norm())
+        except Exception as error:
+            raise _cannot_try(optimizer, f"its step raises {type(error).__name__}: {error}") from error
+        moved = (whole - start).norm()
+        if not moved:
+            raise _cannot_try(optimizer, f"{STEPS} steps leave a parameter as it is")
+        return bool((whole - torch.cat(halves)).norm() > TOLERANCE * moved)
+
+
+def _cannot_try(optimizer: Optimizer, why: str) -> RecipeError:
+    return RecipeError(
+        f"{type(optimizer).__name__} cannot be tried on a small tensor ({why}), and the plan splits tensors over ranks; if its update of "
+        "an element depends on the other elements, each rank would compute it from a part of them; let step() take parameters from "
+        "self.param_groups and their state from self.state, and update any tensor that has a gradient; or use replicate"
+    )
 
 
 def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor, list[Tensor]]:
