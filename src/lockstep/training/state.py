@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Protocol, runtime_checkable
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from lockstep.base.errors import CheckpointError, first_few
 from lockstep.base.torch_private import own_buffers, own_modules, own_parameters, tree_map
 from lockstep.checkpoint.json_state import decode, encode, tensors_in
-from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.manifest import DamagedError, Manifest
 from lockstep.checkpoint.tensor_shards import torch_dtype
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
@@ -33,6 +34,14 @@ from lockstep.training.train_module import TrainModule
 
 _PLAN_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
 """Settings of param groups that are not saved, because they depend on the plan."""
+
+_FORM: Mapping[str, Any] = {"modules": dict, "state": dict}
+_MODULE_FORM: Mapping[str, Any] = {"optimizers": dict, "training": dict, "tied": dict, "extra": dict, "resized": dict}
+_OPTIMIZER_FORM: Mapping[str, Any] = {"class": str, "rest": dict, "shared": dict, "more": dict, "groups": list}
+_TRAINING_FORM: Mapping[str, Any] = {
+    "schedule": list, "loss_scale": list | None, "overflows": int, "prescale": float | None, "trainable": list | None
+}  # fmt: skip
+"""The types of a checkpoint's values."""
 
 EXTRA_STATE = "_extra_state"
 """The key of a module's extra state in its state dict."""
@@ -141,27 +150,62 @@ def restore(reader: StateReader, modules: Sequence[TrainModule], others: Mapping
 
     Raises `CheckpointError` if the checkpoint is of another model or run, and `DamagedError`; both on every rank.
     """
-    values = reader.manifest.values
-    _check_same_parts(values, modules, others)
+    values, now = reader.manifest.values, state_of((), others).tensors
     targets: dict[str, Tensor] = {}
     states = []
-    for number, module in enumerate(modules):
-        targets |= _model_targets(module, number, values["modules"][str(number)], reader.tensors)
-        for place, optimizer in enumerate(module.optimizers):
-            state = OptimizerState(allocate(optimizer, module.held, f"{number}/optimizer/{place}", reader.tensors))
-            targets |= _optimizer_tensors(state.tensors, f"{number}/optimizer/{place}")
-            states.append(state)
-    encoded = set(tensors_in(values))
-    not_loaded = {name.replace("/train-mode/", "/model/", 1) for name in reader.tensors if name.split("/")[1] == "train-mode"}
-    _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in encoded | not_loaded}, mesh)
-    now = state_of((), others).tensors
-    targets |= {name: _empty_like(now.get(name), *reader.tensors[name]) for name in encoded}
+    with _damage_in("the manifest's values"):
+        _check_form(values)
+        _check_same_parts(values, modules, others)
+        for number, module in enumerate(modules):
+            targets |= _model_targets(module, number, values["modules"][str(number)], reader.tensors)
+            for place, optimizer in enumerate(module.optimizers):
+                state = OptimizerState(allocate(optimizer, module.held, f"{number}/optimizer/{place}", reader.tensors))
+                targets |= _optimizer_tensors(state.tensors, f"{number}/optimizer/{place}")
+                states.append(state)
+        encoded = set(tensors_in([values["modules"], values["state"]]))
+        not_loaded = {name.replace("/train-mode/", "/model/", 1) for name in reader.tensors if name.split("/")[1] == "train-mode"}
+        _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in encoded | not_loaded}, mesh)
+        targets |= {name: _empty_like(now.get(name), *reader.tensors[name]) for name in encoded}
+        decode([values["modules"], values["state"]], targets.__getitem__)  # what cannot be decoded is found before anything is loaded
     reader.load_into(targets, mesh.world)
     left = iter(states)
     for number, module in enumerate(modules):
         _restore_module(module, values["modules"][str(number)], left, targets)
     for name, other in others.items():
         other.load_state_dict(decode(values["state"][name], targets.__getitem__))
+
+
+@contextmanager
+def _damage_in(what: str) -> Iterator[None]:
+    """Turn what Python raises for values of a wrong kind into a `DamagedError`."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise DamagedError(f"{what} are not those of a run ({type(error).__name__}: {error})") from error
+
+
+def _check_form(values: Mapping[str, Any]) -> None:
+    """Raise `ValueError`, `LookupError` or `TypeError` unless the values have the form that `state_of` gives them."""
+    for module in _checked(values, _FORM)["modules"].values():
+        for optimizer in _checked(module, _MODULE_FORM)["optimizers"].values():
+            _checked(optimizer, _OPTIMIZER_FORM)
+            if not all(isinstance(each, dict) for each in (*optimizer["rest"].values(), *optimizer["groups"])):
+                raise TypeError("the state of a parameter, or a group, is no object")
+        training = _checked(module["training"], _TRAINING_FORM)
+        if not all(isinstance(each, dict) for each in training["schedule"]):
+            raise TypeError("the state of a schedule is no object")
+        if not all(isinstance(each, str) for each in training["trainable"] or ()):
+            raise TypeError("a trainable parameter has no name")
+        scale = training["loss_scale"]
+        if scale is not None and (len(scale) != 2 or not all(isinstance(each, int | float) for each in scale)):
+            raise ValueError("the loss scale is not two numbers")
+
+
+def _checked(values: Any, form: Mapping[str, Any]) -> Any:
+    for name, kind in form.items():
+        if not isinstance(values[name], kind):
+            raise TypeError(f"{name} is a {type(values[name]).__name__}")
+    return values
 
 
 def _model_targets(module: TrainModule, number: int, saved: Mapping[str, Any], there: Kinds) -> dict[str, Tensor]:

@@ -1,0 +1,70 @@
+"""The values in the manifest of a checkpoint that others have written: restored, or damage."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from hostile.folders import mutated
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.base.errors import CheckpointError
+from lockstep.checkpoint.manifest import DamagedError, Manifest
+from lockstep.comm.world import World
+from lockstep.training.state import restore, state_of
+
+
+class Kept:
+    """A state with all that a checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": torch.ones(3), "pair": (1, 2.0), 5: float("nan"), "array": torch.ones(2).numpy()}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+class Given:
+    """Reads values, and the tensors of a run."""
+
+    def __init__(self, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.manifest = Manifest(step=1, files={}, values=values, metadata={})
+        self.tensors = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+    def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
+        for tensor in state.values():
+            tensor.zero_()
+
+
+def test_any_values_are_restored_or_damage(tmp_path: Path) -> None:
+    with ls.Session(run_dir=str(tmp_path / "run"), precision="bf16") as session:
+        session.prepare(
+            lambda: nn.Linear(2, 1),
+            lambda model: torch.optim.AdamW(model.parameters()),
+            schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        )
+        for step in session.steps(TensorDataset(torch.ones(4, 2)), global_batch=4, steps=1):
+            step.compute(lambda batch: batch[0], lambda output, batch: output.mean())
+            step.commit()
+        modules, others, mesh = session.run.modules, {"kept": Kept()}, session.run.context.mesh
+        state = state_of(modules, others)
+        text, chance, counts = json.dumps(state.values), random.Random(0), Counter[str]()
+        for _ in range(1500):
+            values = mutated(json.loads(text), chance)
+            if not isinstance(values, dict):
+                continue
+            try:
+                restore(Given(values, state.tensors), modules, others, mesh)
+            except (DamagedError, CheckpointError):
+                counts["refused"] += 1
+            else:
+                counts["restored"] += 1
+        assert min(counts["refused"], counts["restored"]) > 100
+        restore(Given(state.values, state.tensors), modules, others, mesh)
