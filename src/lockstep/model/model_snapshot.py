@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.base.errors import RecipeError, first_few
-from lockstep.base.torch_private import own_modules, own_parameters
+from lockstep.base.torch_private import is_distributed, own_modules, own_parameters, storage_address
 from lockstep.comm.world import World
 from lockstep.model.shard import reshard
 
@@ -38,6 +38,8 @@ class ModelSnapshot:
         self._parameters = list(parameters.values())
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
         self._grouped = self._grouped_now()
+        self._sharded = {name: parameter for name, parameter in parameters.items() if is_distributed(parameter)}
+        self._storages = self._storages_now()
 
     def begin_loop(self, world: World) -> None:
         """Take the modes as they are before the first step of a loop. Every rank calls it. Raises `RecipeError` on all
@@ -80,6 +82,14 @@ class ModelSnapshot:
                     "model had then; make the model in its factory as it is to be trained, and change values in place: "
                     "with torch.no_grad(): parameter.copy_(value)"
                 )
+        if (storages := self._storages_now()) != self._storages:
+            name = next(name for name, now, then in zip(self._sharded, storages, self._storages, strict=True) if now != then)
+            raise RecipeError(
+                f"parameter {name!r} was given other values by parameter.data = value, which changes nothing of what is trained: the plan "
+                "splits it over ranks, and each rank's part stayed as it was; change values in place: with torch.no_grad(): "
+                "parameter.copy_(other), where other is a parameter too, or parameter.copy_(torch.distributed.tensor.distribute_tensor("
+                "value, parameter.device_mesh, parameter.placements)), where value is a whole tensor"
+            )
         if (grouped := self._grouped_now()) != self._grouped:
             raise RecipeError(
                 f"the optimizer has {sum(map(len, grouped))} parameters in {len(grouped)} groups, and had "
@@ -101,6 +111,9 @@ class ModelSnapshot:
 
     def _members_now(self) -> list[int]:
         return list(map(id, chain.from_iterable(map(dict.values, self._owned))))
+
+    def _storages_now(self) -> list[int]:
+        return [storage_address(parameter.untyped_storage()) for parameter in self._sharded.values()]
 
     def _grouped_now(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for optimizer in self._optimizers for group in optimizer.param_groups]
