@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lockstep.hooks.carried_state import CarriedState
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.hooks.evaluation import EvaluationHook
 from lockstep.hooks.hang.hang_hook import HangHook
@@ -61,6 +62,8 @@ class HouseHooks:
         self.in_order = [
             # Tries the loss on the first microbatch before any hook has seen the step.
             self.loss_check,
+            # Watches forwards where the loss cannot be tried.
+            CarriedState(),
             # Begins a trace before any other hook of the step, and ends it before lockstep's own work between steps.
             *([] if steps is None else [Profiler(steps)]),
             # The user's hooks see the step as the script left it.

@@ -376,3 +376,6 @@ def test_a_model_that_fails_in_evaluation_mode_is_trained(pool: WorkerPool, tmp_
     (expected,) = pool.run(1, train_only, str(tmp_path / "one"), "replicate=1", microbatch)
     ranks = 4 if "," in plan else 2
     assert pool.run(ranks, train_only, str(tmp_path / "run"), plan, microbatch) == pytest.approx([expected] * ranks)
+    if plan == "shard=2":
+        told = next(line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "loss-not-checked" in line)
+        assert "whether it keeps state: it fails in the trial: ValueError: no targets in evaluation mode" in told

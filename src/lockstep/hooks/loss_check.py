@@ -161,15 +161,7 @@ def _tell(run: Run, found: Found) -> bool:
             "microbatch's, which lockstep sums; for samples of all ranks, give Recipe.batch_loss"
         )
     if kept is not None:
-        text = (
-            f"{kept}, with the same random numbers; the loss or the model keeps a value that it changes (a hidden state, a running "
-            "centre, a queue), and each rank would change its own, by its own microbatches; make it a buffer of the model, named in "
-            "self_updating_buffers, or change it in a hook between steps; a value for each sample (the hidden state of a text that goes "
-            "on in the next batch) has no place in a model: compute it in the forward, from a sample that holds the text before it too"
-        )
-        if run.context.plan.numerics == "bitwise":
-            raise LossError(f"{text}; or drop numerics=bitwise")
-        run.remark(Remark("loss-keeps-state", {"reason": kept}, f"warning: {text}"))
+        tell_kept(run, f"{kept}, with the same random numbers")
     elif cut is not None:
         run.remark(
             Remark(
@@ -183,6 +175,19 @@ def _tell(run: Run, found: Found) -> bool:
     if unchecked is not None:
         run.event("loss-not-checked", reason=unchecked)
     return kept is not None or cut is not None
+
+
+def tell_kept(run: Run, kept: str) -> None:
+    """Report that the loss or a model keeps a value. Every rank calls it. Raises `LossError` where bits count."""
+    text = (
+        f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running centre, a queue), and each rank would "
+        "change its own, by its own microbatches; make it a buffer of the model, named in self_updating_buffers, or change it between "
+        "steps, in a hook for instance; a value for each sample (the hidden state of a text that goes on in the next batch) has no place "
+        "in a model: compute it in the forward, from a sample that holds the text before it too"
+    )
+    if run.context.plan.numerics == "bitwise":
+        raise LossError(f"{text}; or drop numerics=bitwise")
+    run.remark(Remark("loss-keeps-state", {"reason": kept}, f"warning: {text}"))
 
 
 def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Found:
@@ -204,7 +209,7 @@ def _tried_twice(run: Run, recipe: Recipe) -> Found:
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
     if item is None or len(sizes) > 1:
         return Found(unchecked="whether it keeps state: the ranks' first microbatches have unequally many samples")
-    kept, talks = [], []
+    kept, talks, failed = [], [], []
     for training in (True, False):  # both: what one rank finds, the others do not know
         tried: list[Outcome] = []
         for _ in range(2):
@@ -213,7 +218,9 @@ def _tried_twice(run: Run, recipe: Recipe) -> Found:
                 break
         kept.append(_kept(run, tried))
         talks.append(_talks(tried))
-    return Found(kept=next(filter(None, kept), None), talks=next(filter(None, talks), None))
+        failed += [f"whether it keeps state: it fails in the trial: {each}" for each in tried[:1] if isinstance(each, str)]
+    found = Found(kept=next(filter(None, kept), None), talks=next(filter(None, talks), None))
+    return found if found != NOTHING else Found(unchecked=next(iter(failed), None))
 
 
 def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Found:

@@ -185,6 +185,8 @@ class Run:
         """The microbatches of the current step on this rank."""
         self.epoch_of: Callable[[int], int] | None = None
         """(step of the current loop) -> its epoch. None if the data has no length."""
+        self.microbatches = 0
+        """Microbatches that this rank has begun in loops over them, in all steps."""
         self.exchange = SyncBatchNormExchange()
         self.consensus = Consensus(context.mesh, self._request)
         self._has_started = self._has_ended = False

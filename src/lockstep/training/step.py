@@ -86,7 +86,17 @@ class Step:
     def _compute(self, number: int, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered) -> None:
         if isinstance(loss, Gathered):
             loss = self._over_batch(self._modules[number], inputs, loss)
-        self._modules[number].executor.train(self._begun(number), inputs, loss)
+        executor = self._modules[number].executor
+        if executor.why_no_loop is not None:
+            loss = partial(self._without_backward, loss)
+        executor.train(self._begun(number), inputs, loss)
+
+    def _without_backward(self, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
+        """Call the loss of a microbatch between backwards of others. Raises `LossError` if it has called one itself."""
+        self.note_gradients()
+        found = loss(output, batch)
+        self.check_gradients()
+        return found
 
     def microbatches(self, *, dummies: bool = False) -> Iterator[Any]:
         """Yield the batch of each microbatch of this rank, each with its own random generators. A rank may have none.
@@ -215,6 +225,7 @@ class Step:
         passes = len(self.committed)
         for current, batch in self._phases.during("data", self.source.batches(passes)):
             self._current = current
+            self._run.microbatches += 1
             self._run.exchange.is_dummy = current.is_dummy
             for statistics in self._statistics:
                 statistics.discard()  # the updates by forwards without a backward, and by recomputation

@@ -1,0 +1,127 @@
+"""Models that carry a tensor from one microbatch to the next, in loops whose loss cannot be tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training.subjects import FEATURES, OUTPUTS, rows, sgd
+
+import lockstep as ls
+from lockstep.base.errors import LossError
+from lockstep.testing.pool import WorkerPool
+
+
+class Recurrent(nn.Module):
+    """Keeps the state of its cell, and goes on from it."""
+
+    def __init__(self, *, carries: bool = True) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(FEATURES, 8), nn.Linear(8, OUTPUTS)
+        self.hidden: Tensor | None = None
+        self.carries = carries
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.cell(x, self.hidden if self.carries else None)
+        self.hidden = state.detach()
+        output: Tensor = self.head(state)
+        return output
+
+
+class Centred(nn.Module):
+    """Moves a tensor in place, within a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.centres = nn.Linear(FEATURES, OUTPUTS), [torch.zeros(OUTPUTS)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        centre = self.centres[0].mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return output - centre.clone()
+
+
+class Caching(nn.Module):
+    """Computes a table once, and sets the latest output anew in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, OUTPUTS)
+        self.table: Tensor | None = None
+        self.latest = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or self.table.shape != x.shape:
+            self.table = torch.arange(float(x.numel())).reshape(x.shape).cos()
+        self.latest = self.layer(x + self.table)
+        return self.latest
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "recurrent": Recurrent,
+    "centred": Centred,
+    "caching": Caching,
+    "reset": lambda: Recurrent(carries=False),
+}
+
+
+def own_loop(name: str, run_dir: str, plan: str, microbatch: int) -> list[str]:
+    """The events, or the error."""
+    try:
+        with ls.Session(run_dir=run_dir, plan=plan) as session:
+            model, optimizer = session.prepare(MODELS[name], sgd)
+            for step in session.steps(rows(32), global_batch=8, microbatch=microbatch, steps=3):
+                for batch in step.microbatches():
+                    step.backward((model(batch[1]) - batch[2]).square().mean() + getattr(model, "latest", torch.zeros(1)).mean())
+                step.commit(optimizer)
+            assert not model._forward_pre_hooks
+    except LossError as error:
+        return [str(error)]
+    return []
+
+
+def every_model(folder: str, plan: str) -> dict[str, list[str]]:
+    """With several microbatches a rank in a step, and with one; under shard there are no dummies."""
+    sizes = (2, 4) if "shard" in plan else (2, 4, 8)
+    return {f"{name}, {size}": own_loop(name, f"{folder}/{name}{size}", plan, size) for name in MODELS for size in sizes}
+
+
+@pytest.mark.parametrize("plan", ["replicate=1", "replicate=2", "shard=2"])
+def test_in_bitwise_numerics_it_is_refused(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    several = pool.run(1 if plan == "replicate=1" else 2, every_model, str(tmp_path), f"{plan},numerics=bitwise")
+    assert all(found == several[0] for found in several)
+    for name, found in several[0].items():
+        carries = {"recurrent": "hidden", "centred": "centres"}.get(name.partition(",")[0])
+        assert bool(found) == (carries is not None), (name, found)
+        assert all(each.startswith(f"the model's forward reads {carries}, which the forward of another micro") for each in found)
+        assert all(each.endswith("or drop numerics=bitwise") for each in found)
+
+
+def test_otherwise_it_is_a_warning(tmp_path: Path) -> None:
+    assert own_loop("recurrent", str(tmp_path / "own"), "numerics=fast", 4) == []
+    assert '"loss-keeps-state"' in (tmp_path / "own" / "events.jsonl").read_text()
+    assert own_loop("caching", str(tmp_path / "caching"), "numerics=fast", 4) == []
+    assert '"loss-keeps-state"' not in (tmp_path / "caching" / "events.jsonl").read_text()
+
+
+def output_of(model: nn.Module, batch: Any) -> Tensor:
+    output: Tensor = model(batch[1])
+    return output
+
+
+def test_with_a_batch_loss_it_is_found_too(tmp_path: Path) -> None:
+    given = ls.Recipe(
+        model=Recurrent,
+        data=rows(32),
+        batch_loss=ls.Gathered(output_of, lambda output: output.square().mean()),
+        optimizer=sgd,
+        global_batch=8,
+        microbatch=4,
+        steps=2,
+    )
+    with pytest.raises(LossError, match="reads hidden, which the forward of another microbatch has set"):
+        ls.train(given, run_dir=str(tmp_path / "run"), plan="numerics=bitwise")
