@@ -97,10 +97,8 @@ def table(found: Sequence[Group]) -> str:
     for name in names[:METRICS]:
         cells = "".join(f'<td class="number">{_text(each.get(name))}</td>' for each in statistics)
         rows.append(f'<tr><th scope="row">{escape(name.replace("/", " "))}</th>{cells}</tr>')
-    head = f'<tr><th scope="col"></th>{heads}</tr>'
-    return (
-        f'<div class="wide card means"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div><p class="note">{escape(NOTE)}</p>'
-    )
+    body = f'<thead><tr><th scope="col"></th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody>'
+    return f'<div class="wide card means"><table>{body}</table></div><p class="note">{escape(NOTE)}</p>'
 
 
 def as_json(found: Sequence[Group]) -> list[dict[str, Any]]:
