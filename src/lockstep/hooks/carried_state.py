@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class _Watch:
         self._first = self._latest = microbatches()
         self._known = self._before = self._marks()
         self._uses = _Uses({})
-        self._entered: list[bool] = []
+        self._entered: list[ExitStack | None] = []
         self._handles = [
             model.register_forward_pre_hook(self._enter),
             model.register_forward_hook(self._leave, always_call=True),
@@ -78,9 +79,8 @@ class _Watch:
             handle.remove()
 
     def _enter(self, *_: Any) -> None:
-        is_watched = torch.is_grad_enabled() and self._microbatches() - self._first <= MICROBATCHES
-        self._entered.append(is_watched)
-        if not is_watched:
+        if not torch.is_grad_enabled() or self._microbatches() - self._first > MICROBATCHES:
+            self._entered.append(None)
             return
         if self._microbatches() != self._latest:
             self._latest, self._before = self._microbatches(), self._marks()
@@ -92,12 +92,14 @@ class _Watch:
                 if (id(tensor), writes) not in known
             }
             self._uses = _Uses(left)
-        self._uses.__enter__()
+        entered = ExitStack()
+        entered.enter_context(self._uses)
+        self._entered.append(entered)
 
     def _leave(self, *_: Any) -> None:
-        if not self._entered.pop():
+        if (entered := self._entered.pop()) is None:
             return
-        self._uses.__exit__(None, None, None)
+        entered.close()
         if self._uses.names:
             now = self._marks()
             self.found |= {name for name in self._uses.names if not _are_same(self._before[name], now.get(name, []))}
