@@ -78,6 +78,7 @@ def own_loop(name: str, run_dir: str, plan: str, microbatch: int) -> list[str]:
                 for batch in step.microbatches():
                     step.backward((model(batch[1]) - batch[2]).square().mean() + getattr(model, "latest", torch.zeros(1)).mean())
                 step.commit(optimizer)
+            vars(model).pop("latest", None)  # its graph holds the model, in a circle that Python does not see
             hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
             assert not any("carried_state" in type(getattr(hook, "__self__", None)).__module__ for hook in hooks)
     except LossError as error:

@@ -19,7 +19,7 @@ STEPS, MICROBATCHES = 2, 4
 """Steps, and microbatches of a rank, that are watched."""
 
 _ABOUT = frozenset({"shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "size", "dim", "numel", "__len__"})
-"""What says nothing about a tensor's values."""
+"""Attributes and methods that say nothing about a tensor's values."""
 _SAVED = {*MODULE_DICTS, *RECURRENT_CACHES}
 
 Marks = dict[str, list[tuple[Tensor, int]]]  # attribute -> its tensors, with the number of writes to each
