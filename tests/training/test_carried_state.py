@@ -45,6 +45,24 @@ class Centred(nn.Module):
         return output - centre.clone()
 
 
+class Buffered(nn.Module):
+    """The remedy for `Centred`: a buffer that is updated once a step."""
+
+    self_updating_buffers = ("centre",)
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, OUTPUTS)
+        self.register_buffer("centre", torch.zeros(OUTPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        before = self.centre.clone()
+        self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return output - before
+
+
 class Caching(nn.Module):
     """Computes a table once, and sets the latest output anew in each forward."""
 
@@ -64,13 +82,14 @@ class Caching(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "centred": Centred,
+    "buffered": Buffered,
     "caching": Caching,
     "reset": lambda: Recurrent(carries=False),
 }
 
 
 def own_loop(name: str, run_dir: str, plan: str, microbatch: int) -> list[str]:
-    """The events, or the error."""
+    """The error; of the remedy the fingerprint."""
     try:
         with ls.Session(run_dir=run_dir, plan=plan) as session:
             model, optimizer = session.prepare(MODELS[name], sgd)
@@ -79,6 +98,8 @@ def own_loop(name: str, run_dir: str, plan: str, microbatch: int) -> list[str]:
                     step.backward((model(batch[1]) - batch[2]).square().mean() + getattr(model, "latest", torch.zeros(1)).mean())
                 step.commit(optimizer)
             vars(model).pop("latest", None)  # its graph holds the model, in a circle that Python does not see
+            if name == "buffered":
+                return [ls.fingerprint(model)]
             hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
             assert not any("carried_state" in type(getattr(hook, "__self__", None)).__module__ for hook in hooks)
     except LossError as error:
@@ -96,7 +117,12 @@ def every_model(folder: str, plan: str) -> dict[str, list[str]]:
 def test_in_bitwise_numerics_it_is_refused(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     several = pool.run(1 if plan == "replicate=1" else 2, every_model, str(tmp_path), f"{plan},numerics=bitwise")
     assert all(found == several[0] for found in several)
+    remedies = {name: found for name, found in several[0].items() if name.startswith("buffered")}
+    (alone,) = pool.run(1, every_model, str(tmp_path / "alone"), "replicate=1,numerics=bitwise")
+    assert remedies == {name: alone[name] for name in remedies}
     for name, found in several[0].items():
+        if name in remedies:
+            continue
         carries = {"recurrent": "hidden", "centred": "centres"}.get(name.partition(",")[0])
         assert bool(found) == (carries is not None), (name, found)
         assert all(each.startswith(f"the model's forward reads {carries}, which the forward of another micro") for each in found)
