@@ -21,7 +21,7 @@ Weights = dict[str, float]
 
 
 class LossKind(NamedTuple):
-    """What the losses of all microbatches have in common."""
+    """Properties that the losses of all microbatches share."""
 
     has_weight: bool
     """True of an `ls.Loss`."""
