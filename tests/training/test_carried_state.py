@@ -108,7 +108,7 @@ def own_loop(name: str, run_dir: str, plan: str, microbatch: int) -> list[str]:
 
 
 def every_model(folder: str, plan: str) -> dict[str, list[str]]:
-    """With two microbatches in a step, which are one a rank on two; where there are no dummies also with one for all."""
+    """With two microbatches in a step, which are one a rank on two; without dummies also with one for all."""
     cases = [*((name, 4) for name in MODELS), *([] if "shard" in plan else [("recurrent", 8)])]
     return {f"{name}, {size}": own_loop(name, f"{folder}/{plan}/{name}{size}", plan, size) for name, size in cases}
 
