@@ -15,10 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.base.errors import CheckpointError
+from lockstep.base.errors import CheckpointError, DataError
 from lockstep.checkpoint.manifest import DamagedError, Manifest
 from lockstep.comm.world import World
-from lockstep.training.state import restore, state_of
+from lockstep.data.digests import check_unchanged
+from lockstep.data.fetch import ShardPosition
+from lockstep.training.loop_state import LoopState
+from lockstep.training.microbatches import positions_in
+from lockstep.training.state import damage_in, restore, state_of
 
 
 class Kept:
@@ -68,3 +72,25 @@ def test_any_values_are_restored_or_damage(tmp_path: Path) -> None:
                 counts["restored"] += 1
         assert min(counts["refused"], counts["restored"]) > 100
         restore(Given(state.values, state.tensors), modules, others, mesh)
+
+
+def test_any_position_in_the_data_is_taken_up_or_damage() -> None:
+    digests = {"sample 0": {"[0]": "1f", "[1]": "2e"}}
+    saved = LoopState(loops=2, steps_before=3, shards={"0": ShardPosition(1, 5), "1": ShardPosition(0, 2)}, data={"2": digests})
+    text, chance, counts = json.dumps(saved.values()), random.Random(0), Counter[str]()
+    for _ in range(3000):
+        values = mutated(json.loads(text), chance)
+        if not isinstance(values, dict):
+            continue
+        try:
+            with damage_in("the values"):
+                LoopState.check(values, 7)
+            state = LoopState(loops=1, resumed={**values, "step": 7})
+            assert state.begin_loop(3) >= 0
+            positions_in(values, 2)
+            check_unchanged("data", values["data"].get("2", {}), digests)
+        except (DamagedError, CheckpointError, DataError):
+            counts["refused"] += 1
+        else:
+            counts["taken up"] += 1
+    assert min(counts["refused"], counts["taken up"]) > 50, counts

@@ -22,8 +22,9 @@ from lockstep.comm.world import World
 from lockstep.hooks.scores import Scores
 from lockstep.saving import Resume, Saving, differences
 from lockstep.training.hook import Run
+from lockstep.training.loop_state import LoopState
 from lockstep.training.optim import settings
-from lockstep.training.state import State, StateReader, restore, state_of
+from lockstep.training.state import State, StateReader, damage_in, restore, state_of
 
 WAIT_SECONDS = 0.5  # between two exchanges of a save's state by the ranks that wait for it
 LAST_SECONDS = 10.0  # after an error, the longest wait for the save under way
@@ -200,6 +201,8 @@ class Checkpointer:
                     )
                 if name == names[0]:
                     reader.load_into({}, self.world)  # a check before the state is changed: there is no older checkpoint
+                with damage_in("the manifest's values"):
+                    LoopState.check(reader.manifest.values, reader.manifest.step)
                 restore(reader, self.run.modules, self.run.stateful, self.run.context.mesh)
                 for theirs, module in zip(reader.manifest.metadata["optimizers"], self.run.modules, strict=False):
                     module.keep_changed_settings(theirs)

@@ -31,5 +31,16 @@ class LoopState:
         self.steps_before = self.resumed["steps_before"]
         return int(self.resumed["step"]) - self.steps_before
 
+    @staticmethod
+    def check(values: Mapping[str, Any], step: int) -> None:
+        """Raise `ValueError`, `LookupError`, `TypeError` or `AttributeError` unless `values` has what a run saves after
+        `step` steps."""
+        positions = {int(shard): ShardPosition(*position) for shard, position in values["shards"].items()}
+        numbers = [values["loop"], values["steps_before"], *(each for position in positions.values() for each in position)]
+        if not all(type(each) is int and each >= 0 for each in numbers) or values["steps_before"] > step:
+            raise ValueError("the position in the data is not made of numbers of steps and samples")
+        if not all(isinstance(parts, dict) for samples in values["data"].values() for parts in samples.values()):
+            raise TypeError("the digests of the data are no objects")
+
     def values(self) -> dict[str, Any]:
         return {"loop": self.loops, "steps_before": self.steps_before, "shards": self.shards, "data": self.data}

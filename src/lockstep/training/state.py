@@ -153,7 +153,7 @@ def restore(reader: StateReader, modules: Sequence[TrainModule], others: Mapping
     values, now = reader.manifest.values, state_of((), others).tensors
     targets: dict[str, Tensor] = {}
     states = []
-    with _damage_in("the manifest's values"):
+    with damage_in("the manifest's values"):
         _check_form(values)
         _check_same_parts(values, modules, others)
         for number, module in enumerate(modules):
@@ -176,7 +176,7 @@ def restore(reader: StateReader, modules: Sequence[TrainModule], others: Mapping
 
 
 @contextmanager
-def _damage_in(what: str) -> Iterator[None]:
+def damage_in(what: str) -> Iterator[None]:
     """Turn what Python raises for values of a wrong kind into a `DamagedError`."""
     try:
         yield
