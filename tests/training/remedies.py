@@ -930,6 +930,31 @@ def converted() -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(half_converted())
 
 
+class ListedDescent(torch.optim.Optimizer):
+    """Updates the parameters that it keeps in a list of its own."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.listed = params
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self.listed
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.parameters():
+            parameter.sub_(0.1 * parameter.grad)  # type: ignore[operator]
+
+
+class GroupedDescent(ListedDescent):
+    def parameters(self) -> list[nn.Parameter]:
+        return self.param_groups[0]["params"]  # type: ignore[no-any-return]
+
+
+def of_a_list(kind: type[ListedDescent], model: nn.Module) -> torch.optim.Optimizer:
+    return kind(list(model.parameters()))
+
+
 def without_its_bias(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([each for name, each in model.named_parameters() if name != "2.bias"], lr=0.1)
 
@@ -1123,6 +1148,13 @@ LAYERS = {
         mistake=trains(microbatch=None),
         says="give a microbatch, for example microbatch=",
         remedy=trains(microbatch=2),
+    ),
+    "an optimizer of one's own, which cannot be tried": Remedy(
+        mistake=trains(optimizer=partial(of_a_list, ListedDescent)),
+        says="let step() take parameters from self.param_groups",
+        remedy=trains(optimizer=partial(of_a_list, GroupedDescent)),
+        plan="shard=2",
+        alone=False,
     ),
     "a scalar parameter": Remedy(
         mistake=trains(model=Gated),
@@ -1726,6 +1758,7 @@ ELSEWHERE = {
     "another copy; all processes of a run execute the same code": (
         "training/test_ordinary_mistakes.py::test_what_a_loss_asks_for_itself_and_what_hooks_keep_may_depend_on_the_rank"
     ),
+    "leave compile=yes out": "training/test_compiled.py::test_a_gradient_that_is_differentiated_is_refused",
     "/dev/shm), or plan workers=0": "data/test_workers.py",
 }
 """Words of the remedies that other tests follow, on one and on two processes."""

@@ -188,7 +188,7 @@ class Asked(ls.Hook):
 
 def train(optimizer: str, run_dir: str, plan: str, at: int | None, every: int) -> str:
     given = recipe(optimizer=lambda model: OPTIMIZERS[optimizer](model.parameters()), steps=STEPS)
-    return ls.train(given, hooks=[Asked(at)], run_dir=run_dir, plan=plan, saving=ls.Saving(every=every)).fingerprint
+    return ls.train(given, hooks=[Asked(at)], run_dir=run_dir, plan=plan, saving=ls.Saving(every=every), log_every=1).fingerprint
 
 
 def trained(optimizer: str, run_dir: str, plan: str, at: int | None = None, every: int = 4) -> str:
