@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
@@ -80,6 +80,16 @@ def test_is_distributed_and_to_local(mesh):
     part = torch_private.to_local(distributed)
     assert not torch_private.is_distributed(part)
     assert part.data_ptr() == distributed.to_local().data_ptr()
+
+
+def test_set_item_of_distributed(mesh):
+    before = dict(DTensor._op_dispatcher._custom_op_handlers)
+    distributed = distribute_tensor(torch.arange(4.0), mesh["a"], [Shard(0)])
+    try:
+        torch_private.set_item_of_distributed(lambda tensor: (type(tensor), 5.0)[1])
+        assert (distributed.sum().item(), float(distributed.norm()), bool(distributed.sum())) == (5.0, 5.0, True)
+    finally:
+        DTensor._op_dispatcher._custom_op_handlers = before
 
 
 def test_version():

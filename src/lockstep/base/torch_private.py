@@ -76,6 +76,9 @@ RECURRENT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})
 MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 """The attributes of an `nn.Module` that `own_parameters`, `own_buffers` and `own_modules` return."""
 
+ITEM = "_local_scalar_dense"
+"""The operation of `item()`."""
+
 FAKE_PARAMETER_MARK = "_is_param"
 """The attribute that makes an `nn.Parameter` of a `FakeTensor`."""
 
@@ -98,6 +101,15 @@ def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor that may be a `DTensor`: its memory, with no autograd node and no view."""
     part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return part
+
+
+def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
+    """Make `item()`, `float()`, `int()` and `bool()` of each `DTensor` return `item(tensor)`. Torch's return the value
+    of this rank's part: a part of a sum, of a norm."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[getattr(torch.ops.aten, ITEM).default] = lambda _, args, __: item(args[0])
 
 
 def version(tensor: Tensor) -> int:

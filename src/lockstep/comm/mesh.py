@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.assignment import MicrobatchAssignment
-from lockstep.base.torch_private import flatten_mesh, forget_process_groups, to_local as to_local
+from lockstep.base.torch_private import flatten_mesh, forget_process_groups, set_item_of_distributed, to_local as to_local
 from lockstep.comm.hierarchical import HierarchicalAllReduce, forget_leader_groups
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
@@ -140,6 +140,7 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
     """Return torch's mesh of these axes, and if both data axes are among them, a mesh with both as one axis."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    set_item_of_distributed(lambda tensor: full_tensor(tensor.detach()).item())
     key = (dist.group.WORLD, sizes)
     if key not in _meshes:
         axes = [axis for axis, _ in sizes]

@@ -15,6 +15,10 @@ SAMPLES = 16
 """Most samples of a dataset that are digested."""
 SECONDS = 0.5
 """No further sample is fetched after this time. Ranks compare the samples that all of them have digested."""
+COLLATIONS = 5
+"""Times that the user's `collate` makes a batch again."""
+COLLATED = 4
+"""Most samples in that batch."""
 _PARTS = 64  # parts of a sample that have a digest each
 _UNREAD = "not read"  # instead of a digest
 
@@ -30,21 +34,42 @@ class Digests:
     samples: list[tuple[str, dict[str, str]]]
     """The samples' names, and for each the digests of its parts by their paths: `[0].label`."""
     changing: str | None
-    """The first part of a sample that differed when the sample was fetched again. None: it had the same bits."""
+    """The first part of a sample, or of the batch of `collate`, that differs when made again. None: none does."""
     unread: str | None = None
-    """The sample that could not be fetched, and why; there are no digests then."""
+    """The sample or batch that could not be made, and why; without a sample there are no digests."""
 
     @classmethod
-    def of(cls, names: Iterable[str], fetch: Callable[[int], Any]) -> Digests:
-        """Fetch samples one after another, and the first one again. `fetch`: given the position among `names`."""
+    def of(cls, names: Iterable[str], fetch: Callable[[int], Any], collated: Callable[[], Any] | None = None) -> Digests:
+        """Fetch samples one after another, and the same again. `fetch`: given the position among `names`. `collated`:
+        makes a batch of a few samples by the user's `collate`; called several times."""
         began = time.monotonic()
         samples: list[tuple[str, dict[str, str]]] = []
         for position, name in enumerate(names):
             samples.append((name, digest_parts(fetch(position))))
             if time.monotonic() - began > SECONDS:
                 break
-        again = digest_parts(fetch(0))
-        return cls(samples, difference(samples[0][1], again))
+        began = time.monotonic()
+        for position, (name, parts) in enumerate(samples):
+            if (part := difference(parts, digest_parts(fetch(position)))) is not None:
+                return cls(samples, f"{name}{part}")
+            if time.monotonic() - began > SECONDS:
+                break
+        return cls(samples, *(_collated_again(collated) if collated is not None else (None,)))
+
+
+def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None]:
+    """Return `changing` and `unread`. A batch that is changed at random may stay as it is, so try some times."""
+    began = time.monotonic()
+    try:
+        first = digest_parts(collated())
+        for _ in range(COLLATIONS):
+            if (part := difference(first, digest_parts(collated()))) is not None:
+                return f"the batch of collate{part}", None
+            if time.monotonic() - began > SECONDS:
+                break
+    except Exception as error:  # it may take batches of one size alone
+        return None, f"whether collate gives the same batch twice ({type(error).__name__}: {error})"
+    return None, None
 
 
 def spread(length: int) -> list[int]:
@@ -100,8 +125,9 @@ def changing(name: str, everyone: Sequence[Digests]) -> str | None:
     for rank, found in enumerate(everyone):
         if found.changing is not None:
             return (
-                f"{name}: {found.samples[0][0]}{found.changing} on rank {rank} has other bits each time that it is fetched; a sample "
-                "follows from its index, and from the default generators of python, numpy and torch, which are seeded before each sample"
+                f"{name}: {found.changing} on rank {rank} has other bits each time that it is fetched; a sample follows from its index, "
+                "a batch of collate from its samples, and both from the default generators of python, numpy and torch, which are seeded "
+                "before each sample and each batch"
             )
     return None
 

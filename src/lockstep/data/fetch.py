@@ -15,7 +15,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from lockstep.base.container import LARGER_SHARED_MEMORY
 from lockstep.base.errors import DataError
 from lockstep.base.torch_private import collate as collate_with, default_collate_fn_map
-from lockstep.data.digests import DigestRequest, Digests, spread
+from lockstep.data.digests import COLLATED, DigestRequest, Digests, spread
 from lockstep.data.generators import seed_generators
 from lockstep.keys import RandomStream, key
 
@@ -97,9 +97,12 @@ class Fetcher:
 
     def _digests(self) -> Digests:
         indices, during = spread(self._length), "before the first step"
+        few = np.array(indices[:COLLATED], np.int64)
+        request = SampleRequest(0, 0, False, np.zeros_like(few), few)
+        collated = None if self._collate is None else lambda: self._make(request)
         if _fetches_many(self._data):
-            return Digests.of([f"samples {some(indices)}"], lambda _: self._many(indices, 0, during))
-        return Digests.of([f"sample {index}" for index in indices], lambda place: self._one(indices[place], 0, during))
+            return Digests.of([f"samples {some(indices)}"], lambda _: self._many(indices, 0, during), collated)
+        return Digests.of([f"sample {index}" for index in indices], lambda place: self._one(indices[place], 0, during), collated)
 
     def check_length(self, request: SampleRequest) -> None:
         if len(self._data) != self._length:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep import keys
 from lockstep.base.errors import DataError
-from lockstep.data.digests import DigestRequest, Digests
+from lockstep.data.digests import COLLATED, DigestRequest, Digests
 from lockstep.data.fetch import CPU, ShardPosition, ShardRequest, batch_of, some
 from lockstep.data.generators import seed_generators
 from lockstep.keys import key
@@ -80,9 +80,19 @@ class StreamFetcher:
         """Return the digest of the first sample of shard 0. A machine that reads other shards may not have it."""
         name = "the first sample of shard 0"
         try:
-            return Digests.of([name], lambda _: next(_opened(self._stream, 0, self._seed, 0, 0)))
+            return Digests.of(
+                [name],
+                lambda _: next(_opened(self._stream, 0, self._seed, 0, 0)),
+                None if self._collate is None else self._collated,
+            )
         except Exception as error:
             return Digests([], None, unread=f"{name} ({type(error).__name__}: {error})")
+
+    def _collated(self) -> Any:
+        """Return a batch of the first samples of shard 0."""
+        taken = list(islice(_opened(self._stream, 0, self._seed, 0, 0), COLLATED))
+        request = ShardRequest(0, 0, (False,), 0, len(taken), None)
+        return batch_of(taken, self._collate, self._seed, request, lambda: f"the first {len(taken)} samples of shard 0")
 
     def close(self) -> None:
         self._open.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.base.torch_private import tree_leaves
+from lockstep.base.torch_private import ITEM, tree_leaves
 from lockstep.planner.operations import ALIGNED, Kind, Operation, Phase
 from lockstep.planner.tracing.torch_fakes import flop_registry
 
@@ -18,7 +18,7 @@ WITHOUT_KERNEL = frozenset(
         *("transpose", "t", "unsqueeze", "squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "chunk"),
         *("narrow", "diagonal", "unfold", "view_as_real", "view_as_complex", "lift_fresh", "empty", "empty_like"),
         *("empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "is_same_size", "sym_size"),
-        *("sym_stride", "sym_numel", "_local_scalar_dense", "record_stream", "random_"),
+        *("sym_stride", "sym_numel", ITEM, "record_stream", "random_"),
         *("_has_compatible_shallow_copy_type", "movedim", "swapaxes", "_conj", "conj"),
     }
 )

@@ -15,6 +15,7 @@ from lockstep.base.torch_private import disable_current_modes
 from lockstep.plan import Plan
 
 ROWS, COLUMNS, STEPS = 8, 12, 3
+MIXING_STEPS = 10
 TOLERANCE = 1e-3
 """Largest relative difference between the updates of a tensor and of its halves, which is rounding."""
 
@@ -22,13 +23,19 @@ TOLERANCE = 1e-3
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
     """The optimizers that a `WholeTensorOptimizer` must step, because the plan shards tensors that they need whole.
     Raises `RecipeError` if the plan splits tensors in a way in which it cannot."""
+    axes = [f"{axis}={getattr(plan, axis)}" for axis in ("shard", "tensor", "pipeline") if getattr(plan, axis) != 1]
+    if axes and (mixing := next(filter(mixes_tensors, optimizers), None)) is not None:
+        raise RecipeError(
+            f"{type(mixing).__name__} with {','.join(axes)}; its update of a tensor depends on other tensors (by a step size that "
+            "is estimated from all, as Prodigy's) or on random numbers, and ranks hold parts of the model; use replicate, or an optimizer "
+            "that updates each tensor by itself, such as AdamW"
+        )
     if plan.shard == 1 and plan.tensor == 1:
         return []
     found = [optimizer for optimizer in optimizers if not is_element_wise(optimizer)]
     if found and (plan.tensor != 1 or plan.offload or plan.pipeline != 1):
-        cuts = [f"{axis}={getattr(plan, axis)}" for axis in ("shard", "tensor", "pipeline") if getattr(plan, axis) != 1]
         raise RecipeError(
-            f"{type(found[0]).__name__} with {','.join([*cuts, *(['offload=yes'] if plan.offload else [])])}; its update of an element "
+            f"{type(found[0]).__name__} with {','.join([*axes, *(['offload=yes'] if plan.offload else [])])}; its update of an element "
             "depends on the other elements of the tensor, which are on other ranks; use replicate, shard or both, or an optimizer that "
             "updates each element by itself, such as AdamW"
         )
@@ -43,6 +50,52 @@ def is_element_wise(optimizer: Optimizer) -> bool:
         if dims and _differs(optimizer, group, (ROWS, COLUMNS) if dims > 1 else (ROWS,)):
             return False
     return True
+
+
+def mixes_tensors(optimizer: Optimizer) -> bool:
+    """True if the optimizer's update of a tensor depends on other tensors' gradients. Tried on a copy of it, with small
+    tensors: each group with two, and all groups together."""
+    kinds = [max((parameter.dim() for parameter in group["params"]), default=1) for group in optimizer.param_groups]
+    shapes = [(ROWS, COLUMNS) if dims > 1 else (ROWS,) for dims in kinds]
+    trials = [([group, group], [shape, shape]) for group, shape in zip(optimizer.param_groups, shapes, strict=True)]
+    if len(shapes) > 1:
+        trials.append((optimizer.param_groups, shapes))
+    with disable_current_modes():
+        return any(_mixes(optimizer, *trial) for trial in trials)
+
+
+def _mixes(optimizer: Optimizer, groups: Sequence[dict[str, Any]], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """True if the first tensor moves otherwise when the gradients of the others are larger, or turn at each step."""
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]  # alike in each step: an estimate may need that
+    try:
+        expected, *others = (_first_moved(optimizer, groups, starts, gradients, factor) for factor in (1.0, 100.0, -1.0))
+    except Exception:
+        return False
+    return any((moved - expected).norm() > TOLERANCE * (expected - starts[0]).norm() for moved in others)
+
+
+def _first_moved(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], starts: Sequence[Tensor], gradients: Sequence[Tensor], factor: float
+) -> Tensor:
+    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+    copied: Optimizer = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    if groups[0] is groups[-1]:
+        copied.param_groups = [{**groups[0], "params": parameters}]
+    else:
+        copied.param_groups = [{**group, "params": [parameter]} for group, parameter in zip(groups, parameters, strict=True)]
+    for group in copied.param_groups:
+        if group.get("lr") is not None and not float(group["lr"]):
+            group["lr"] = 1e-3
+    copied.state = defaultdict(dict)
+    for step in range(MIXING_STEPS):
+        for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            turned = factor**step if factor < 0.0 else factor
+            parameter.grad = gradient * (turned if place else 1.0)
+        copied.step()
+    return parameters[0].detach()
 
 
 def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> bool:

@@ -26,6 +26,7 @@ from lockstep.base.torch_private import (
     gradient_hook_counts,
     own_parameters,
     tree_leaves,
+    version,
 )
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.shared_memory import SharedMemoryGroup
@@ -111,6 +112,7 @@ class FsdpReducer:
     def reduce_used(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
         """`reduce`, given what `used` returned."""
         self._used.refuse_hooks()
+        self._used.refuse_changes()
         packed = self._vector.pack(used, self._mine, values, weights, flag)
         self._mesh.data.all_reduce(packed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
@@ -184,6 +186,7 @@ class _UsedParameters:
         self.flags = [0.0] * len(parameters)
         self._hooks: dict[int, Any] = {}
         self._gathered: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._handles: list[Any] = []
@@ -199,6 +202,7 @@ class _UsedParameters:
 
     def clear(self) -> None:
         self.flags[:] = [0.0] * len(self.flags)
+        self._versions = {name: version(gathered) for name, gathered in self._gathered.items()}
 
     def close(self) -> None:
         for handle in [*self._handles, *self._hooks.values()]:
@@ -209,6 +213,15 @@ class _UsedParameters:
         if max(gradient_hook_counts(list(self._gathered.values())), default=0) > 1:
             refuse_gradient_hooks(self._gathered.items())
             refuse_post_accumulate_hooks(self._gathered.items())
+
+    def refuse_changes(self) -> None:
+        """Raise `RecipeError` if a forward of the step has changed an all-gathered parameter, which is then dropped."""
+        for name, then in self._versions.items():
+            if version(self._gathered[name]) != then:
+                raise RecipeError(
+                    f"the model's forward changed its parameter {name!r} (as nn.Embedding does by max_norm): under shard a copy that is "
+                    "gathered for the forward, and dropped; change it between steps, in a hook's after_step"
+                )
 
     def _refuse_others(self, own: Sequence[_Own]) -> Any:
         """A forward pre-hook that refuses other tensors in the place of parameters: FSDP2 would not use them."""
@@ -232,7 +245,7 @@ class _UsedParameters:
                 parameter = parameters[name]
                 if parameter is self._gathered.get(full_name) or parameter is None or not parameter.requires_grad:
                     continue
-                self._gathered[full_name] = parameter
+                self._gathered[full_name], self._versions[full_name] = parameter, version(parameter)
                 if place not in self._hooks:
                     self._hooks[place] = parameter.register_post_accumulate_grad_hook(self._note(place))  # type: ignore[no-untyped-call]
 
