@@ -20,6 +20,7 @@ from lockstep.base.errors import CheckpointError, UserError
 from lockstep.comm.mesh import full_tensor
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
+from lockstep.training.optim.modes import OptimizerModes
 
 STEPS, STOPPED_AT = 6, 3
 
@@ -286,6 +287,18 @@ def test_the_weights_of_evaluation_mode_are_measured_saved_and_loaded(pool: Work
         assert same(ls.load(str(path)), noted.exported[STEPS])
         assert same(ls.load(str(next((path / "checkpoints").glob("step-00000002-*")))), noted.exported[2])
         assert same(ls.load(str(path), best=True), noted.exported[min(noted.losses, key=noted.losses.__getitem__)])
+
+
+def test_in_evaluation_mode_the_groups_of_training_mode_are_known() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = ScheduleFree([parameter])
+    optimizer.train()
+    modes = OptimizerModes([optimizer], {"weight": parameter})
+    with modes.evaluating():
+        assert optimizer.param_groups[0]["train_mode"] is False
+        assert modes.groups_of(optimizer)[0]["train_mode"] is True
+    assert modes.groups_of(optimizer) is optimizer.param_groups
+    assert optimizer.param_groups[0]["train_mode"] is True
 
 
 class Adds(ls.Hook):
