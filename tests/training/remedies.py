@@ -1716,6 +1716,7 @@ BACKWARDS = "training/test_sharded_models.py::test_other_backwards_are_right_or_
 GRADIENT_HOOKS = "training/test_gradient_hooks.py::test_the_remedies_are_the_same_under_every_plan"
 OPTIMIZER_STATE = "training/test_optimizer_state.py::test_what_cannot_be_saved_is_refused_in_the_first_step_and_the_remedy_works"
 COLLECTIVES = "training/test_collectives.py::test_what_synchronises_where_there_are_several_processes_is_right"
+REPORTS = "training/test_reports.py::test_what_would_be_another_model_is_refused_and_the_remedy_is_one_model"
 ELSEWHERE = {
     "functional_call and weights of one module in another, ": SHARDED,
     "name modules of one dtype in Recipe.blocks": SHARDED,
@@ -1758,6 +1759,8 @@ ELSEWHERE = {
     "another copy; all processes of a run execute the same code": (
         "training/test_ordinary_mistakes.py::test_what_a_loss_asks_for_itself_and_what_hooks_keep_may_depend_on_the_rank"
     ),
+    "or an optimizer that updates each tensor by itself, such as AdamW": REPORTS,
+    "and dropped; change it between steps, in a hook's after_step": REPORTS,
     "leave compile=yes out": "training/test_compiled.py::test_a_gradient_that_is_differentiated_is_refused",
     "/dev/shm), or plan workers=0": "data/test_workers.py",
 }
