@@ -16,7 +16,7 @@ from training.subjects import FEATURES, OUTPUTS, recipe
 
 import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
-from lockstep.testing.pool import WorkerPool
+from lockstep.testing.pool import WorkerFailed, WorkerPool
 
 BITWISE = {"replicate=1,numerics=bitwise": 1, "replicate=2,numerics=bitwise": 2, "shard=2,numerics=bitwise": 2}
 
@@ -189,3 +189,60 @@ def test_a_pipeline_refuses_an_optimizer_that_mixes_tensors(pool: WorkerPool, tm
 
 def in_stages() -> dict[str, Any]:
     return {**estimated(), "inputs": lambda batch: batch[1], "loss": loss}
+
+
+class Labels(torch.utils.data.Dataset[Any]):
+    """The rows of `recipe`, with targets that a hook may change."""
+
+    def __init__(self) -> None:
+        self.rows = recipe().data
+        self.targets = self.rows.tensors[2].clone()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return (*self.rows[index][:2], self.targets[index])
+
+
+class Relabels(ls.Hook):
+    """Makes the model's outputs the targets after step 2, and fails after step 3 if it is asked to."""
+
+    def __init__(self, data: Labels, fails: bool) -> None:
+        self.data, self.fails = data, fails
+
+    @torch.no_grad()
+    def after_step(self, run: Any) -> None:
+        if run.step == 2:
+            self.data.targets = run.model(self.data.rows.tensors[1]).clone()
+        if run.step == 3 and self.fails:
+            raise RuntimeError("on purpose")
+
+
+class KeepsLabels(Relabels):
+    def state_dict(self) -> dict[str, Any]:
+        return {"targets": self.data.targets}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.data.targets = state["targets"]
+
+
+def relabelled(run_dir: str, plan: str, kind: type[Relabels], fails: bool) -> str:
+    data = Labels()
+    saving = ls.Saving(every=2)
+    return ls.train(recipe(steps=6, data=data), run_dir=run_dir, plan=plan, hooks=[kind(data, fails)], saving=saving).fingerprint
+
+
+@pytest.mark.parametrize("plan", ["replicate=1,numerics=bitwise", "replicate=2,numerics=bitwise"])
+def test_a_dataset_that_a_hook_has_changed_is_resumed_as_it_was_saved(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+    size = BITWISE[plan]
+    for kind in (Relabels, KeepsLabels):
+        whole, cut = str(tmp_path / f"whole-{kind.__name__}"), str(tmp_path / f"cut-{kind.__name__}")
+        expected = pool.run(size, relabelled, whole, plan, kind, False)[0]
+        with pytest.raises(WorkerFailed, match="on purpose"):
+            pool.run(size, relabelled, cut, plan, kind, True)
+        if kind is Relabels:
+            with pytest.raises(DataError, match=r"^data: sample 0\[2\] is not what it was when the checkpoint was saved.*state_dict"):
+                pool.run(size, relabelled, cut, plan, kind, False)
+        else:
+            assert pool.run(size, relabelled, cut, plan, kind, False) == [expected] * size

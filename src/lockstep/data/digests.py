@@ -116,7 +116,8 @@ def check_unchanged(name: str, saved: Mapping[str, Mapping[str, str]], now: Mapp
         if sample in saved and (part := difference(saved[sample], parts)) is not None:
             raise DataError(
                 f"{name}: {sample}{part} is not what it was when the checkpoint was saved; a resumed run goes on with the same data; "
-                "restore it, allow the change (--allow-change data, allow_change=['data']), or choose another run directory"
+                "restore it (what a hook changes in it, in the hook's state_dict and load_state_dict), allow the change "
+                "(--allow-change data, allow_change=['data']), or choose another run directory"
             )
 
 

@@ -155,6 +155,8 @@ class Checkpointer:
             part, parts = part * axis.size + axis.rank, parts * axis.size
         name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
         metadata = {**self._metadata(), "score": None}
+        with suppress(Exception):  # it may be the dataset that has failed
+            self.run.loop.refresh_data()
         with self._state() as state:
             values = {**state.values, **self.run.loop.values(), "step": step}
             done = emergency_save(self.folder, name, part=part, parts=parts, tensors=state.tensors, values=values, metadata=metadata)
@@ -285,6 +287,7 @@ class Checkpointer:
         scores = {str(name): value for name, value in self.scores.by_name.items()}
         keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": scores}
         metadata = {**self._metadata(), "score": score}
+        self.run.loop.refresh_data()
         with self._state() as state:
             values = {**state.values, **self.run.loop.values(), "step": step}
             self._saver.save(step, state.tensors, values=values, metadata=metadata, keep=keep)

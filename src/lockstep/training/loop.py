@@ -222,6 +222,7 @@ def sources(
     loader = Loader(data, order=batching.order, **how)
     close(loader.close)
     compare_data(run, "data", loader.digests(), is_trained_on=True)
+    run.loop.digest = None if how["workers"] else loader.digests
     return from_data(loader, batching, seed=context.seed, first=first)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.data.digests import Digests
 from lockstep.data.fetch import ShardPosition
 
 
@@ -19,6 +20,9 @@ class LoopState:
     shards: dict[str, ShardPosition] = field(default_factory=dict)  # each stream shard that this rank reads
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     """Digests of the parts of some samples, by the samples' names, for each loop, by its number."""
+    digest: Callable[[], Digests] | None = None
+    """Returns the digests of the samples of the loop as they are now. None: nothing can have changed them, or they are
+    with loader workers."""
     resumed: Mapping[str, Any] | None = None  # the JSON of the checkpoint that the run was resumed from, with `step`
 
     def begin_loop(self, steps_done: int) -> int:
@@ -30,6 +34,11 @@ class LoopState:
             return 0 if self.loops > saved else sys.maxsize
         self.steps_before = self.resumed["steps_before"]
         return int(self.resumed["step"]) - self.steps_before
+
+    def refresh_data(self) -> None:
+        """Take the digests again, for a save: a hook may have changed the dataset since."""
+        if self.digest is not None and str(self.loops) in self.data:
+            self.data[str(self.loops)] = dict(self.digest().samples)
 
     @staticmethod
     def check(values: Mapping[str, Any], step: int) -> None:
