@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from containers import control_groups
 from hypothesis import given, strategies as st
 
@@ -244,6 +245,8 @@ def test_nothing_is_said_where_nothing_failed() -> None:
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (dist.DistBackendError("NCCL error: unhandled cuda error. Last error: Failed to CUDA calloc async 608 bytes"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("CUDA error: out of memory"), False),

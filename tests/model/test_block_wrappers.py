@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.base.errors import RecipeError
-from lockstep.model.block_wrappers import checkpoint_activations
+from lockstep.model.block_wrappers import checkpoint_activations, compile_forward
 
 
 class Block(nn.Module):
@@ -144,3 +144,11 @@ def test_a_block_that_is_computed_again_is_not_given_a_cache_to_lengthen():
     assert cache.get_seq_length() == 2
     with pytest.raises(RecipeError, match=r"given a cache of 2 keys \(a Cache\) .*use_cache=False, or choose checkpointing=none"):
         block(torch.ones(2, 4), past_key_values=cache)
+
+
+@pytest.mark.parametrize("bitwise", [True, False])
+def test_kernels_are_not_chosen_by_their_time_where_bits_count(monkeypatch, bitwise):
+    given = {}
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: given.update(options) or forward)
+    compile_forward(Block(), bitwise=bitwise)
+    assert given["options"]["deterministic"] is bitwise

@@ -41,8 +41,8 @@ _PEER_TEXT = re.compile(
 
 _MEMORY_ERRORS = {"MemoryError", "OutOfMemoryError"}
 _MEMORY_TEXT = re.compile(
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory|Cuda failure 2 'out of memory'"
-    r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA (driver )?error: out of memory|Cuda failure 2 'out of memory'"
+    r"|Failed to CUDA (calloc|host alloc)|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
 )
 
 _SIGNALS = {

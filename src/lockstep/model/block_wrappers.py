@@ -101,10 +101,11 @@ def error_of_compiling(error: BaseException | None, plan: object) -> PlanError |
     )
 
 
-def compile_forward(block: nn.Module) -> None:
+def compile_forward(block: nn.Module, *, bitwise: bool) -> None:
     """Compile the block's forward once for each shape, so that ranks run the same code whatever shapes came before."""
     # fallback_random: random numbers are drawn as in uncompiled code, so that dropout has the same masks.
-    block.forward = torch.compile(block.forward, dynamic=False, options={"fallback_random": True})
+    # deterministic: kernels are not chosen by their time, which would let ranks and runs sum in other orders.
+    block.forward = torch.compile(block.forward, dynamic=False, options={"fallback_random": True, "deterministic": bitwise})
 
 
 @functools.cache

@@ -108,7 +108,7 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
     for name in names:
         block = model.get_submodule(name)
         if plan.compile:
-            compile_forward(block)
+            compile_forward(block, bitwise=plan.numerics == "bitwise")
         if plan.checkpointing != "none":
             checkpoint_activations(block, plan.checkpointing)
 
