@@ -349,10 +349,10 @@ def test_process_group_count_and_number_process_groups_from(group):
 def test_abort_accelerator_groups_leaves_gloo(group, monkeypatch):
     aborted = []
     monkeypatch.setattr(dist.ProcessGroup, "abort", lambda self: aborted.append(self))
-    torch_private.abort_accelerator_groups()
+    assert not torch_private.abort_accelerator_groups()
     assert aborted == []
     monkeypatch.setattr(dist.distributed_c10d, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    torch_private.abort_accelerator_groups()
+    assert torch_private.abort_accelerator_groups()
     assert aborted == [dist.group.WORLD]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,15 @@ if __name__ == "__main__":
 """
 
 
-def lockstep(*arguments: str, folder: Path, seconds: float = 100) -> str:
-    environment = {**os.environ, **build.environment(2)}
+def command(*arguments: str, folder: Path, seconds: float) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **build.environment(2), "TMPDIR": str(folder)}  # torchrun leaves a folder
     environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
-    command = [sys.executable, "-m", "lockstep", *arguments]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
+    given = [sys.executable, *arguments]
+    return subprocess.run(given, env=environment, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def lockstep(*arguments: str, folder: Path, seconds: float = 100) -> str:
+    done = command("-m", "lockstep", *arguments, folder=folder, seconds=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -91,3 +96,34 @@ def test_a_command_starts_a_process_for_each_device(tmp_path: Path) -> None:
     assert "fingerprint" in found.pop()
     (run, *_) = (tmp_path / "runs").glob("*/run.json")
     assert "standin" in run.read_text()
+
+
+FAILING = """
+import os
+import time
+
+import lockstep as ls
+from device.test_training import steps
+
+class Fails(ls.Hook):
+    def after_step(self, run):
+        if run.step == 3 and run.rank == 1:
+            open("raised", "w").write(str(time.time()))
+            raise RuntimeError("on purpose")
+
+if __name__ == "__main__":
+    ls.train(steps(), hooks=[Fails()])
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher", [["-m", "lockstep", "run", "--nproc", "2", "--run-dir", "run"], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]]
+)
+def test_a_rank_that_fails_ends_without_waiting_for_the_others(tmp_path: Path, launcher: list[str]) -> None:
+    """The shutdown of a group waits for all ranks, and the other one waits in a collective for this one."""
+    (tmp_path / "train.py").write_text(FAILING)
+    done = command(*launcher, "train.py", folder=tmp_path, seconds=50)
+    seconds = time.time() - float((tmp_path / "raised").read_text())
+    assert done.returncode != 0
+    assert "on purpose" in done.stdout + done.stderr
+    assert seconds < 10

@@ -4,8 +4,11 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
+
+#include <thread>
 
 namespace stand_in {
 
@@ -104,8 +107,8 @@ class StreamWork final : public c10d::Work {
 
 class StreamBackend final : public Backend {
  public:
-  StreamBackend(c10::intrusive_ptr<Backend> inner, std::string name)
-      : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)), name_(std::move(name)) {}
+  StreamBackend(c10::intrusive_ptr<Backend> inner, std::string name, c10::intrusive_ptr<c10d::Store> store)
+      : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)), name_(std::move(name)), store_(std::move(store)) {}
 
   const std::string getBackendName() const override {
     return name_;
@@ -206,7 +209,16 @@ class StreamBackend final : public Backend {
     on_host.device_ids.clear();
     return inner_->barrier(on_host);
   }
+  // Returns when all ranks have called it, as NCCL's does.
   void shutdown() override {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    try {
+      store_->add("shut down", 1);
+      while (store_->add("shut down", 0) < getSize() && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+    } catch (const std::exception&) {  // the process with the store has ended: after its own shutdown
+    }
     inner_->shutdown();
   }
   void abort() override {
@@ -240,6 +252,7 @@ class StreamBackend final : public Backend {
 
   c10::intrusive_ptr<Backend> inner_;
   std::string name_;
+  c10::intrusive_ptr<c10d::Store> store_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
 };
 
@@ -247,9 +260,9 @@ class StreamBackend final : public Backend {
 
 void define_process_group(void* module) {
   static_cast<pybind11::module_*>(module)->def(
-      "on_streams", [](const c10::intrusive_ptr<Backend>& inner, const std::string& name) -> c10::intrusive_ptr<Backend> {
-        return c10::make_intrusive<StreamBackend>(inner, name);
-      });
+      "on_streams",
+      [](const c10::intrusive_ptr<Backend>& inner, const std::string& name, const c10::intrusive_ptr<c10d::Store>& store)
+          -> c10::intrusive_ptr<Backend> { return c10::make_intrusive<StreamBackend>(inner, name, store); });
 }
 
 }  // namespace stand_in

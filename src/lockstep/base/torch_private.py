@@ -340,8 +340,9 @@ def number_process_groups_from(count: int) -> None:
     dist.distributed_c10d._world.group_count = count
 
 
-def abort_accelerator_groups() -> None:
-    """Abort all process groups of a backend other than Gloo, such as NCCL. Never run where there is one."""
+def abort_accelerator_groups() -> bool:
+    """Abort all process groups of a backend other than Gloo, such as NCCL. Returns True if there is one. Never run with
+    NCCL."""
     import torch.distributed as dist
 
     names = dict(dist.distributed_c10d._world.pg_names)
@@ -356,6 +357,7 @@ def abort_accelerator_groups() -> None:
         group.abort()
     if together:
         backend._group_end()
+    return bool(groups)
 
 
 def _backends(config: str) -> list[str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, install_excepthook, say
 from lockstep.base.system import refuse_on_windows
-from lockstep.base.torch_private import Store
+from lockstep.base.torch_private import Store, abort_accelerator_groups
 from lockstep.comm.backend import chosen_backend, group_backends
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
@@ -197,7 +197,7 @@ def leave() -> None:
     go with the last reference to it."""
     global _made, _excepthooks
     _take_down()
-    atexit.unregister(_take_down)
+    atexit.unregister(_at_exit)
     if sys.excepthook is _excepthooks[1]:  # torch has put one more in front of it at each `init_process_group`
         sys.excepthook = _excepthooks[0]
     _made, _excepthooks = None, (None, None)
@@ -232,7 +232,7 @@ def _joined(rank: int, size: int, local_rank: int, local_size: int, backend: str
         except dist.DistNetworkError as error:
             raise LaunchError(_network_error(error)) from error
         _made = weakref.ref(dist.group.WORLD)
-        atexit.register(_take_down)
+        atexit.register(_at_exit)
     return World(rank, size, local_rank, local_size, device, owns_group=size > 1)
 
 
@@ -244,6 +244,15 @@ def owns_group() -> bool:
 def _take_down() -> None:
     if dist.is_initialized() and owns_group():
         dist.destroy_process_group()
+
+
+def _at_exit() -> None:
+    """Take the group down when the process ends. NCCL's shutdown waits for the other ranks of the machine, which may
+    wait in a collective for this one: a process that fails aborts instead."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
+    if not (has_failed and dist.is_initialized() and owns_group() and abort_accelerator_groups()):
+        _take_down()
 
 
 def _network_error(error: Exception) -> str:

@@ -9,7 +9,7 @@ STAND_IN_LIBRARY. There are STAND_IN_DEVICES devices, of type `standin` (default
 - A copy to the host that nobody has waited for holds NaN. New memory holds NaN.
 - Every kernel is counted, and every wait of the host for the device, which `host_must_not_wait` forbids.
 - Random numbers come from a generator of each device, and are others than the CPU's under the same seed.
-- Collectives are Gloo's, on a stream of their own.
+- Collectives are Gloo's, on a stream of their own. A group's shutdown waits for all of its ranks, as NCCL's does.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _load(path: str) -> Any:
 
 def _create_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
-    return _extension().on_streams(gloo, BACKEND)
+    return _extension().on_streams(gloo, BACKEND, store)
 
 
 @contextmanager
