@@ -65,6 +65,20 @@ def test_a_new_process_runs_nothing_that_is_in_the_working_directory(
     assert not (tmp_path / "was-run").exists()
 
 
+def test_the_first_process_runs_nothing_that_is_in_the_working_directory(tmp_path: Path) -> None:
+    """multiprocessing starts its resource tracker with it."""
+    here, script = tmp_path / "here", tmp_path / "script.py"
+    here.mkdir()
+    for name in ("signal", "threading", "warnings"):
+        (here / f"{name}.py").write_text("open('was-run', 'w').close(); raise SystemExit(1)")
+    text = "import lockstep as ls\nfrom scripts import functions\n"
+    script.write_text(f"{text}if __name__ == '__main__':\n    print(ls.spawn(functions.searches_safely, nproc=1))\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, str(script)], cwd=here, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "(None, 'False')\n"), done.stderr
+    assert not (here / "was-run").exists()
+
+
 def test_signals_wait_while_a_process_starts_until_it_has_handlers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     starter = module._Starter("fork", functions.double, ())
     blocked: list[set[Any]] = []

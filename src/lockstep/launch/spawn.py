@@ -137,8 +137,10 @@ class _Starter:
         process = self._context.Process(
             target=work, args=(self._call, sender, self._forked), name=SeedingName(f"rank-{environment['RANK']}")
         )
-        own = {"OMP_NUM_THREADS": "1"} if self._forked else {} if "PYTHONSAFEPATH" in os.environ else SAFE_PATH
-        resource_tracker.ensure_running()  # this process's own: started with a worker's variables it would be killed with that
+        safe = {} if "PYTHONSAFEPATH" in os.environ else SAFE_PATH
+        own = {"OMP_NUM_THREADS": "1"} if self._forked else safe
+        with _environment(safe):  # this process's own tracker: with a worker's variables it would be killed with the worker
+            resource_tracker.ensure_running()
         try:
             with _environment({**environment, **own}), signals_blocked():
                 process.start()
