@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +98,12 @@ def test_a_command_starts_a_process_for_each_device(tmp_path: Path) -> None:
 
 
 FAILING = """
-import os
-import time
-
 import lockstep as ls
 from device.test_training import steps
 
 class Fails(ls.Hook):
     def after_step(self, run):
         if run.step == 3 and run.rank == 1:
-            open("raised", "w").write(str(time.time()))
             raise RuntimeError("on purpose")
 
 if __name__ == "__main__":
@@ -122,8 +117,6 @@ if __name__ == "__main__":
 def test_a_rank_that_fails_ends_without_waiting_for_the_others(tmp_path: Path, launcher: list[str]) -> None:
     """The shutdown of a group waits for all ranks, and the other one waits in a collective for this one."""
     (tmp_path / "train.py").write_text(FAILING)
-    done = command(*launcher, "train.py", folder=tmp_path, seconds=50)
-    seconds = time.time() - float((tmp_path / "raised").read_text())
+    done = command(*launcher, "train.py", folder=tmp_path, seconds=50)  # it would wait for 60
     assert done.returncode != 0
     assert "on purpose" in done.stdout + done.stderr
-    assert seconds < 10
