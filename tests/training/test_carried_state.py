@@ -136,6 +136,17 @@ def test_otherwise_it_is_a_warning(tmp_path: Path) -> None:
     assert '"loss-keeps-state"' not in (tmp_path / "caching" / "events.jsonl").read_text()
 
 
+def test_the_watch_itself_changes_no_attribute(tmp_path: Path) -> None:
+    with ls.Session(run_dir=str(tmp_path / "run")) as session:
+        model, optimizer = session.prepare(lambda: nn.Linear(FEATURES, OUTPUTS), sgd)
+        for step in session.steps(rows(8), global_batch=8, microbatch=4, steps=1):  # it ends while the model is watched
+            for batch in step.microbatches():
+                step.backward((model(batch[1]) - batch[2]).square().mean())
+            step.commit(optimizer)
+    assert not model._forward_pre_hooks
+    assert '"attributes-not-saved"' not in (tmp_path / "run" / "events.jsonl").read_text()
+
+
 def output_of(model: nn.Module, batch: Any) -> Tensor:
     output: Tensor = model(batch[1])
     return output

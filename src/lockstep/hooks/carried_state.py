@@ -52,11 +52,17 @@ class CarriedState(ControlHook):
         found = sorted({name for watch in self._watches for name in watch.found})
         everyone = next(filter(None, run.context.world.gather_values(found)), None)
         if everyone is not None or self._steps == STEPS:
-            for watch in self._watches:
-                watch.close()
-            self._watches = []
+            self._close()
         if everyone is not None:
             tell_kept(run, f"the model's forward reads {', '.join(everyone)}, which the forward of another microbatch has set")
+
+    def after_steps(self, run: Run) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for watch in self._watches:
+            watch.close()
+        self._watches = []
 
 
 class _Watch:
