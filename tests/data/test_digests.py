@@ -140,6 +140,12 @@ def test_datasets_of_other_lengths_are_refused() -> None:
         check_same("data", [one, other])
 
 
+def test_for_a_save_each_sample_is_made_once() -> None:
+    made: list[int] = []
+    Digests.of(["sample 0", "sample 1"], made.append, lambda: made.append(-1), again=False)
+    assert made == [0, 1]
+
+
 def test_a_sample_that_changes_when_it_is_fetched_again_is_named() -> None:
     values = iter([1, 2])
     found = Digests.of(["sample 0"], lambda _: next(values))

@@ -73,8 +73,8 @@ SUBCLASSED: Mapping[str, frozenset[str]] = {
 RECURRENT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})
 """Attributes that torch's recurrent modules make anew if their parameters are replaced."""
 
-MODULE_DICTS = ("_parameters", "_buffers", "_modules")
-"""The attributes of an `nn.Module` that `own_parameters`, `own_buffers` and `own_modules` return."""
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""The attributes that every `nn.Module` has: its parameters, buffers, children, hooks and mode."""
 
 ITEM = "_local_scalar_dense"
 """The operation of `item()`."""

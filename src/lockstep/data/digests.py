@@ -23,8 +23,12 @@ _PARTS = 64  # parts of a sample that have a digest each
 _UNREAD = "not read"  # instead of a digest
 
 
+@dataclass(frozen=True, slots=True)
 class DigestRequest:
     """A request for the digests of some samples, instead of a microbatch."""
+
+    again: bool = True
+    """True: make samples and a batch of `collate` several times, to find those that change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +43,24 @@ class Digests:
     """The sample or batch that could not be made, and why; without a sample there are no digests."""
 
     @classmethod
-    def of(cls, names: Iterable[str], fetch: Callable[[int], Any], collated: Callable[[], Any] | None = None) -> Digests:
-        """Fetch samples one after another, and the same again. `fetch`: given the position among `names`. `collated`:
-        makes a batch of a few samples by the user's `collate`; called several times."""
+    def of(
+        cls,
+        names: Iterable[str],
+        fetch: Callable[[int], Any],
+        collated: Callable[[], Any] | None = None,
+        *,
+        again: bool = True,
+    ) -> Digests:
+        """Fetch samples one after another. `fetch`: given the position among `names`. `collated`: makes a batch of a
+        few samples by the user's `collate`. `again`: see `DigestRequest`."""
         began = time.monotonic()
         samples: list[tuple[str, dict[str, str]]] = []
         for position, name in enumerate(names):
             samples.append((name, digest_parts(fetch(position))))
             if time.monotonic() - began > SECONDS:
                 break
+        if not again:
+            return cls(samples, None)
         began = time.monotonic()
         for position, (name, parts) in enumerate(samples):
             if (part := difference(parts, digest_parts(fetch(position)))) is not None:

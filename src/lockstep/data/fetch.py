@@ -91,18 +91,19 @@ class Fetcher:
     def __getitem__(self, request: SampleRequest | DigestRequest) -> Any:
         """Return the batch, or `Digests`. Raises `DataError`, and what dataset and `collate` raise, with a note."""
         if isinstance(request, DigestRequest):
-            return self._digests()
+            return self._digests(again=request.again)
         self.check_length(request)
         return self._make(request)
 
-    def _digests(self) -> Digests:
+    def _digests(self, *, again: bool) -> Digests:
         indices, during = spread(self._length), "before the first step"
         few = np.array(indices[:COLLATED], np.int64)
         request = SampleRequest(0, 0, False, np.zeros_like(few), few)
         collated = None if self._collate is None else lambda: self._make(request)
         if _fetches_many(self._data):
-            return Digests.of([f"samples {some(indices)}"], lambda _: self._many(indices, 0, during), collated)
-        return Digests.of([f"sample {index}" for index in indices], lambda place: self._one(indices[place], 0, during), collated)
+            return Digests.of([f"samples {some(indices)}"], lambda _: self._many(indices, 0, during), collated, again=again)
+        names = [f"sample {index}" for index in indices]
+        return Digests.of(names, lambda place: self._one(indices[place], 0, during), collated, again=again)
 
     def check_length(self, request: SampleRequest) -> None:
         if len(self._data) != self._length:

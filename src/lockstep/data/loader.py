@@ -81,9 +81,10 @@ class _BatchLoader:
                 made = self._fetch_one(request)
             yield request, made
 
-    def digests(self) -> Digests:
-        """Return digests of some samples, fetched where microbatches are. Call it before `fetch`."""
-        found: Digests = next(self._fetched(iter([DigestRequest()])))[1]
+    def digests(self, *, again: bool = True) -> Digests:
+        """Return digests of some samples, fetched where microbatches are. With loader workers, call it before `fetch`.
+        `again`: see `DigestRequest`."""
+        found: Digests = next(self._fetched(iter([DigestRequest(again)])))[1]
         return found
 
     def _pin(self, batch: Any) -> Any:

@@ -66,7 +66,7 @@ class StreamFetcher:
         if request is None:
             return None
         if isinstance(request, DigestRequest):
-            return self._digests()
+            return self._digests(again=request.again)
         shard = request.shard
         if request.begin is not None:
             self._open[shard] = samples(self._stream, shard, seed=self._seed, epoch=request.begin.epoch, position=request.begin.seen)
@@ -76,7 +76,7 @@ class StreamFetcher:
         values = [sample.value for sample in taken]
         return batch_of(values, self._collate, self._seed, request, lambda: str(origin)), origin
 
-    def _digests(self) -> Digests:
+    def _digests(self, *, again: bool) -> Digests:
         """Return the digest of the first sample of shard 0. A machine that reads other shards may not have it."""
         name = "the first sample of shard 0"
         try:
@@ -84,6 +84,7 @@ class StreamFetcher:
                 [name],
                 lambda _: next(_opened(self._stream, 0, self._seed, 0, 0)),
                 None if self._collate is None else self._collated,
+                again=again,
             )
         except Exception as error:
             return Digests([], None, unread=f"{name} ({type(error).__name__}: {error})")

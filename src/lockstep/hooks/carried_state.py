@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.base.torch_private import MODULE_DICTS, RECURRENT_CACHES, tree_leaves, version
+from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tree_leaves, version
 from lockstep.hooks.loss_check import tell_kept
 from lockstep.logging.flops import is_compiled
 from lockstep.training.hook import ControlHook, Run
@@ -20,7 +20,7 @@ STEPS, MICROBATCHES = 2, 4
 
 _ABOUT = frozenset({"shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "size", "dim", "numel", "__len__"})
 """Attributes and methods that say nothing about a tensor's values."""
-_SAVED = {*MODULE_DICTS, *RECURRENT_CACHES}
+_SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES
 
 Marks = dict[str, list[tuple[Tensor, int]]]  # attribute -> its tensors, with the number of writes to each
 

@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.torch_private import own_buffers
-
-_TORCHS_OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has: its parameters, children and hooks."""
+from lockstep.base.torch_private import MODULE_ATTRIBUTES, own_buffers
 
 
 @contextmanager
@@ -43,7 +40,7 @@ class _Attributes:
     def __init__(self, attributes: dict[str, Any]) -> None:
         self._attributes = attributes
         self._values = dict(attributes)
-        self._contents = {name: _copied(value) for name, value in attributes.items() if name not in _TORCHS_OWN}
+        self._contents = {name: _copied(value) for name, value in attributes.items() if name not in MODULE_ATTRIBUTES}
 
     def restore(self) -> None:
         for name in self._attributes.keys() - self._values.keys():

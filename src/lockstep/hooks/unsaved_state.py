@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.base.torch_private import RECURRENT_CACHES, tree_leaves, version
+from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tree_leaves, version
 from lockstep.training.hook import Hook, Run
 from lockstep.training.optim.optimizer_state import has_own_pair
 from lockstep.training.set_up import Remark
@@ -16,7 +16,7 @@ from lockstep.training.state import Stateful
 
 Versions = dict[str, list[Any]]  # attribute -> a value for each part of it, which is equal as long as the part is
 
-_SAVED = {*vars(nn.Module()), *RECURRENT_CACHES, "state", "param_groups"}
+_SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES | {"state", "param_groups"}
 """Attributes of modules and optimizers that are saved, or watched elsewhere."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
@@ -222,7 +223,7 @@ def sources(
     loader = Loader(data, order=batching.order, **how)
     close(loader.close)
     compare_data(run, "data", loader.digests(), is_trained_on=True)
-    run.loop.digest = None if how["workers"] else loader.digests
+    run.loop.digest = None if how["workers"] else partial(loader.digests, again=False)
     return from_data(loader, batching, seed=context.seed, first=first)
 
 

@@ -19,6 +19,8 @@ MIXING_STEPS = 10
 TOLERANCE = 1e-3
 """Largest relative difference between the updates of a tensor and of its halves, which is rounding."""
 
+_Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]  # groups, and the shapes of the tensors that each is tried on
+
 
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
     """The optimizers that a `WholeTensorOptimizer` must step, because the plan shards tensors that they need whole.
@@ -47,62 +49,68 @@ def is_element_wise(optimizer: Optimizer) -> bool:
     groups, with a small tensor. Raises `RecipeError` if it cannot be tried."""
     for group in optimizer.param_groups:
         dims = max((parameter.dim() for parameter in group["params"]), default=0)
-        if dims and _differs(optimizer, group, (ROWS, COLUMNS) if dims > 1 else (ROWS,)):
+        if dims and _differs(optimizer, group, _shape(dims)):
             return False
     return True
 
 
 def mixes_tensors(optimizer: Optimizer) -> bool:
     """True if the optimizer's update of a tensor depends on other tensors' gradients. Tried on a copy of it, with small
-    tensors: each group with two, and all groups together."""
-    kinds = [max((parameter.dim() for parameter in group["params"]), default=1) for group in optimizer.param_groups]
-    shapes = [(ROWS, COLUMNS) if dims > 1 else (ROWS,) for dims in kinds]
-    trials = [([group, group], [shape, shape]) for group, shape in zip(optimizer.param_groups, shapes, strict=True)]
-    if len(shapes) > 1:
-        trials.append((optimizer.param_groups, shapes))
+    tensors: each group with two, and all groups together. Raises `RecipeError` if it cannot be tried."""
+    shapes = [_shape(max((each.dim() for each in group["params"]), default=1)) for group in optimizer.param_groups]
+    groups = list(zip(optimizer.param_groups, shapes, strict=True))
+    trials: list[_Trial] = [[(group, [shape, shape])] for group, shape in groups]
+    if len(groups) > 1:
+        trials.append([(group, [shape]) for group, shape in groups])
     with disable_current_modes():
-        return any(_mixes(optimizer, *trial) for trial in trials)
+        return any(_mixes(optimizer, trial) for trial in trials)
 
 
-def _mixes(optimizer: Optimizer, groups: Sequence[dict[str, Any]], shapes: Sequence[tuple[int, ...]]) -> bool:
+def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
     """True if the first tensor moves otherwise when the gradients of the others are larger, or turn at each step."""
-    generator = torch.Generator().manual_seed(0)
-    starts = [torch.randn(shape, generator=generator) for shape in shapes]
-    gradients = [torch.randn(shape, generator=generator) for shape in shapes]  # alike in each step: an estimate may need that
     try:
-        expected, *others = (_first_moved(optimizer, groups, starts, gradients, factor) for factor in (1.0, 100.0, -1.0))
-    except Exception:
-        return False
-    return any((moved - expected).norm() > TOLERANCE * (expected - starts[0]).norm() for moved in others)
+        expected, *others = (_first_moved(optimizer, trial, factor) for factor in (1.0, 100.0, -1.0))
+    except Exception as error:
+        raise _cannot_try(optimizer, f"its step raises {type(error).__name__}: {error}") from error
+    if not expected.any():
+        raise _cannot_try(optimizer, f"{MIXING_STEPS} steps leave a parameter as it is")
+    return any((moved - expected).norm() > TOLERANCE * expected.norm() for moved in others)
 
 
-def _first_moved(
-    optimizer: Optimizer, groups: Sequence[dict[str, Any]], starts: Sequence[Tensor], gradients: Sequence[Tensor], factor: float
-) -> Tensor:
-    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    copied: Optimizer = object.__new__(type(optimizer))
-    vars(copied).update(vars(optimizer))
-    if groups[0] is groups[-1]:
-        copied.param_groups = [{**groups[0], "params": parameters}]
-    else:
-        copied.param_groups = [{**group, "params": [parameter]} for group, parameter in zip(groups, parameters, strict=True)]
-    for group in copied.param_groups:
-        if group.get("lr") is not None and not float(group["lr"]):
-            group["lr"] = 1e-3
-    copied.state = defaultdict(dict)
+def _first_moved(optimizer: Optimizer, trial: _Trial, factor: float) -> Tensor:
+    """Return by how much the steps move the first tensor. `factor`: of the other tensors' gradients; if it is negative,
+    they turn at each step."""
+    generator, device = torch.Generator().manual_seed(0), _device(trial[0][0])
+
+    def drawn(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    groups = [(group, [torch.nn.Parameter(drawn(shape)) for shape in shapes]) for group, shapes in trial]
+    first, *others = [each for _, several in groups for each in several]
+    start = first.detach().clone()
+    # Alike in each step: an estimate may need that.
+    of_first, *of_others = [drawn(tuple(each.shape)) for each in (first, *others)]
+    copied = _copied(optimizer, groups)
     for step in range(MIXING_STEPS):
-        for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            turned = factor**step if factor < 0.0 else factor
-            parameter.grad = gradient * (turned if place else 1.0)
+        first.grad = of_first.clone()
+        for parameter, gradient in zip(others, of_others, strict=True):
+            parameter.grad = gradient * (factor**step if factor < 0.0 else factor)
         copied.step()
-    return parameters[0].detach()
+    return first.detach() - start
+
+
+def _shape(dims: int) -> tuple[int, ...]:
+    return (ROWS, COLUMNS) if dims > 1 else (ROWS,)
+
+
+def _device(group: dict[str, Any]) -> torch.device | str:
+    return next((each.device for each in group["params"] if not each.is_meta), "cpu")
 
 
 def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> bool:
     with disable_current_modes():  # a trial needs values, also where the model has none
         generator = torch.Generator().manual_seed(0)
-        device = next((each.device for each in group["params"] if not each.is_meta), "cpu")
-        start, *gradients = (torch.randn(shape, generator=generator).to(device) for _ in range(1 + STEPS))
+        start, *gradients = (torch.randn(shape, generator=generator).to(_device(group)) for _ in range(1 + STEPS))
         try:
             whole = updated(optimizer, group, start, gradients)
             halves = [updated(optimizer, group, *_half(start, gradients, part)) for part in (0, 1)]
@@ -116,8 +124,8 @@ def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]
 
 def _cannot_try(optimizer: Optimizer, why: str) -> RecipeError:
     return RecipeError(
-        f"{type(optimizer).__name__} cannot be tried on a small tensor ({why}), and the plan splits tensors over ranks; if its update of "
-        "an element depends on the other elements, each rank would compute it from a part of them; let step() take parameters from "
+        f"{type(optimizer).__name__} cannot be tried on a small tensor ({why}), and the plan splits the model over ranks; if its update "
+        "depends on elements that other ranks have, each would compute it from its part; let step() take parameters from "
         "self.param_groups and their state from self.state, and update any tensor that has a gradient; or use replicate"
     )
 
@@ -129,12 +137,21 @@ def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor
 def updated(optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     """Return the tensor after a step with each of the gradients, taken by a copy of the optimizer on this group."""
     parameter = torch.nn.Parameter(start.clone())
-    copied: Optimizer = object.__new__(type(optimizer))
-    vars(copied).update(vars(optimizer))
-    frozen = group.get("lr") is not None and not float(group["lr"])
-    copied.param_groups = [{**group, **({"lr": 1e-3} if frozen else {}), "params": [parameter]}]
-    copied.state = defaultdict(dict)
+    copied = _copied(optimizer, [(group, [parameter])])
     for gradient in gradients:
         parameter.grad = gradient.clone()
         copied.step()
     return parameter.detach()
+
+
+def _copied(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]) -> Optimizer:
+    """Return a copy of the optimizer with the settings of these groups for these parameters, and without state. A
+    learning rate of 0, which moves nothing, is another one."""
+    copied: Optimizer = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    copied.param_groups = [{**group, "params": parameters} for group, parameters in groups]
+    for group in copied.param_groups:
+        if group.get("lr") is not None and not float(group["lr"]):
+            group["lr"] = 1e-3
+    copied.state = defaultdict(dict)
+    return copied
