@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from device.ranks import on_device
 from tiers import tiered
 from torch import nn
@@ -14,9 +17,13 @@ from training.subjects import recipe
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
+from lockstep.training.consensus import Request
+from lockstep.training.hook import ControlHook
 
 PLANS = {"replicate=1": 1, "replicate=2": 2, "replicate=3": 3, "shard=2": 2, "shard=3": 3, "replicate=2,shard=2": 4}
-STAGES = {"tensor=2": 2, "split=2": 1}
+STAGES = {"tensor=2": 2, "split=2": 1, "pipeline=2": 2, "pipeline=2,replicate=2": 4}
+HOST_EXCHANGES = {"pipeline=2": 2, "pipeline=2,replicate=2": 2}
+"""Collectives between hosts in a step: stages learn of the shapes of microbatches, and of failed forwards."""
 
 
 def network() -> nn.Module:
@@ -39,26 +46,44 @@ def steps(**changes: Any) -> ls.Recipe:
     return recipe(**{**given, "tensor": {"0": "colwise", "3": "rowwise"}, **changes})
 
 
+EXCHANGES = "exchanges between hosts"
+
+
 class Waits(ls.Hook):
     """Counts what the host waits for in each step, but for the first: there it sets up, and tries the loss."""
 
     def __init__(self) -> None:
         self.waits: list[dict[str, int]] = []
-        self.kernels: list[int] = []
+        self.exchanges = 0
+
+    @contextmanager
+    def watching_hosts(self) -> Iterator[None]:
+        """Count the collectives of tensors on the CPU too, but for the all-gather of the batches' weights."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_reduce", "broadcast"):
+                patch.setattr(dist, name, self._counting(getattr(dist, name)))
+            yield
+
+    def _counting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(tensor: torch.Tensor, *given: Any, **settings: Any) -> Any:
+            self.exchanges += tensor.is_cpu
+            return collective(tensor, *given, **settings)
+
+        return counting
 
     def before_step(self, run: Any) -> None:
         import standin
 
-        counted = standin.take_counters()
-        self.waits.append(counted.host_waits)
-        self.kernels.append(sum(counted.kernels.values()))
+        waits = standin.take_counters().host_waits
+        self.waits.append({**waits, EXCHANGES: self.exchanges} if self.exchanges else waits)
+        self.exchanges = 0
 
 
 def train(plan: str, run_dir: str, **changes: Any) -> tuple[str, str, list[dict[str, int]]]:
     """Return the fingerprint, the device, and the host's waits in each step between the third and the last."""
     hook, where = Waits(), []
-    given = steps(**changes)
-    result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[hook, Where(where)], log_every=100)
+    with hook.watching_hosts():
+        result = ls.train(steps(**changes), plan=plan, run_dir=run_dir, hooks=[hook, Where(where)], log_every=100)
     return result.fingerprint, where[0], hook.waits[3:]
 
 
@@ -91,8 +116,9 @@ def test_the_bits_are_those_of_one_process_and_the_host_waits_once(devices: Work
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_in_fast_numerics_the_host_waits_for_nothing(devices: WorkerPool, tmp_path: Path, plan: str, precision: str) -> None:
     everyone = devices.run({**PLANS, **STAGES}[plan], on_device, train_in, precision, plan, str(tmp_path / "run"))
+    exchanges = HOST_EXCHANGES.get(plan)
     for _, _, waits in everyone:
-        assert waits == [{}] * 5
+        assert waits == [{} if exchanges is None else {EXCHANGES: exchanges}] * 5
 
 
 def train_in(precision: str, plan: str, run_dir: str) -> Any:
@@ -133,3 +159,47 @@ def test_a_loss_scale_on_the_device_skips_the_steps_that_one_on_the_host_skips(d
     for (_, skipped, loss), (_, expected, expected_loss) in zip(on_the_device, on_the_host, strict=True):
         assert skipped == expected != []
         assert loss == pytest.approx(expected_loss, rel=1e-3)
+
+
+def failing(output: torch.Tensor, batch: Any) -> ls.Sum:
+    raise ValueError("on purpose")
+
+
+def train_failing(run_dir: str) -> str:
+    try:
+        ls.train(steps(loss=failing), plan="pipeline=2", run_dir=run_dir)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_failed_forward_of_a_stage_is_raised_on_every_rank(devices: WorkerPool, tmp_path: Path) -> None:
+    first, last = devices.run(2, on_device, train_failing, str(tmp_path / "run"))
+    assert last == "on purpose"
+    assert first == "rank 1 of the pipeline failed: ValueError: on purpose"
+
+
+class Asks(ControlHook):
+    """Asks for a save on rank 1 alone, from step 3 on, and notes when all agree on it."""
+
+    def __init__(self) -> None:
+        self.agreed: list[int] = []
+
+    def request(self, run: Any) -> Request:
+        return Request(save=run.rank == 1 and run.step >= 3 and not self.agreed)
+
+    def on_agreement(self, run: Any, agreed: Request) -> None:
+        if agreed.save:
+            self.agreed.append(run.step)
+
+
+def train_asking(plan: str, run_dir: str) -> list[int]:
+    hook = Asks()
+    ls.train(steps(), plan=plan, run_dir=run_dir, hooks=[hook], log_every=100)
+    return hook.agreed
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2"])
+def test_ranks_of_an_axis_agree_on_a_request_of_one_a_step_later(devices: WorkerPool, tmp_path: Path, plan: str) -> None:
+    first, second = devices.run(2, on_device, train_asking, plan, str(tmp_path / "run"))
+    assert first == second == [5]

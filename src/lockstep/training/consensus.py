@@ -56,9 +56,7 @@ class Consensus:
         """Agree after a step. `results` hold the flags of all ranks. Every rank calls it."""
         if not results:  # all models have skipped the step
             return self._merged(may_stop) if self.mesh.world.any(self.flag(may_stop=may_stop)) else NOTHING
-        raised = self._any_flag(results, wait=may_stop)
-        if self.mesh.data.size < self.mesh.world.size:
-            raised = self.mesh.world.any(raised)
+        raised = self._any_flag([result.flags for result in results], wait=may_stop)
         return self._merged(may_stop) if raised else NOTHING
 
     def _merged(self, may_stop: bool) -> Request:
@@ -74,17 +72,21 @@ class Consensus:
         mine = self.request()
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
-    def _any_flag(self, results: Sequence[StepResult], *, wait: bool) -> bool:
+    def _any_flag(self, flags: Sequence[Tensor | bool], *, wait: bool) -> bool:
         """True if any rank raised its flag in this step. On a GPU without `wait`: in the previous step, so that the
-        host need not wait for the device."""
-        flags = [result.flags for result in results]
+        host need not wait for the device. `flags`: those of the data ranks."""
         on_gpu = [flag for flag in flags if isinstance(flag, Tensor) and accelerator.has_streams(flag.device)]
-        if wait or not on_gpu:
-            self._before = None
-            return any(map(bool, flags))
-        before = self._before
-        copied = torch.stack(on_gpu).to("cpu", non_blocking=True)
-        event = accelerator.event(on_gpu[0].device)
+        if not on_gpu:
+            raised = any(map(bool, flags))
+            return self.mesh.world.any(raised) if self.mesh.data.size < self.mesh.world.size else raised
+        raised_by = torch.stack(on_gpu)
+        for axis in ("tensor", "pipeline"):
+            self.mesh.axis(axis).all_reduce(raised_by)
+        before, self._before = self._before, None
+        if wait:
+            return bool(raised_by.any())
+        copied = raised_by.to("cpu", non_blocking=True)
+        event = accelerator.event(raised_by.device)
         event.record()
         self._before = copied, event
         if before is None:

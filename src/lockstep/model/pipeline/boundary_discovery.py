@@ -49,21 +49,22 @@ class BoundaryDiscovery:
         if self._forwards.lockstep_ranks is None:
             firsts = {key: index for index, key in reversed(list(enumerate(keys))) if key not in self._known}
             return sorted(firsts.values())
-        new = torch.tensor([float(key not in self._known) for key in keys], device=self._world.device)
-        dist.all_reduce(new, group=self._forwards.lockstep_ranks.group)
+        new = torch.tensor([float(key not in self._known) for key in keys])
+        self._forwards.lockstep_ranks.all_reduce(new)
         return [index for index, flag in enumerate(new.tolist()) if flag]
 
     def _signatures(self, microbatches: Sequence[PipelineMicrobatch]) -> list[int]:
-        """A hash of the shapes and types of each microbatch's inputs, broadcast from the first rank."""
-        numbers = torch.zeros(len(microbatches), dtype=torch.int64, device=self._world.device)
+        """A hash of the shapes and types of each microbatch's inputs, from the first rank. Hosts exchange it, and do
+        not wait for their devices."""
+        numbers = torch.zeros(len(microbatches), dtype=torch.int64)
         if self._world.rank == 0:
             try:
                 signatures = [self._signature(microbatch) for microbatch in microbatches]
-                numbers = torch.tensor(signatures, dtype=torch.int64, device=self._world.device)
+                numbers = torch.tensor(signatures, dtype=torch.int64)
             except Exception as error:
                 self._failure.error = error
                 numbers.fill_(FAILED)
-        dist.broadcast(numbers, group=self._group, group_src=0)
+        self._world.broadcast(numbers, 0)
         found: list[int] = numbers.tolist()
         if FAILED in found:
             self._failure.raise_known()

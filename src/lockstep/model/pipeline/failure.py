@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from lockstep.base import errors
 from lockstep.base.errors import LockstepError, UserError
 from lockstep.comm.world import World
@@ -36,9 +33,7 @@ class PipelineFailure:
 
     def raise_if_any(self) -> None:
         """Raise on every rank if any rank has an error. Every rank calls it."""
-        failed = torch.tensor([float(self.error is not None)], device=self._world.device)
-        dist.all_reduce(failed, group=self._world.group or dist.group.WORLD)
-        if failed:
+        if self._world.any(self.error is not None):  # exchanged between hosts, which do not wait for their devices
             self.raise_known()
 
     def raise_known(self) -> None:

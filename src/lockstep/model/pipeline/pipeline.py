@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import schedule_losses
 from lockstep.comm.world import World
@@ -92,15 +93,17 @@ class Pipeline:
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)
+        if accelerator.is_accelerator(self.world.device):
+            self._failure.raise_if_any()
         flat = torch.zeros(len(microbatches) * columns + 1, dtype=torch.float64, device=self.world.device)
         if self._failure.error is not None:
             flat[-1] = 1.0
         elif self.world.rank == self.last_rank:
             numbers = [number for index in range(len(microbatches)) for number in self._results[index]]
-            flat[:-1] = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=flat.device) for number in numbers])
+            flat[:-1] = torch.stack([_float64(number, flat.device) for number in numbers])
         self._microbatches, self._results = (), {}
         dist.all_reduce(flat, group=self._group)
-        if flat[-1]:
+        if flat.is_cpu and flat[-1]:
             self._failure.raise_known()
         return flat[:-1].view(len(microbatches), columns)
 
@@ -231,6 +234,12 @@ class _StageModule(nn.Module):
     def forward(self, *received: Tensor) -> Any:
         self.received = received
         return self.compute(self.index, received)
+
+
+def _float64(number: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(device, torch.float64)
+    return torch.full((), number, dtype=torch.float64, device=device)  # torch.tensor would make the host wait for a copy
 
 
 def _signatures(route: Sequence[Boundary]) -> tuple[Any, ...]:
