@@ -13,7 +13,7 @@ import torch.distributed as dist
 from device.ranks import on_device
 from tiers import tiered
 from torch import nn
-from training.subjects import recipe
+from training.subjects import recipe, rows
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
@@ -203,3 +203,52 @@ def train_asking(plan: str, run_dir: str) -> list[int]:
 def test_ranks_of_an_axis_agree_on_a_request_of_one_a_step_later(devices: WorkerPool, tmp_path: Path, plan: str) -> None:
     first, second = devices.run(2, on_device, train_asking, plan, str(tmp_path / "run"))
     assert first == second == [5]
+
+
+class EvaluationWaits(ls.Hook):
+    """Counts what the host waits for in each evaluation."""
+
+    def __init__(self) -> None:
+        self.waits: list[dict[str, int]] = []
+
+    def before_evaluation(self, run: Any) -> None:
+        import standin
+
+        standin.take_counters()
+
+    def after_evaluation(self, run: Any, metrics: dict[str, float]) -> None:
+        import standin
+
+        self.waits.append(standin.take_counters().host_waits)
+
+
+def errors(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (output - batch[2]).abs().mean(1)
+
+
+def both(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return output.norm(dim=1), batch[2].norm(dim=1)
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.isfinite().all()
+    return float((ours - theirs).abs().sum())
+
+
+def evaluated(plan: str, run_dir: str) -> tuple[dict[str, float], list[dict[str, int]]]:
+    hook = EvaluationWaits()
+    metrics = {"error": ls.Mean(errors), "difference": ls.Gathered(both, difference)}
+    given = steps(steps=4, evaluation=ls.Evaluation(data=rows(37, seed=6), every=2, metrics=metrics))
+    result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[hook], log_every=100)
+    return result.metrics, hook.waits
+
+
+@pytest.mark.parametrize("plan", ["replicate=1", "replicate=2", "shard=2", "pipeline=2"])
+def test_an_evaluation_waits_for_the_device_once(devices: WorkerPool, tmp_path: Path, plan: str) -> None:
+    """The second one: a pipeline discovers shapes in the first. The last microbatch may be under way when taken."""
+    ranks = {**PLANS, **STAGES}[plan]
+    everyone = devices.run(ranks, on_device, evaluated, plan, str(tmp_path / "run"))
+    for metrics, waits in everyone:
+        assert metrics == everyone[0][0]
+        assert waits[-1].pop("event.synchronize", 0) <= 1
+        assert sum(waits[-1].values()) <= 1, waits[-1]

@@ -28,7 +28,7 @@ from lockstep.model.shard import reset_after_error, reshard
 from lockstep.recipe.recipe import Gathered, Recipe
 from lockstep.training.evaluate import in_evaluation_mode
 from lockstep.training.hook import ControlHook, Run
-from lockstep.training.losses.loss import measured, weights_of
+from lockstep.training.losses.loss import Weights, measured, numbers_on_host, weights_of
 from lockstep.training.set_up import Remark
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
@@ -269,11 +269,16 @@ def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> 
         weights = None if weight is None else weights_of(weight(batch))
         with _watching(run):
             value = loss(output, batch)
-        return Tried(measured(value, samples=piece.size, batch=batch, weights=weights), [])
+        return Tried(_measured(value, samples=piece.size, batch=batch, weights=weights), [])
     except CollectiveCalled as error:
         return Talks(error)
     except Exception as error:  # a loss may take microbatches of one size alone
         return _words(error)
+
+
+def _measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
+    found = measured(loss, samples=samples, batch=batch, weights=weights)
+    return {name: (total, weight) for name, pair in found.items() for total, weight in [numbers_on_host(pair)]}
 
 
 def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = False) -> Outcome:
@@ -282,7 +287,7 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
     def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> Tried:
         weights = None if recipe.weight is None else weights_of(recipe.weight(item.batch))
         sums = [int(checksum(to_local(leaf)).item()) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        return Tried(measured(loss, samples=item.size, batch=item.batch, weights=weights), sums)
+        return Tried(_measured(loss, samples=item.size, batch=item.batch, weights=weights), sums)
 
     def position(item: Microbatch) -> tuple[int, ...]:
         return recipe.seed, RandomStream.EVALUATION, run.step, item.index

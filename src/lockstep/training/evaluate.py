@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.assignment import microbatch_spans, split_spans
+from lockstep.base import accelerator
 from lockstep.base.errors import DataError, LossError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.no_collectives import CollectiveCalled, as_one_process
@@ -23,14 +25,13 @@ from lockstep.logging.metrics import as_number
 from lockstep.model.shard import reshard
 from lockstep.recipe.recipe import Evaluation, Gathered, Mean, Recipe
 from lockstep.training.context import Context
-from lockstep.training.losses.loss import SINGLE, measured, weights_of
+from lockstep.training.losses.loss import SINGLE, Sums, measured, number_of, numbers_on_host, weights_of
 from lockstep.training.losses.rows import Columns, checked_columns, distinct_kinds, gather_columns
+from lockstep.training.reducers.step_stats import Number
 from lockstep.training.train_module import TrainModule
 
 ALONE = "torcheval's metric.compute() does without, as torchmetrics do; code of your own can ask torch.distributed.is_initialized()"
 """The remedy for a metric that calls a collective: there, the answer is False."""
-
-Row = dict[str, tuple[float, float]]  # one microbatch's (total, weight) of each loss term and each `Mean`
 
 
 @contextmanager
@@ -92,7 +93,8 @@ class Evaluator:
             Span(step=0, index=index, start=bounds[index][0], stop=bounds[index][1], is_dummy=is_dummy)
             for index, is_dummy in self.mesh.assignment.with_dummies(len(bounds), self.mesh.data.rank)
         ]
-        rows: dict[int, Row] = {}
+        rows: dict[int, Sums] = {}
+        ahead: deque[tuple[int, _ToHost]] = deque()
         collected: dict[str, dict[int, Columns]] = {name: {} for name in self._metrics(Gathered)}
         executor, items = self.module.executor, self.loader.fetch(spans)
         for item, (sums, parts) in executor.evaluate(
@@ -100,9 +102,12 @@ class Evaluator:
         ):
             if item.is_dummy:
                 continue
-            for name, part in parts.items():
-                collected[name][item.index] = part
             rows[item.index] = sums
+            ahead.append((item.index, parts))
+            if len(ahead) > 1:
+                _arrive(*ahead.popleft(), collected)
+        for index, parts in ahead:
+            _arrive(index, parts, collected)
         found: dict[str, float] = executor.on_output_rank(lambda: {**self._means(rows, len(bounds)), **self._gathered(collected, bounds)})
         return found
 
@@ -110,9 +115,9 @@ class Evaluator:
         """The key of a microbatch's random streams."""
         return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
-    def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> tuple[Row, dict[str, Columns]]:
+    def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> tuple[Sums, _ToHost]:
         if item.is_dummy and self.recipe.inputs is not None:  # a metric may keep what it is called with, or call the model
-            return {}, {}
+            return {}, _ToHost({}, self.module.device)
         weighs = self.recipe.weight if self.evaluation.loss is None else None
         weights = None if weighs is None else weights_of(weighs(item.batch))
         sums = {} if loss is None else measured(loss, samples=item.size, batch=item.batch, weights=weights)
@@ -121,9 +126,9 @@ class Evaluator:
         columns = {}
         for name, metric in self._metrics(Gathered).items():
             collected = checked_columns(f"metric {name!r}", self._called(name, metric.collect, output, batch), item.size)
-            columns[name] = tuple(tensor.cpu() for tensor in collected)
+            columns[name] = collected
         self._is_first = False
-        return sums, columns
+        return sums, _ToHost(columns, self.module.device)
 
     def _called(self, name: str, function: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
         """Call a metric's function of one microbatch. Raises `DataError` if it calls a collective, which is looked for
@@ -144,10 +149,10 @@ class Evaluator:
         metrics = self.evaluation.metrics if batch_loss is None else {SINGLE: batch_loss, **self.evaluation.metrics}
         return {name: metric for name, metric in metrics.items() if isinstance(metric, kind)}
 
-    def _means(self, rows: dict[int, Row], microbatches: int) -> dict[str, float]:
+    def _means(self, rows: dict[int, Sums], microbatches: int) -> dict[str, float]:
         names = self._names(rows)
-        numbers = [[number for name in names for number in row[name]] for row in rows.values()]
-        mine = torch.tensor(numbers, dtype=torch.float64).reshape(len(rows), 2 * len(names))
+        numbers = [number for row in rows.values() for name in names for number in row[name]]
+        mine = torch.tensor(numbers_on_host(numbers), dtype=torch.float64).reshape(len(rows), 2 * len(names))
         columns = self.mesh.in_order(mine, microbatches).T.tolist()
         totals = [exact_sum(column) for column in columns]
         means = {name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan") for i, name in enumerate(names)}
@@ -155,7 +160,7 @@ class Evaluator:
             means = {SINGLE: sum(value for name, value in means.items() if name not in self.evaluation.metrics), **means}
         return means
 
-    def _names(self, rows: dict[int, Row]) -> list[str]:
+    def _names(self, rows: dict[int, Sums]) -> list[str]:
         """The names of the sums. Every rank calls it. Raises `LossError` if they differ between microbatches."""
         (_, names), *others = distinct_kinds(self.mesh, {index: list(row) for index, row in rows.items()})
         for index, found in others:
@@ -186,6 +191,32 @@ class Evaluator:
         return found
 
 
+class _ToHost:
+    """Copies of the rows that a microbatch has collected, on their way to the host. It takes them after it has begun
+    the next microbatch, and waits for them: so it is at most one microbatch ahead of a device."""
+
+    def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
+        """`device`: that of the model, which the host must not leave behind."""
+        devices = {device, *(tensor.device for each in columns.values() for tensor in each)}
+        self._events = [accelerator.event(each) for each in devices if accelerator.has_streams(each)]
+        behind = bool(self._events)
+        self._columns = {name: tuple(tensor.to("cpu", non_blocking=behind) for tensor in each) for name, each in columns.items()}
+        for event in self._events:
+            event.record()
+
+    def take(self) -> dict[str, Columns]:
+        if not self._events:
+            return self._columns
+        for event in self._events:
+            event.synchronize()
+        return {name: tuple(tensor.clone() for tensor in each) for name, each in self._columns.items()}  # out of pinned memory
+
+
+def _arrive(index: int, parts: _ToHost, collected: Mapping[str, dict[int, Columns]]) -> None:
+    for name, part in parts.take().items():
+        collected[name][index] = part
+
+
 def _no_loss(output: Any, batch: Any) -> None:
     """The loss of a microbatch of a recipe with a `batch_loss`, which is computed from the rows of all."""
 
@@ -199,7 +230,7 @@ def _one_number(name: str, computed: Any) -> float:
     return as_number(name, computed)
 
 
-def _sum_and_number(name: str, values: Any, samples: int) -> tuple[float, float]:
+def _sum_and_number(name: str, values: Any, samples: int) -> tuple[Number, Number]:
     if not isinstance(values, Tensor):
         raise DataError(f"metric {name!r} has values {values!r} (a {type(values).__name__}); a Mean's values are a tensor, one a sample")
     if values.dim() == 0 and samples > 1:
@@ -207,4 +238,4 @@ def _sum_and_number(name: str, values: Any, samples: int) -> tuple[float, float]
             f"metric {name!r} has one value for a microbatch of {samples} samples; an ls.Mean divides the sum of the values by their "
             "number, and would take a mean of means; return one value a sample: leave out .mean() (or .sum()) over them"
         )
-    return float(values.double().sum()), float(values.numel())
+    return number_of(values.double().sum()), float(values.numel())

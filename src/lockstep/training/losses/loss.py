@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.base import accelerator
 from lockstep.base.errors import LossError
 from lockstep.recipe.recipe import Loss, Sum
 from lockstep.training.losses.samples import rows_per_sample
+from lockstep.training.reducers.step_stats import Number
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy leaves out by default
 SINGLE = "loss"  # the name of the only term, if the loss is not a dict
 Weights = dict[str, float]
+Sums = dict[str, tuple[Number, Number]]
+"""(total, weight) of one microbatch, by name."""
 
 
 class LossKind(NamedTuple):
@@ -74,25 +78,37 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
     return Contribution(total, _grad_output(total, value, 1.0), value, None, terms, repeats)
 
 
-def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> dict[str, tuple[float, float]]:
+def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
     """The loss of a microbatch of `samples` in an evaluation: metric name -> (total, weight) of each term. `weights`:
     this microbatch's."""
     if isinstance(loss, Loss):
         part = _forward_known(loss, weights, torch.ones(()), learns=False)
         assert part.weight is not None
-        return {SINGLE: (float(part.total.detach()), float(part.weight))}
+        return {SINGLE: (number_of(part.total), number_of(part.weight))}
     _check_terms(loss, weights)
     several = isinstance(loss, Mapping)
-    found = {}
+    found: Sums = {}
     for name, term in loss.items() if several else [(SINGLE, loss)]:
-        total = float(_term(name, term, batch=batch, weights=weights, learns=False).detach())
+        total = number_of(_term(name, term, batch=batch, weights=weights, learns=False))
         if isinstance(term, Sum) and weights is not None:
-            pair = total, weights[name]
+            pair: tuple[Number, Number] = total, weights[name]
         else:
             rows = float(samples * _repeats(name, term, batch, samples))
             pair = total * rows, rows
         found[f"{SINGLE}/{name}" if several else SINGLE] = pair
     return found
+
+
+def number_of(scalar: Tensor) -> Number:
+    """Return a scalar as a float64: on the device if reading it would make the host wait, else as a number."""
+    return scalar.detach().double() if accelerator.has_streams(scalar.device) else float(scalar.detach())
+
+
+def numbers_on_host(numbers: Sequence[Number]) -> list[float]:
+    """Read numbers. The host waits once for those on a device."""
+    on_device = [number for number in numbers if isinstance(number, Tensor)]
+    read = iter(torch.stack([number.to(on_device[0].device) for number in on_device]).tolist() if on_device else ())
+    return [next(read) if isinstance(number, Tensor) else number for number in numbers]
 
 
 def weights_of(raw: Any) -> Weights:
