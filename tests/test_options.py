@@ -28,6 +28,7 @@ GIVEN: dict[str, Any] = {
     "profile": "steps=2:4",
     "check": True,
     "backend": "ucc",
+    "share_devices": True,
     "allow_change": frozenset({"steps", "schedule"}),
     "set": ("lr=1e-3", "name=a b"),
     "stop_at": 1e9,

@@ -279,6 +279,7 @@ def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> W
         local_rank=environment.local_rank,
         local_size=environment.local_world_size,
         backend=environment.backend,
+        share_devices=environment.share_devices,
     )
     mine = [environment.shared(), sources(), request.compared(environment.plan), request.code_and_objects]
     launched, versions, given, code = zip(*world.gather_values(mine), strict=True)

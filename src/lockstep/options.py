@@ -199,6 +199,11 @@ class RunOptions:
         "Backend of torch.distributed for the tensors on the device. Default: torch's own for it: nccl, xccl, or on CPUs gloo.",
         metavar="NAME",
     )
+    share_devices: bool = _option(
+        False,
+        "Let several processes compute on one GPU, to try a plan on fewer GPUs than it needs. Slow; the numbers are the same.",
+        kind=bool,
+    )
     allow_change: frozenset[str] = _option(
         frozenset(),
         "Fields of the recipe that may differ from those of the run that is continued: steps,schedule.",

@@ -34,6 +34,7 @@ def once(function: Callable[[], T]) -> T:
         local_rank=environment.local_rank,
         local_size=environment.local_world_size,
         backend=environment.backend,
+        share_devices=environment.share_devices,
     )
     result, failure = None, None
     if environment.local_rank == 0:

@@ -28,6 +28,16 @@ def _without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_an_option_it_is_torchs_own_for_the_device() -> None:
     assert chosen_backend(None, CPU, 0, 2, {}) == chosen_backend("gloo", CPU, 0, 2, {}) == chosen_backend("GLOO", CPU, 0, 2, {}) == "gloo"
+    assert chosen_backend(None, CUDA, 0, 1, {}) == "nccl"
+
+
+def test_several_processes_on_gpus_need_a_torch_with_nccl_or_gloo_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        LaunchError, match=r"^2 processes on cuda, whose collectives are nccl's, and this torch \(.*\) has no nccl; install"
+    ):
+        chosen_backend(None, CUDA, 0, 2, {})
+    assert chosen_backend("gloo", CUDA, 0, 2, {}) == "gloo"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     assert chosen_backend(None, CUDA, 0, 2, {}) == "nccl"
 
 

@@ -6,8 +6,9 @@ a device takes the CPU too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 """Devices without streams of their own, and without pinned memory."""
 _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES=", "xpu": "ZE_AFFINITY_MASK=''"}
 """Environment variables that hide all devices of a kind."""
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Environment variables that name the devices which a process sees."""
+MIG = "MIG"
+"""The `identity` of every MIG instance: NCCL takes those of one GPU for one device, and a process sees one instance."""
+_ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose. Slurm gives the last."""
 
 
 def kind() -> str | None:
@@ -50,7 +57,40 @@ def current_device() -> torch.device:
 
 def how_to_hide() -> str:
     """Return what in the environment hides the accelerators, so that lockstep computes on the CPU."""
-    return _HIDING.get(str(kind()), "a torch without it")
+    return _HIDING.get(kind() or "cuda", "a torch without it")
+
+
+def hiding(environ: Mapping[str, str]) -> str:
+    """Return the variables that decide which devices this process sees, such as `CUDA_VISIBLE_DEVICES='0'`."""
+    return ", ".join(f"{name}={environ[name]!r}" for name in _VISIBLE if name in environ)
+
+
+def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
+    """Return why torch sees none of the NVIDIA GPUs that this machine has, and what to do; empty if there are none, if
+    it sees one, or if they are hidden on purpose. `folder`: that of the device files."""
+    files = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if not files or count() or (named is not None and named in _ALL_HIDDEN):
+        return ""
+    gpus = f"{len(files)} NVIDIA GPU{'s' if len(files) > 1 else ''} (/dev/{files[0]}{', ...' if len(files) > 1 else ''})"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA and sees none of {gpus}; install a torch for CUDA"
+    if named is not None:
+        return f"CUDA_VISIBLE_DEVICES={named!r} names none of {gpus} that torch can use; correct it, or unset it"
+    return f"torch {torch.__version__} for CUDA {torch.version.cuda} sees none of {gpus}; nvidia-smi shows whether the driver works"
+
+
+def identity(device: torch.device, environ: Mapping[str, str]) -> str:
+    """Return a text that tells an accelerator from the others of its machine, whatever its index in this process."""
+    if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        return MIG
+    properties = getattr(_module(device.type), "get_device_properties", None)
+
+    def uuid(index: int) -> str:
+        return str(getattr(properties(index), "uuid", index)) if properties is not None else str(index)
+
+    found, before = uuid(device.index), [uuid(index) for index in range(device.index)]
+    return f"{found}/{before.count(found)}"  # the partitions of an AMD GPU may share a UUID
 
 
 def is_initialized() -> bool:

@@ -23,6 +23,11 @@ def chosen_backend(asked: str | None, device: torch.device, rank: int, size: int
     """
     usual = accelerator.process_group_backend(device)
     if asked is None:
+        if size > 1 and usual in dist.Backend.backend_capability and not _is_available(usual):
+            raise LaunchError(
+                f"{size} processes on {device.type}, whose collectives are {usual}'s, and this torch ({torch.__version__}) has no {usual}; "
+                "install one that has it, start one process, or give --backend gloo, which is slow"
+            )
         return usual
     asked = asked.lower()  # as torch takes it
     there = {name: devices for name, devices in dist.Backend.backend_capability.items() if _is_available(name)}
@@ -45,6 +50,23 @@ def chosen_backend(asked: str | None, device: torch.device, rank: int, size: int
                 f"started, which must be the same; {remedy}"
             )
     return asked
+
+
+def check_own_group(asked: str | None, device: torch.device) -> None:
+    """Raise `LaunchError` if `--backend` was given and the script has made the process group, or if that has no backend
+    for tensors on the CPU, by which the ranks agree."""
+    if asked is not None:
+        raise LaunchError(
+            f"--backend {asked!r}, and the script has made a process group, which lockstep uses as it is; make it with that backend "
+            "and leave --backend out, or leave init_process_group to lockstep"
+        )
+    config = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
+    devices = [part.partition(":")[0] for part in config.split(",")]
+    if "cpu" not in devices:
+        raise LaunchError(
+            f"the script has made a process group of {config!r} alone, and lockstep's ranks also exchange tensors on the CPU; write "
+            f"init_process_group({group_backends(accelerator.process_group_backend(device), device)!r}), or leave it to lockstep"
+        )
 
 
 def _is_available(name: str) -> bool:

@@ -10,6 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, compress, groupby
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, install_excepthook, say
 from lockstep.base.system import refuse_on_windows
-from lockstep.base.torch_private import Store, abort_accelerator_groups
-from lockstep.comm.backend import chosen_backend, group_backends
+from lockstep.base.torch_private import PrefixStore, Store, abort_accelerator_groups, default_store
+from lockstep.comm.backend import check_own_group, chosen_backend, group_backends
+from lockstep.comm.devices import RankDevice, be_a_host_of_its_own, check_devices, exchange, find_device, unusable
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
@@ -53,6 +56,8 @@ class World:
     """Collectives for CPU tensors that are faster than the group's; None if the processes do not share memory."""
     hierarchy: HierarchicalAllReduce | None = None
     """The all-reduce for CPU tensors over several hosts with several processes. None with bitwise numerics."""
+    ranks_per_device: int = 1
+    """Ranks on the device that has most. More than 1 only with `--share-devices`."""
 
     @property
     def host_shared_memory(self) -> SharedMemoryGroup | None:
@@ -177,15 +182,16 @@ def join(
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
     store: Store | None = None,
+    share_devices: bool = False,
 ) -> World:
     """Join the rendezvous and make the process group, or use the existing one. Every rank calls it. The device is this
     rank's GPU (NCCL, with Gloo for CPU tensors), or without GPUs the CPU (Gloo). `backend`: another for its tensors.
     `store`: the processes meet there, under keys that no group has used before; None: at MASTER_ADDR:MASTER_PORT.
-    Raises `LaunchError` if there are fewer GPUs than processes, if the address of the rendezvous cannot be used, or if
-    the backend cannot."""
+    `share_devices`: several processes may compute on one GPU. Raises `LaunchError` if there are fewer GPUs than
+    processes otherwise, if the address of the rendezvous cannot be used, or if the backend cannot."""
     global _excepthooks
     before, was_initialized = sys.excepthook, dist.is_initialized()
-    world = _joined(rank, size, local_rank, local_size, backend, timeout, store)
+    world = _joined(rank, size, local_rank, local_size, backend, timeout, store, share_devices)
     install_excepthook()
     if world.owns_group and not was_initialized:
         _excepthooks = before, sys.excepthook
@@ -203,37 +209,54 @@ def leave() -> None:
     _made, _excepthooks = None, (None, None)
 
 
-def _joined(rank: int, size: int, local_rank: int, local_size: int, backend: str | None, timeout: timedelta, store: Store | None) -> World:
+def _joined(
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    backend: str | None,
+    timeout: timedelta,
+    store: Store | None,
+    share_devices: bool,
+) -> World:
     global _made
-    gpus = accelerator.count()
-    use_gpu = gpus > 0 and not (local_size > 1 and accelerator.is_for_one_process())
-    if gpus and not use_gpu and local_rank == 0:
-        say(f"lockstep: {local_size} processes compute on the CPU; the GPU of this machine is for one process")
-    if use_gpu and gpus < local_size:
-        raise LaunchError(
-            f"{local_size} processes on this machine and {gpus} GPUs; each process takes a GPU of its own; start {gpus} processes, or hide "
-            f"the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
-        )
-    device = accelerator.device(local_rank) if use_gpu else torch.device("cpu")
-    chosen = chosen_backend(backend, device, rank, size, os.environ)
+    if local_size > 1 and accelerator.is_for_one_process():
+        device, mine = torch.device("cpu"), RankDevice(host="", type="cpu")
+        if local_rank == 0:
+            say(f"lockstep: {local_size} processes compute on the CPU; the GPU of this machine is for one process")
+    else:
+        device, mine = find_device(local_rank, shares=share_devices)
+    chosen = chosen_backend(backend, device, rank, size, os.environ) if mine.type else ""
     if dist.is_initialized():
-        if backend is not None and not owns_group():
-            raise LaunchError(
-                f"--backend {backend!r}, and the script has made a process group, which lockstep uses as it is; make it with that backend "
-                "and leave --backend out, or leave init_process_group to lockstep"
-            )
-        return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, owns_group=owns_group())
-    if size > 1:
-        refuse_on_windows(f"a run of {size} processes")
-        try:
-            bound_to = accelerator.process_group_device(device, chosen)
-            given: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if not owns_group():
+            check_own_group(backend, device)
+    if size == 1:
+        if not mine.type:
+            raise LaunchError(unusable(mine, "this process"))
+        return World(rank, size, local_rank, local_size, device, owns_group=dist.is_initialized() and owns_group())
+    refuse_on_windows(f"a run of {size} processes")
+    meets = _store(rank, size, timeout) if store is None and not dist.is_initialized() else store
+    everyone = exchange(meets or default_store(), rank, size, mine)
+    busiest = check_devices(everyone)
+    if not dist.is_initialized():
+        if busiest > 1:
+            be_a_host_of_its_own(everyone, os.environ)
+        bound_to = accelerator.process_group_device(device, chosen)
+        given: dict[str, Any] = {"store": meets, "rank": rank, "world_size": size}
+        with _network_errors_refused():
             dist.init_process_group(group_backends(chosen, device), timeout=timeout, device_id=bound_to, **given)
-        except dist.DistNetworkError as error:
-            raise LaunchError(_network_error(error)) from error
         _made = weakref.ref(dist.group.WORLD)
         atexit.register(_at_exit)
-    return World(rank, size, local_rank, local_size, device, owns_group=size > 1)
+    return World(rank, size, local_rank, local_size, device, owns_group=owns_group(), ranks_per_device=busiest)
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> Store:
+    """Return the store at MASTER_ADDR:MASTER_PORT, as `init_process_group` would make it."""
+    with _network_errors_refused():
+        made, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+    made.set_timeout(timeout)
+    return PrefixStore("default_pg", made)
 
 
 def owns_group() -> bool:
@@ -253,6 +276,14 @@ def _at_exit() -> None:
     has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
     if not (has_failed and dist.is_initialized() and owns_group() and abort_accelerator_groups()):
         _take_down()
+
+
+@contextmanager
+def _network_errors_refused() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise LaunchError(_network_error(error)) from error
 
 
 def _network_error(error: Exception) -> str:

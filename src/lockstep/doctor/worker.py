@@ -70,6 +70,7 @@ def _run_probes(coordinator: ProbeCoordinator, environment: Environment, values:
             local_rank=environment.local_rank,
             local_size=environment.local_world_size,
             backend=environment.backend,
+            share_devices=environment.share_devices,
             timeout=timedelta(seconds=RENDEZVOUS_SECONDS),  # the coordinator's deadline comes first
         )
     values["backend"] = environment.backend or accelerator.process_group_backend(world.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 
 from lockstep.base.errors import LaunchError
@@ -22,12 +23,19 @@ def count_processes(asked: str | int, plan: Plan | None, count_gpus: Callable[[]
     elif asked == "gpu":
         number = count_gpus()
         if number == 0:
-            raise LaunchError(f"{name}gpu; it starts one process per GPU, and torch sees no GPU here; give a number, or auto")
+            raise LaunchError(f"{name}gpu; it starts one process per GPU, and {_why_no_gpu()}; give a number, or auto")
     else:
         number = _number(asked, name)
     if plan is not None:
         plan.resolve(number)
     return number
+
+
+def _why_no_gpu() -> str:
+    """Return why torch sees no GPU."""
+    from lockstep.base import accelerator  # imports torch
+
+    return accelerator.unseen(os.environ) or "torch sees no GPU here"
 
 
 def _number(asked: str | int, name: str) -> int:

@@ -52,6 +52,11 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
     """Yield a remark for each avoidable cause of a slow run, and for a torch that nobody has tested."""
     if (untested := untested_torch(torch.__version__)) is not None:
         yield untested
+    if mesh.world.device.type == "cpu" and (reason := accelerator.unseen(os.environ)):
+        yield Remark("gpu-not-used", {"reason": reason}, f"warning: trains on the CPU: {reason}")
+    if (ranks := mesh.world.ranks_per_device) > 1:
+        line = f"warning: --share-devices: {ranks} processes compute on one GPU; times and memory are not those of a GPU for each"
+        yield Remark("devices-shared", {"ranks": ranks}, line)
     for axis, reason in mesh.without_shared_memory.items():
         yield Remark("no-shared-memory", {"axis": axis, "reason": reason})
     if (gpus := plan.data_parallel) > 1:

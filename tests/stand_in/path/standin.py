@@ -1,7 +1,8 @@
 """The stand-in accelerator: a device of torch's that computes on the host, for tests of what lockstep does on devices.
 
 torch loads it in each process whose environment has this folder in PYTHONPATH and the extension's file in
-STAND_IN_LIBRARY. There are STAND_IN_DEVICES devices, of type `standin` (default: 2), with 16 GiB each.
+STAND_IN_LIBRARY. There are STAND_IN_DEVICES devices, of type `standin` (default: 2), with 16 GiB each. Their UUIDs and
+names are those in STAND_IN_UUIDS and STAND_IN_NAMES, separated by commas, when a process asks for them.
 
 - Kernels compute at once, but streams have logical clocks: a kernel that touches what another stream has touched,
   without having waited for it, raises. So does memory that is used again while another stream may still touch it, and
@@ -20,7 +21,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +125,10 @@ def _device_module(extension: Any) -> ModuleType:
         index = torch.device(device).index
         return int(extension.current_device()) if index is None else index
 
+    def planted(what: str, index: int, otherwise: str) -> str:
+        given = os.environ.get(f"STAND_IN_{what}")
+        return otherwise if given is None else given.split(",")[index]
+
     def manual_seed_all(seed: int) -> None:
         for generator in generators:
             generator.manual_seed(seed)
@@ -149,7 +154,10 @@ def _device_module(extension: Any) -> ModuleType:
     module.empty_cache = lambda: None
     module.is_bf16_supported = lambda: True
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    module.get_device_name = lambda device=None: "stand-in accelerator"
+    module.get_device_name = lambda device=None: planted("NAMES", index_of(device), "stand-in accelerator")
+    module.get_device_properties = lambda device=None: SimpleNamespace(
+        uuid=planted("UUIDS", index_of(device), f"device-{index_of(device)}")
+    )
     module.max_memory_allocated = lambda device=None: torch.accelerator.max_memory_allocated(index_of(device))
     module.memory_allocated = lambda device=None: torch.accelerator.memory_allocated(index_of(device))
     return module

@@ -186,6 +186,7 @@ def join_over(
     local_size: int,
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
+    share_devices: bool = False,
 ) -> World:
     """Join the processes that meet at `store`, as `join` does. Every rank calls it. `store`: a `PrefixStore` with a
     prefix that no group has used, over a `TCPStore` that outlives every process of the group.
@@ -204,7 +205,16 @@ def join_over(
         own.set(f"names/{rank}", str(_names_used))
         own.set_timeout(timeout)
         number_process_groups_from(max(map(int, own.multi_get([f"names/{each}" for each in range(size)]))))
-        return join(rank=rank, size=size, local_rank=local_rank, local_size=local_size, backend=backend, timeout=timeout, store=own)
+        return join(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            backend=backend,
+            timeout=timeout,
+            store=own,
+            share_devices=share_devices,
+        )
 
 
 def launcher_store(environ: Mapping[str, str]) -> Store:

@@ -1,0 +1,102 @@
+"""Several processes and one device: refused, shared on purpose, or each process sees one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from device.ranks import on_device
+from device.test_training import steps
+from stand_in import build
+
+import lockstep as ls
+from lockstep.base import accelerator
+from lockstep.base.errors import LaunchError
+from lockstep.base.torch_private import PrefixStore, default_store
+from lockstep.testing.pool import WorkerPool
+
+PLAN = "shard=2,numerics=bitwise"
+
+
+def train(run_dir: str, **variables: str) -> tuple[str, list[str]]:
+    """Return the fingerprint, or what the error says, and the events of a rank that sees one device."""
+    with patch.object(accelerator, "count", lambda: 1), patch.dict(os.environ, variables):
+        try:
+            result = ls.train(steps(steps=2), plan=PLAN if dist.get_world_size() > 1 else "numerics=bitwise", run_dir=run_dir)
+        except LaunchError as error:
+            return str(error), []
+    return result.fingerprint, [event.name for event in result.events if event.name == "devices-shared"]
+
+
+def in_a_group_without_the_cpu(run_dir: str) -> str:
+    store = default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("standin:standin_gloo", store=PrefixStore("without", store), rank=rank, world_size=size)
+    return train(run_dir)[0]
+
+
+def test_a_scripts_group_needs_a_backend_for_the_cpu_too(devices: WorkerPool, tmp_path: Path) -> None:
+    for said in devices.run(2, on_device, in_a_group_without_the_cpu, str(tmp_path / "run")):
+        assert "made a process group of 'standin:standin_gloo' alone, and lockstep's ranks also exchange tensors on the CPU" in said
+        assert "write init_process_group('cpu:gloo,standin:standin_gloo'), or leave it to lockstep" in said
+
+
+def with_one_device(folder: str) -> list[tuple[str, list[str]]]:
+    own = {"STAND_IN_UUIDS": str(dist.get_rank())}
+    return [train(f"{folder}/refused"), train(f"{folder}/shared", LOCKSTEP_SHARE_DEVICES="1"), train(f"{folder}/own", **own)]
+
+
+def test_two_ranks_on_one_device_are_refused_and_the_remedies_train(devices: WorkerPool, tmp_path: Path) -> None:
+    first, second = devices.run(2, on_device, with_one_device, str(tmp_path))
+    assert first == second
+    (said, _), (shared, events), own = first
+    assert "and 1 GPU: ranks 0, 1 have one between them" in said
+    assert "each process takes a GPU of its own; start 1 process there, or hide the GPUs" in said
+    assert "or give --share-devices (LOCKSTEP_SHARE_DEVICES=1) to try a plan on fewer GPUs than it needs" in said
+    assert events == ["devices-shared"]
+    assert own == (shared, [])
+    ((alone, _),) = devices.run(1, on_device, train, str(tmp_path / "alone"))
+    assert alone == shared
+
+
+SCRIPT = """
+import os
+import lockstep as ls
+from device.test_training import steps
+
+if __name__ == "__main__":
+    result = ls.train(steps(steps=2), run_dir=os.environ["RUN_DIR"])
+    print(f"rank {ls.rank()} has {result.fingerprint}")
+"""
+
+
+def command(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **build.environment(1), "TMPDIR": str(folder), "LOCKSTEP_PLAN": PLAN, **variables}
+    environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
+    given = [sys.executable, "-m", *arguments, "train.py"]
+    return subprocess.run(given, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.command
+def test_a_launcher_starts_several_processes_for_one_device(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    refused = command(tmp_path, "lockstep", "run", RUN_DIR="refused")
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "have one between them" in refused.stderr
+    runs = [
+        command(tmp_path, "lockstep", "run", "--share-devices", RUN_DIR="run"),
+        command(tmp_path, "torch.distributed.run", "--nproc-per-node", "2", RUN_DIR="torchrun", LOCKSTEP_SHARE_DEVICES="1"),
+    ]
+    found = set()
+    for done in runs:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "--share-devices: 2 processes compute on one GPU" in done.stderr
+        found |= {line.split()[-1] for line in done.stdout.splitlines() if line.startswith("rank")}
+    assert len(found) == 1
