@@ -25,12 +25,13 @@ from lockstep.base.torch_private import process_group_count
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.data.fetch import Fetcher
-from lockstep.planner.trace import peak
+from lockstep.planner.trace import Compute, peak
 from lockstep.planner.tracing.fake_world import fake_world
 from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.torch_fakes import FakeTensor
 from lockstep.planner.tracing.values import ValueNeeded
 from lockstep.training.losses import loss as losses
+from lockstep.training.optim import gradient_norm
 
 HERE = Path(__file__)
 
@@ -215,9 +216,20 @@ def test_a_run_after_a_trace_in_the_same_process_has_its_own_constants() -> None
     losses._constant.cache_clear()
     traced("replicate=1")
     assert losses._constant.cache_info().currsize == 0
-    trace = traced("replicate=1", is_fake=False)
+    trace = traced("replicate=1", is_fake=False, is_gpu=False)
     assert losses._constant.cache_info().currsize > 0
     assert peak(trace).bytes > 0
+
+
+def test_on_a_gpu_the_clipping_norm_is_not_computed_in_pieces_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels(*, is_gpu: bool) -> int:
+        trace = traced("numerics=bitwise", is_gpu=is_gpu)
+        return sum(isinstance(item, Compute) for item in trace.items)
+
+    whole = {is_gpu: kernels(is_gpu=is_gpu) for is_gpu in (True, False)}
+    monkeypatch.setattr(gradient_norm, "PIECE_ELEMENTS", 8)
+    assert kernels(is_gpu=True) == whole[True]
+    assert kernels(is_gpu=False) > whole[False]
 
 
 def test_two_traces_are_the_same() -> None:

@@ -1,4 +1,5 @@
 """Torch's choices for a GPU, made for tensors that stand for those of one: precisions under autocast, and attention.
+Code that asks where a tensor is, as lockstep's own, is told that it is not on a CPU.
 
 The operations are those that autocast computes in float32 on a GPU, as listed in
 https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference
@@ -28,12 +29,16 @@ IN_FLOAT32 = frozenset(
     }
 )
 
+IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+
 
 class GpuSemantics(TorchFunctionMode):
     """Chooses as torch does on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if function == IS_CPU:
+            return False
         if function is functional.scaled_dot_product_attention:
             kwargs.pop("dropout_p", None)  # a CPU computes attention with dropout in parts; a GPU in one kernel
             args = args[:4] + ((0.0, *args[5:]) if len(args) > 4 else ())
