@@ -19,6 +19,7 @@ from lockstep.comm.world import World
 from lockstep.house_hooks import HouseHooks
 from lockstep.launch.termination import Termination
 from lockstep.logging.loggers import Logger
+from lockstep.model.autocast_weights import error_of_autocast
 from lockstep.model.block_wrappers import error_of_compiling
 from lockstep.model.shard import error_of_sharding
 from lockstep.opening import Opened, RunRequest, open_run
@@ -110,6 +111,8 @@ class Session:
         self._termination.hold(failed=error is not None)
         self.context.phases.enter("ending")
         explained = error_of_sharding(error, self.plan) if self.plan.shard != 1 or self.plan.tensor != 1 else None
+        if self.plan.shard != 1 and self.context.precision != "fp32":
+            explained = explained or error_of_autocast(error, self.plan)
         if self.plan.compile:
             explained = explained or error_of_compiling(error, self.plan)
         with self._stack:
@@ -250,7 +253,7 @@ class Session:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context manager for forwards in the session's precision. Backwards and commits stay outside of it."""
-        return precisions.autocast(self.context.precision, self.device)
+        return precisions.autocast(self.context.precision, self.device, is_sharded=self.plan.shard != 1)
 
     def mean(self, values: Tensor) -> float:
         """The mean over all values (any shape) of all ranks; NaN if there are none. Every rank calls it."""

@@ -377,6 +377,33 @@ def test_fsdp_parameter_group(mesh):
     assert found.fsdp_params[0].padded_sharded_param_size == torch.Size([2, 2])
 
 
+class SkipsWeight(nn.Linear):
+    def forward(self, x, uses_weight):
+        return super().forward(x) if uses_weight else x + self.bias
+
+
+@pytest.mark.parametrize("uses_weight", [True, False])
+def test_a_parameter_is_gathered_in_another_dtype(mesh, uses_weight):
+    model = SkipsWeight(2, 2)
+    model.other = nn.Linear(2, 2)
+    model.other.weight = model.weight
+    fully_shard(model, mesh=mesh["a"])
+    model.set_reduce_scatter_unused_params(True)
+    weight, bias = torch_private.fsdp_parameter_group(model).fsdp_params[:2]
+    assert torch_private.owners_of(weight) == [(model, "weight"), (model.other, "weight")]
+    torch_private.gather_in(weight, torch.bfloat16)
+    assert torch_private.gathered_short(weight) is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.ones(2, 2, requires_grad=True), uses_weight).sum()
+    loss.backward()
+    name, gathered = torch_private.gathered_short(weight)
+    assert (name, gathered.dtype, torch_private.gathered_short(bias)) == ("weight", torch.bfloat16, None)
+    assert (model.weight.dtype, model.weight.grad.dtype, bool(model.weight.grad.full_tensor().any())) == (
+        *(torch.float32, torch.float32),
+        uses_weight,
+    )
+
+
 def test_default_mps_generator():
     assert callable(torch.mps._get_default_mps_generator)
     if torch.backends.mps.is_available():

@@ -7,7 +7,8 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.comm.mesh import to_local
+from lockstep.recipe.checks import Precision
 
 WIDTH, HIDDEN, WORDS, BLOCKS = 48, 192, 480, 4
 """Multiples of 12, so that 2, 3 and 4 ranks cut them evenly."""
@@ -70,15 +72,20 @@ class Costs:
     """Bytes that the rank holds after the step."""
     activations: int
     """The most blocks whose activations it kept at one time, each counted once for each microbatch."""
+    weights: int
+    """The most bytes of blocks' weights that it kept for a backward when it computed a loss."""
 
 
 class Kept:
     """A tensor that a backward needs. Counts how many of a block's largest ones there are."""
 
     now = most = 0
+    weights: ClassVar[WeakSet[Kept]] = WeakSet()
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # with its graph it would hold itself
+        if sorted(tensor.shape) == [WIDTH, HIDDEN]:
+            Kept.weights.add(self)
         self.counts = tensor.dim() == 3 and tensor.shape[-1] == HIDDEN
         if self.counts:
             Kept.now += 1
@@ -86,6 +93,11 @@ class Kept:
 
     def __del__(self) -> None:
         Kept.now -= self.counts
+
+
+def kept_weights() -> int:
+    storages = [to_local(each.tensor).untyped_storage() for each in Kept.weights]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 KEPT_PER_BLOCK = 3
@@ -125,26 +137,32 @@ def first(batch: Sequence[Tensor]) -> Tensor:
     return batch[0]
 
 
-def costs(plan: str, run_dir: str, model: type[Model], styles: Mapping[str, str]) -> Costs:
+def costs(plan: str, run_dir: str, model: type[Model], styles: Mapping[str, str], precision: Precision = "fp32") -> Costs:
     """Those of a step of `MICROBATCHES` on all ranks together. Not of the first one, in which a plan learns shapes."""
     words = torch.randint(WORDS, (2 * MICROBATCHES * SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     batches = {"global_batch": MICROBATCHES * SAMPLES, "microbatch": SAMPLES, "steps": 2}
-    sent = 0
-    with ls.Session(run_dir=run_dir, plan=plan) as session:
+    sent = weights = 0
+
+    def loss(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+        nonlocal weights
+        weights = max(weights, kept_weights())
+        return cross_entropy(output, batch)
+
+    with ls.Session(run_dir=run_dir, plan=plan, precision=precision) as session:
         made, optimizer = session.prepare(model, adamw, tensor=styles, stages=STAGES)
         for step in session.steps(TensorDataset(words), **batches):
             dist.barrier()
             before = bytes_sent()
             Kept.most = 0
             with saved_tensors_hooks(Kept, lambda kept: kept.tensor):  # type: ignore[no-untyped-call]
-                step.compute(first, cross_entropy)
+                step.compute(first, loss)
             step.commit()
             dist.barrier()
             sent = bytes_sent() - before
         parameters = list(made.parameters())
         state = [value for kept in optimizer.state.values() for value in kept.values() if value.dim()]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return Costs(sent, _bytes(parameters), _bytes(gradients), _bytes(state), -(-Kept.most // KEPT_PER_BLOCK))
+        return Costs(sent, _bytes(parameters), _bytes(gradients), _bytes(state), -(-Kept.most // KEPT_PER_BLOCK), weights)
 
 
 def _bytes(tensors: Sequence[Any]) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from model.costs import BLOCKS, LENGTH, MICROBATCHES, SAMPLES, STYLES, WIDTH, WORDS, Costs, Model, TiedModel, costs
 
+from lockstep.recipe.checks import Precision
 from lockstep.testing.pool import WorkerPool
 
 W = 4 * WORDS * WIDTH
@@ -21,6 +22,11 @@ W = 4 * WORDS * WIDTH
 P = sum(parameter.nbytes for parameter in Model().parameters())
 U = 2 * W
 """In no block."""
+SHORT_P = sum(
+    each.nbytes // 2 if name.endswith("weight") and name != "words.weight" else each.nbytes for name, each in Model().named_parameters()
+)
+"""What is gathered under autocast: weights of linear layers in its precision."""
+SHORT_U = W + W // 2
 ROWS = sum(parameter.shape[0] for parameter in Model().parameters())
 A = 4 * SAMPLES * LENGTH * WIDTH
 """One activation, between blocks, of a microbatch."""
@@ -68,6 +74,7 @@ class Case:
     """Blocks times microbatches."""
     model: type[Model] = Model
     styles: tuple[tuple[str, str], ...] = tuple(STYLES.items())
+    precision: Precision = "fp32"
 
 
 def everywhere(value: float) -> Callable[[int], float]:
@@ -79,7 +86,7 @@ def ends(end: float, middle: float, ranks: int) -> Callable[[int], float]:
 
 
 HALF = everywhere(P / 2)
-QUICK = (0, 1, 3, 5, 8, 10, 14, 15)
+QUICK = (0, 1, 3, 5, 8, 9, 10, 12, 16, 17)
 """Of the cases; the others are in the slow tier."""
 CASES = [
     Case("replicate=2", 2, everywhere(2 * P * ring(2)), everywhere(P), lambda rank: BLOCKS),
@@ -95,6 +102,14 @@ CASES = [
         4,
         everywhere((2 * P - U) * 2 * ring(2) + P * 2 * ring(4) + P / 2 * ring(2) + 8 * ROWS * ring(2)),
         HALF,
+    ),
+    Case("shard=2", 2, everywhere((2 * SHORT_P - SHORT_U + 2 * P) * M // 2 * ring(2)), HALF, lambda rank: BLOCKS, precision="bf16"),
+    Case(
+        "shard=2,numerics=bitwise",
+        2,
+        everywhere((2 * SHORT_P - SHORT_U + P) * M // 2 * ring(2) + 8 * ROWS * ring(2)),
+        HALF,
+        precision="fp16",
     ),
     Case("tensor=2", 2, everywhere(layers(2, M)), everywhere(tensor_part(2))),
     Case(
@@ -137,11 +152,13 @@ CASES = [
 )
 def test_a_rank_sends_and_holds_what_the_pages_say(pool: WorkerPool, tmp_path: Path, case: Case) -> None:
     plan = f"{case.plan},transport=torch"
-    found: list[Costs] = pool.run(case.ranks, costs, plan, str(tmp_path / "run"), case.model, dict(case.styles))
+    found: list[Costs] = pool.run(case.ranks, costs, plan, str(tmp_path / "run"), case.model, dict(case.styles), case.precision)
     for rank, cost in enumerate(found):
         sent, held = case.sent(rank), case.held(rank)
         assert sent <= cost.sent <= 1.02 * sent + EXTRA_BYTES, f"rank {rank} sent {cost.sent / sent:.3f} of the formula"
         assert (cost.parameters, cost.gradients, cost.optimizer) == (held, held, 2 * held), f"rank {rank}"
+        if "shard=" in plan and "sharding=gradients" not in plan:
+            assert cost.weights == 0, f"rank {rank}"
         if case.activations is not None:
             assert cost.activations == case.activations(rank), f"rank {rank}"
 

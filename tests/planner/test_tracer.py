@@ -149,6 +149,14 @@ def test_in_bf16_activations_take_about_half() -> None:
     assert 0.45 * full < short < 0.8 * full, "and copies of the parameters; what is normalised stays as it is"
 
 
+def test_in_bf16_a_shard_gathers_half_the_bytes_and_keeps_no_cast_weights() -> None:
+    full, short = (traced("shard=2", recipe(precision=name)) for name in ("fp32", "bf16"))
+    gathered = [sum(each.bytes for each in trace.collectives() if each.kind == "all_gather") for trace in (full, short)]
+    assert gathered[1] < 0.7 * gathered[0]
+    alone = traced("replicate=1", recipe(precision="bf16"))
+    assert held(short, "activations") < 0.6 * held(alone, "activations"), "which has cast weights"
+
+
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2", "pipeline=2"])
 def test_no_memory_is_freed_twice(plan: str) -> None:
     live: Counter[int] = Counter()

@@ -1721,6 +1721,7 @@ ELSEWHERE = {
     "functional_call and weights of one module in another, ": SHARDED,
     "name modules of one dtype in Recipe.blocks": SHARDED,
     "with a gradient that is itself differentiated": SHARDED,
+    "give the layer a class with a forward of its own": SHARDED,
     "is another tensor in this forward, as with torch.func.functional_call": SHARDED,
     "pass use_reentrant=False to torch.utils.checkpoint.checkpoint": BACKWARDS,
     "as the factory made it; ": GRADIENT_HOOKS,

@@ -78,6 +78,46 @@ class Network(nn.Module):
         return output
 
 
+class Gate(nn.Linear):
+    """Computes in the precision of its own weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Routed(nn.Module):
+    """A layer that is left out of autocast, as routers are."""
+
+    def __init__(self, layer: type[nn.Linear]) -> None:
+        super().__init__()
+        self.gate, self.value = layer(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            weights = torch.sigmoid(self.gate(x.float()))
+        return x + weights * self.value(x)
+
+
+class Normalised(nn.Module):
+    """A layer with a weight that other code uses too."""
+
+    def __init__(self, layer: type[nn.Linear]) -> None:
+        super().__init__()
+        self.layer = layer(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) / self.layer.weight.float().norm()
+        return output
+
+
+def routed(layer: type[nn.Linear]) -> nn.Module:
+    return Network(Routed(layer), Routed(layer))
+
+
+def normalised(layer: type[nn.Linear]) -> nn.Module:
+    return Network(Normalised(layer), Normalised(layer))
+
+
 def half_precise() -> nn.Module:
     return Network(HalfPrecise(), HalfPrecise())
 
@@ -156,11 +196,21 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"loss": penalised},
         r"PlanError: the shard axis with a gradient that is itself differentiated .* use replicate",
     ),
+    "a layer outside of autocast": (
+        {"model": partial(routed, nn.Linear), "precision": "bf16"},
+        r"PlanError: .*shard=2.*: (expected|self).* the same dtype, but got.* was called without it; .* with a forward of its own",
+    ),
+    "a weight outside of products": (
+        {"model": partial(normalised, nn.Linear), "precision": "bf16"},
+        r"PlanError: under shard the weight 'blocks\.\d\.layer\.weight' is gathered .* and ToCopy uses it too, .* with a forward of its",
+    ),
 }
 MENDED: dict[str, dict[str, Any]] = {
     "blocks of one dtype": {"model": half_precise, "blocks": ["*.base"]},
     "complex blocks": {"model": waves, "blocks": ["*.spectral"]},
     "complex as real": {"model": real_waves},
+    "a layer of its own outside of autocast": {"model": partial(routed, Gate), "precision": "bf16"},
+    "a weight of its own outside of products": {"model": partial(normalised, Gate), "precision": "bf16"},
 }
 
 

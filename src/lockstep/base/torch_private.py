@@ -7,6 +7,7 @@ another torch, the function here is the place to mend.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -394,6 +395,46 @@ def forget_distributed_operations() -> None:
 def fsdp_parameter_group(module: Any) -> Any:
     """Return FSDP2's group of the parameters of a `fully_shard` module; None if it has none of its own."""
     return module._get_fsdp_state()._fsdp_param_group
+
+
+def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
+    """Return the modules that hold a parameter of FSDP2's group, each with its name there."""
+    info = parameter._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def gather_in(parameter: Any, dtype: torch.dtype) -> None:
+    """Have FSDP2 all-gather a parameter of its group in `dtype`. Its gradient is reduced in the dtype of its shards."""
+    parameter.__class__ = _gathered_in(dtype)
+
+
+def gathered_short(parameter: Any) -> tuple[str, Tensor] | None:
+    """Return the name, and the gathered tensor, of a parameter for which `gather_in` was called; None for another one,
+    and before the first forward."""
+    gathered = getattr(parameter, "_unsharded_param", None)
+    return (parameter._param_fqn, gathered) if gathered is not None and "gathered_in" in vars(type(parameter)) else None
+
+
+@functools.cache
+def _gathered_in(dtype: torch.dtype) -> type[Any]:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    class GatheredIn(FSDPParam):
+        gathered_in = dtype
+
+        def init_dtype_attrs(self, policy: Any) -> None:
+            super().init_dtype_attrs(policy)
+            self.param_dtype = dtype
+
+        @property
+        def unsharded_grad_data(self) -> Tensor:
+            return super().unsharded_grad_data.to(self.orig_dtype)
+
+        @property
+        def unsharded_zero_grad_data(self) -> Tensor:
+            return super().unsharded_zero_grad_data.to(self.orig_dtype)
+
+    return GatheredIn
 
 
 def is_fsdp_root(module: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.base.errors import PlanError
 from lockstep.comm.mesh import Mesh
+from lockstep.model.autocast_weights import AutocastWeights
 from lockstep.model.block_wrappers import checkpoint_activations, compile_forward
 from lockstep.model.blocks import blocks_of
 from lockstep.model.data_parallel import gpus_of, wrap_data_parallel
@@ -41,13 +42,15 @@ def parallelize(
     mesh: Mesh,
     plan: Plan,
     *,
+    autocast_dtype: torch.dtype | None,
     begin: Callable[[int], None],
     blocks: Sequence[str] | None,
     tensor: Mapping[str, str] | None,
     stages: Sequence[str] | None,
 ) -> Parallelized:
     """Change the model in place so that this rank holds and computes its part of the plan. Every rank calls it.
-    `begin`: seeds the generators with a key. `blocks`, `tensor`, `stages`: as in `Recipe`. Raises `RecipeError`."""
+    `autocast_dtype`: None without autocast. `begin`: seeds the generators with a key. `blocks`, `tensor`, `stages`: as
+    in `Recipe`. Raises `RecipeError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
@@ -68,13 +71,16 @@ def parallelize(
         styles = {name: style for name, style in styles.items() if any(f"{name}.".startswith(f"{root}.") for root in roots)}
     layers = layers_of(model, blocks, parts) if plan.split != 1 else []
 
+    sharded = mesh.axis("shard").size > 1
+    short = AutocastWeights.of(model, autocast_dtype) if sharded and autocast_dtype is not None else None
     materialize = partial(initial.materialize, device=mesh.world.device)
     if styles:
         assert mesh.torch_mesh is not None
         tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=materialize)
     _wrap_blocks(model, block_names or [layer.name for layer in layers] or roots, plan)
-    if mesh.axis("shard").size > 1:
-        _shard(model, mesh, plan, block_names, roots if pipeline is not None else None, materialize)
+    if sharded:
+        options: dict[str, Any] = {"offload": plan.offload, "materialize": materialize, "short": short}
+        _shard(model, mesh, block_names, roots if pipeline is not None else None, free=plan.sharding == "full", **options)
     materialize(model)
     if plan.split != 1:
         split(model, layers, devices_of(mesh.world.device, plan.split_devices), plan.split)
@@ -113,16 +119,13 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
             checkpoint_activations(block, plan.checkpointing)
 
 
-def _shard(
-    model: nn.Module, mesh: Mesh, plan: Plan, blocks: Sequence[str], roots: Sequence[str] | None, materialize: Callable[[nn.Module], None]
-) -> None:
+def _shard(model: nn.Module, mesh: Mesh, blocks: Sequence[str], roots: Sequence[str] | None, *, free: bool, **options: Any) -> None:
     """Shard the whole model, or each of the parts `roots` that this rank of a pipeline holds."""
-    free = plan.sharding == "full"
-    options: dict[str, Any] = {"free_after_forward": free, "offload": plan.offload, "materialize": materialize}
     if roots is None:
-        shard(model, mesh, blocks, **options)
+        shard(model, mesh, blocks, free_after_forward=free, **options)
     else:
-        shard_parts(model, mesh, {root: _blocks_within([root], blocks) for root in roots}, free_root=free, **options)
+        parts = {root: _blocks_within([root], blocks) for root in roots}
+        shard_parts(model, mesh, parts, free_after_forward=free, free_root=free, **options)
 
 
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:

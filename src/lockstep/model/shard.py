@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import is_fsdp_root, set_unshard_async
 from lockstep.comm.mesh import Mesh
+from lockstep.model.autocast_weights import AutocastWeights
 from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.repeated_inputs import RepeatedInputs
 from lockstep.model.skipped_blocks import SkippedBlockGuard
@@ -55,12 +56,14 @@ def shard(
     free_root: bool = False,
     offload: bool,
     materialize: Callable[[nn.Module], None],
+    short: AutocastWeights | None,
 ) -> None:
     """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank calls it.
     `free_after_forward`: free a block's all-gathered parameters after its forward and all-gather them again for its
     backward. `free_root`: the same for parameters outside the blocks; useless for a whole model, whose backward begins
     with them. `offload`: shards and their gradients are in the CPU's memory. `materialize`: called with a module just
-    before it is sharded, so that no rank holds more than one full block beside its shards. Raises `RecipeError`."""
+    before it is sharded, so that no rank holds more than one full block beside its shards. `short`: weights that are
+    gathered in autocast's precision. Raises `RecipeError`."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
@@ -90,6 +93,8 @@ def shard(
     # FSDP2 prefetches a block in the backward; on a CPU it would wait for it without this.
     set_unshard_async(root, on_cpu)
     guard.install()
+    if short is not None:
+        short.gather_short(fsdp_groups(model))
 
 
 def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -17,6 +17,7 @@ from lockstep.model.parallelize import Parallelized, parallelize
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange, use_exchange
 from lockstep.recipe.checks import check_factory
 from lockstep.recipe.recipe import Weights
+from lockstep.training import precision
 from lockstep.training.context import Context
 from lockstep.training.hook import Run
 from lockstep.training.optim import optimizers as optim
@@ -78,6 +79,7 @@ def build_model(
             built,
             mesh,
             context.plan,
+            autocast_dtype=precision.AUTOCAST.get(context.precision),
             begin=partial(seed_generators, device=context.device),
             blocks=options.blocks,
             tensor=options.tensor,

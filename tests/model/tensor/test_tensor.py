@@ -93,7 +93,7 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     styles = tensor_styles(model, SUBJECTS[subject][1], sizes["tensor"])
     tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=keep)
     if sizes.get("shard", 1) > 1:
-        shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, materialize=keep)
+        shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, materialize=keep, short=None)
     parameters = list(model.parameters())
     reducer: Any = (
         FsdpReducer(model, parameters, mesh, bitwise=False, max_microbatches=MICROBATCHES)

@@ -30,6 +30,7 @@ from lockstep.base.torch_private import (
 )
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.shared_memory import SharedMemoryGroup
+from lockstep.model.autocast_weights import check_uses
 from lockstep.model.shard import fsdp_groups, modules_of, reshard
 from lockstep.training.reducers.gradient_hooks import refuse_gradient_hooks, refuse_post_accumulate_hooks
 from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, clear_unused
@@ -59,6 +60,7 @@ class FsdpReducer:
             group.set_gradient_divide_factor(1.0)
             group.set_reduce_scatter_unused_params(True)
             self._scatters.append(scatter)
+        self._has_checked_uses = False
         self._used = _UsedParameters(model, self._parameters)
         self._backwards = [_GroupBackwards() for _ in self._groups]
         self._handles = [group.register_forward_hook(each.watch) for group, each in zip(self._groups, self._backwards, strict=True)]
@@ -89,6 +91,9 @@ class FsdpReducer:
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
         del own_parameters_only  # other models' gradients are cleared when their accumulation begins
         self._used.is_dummy = is_dummy
+        if not self._has_checked_uses:
+            check_uses(self._groups, total)
+            self._has_checked_uses = True
         for scatter in self._scatters:
             scatter.next_round(is_dummy=is_dummy)
         for each in self._backwards:
