@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from checkpoint.states import alone
 
 from lockstep.hooks.loss_check import LossCheck
 from lockstep.hooks.memory_images import MemoryImages
+from lockstep.plan import Plan
 from lockstep.training.consensus import NOTHING
+from lockstep.training.recovery.recovery import Recovery
 
 
 def a_run(step: int, recovered_from: str | None) -> Any:
@@ -28,6 +31,7 @@ def test_images_are_offered_after_the_first_and_older_ones_given_up_at_the_secon
         note_all_offered=lambda: said.append("all offered"),
         raise_if_lost=lambda: None,
         is_replica=False,
+        can_replace=True,
     )
     hook, run = MemoryImages(recovery), a_run(7, recovered_from)
     hook.before_steps(run)
@@ -41,8 +45,9 @@ def test_images_are_offered_after_the_first_and_older_ones_given_up_at_the_secon
     assert images == ([[], first, both, both] if recovered_from else [first, both, both, both])
 
 
-def test_a_run_that_cannot_recover_has_no_images() -> None:
-    hook, run = MemoryImages(None), a_run(0, None)
+@pytest.mark.parametrize("recovery", [None, SimpleNamespace(can_replace=False, raise_if_lost=lambda: None)])
+def test_a_run_that_cannot_recover_has_no_images(recovery: Any) -> None:
+    hook, run = MemoryImages(recovery), a_run(0, None)
     hook.before_steps(run)
     hook.on_agreement(run, NOTHING)
     hook.on_end(run)
@@ -57,3 +62,17 @@ def test_the_loss_is_not_tried_again_in_a_recovery() -> None:
     for given in ({"step": 0}, {"context": a_run(7, None).context}):
         with pytest.raises(AttributeError):
             LossCheck().before_step(SimpleNamespace(**{**vars(run), **given}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("other", [None, "a hook of the other rank has changed"])
+def test_a_run_recovers_in_place_only_if_all_of_its_ranks_can(device: str, other: str | None) -> None:
+    said: list[Any] = []
+    rejoin: Any = SimpleNamespace(trainings=0, announce=lambda why_not, sizes: said.append(why_not))
+    world = SimpleNamespace(size=2, owns_group=True, gather_values=lambda mine: [mine, other])
+    context = SimpleNamespace(plan=Plan(), world=world, device=torch.device(device))
+    recovery = Recovery(rejoin)
+    recovery.announce(SimpleNamespace(context=context, hooks=SimpleNamespace(all=[])), None)  # type: ignore[arg-type]
+    mine = None if device == "cpu" else "on the device cuda it has never been tried"
+    assert said == [mine or other]
+    assert recovery.can_replace == (mine is None and other is None)

@@ -22,8 +22,8 @@ MOST_TIME_WITH_REPLICAS = 0.002
 class MemoryImages(ControlHook):
     """Copies this rank's part of the state into memory that outlives the process, every few steps.
 
-    As often as it takes a small share of the time. A copy costs about twice its own time: what training had in the
-    caches of the processor has to be read again.
+    As often as it takes a small share of the time, and not in a run that would start again after a loss. A copy costs
+    about twice its own time: what training had in the caches of the processor has to be read again.
     """
 
     recovery: Recovery | None
@@ -38,13 +38,13 @@ class MemoryImages(ControlHook):
 
     def before_steps(self, run: Run) -> None:
         recovers = run.context.recovered_from is not None  # the images that it began with are kept, and the step is waited for
-        if self.recovery is not None and not recovers and run.step > self._written:
+        if self.recovery is not None and self.recovery.can_replace and not recovers and run.step > self._written:
             self._write(run, self.recovery)
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         if self.recovery is not None:
             self.recovery.raise_if_lost()
-            if run.step >= self._next:
+            if self.recovery.can_replace and run.step >= self._next:
                 self._write(run, self.recovery)
 
     def on_end(self, run: Run) -> None:

@@ -40,7 +40,7 @@ class Recovery:
         self._held: HeldState | None = None
         self._is_restored = False
         self.can_replace = False
-        """True once the launcher knows that this process can recover in place."""
+        """True once the launcher knows that all processes can recover in place. Alike on all ranks."""
         self.is_replica = False  # True if this process has all of the state
         self._reached = -1  # the most steps that this process has done since its state was last restored; a survivor's
         self._hooks_before: Mapping[str, HookState] = {}
@@ -69,11 +69,13 @@ class Recovery:
         self._rejoin.raise_if_lost()
 
     def announce(self, run: Run, data: Any) -> None:
-        """Tell the launcher whether this process could recover in place from now on. `data`: that of the loop."""
+        """Tell the launcher whether the run could recover in place from now on: if all of its processes can. Every rank
+        calls it. `data`: that of the loop."""
         plan = run.context.plan
         self.is_replica = plan.shard == plan.tensor == plan.pipeline == 1 and not isinstance(data, Stream)
         self._hooks_before = hook_states(run)
-        reason = self._too_late or why_not(run) or why_not_set_back(self._hooks_before, self._hooks_before)
+        mine = self._too_late or why_not(run) or why_not_set_back(self._hooks_before, self._hooks_before)
+        reason = next((each for each in run.context.world.gather_values(mine) if each is not None), None)
         self.can_replace = reason is None
         self._rejoin.announce(reason, self.sizes)
 
