@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.states import ATTEMPT
 from device.ranks import on_device
 from device.test_training import steps
 from stand_in import build
 
 import lockstep as ls
+from lockstep.base import accelerator
 from lockstep.base.errors import PlanError
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.storage import CheckpointName, FolderStorage
+from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
 
 
@@ -120,3 +128,46 @@ def test_a_rank_that_fails_ends_without_waiting_for_the_others(tmp_path: Path, l
     done = command(*launcher, "train.py", folder=tmp_path, seconds=50)  # it would wait for 60
     assert done.returncode != 0
     assert "on purpose" in done.stdout + done.stderr
+
+
+def saved_while_training_goes_on(folder: str, fault: str) -> tuple[dict[str, list[float]], dict[str, int], tuple[int, int], str | None]:
+    """Save tensors that later kernels change. Returns what was saved, the host's waits until then, the numbers of
+    registered memories during it and after the end, and why copies were slow."""
+    import standin
+
+    world = World(0, 1, 0, 1, torch.device("standin", 0), owns_group=False)
+    state = {"weight": torch.arange(6.0, device=world.device).reshape(2, 3).T, "bias": torch.ones(2, device=world.device)}
+    saver = Saver(world, folder, ATTEMPT)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "not waited for":
+            patch.setattr(accelerator, "is_reached", lambda *given: True)
+            patch.setattr("lockstep.checkpoint.saver._FileContent.copy_seconds", lambda content: 0.0)
+        if fault == "refused":
+            patch.setattr(standin._Runtime, "cudaHostRegister", lambda *given: 801)
+        saver.prepare(state)
+        registered = len(standin.registered)
+        standin.take_counters()
+        saver.save(1, state, values={}, metadata={})
+        for tensor in state.values():
+            tensor.add_(1.0)
+        waits = standin.take_counters().host_waits
+        ended, reason = saver.poll(30), saver.not_registered
+    assert ended is not None
+    assert ended.error is None
+    assert (ended.copy_seconds > 0) == (not fault)
+    saver.close()
+    found = {name: torch.full(tensor.shape, -1.0) for name, tensor in state.items()}
+    CheckpointReader(FolderStorage(Path(folder)), CheckpointName(1, ATTEMPT)).load_into(found, world)
+    saved = {name: each.flatten().tolist() for name, each in found.items()}
+    return saved, waits, (registered, len(standin.registered)), reason
+
+
+def test_a_checkpoint_is_copied_while_the_host_goes_on(devices: WorkerPool, tmp_path: Path) -> None:
+    truth = {"weight": [0.0, 3.0, 1.0, 4.0, 2.0, 5.0], "bias": [1.0, 1.0]}
+    (found,) = devices.run(1, on_device, saved_while_training_goes_on, str(tmp_path / "right"), "")
+    assert found == (truth, {}, (1, 0), None)
+    ((saved, waits, counts, reason),) = devices.run(1, on_device, saved_while_training_goes_on, str(tmp_path / "refused"), "refused")
+    assert (saved, waits, counts) == (truth, {"a copy to the host": 2}, (0, 0))
+    assert re.fullmatch(r"cudaHostRegister of \d+ bytes failed with status 801", str(reason))
+    ((early, *_),) = devices.run(1, on_device, saved_while_training_goes_on, str(tmp_path / "wrong"), "not waited for")
+    assert all(math.isnan(number) for numbers in early.values() for number in numbers)

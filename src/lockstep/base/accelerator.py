@@ -6,8 +6,9 @@ a device takes the CPU too.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,22 @@ def event(device: torch.device, *, timed: bool = False) -> torch.Event:
     return torch.Event(device, enable_timing=timed)
 
 
+def is_reached(event: torch.Event, timeout_seconds: float = 0.0) -> bool:
+    """True if the device has done what was queued before the event, or does within `timeout_seconds`. A device that
+    hangs never does."""
+    if event.query() or not timeout_seconds:
+        return event.query()
+    reached = threading.Event()
+
+    def wait() -> None:
+        with suppress(RuntimeError):  # the device has failed
+            event.synchronize()
+            reached.set()
+
+    threading.Thread(target=wait, name="lockstep-device-event", daemon=True).start()
+    return reached.wait(timeout_seconds)
+
+
 def profiled(device: torch.device) -> list[ProfilerActivity]:
     """Return what a profiler records of a rank that computes on `device`."""
     return list(supported_activities()) if is_accelerator(device) else [ProfilerActivity.CPU]  # type: ignore[no-untyped-call]
@@ -256,6 +273,37 @@ def reset_peak_bytes(device: torch.device) -> None:
 def total_bytes(device: torch.device) -> int | None:
     """Return the device's memory; None if nobody says."""
     return torch.accelerator.get_memory_info(device)[1] if has_streams(device) else None
+
+
+_PORTABLE = 1
+"""Of `cudaHostRegister`: the memory counts as pinned for all devices."""
+
+
+def can_register_memory(device: torch.device) -> bool:
+    """True if the device's module offers CUDA's `cudaHostRegister`."""
+    return has_streams(device) and hasattr(_module(device.type), "cudart")
+
+
+def register_memory(memory: Tensor, device: torch.device) -> str | None:
+    """Make memory of the host pinned: the device copies to it several times faster, and while the host goes on. Returns
+    why it cannot; None if it is pinned."""
+    status = _module(device.type).cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
+    if int(status) == 0:
+        return None
+    with suppress(RuntimeError):  # CUDA keeps the failure, and torch raises it after the next kernel
+        torch.empty(1, device=device).fill_(0)
+    return f"cudaHostRegister of {memory.nbytes:,} bytes failed with status {int(status)}"
+
+
+def unregister_memory(memory: Tensor, device: torch.device, timeout_seconds: float) -> bool:
+    """Undo `register_memory`. Returns False if the device is not done within `timeout_seconds`: the memory must then
+    stay as it is, since the device may still copy to it."""
+    with suppress(RuntimeError):
+        done = event(device)
+        done.record()
+        if is_reached(done, timeout_seconds):
+            return int(_module(device.type).cudart().cudaHostUnregister(memory.data_ptr())) == 0
+    return False
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:

@@ -1,4 +1,7 @@
-"""Asynchronous saves: training waits for a copy into shared memory; another process hashes, writes and commits it."""
+"""Asynchronous saves: training waits for a copy into shared memory; another process hashes, writes and commits it.
+
+On a device whose runtime can register that memory, the copies are queued between the kernels of two steps. The host
+goes on, and tells the writer process once they are there."""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.base import accelerator
 from lockstep.base.python_process import own_python
 from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.object_store import open_storage
@@ -37,6 +41,8 @@ class SaveResult:
     """Why it failed; None if it succeeded."""
     not_deleted: str | None = None
     """Why an old checkpoint could not be deleted; None if nothing failed."""
+    copy_seconds: float = 0.0
+    """Seconds that a device spent on the copies while the host went on."""
 
 
 class Saver:
@@ -53,6 +59,8 @@ class Saver:
         self._writer: _Writer | None = None
         self._memory: _FileContent | None = None
         self._under_way: int | None = None
+        self._waiting: dict[str, Any] | None = None
+        """The job that the writer process gets once the copies are there."""
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
         """Plan which rank writes what, allocate memory and start the writer process, unless this was done for the same
@@ -67,7 +75,7 @@ class Saver:
         if rows[:, 0].any():
             mine = assign_to_this_rank(found, self._world)
             self.close()
-            self._memory = _FileContent(FileLayout(mine))
+            self._memory = _FileContent(FileLayout(mine), self._world.device)
             self._shards = found
         assert self._memory is not None
         if self._writer is not None and self._writer.has_ended:
@@ -96,8 +104,13 @@ class Saver:
             job |= {"files": [_file(rank) for rank in range(self._world.size)], "metadata": metadata}
             if keep is not None:
                 job["keep"] = keep
-        self._writer.send(job)
-        self._under_way = step
+        self._waiting, self._under_way = job, step
+        self._send_if_copied(0.0)
+
+    @property
+    def not_registered(self) -> str | None:
+        """Why copies from the device are slow, and the host waits for them; None if they are not."""
+        return None if self._memory is None else self._memory.not_registered
 
     @property
     def is_under_way(self) -> bool:
@@ -107,11 +120,11 @@ class Saver:
     def abandon(self) -> None:
         """Abort the save in progress, because another rank's part of it will never be written."""
         self._close_writer()
-        self._under_way = None
+        self._under_way = self._waiting = None
 
     def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
         """Wait up to `timeout_seconds` for the save. Returns its result; None if none has ended."""
-        if self._under_way is None or self._writer is None:
+        if self._under_way is None or self._writer is None or not self._send_if_copied(timeout_seconds):
             return None
         answer = self._writer.answer(timeout_seconds)
         if answer is None:
@@ -119,7 +132,8 @@ class Saver:
         step, self._under_way = self._under_way, None
         if answer["error"] is not None:  # the failed process may still wait for the storage; the next save gets another one
             self._close_writer()
-        return SaveResult(step, answer["error"], answer.get("not_deleted"))
+        copy_seconds = 0.0 if self._memory is None else self._memory.copy_seconds()
+        return SaveResult(step, answer["error"], answer.get("not_deleted"), copy_seconds)
 
     def close(self) -> None:
         """Release everything. Aborts a save in progress."""
@@ -127,6 +141,17 @@ class Saver:
         if self._memory is not None:
             self._memory.close()
         self._memory = self._shards = None
+
+    def _send_if_copied(self, timeout_seconds: float) -> bool:
+        """Give the writer process its job once all bytes are there. Returns True if it has it within the timeout."""
+        if self._waiting is not None:
+            assert self._memory is not None
+            assert self._writer is not None
+            if not self._memory.is_copied(timeout_seconds):
+                return False
+            self._writer.send(self._waiting)
+            self._waiting = None
+        return True
 
     def _close_writer(self) -> None:
         if self._writer is not None:
@@ -145,31 +170,65 @@ class MappedShards:
             self._targets[shard.name] = file[start:stop].view(torch_dtype(shard.dtype)).view(shard.lengths)
 
     @torch.no_grad()
-    def copy(self, state: Mapping[str, Tensor]) -> None:
-        """Copy this rank's tensors from any device. Returns when all bytes are there."""
+    def copy(self, state: Mapping[str, Tensor], *, non_blocking: bool = False) -> None:
+        """Copy this rank's tensors from any device. Returns when all bytes are there; if `non_blocking`, when the
+        copies are queued in the devices' streams."""
         for name, target in self._targets.items():
-            target.copy_(to_local(state[name]))
+            target.copy_(to_local(state[name]), non_blocking=non_blocking)
+
+
+_left: list[tuple[SharedFile, Tensor]] = []
+"""Memory to which a device that hangs may still copy. It goes with the process."""
 
 
 class _FileContent:
     """The content of this rank's file, in memory shared with the writer process."""
 
-    def __init__(self, layout: FileLayout) -> None:
+    def __init__(self, layout: FileLayout, device: torch.device) -> None:
         self.layout = {"bytes": layout.bytes, "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()]}
         """Size of the file and positions of its shards, for the writer process."""
         self.file = SharedFile(layout.bytes)
         everything = torch.frombuffer(self.file.mapped, dtype=torch.uint8)
         everything.zero_()  # page faults make the first write ten times slower than later ones
         self.file.mapped[: len(layout.header)] = layout.header
+        self._device = device
+        self._copies: list[tuple[torch.Event, torch.Event]] = []
+        """The beginning and the end of the copies in the stream of each device."""
+        self.not_registered: str | None = None
+        self._registered: Tensor | None = None
+        if accelerator.can_register_memory(device):
+            self.not_registered = accelerator.register_memory(everything, device)
+            self._registered = everything if self.not_registered is None else None
         self._shards: MappedShards | None = MappedShards(layout, everything)
 
     def copy(self, state: Mapping[str, Tensor]) -> None:
+        """Copy this rank's tensors, if the memory is registered in the order of the devices' kernels: with the values
+        that they have now, whatever is computed next."""
         assert self._shards is not None
-        self._shards.copy(state)
+        devices = {to_local(tensor).device for tensor in state.values()} if self._registered is not None else ()
+        streams = [device for device in devices if accelerator.has_streams(device)]
+        self._copies = [(accelerator.event(each, timed=True), accelerator.event(each, timed=True)) for each in streams]
+        for began, _ in self._copies:
+            began.record()
+        self._shards.copy(state, non_blocking=self._registered is not None)
+        for _, ended in self._copies:
+            ended.record()
+
+    def is_copied(self, timeout_seconds: float) -> bool:
+        """True if all bytes are there, within `timeout_seconds`."""
+        return all(accelerator.is_reached(ended, timeout_seconds) for _, ended in self._copies)
+
+    def copy_seconds(self) -> float:
+        return max((began.elapsed_time(ended) / 1000 for began, ended in self._copies), default=0.0)
 
     def close(self) -> None:
-        self._shards = None
-        self.file.close()
+        self._shards, registered = None, self._registered
+        self._registered = None
+        if registered is None or accelerator.unregister_memory(registered, self._device, END_SECONDS):
+            del registered
+            self.file.close()
+        else:
+            _left.append((self.file, registered))
 
 
 class _Writer:

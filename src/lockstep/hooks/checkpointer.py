@@ -49,6 +49,7 @@ class Checkpointer:
     _is_open: bool = False  # true until the ranks have agreed on the result of the last save
     _error: str | None = None  # why the last save failed, if this rank knows it
     _failures: int = 0  # failed saves in a row
+    _has_told: bool = False  # True once the event says that copies from the device are slow
     _stopped_seconds: float = 0.0  # time in which training waited for the last save to begin
 
     def __post_init__(self) -> None:
@@ -291,6 +292,9 @@ class Checkpointer:
         with self._state() as state:
             values = {**state.values, **self.run.loop.values(), "step": step}
             self._saver.save(step, state.tensors, values=values, metadata=metadata, keep=keep)
+        if (reason := self._saver.not_registered) is not None and not self._has_told:
+            self._has_told = True
+            self.run.event("checkpoint-copies-slow", reason=reason)
         self._saved, self._is_open, self._since = step, True, time.monotonic()
         self._stopped_seconds = self._since - began
 
@@ -315,8 +319,9 @@ class Checkpointer:
             self.run.event("checkpoint-not-deleted", reason=ended.not_deleted)
             self.run.context.recorder.message(f"warning: an old checkpoint could not be deleted: {ended.not_deleted}")
         if self.world.rank == 0:  # rank 0 commits the checkpoint
+            stopped = self._stopped_seconds + ended.copy_seconds
             name, seconds = str(CheckpointName(ended.step, self.attempt)), round(time.monotonic() - self._since, 3)
-            self.run.event("checkpoint-saved", checkpoint=name, seconds=seconds, stopped_seconds=round(self._stopped_seconds, 4))
+            self.run.event("checkpoint-saved", checkpoint=name, seconds=seconds, stopped_seconds=round(stopped, 4))
 
     def _report_failure(self, reason: str) -> None:
         self.run.event("checkpoint-failed", checkpoint=str(CheckpointName(self._saved, self.attempt)), reason=reason)

@@ -99,6 +99,23 @@ def _create_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any
     return _extension().on_streams(gloo, BACKEND, store)
 
 
+registered: dict[int, int] = {}
+"""Memory of the host that counts as pinned: its bytes by its address."""
+
+
+class _Runtime:
+    """What is used of CUDA's runtime library."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, size: int, flags: int) -> int:
+        registered[address] = size
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        return 0 if registered.pop(address, None) else 1
+
+
 @contextmanager
 def _current_stream(stream: torch.Stream | None) -> Iterator[None]:
     if stream is None:
@@ -159,5 +176,6 @@ def _device_module(extension: Any) -> ModuleType:
         uuid=planted("UUIDS", index_of(device), f"device-{index_of(device)}")
     )
     module.max_memory_allocated = lambda device=None: torch.accelerator.max_memory_allocated(index_of(device))
+    module.cudart = lambda: _Runtime
     module.memory_allocated = lambda device=None: torch.accelerator.memory_allocated(index_of(device))
     return module
