@@ -320,10 +320,7 @@ def test_modules_imported_in_training_are_there(name):
     assert import_module(name)
 
 
-def test_flatten_mesh_and_forget_process_groups(mesh):
-    flat = torch_private.flatten_mesh(mesh, "ab")
-    assert flat.mesh_dim_names == ("ab",)
-    assert flat.get_group().size() == 1
+def test_forget_process_groups(mesh):
     assert mesh._get_root_mesh()._pg_registry
     torch_private.forget_process_groups(mesh)
     assert not mesh._get_root_mesh()._pg_registry

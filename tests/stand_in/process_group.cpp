@@ -105,6 +105,11 @@ class StreamWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// Options that Gloo does not know, as NCCL's.
+struct StreamOptions final : Backend::Options {
+  using Options::Options;
+};
+
 class StreamBackend final : public Backend {
  public:
   StreamBackend(c10::intrusive_ptr<Backend> inner, std::string name, c10::intrusive_ptr<c10d::Store> store)
@@ -114,7 +119,21 @@ class StreamBackend final : public Backend {
     return name_;
   }
   c10::intrusive_ptr<Backend::Options> getBackendOptions() override {
-    return inner_->getBackendOptions();
+    return c10::make_intrusive<StreamOptions>(name_, inner_->getBackendOptions()->timeout);
+  }
+  bool supportsSplitting() const override {
+    return true;
+  }
+  c10::intrusive_ptr<Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Backend::Options>& options) override {
+    auto made = inner_->split(store, ranks, options);
+    if (!made) {
+      return nullptr;
+    }
+    made->setTimeout(options->timeout);
+    return c10::make_intrusive<StreamBackend>(made, name_, store);
   }
   void setTimeout(std::chrono::milliseconds timeout) override {
     inner_->setTimeout(timeout);
@@ -258,8 +277,18 @@ class StreamBackend final : public Backend {
 
 }  // namespace
 
-void define_process_group(void* module) {
-  static_cast<pybind11::module_*>(module)->def(
+void define_process_group(void* given) {
+  auto& module = *static_cast<pybind11::module_*>(given);
+  pybind11::module_::import("torch._C._distributed_c10d");
+  pybind11::class_<StreamOptions, c10::intrusive_ptr<StreamOptions>, Backend::Options>(module, "StreamOptions")
+      .def("__deepcopy__", [](const StreamOptions& options, const pybind11::object&) {
+        return c10::make_intrusive<StreamOptions>(options);
+      });
+  // Each rank of a group calls this for a new group that it is not in, as with NCCL.
+  pybind11::class_<StreamBackend, c10::intrusive_ptr<StreamBackend>, Backend>(module, "StreamBackend")
+      .def_property_readonly("options", &StreamBackend::getBackendOptions)
+      .def("perform_nocolor_split", [](StreamBackend&, const c10::Device&) {});
+  module.def(
       "on_streams",
       [](const c10::intrusive_ptr<Backend>& inner, const std::string& name, const c10::intrusive_ptr<c10d::Store>& store)
           -> c10::intrusive_ptr<Backend> { return c10::make_intrusive<StreamBackend>(inner, name, store); });

@@ -311,11 +311,6 @@ def active_collectives_json() -> bytes:
     return recorded
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh of one axis, `name`, with all ranks of `mesh`. Every rank calls it: it makes process groups."""
-    return mesh._flatten(name)
-
-
 def forget_process_groups(mesh: DeviceMesh) -> None:
     """Drop the process groups that the root of `mesh` holds, and with the last reference their sockets."""
     mesh._get_root_mesh()._pg_registry.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError
 from lockstep.options import MPI_SIZES
 
+TIMEOUT = timedelta(minutes=10)
+"""Timeout of the collectives of every process group."""
 _NOT_FOR_TRAINING = ("undefined", "fake")
 
 

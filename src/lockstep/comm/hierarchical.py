@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.torch_private import GradBucket
+from lockstep.comm.backend import TIMEOUT
 from lockstep.comm.segment import Unavailable
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
@@ -112,7 +113,7 @@ class HierarchicalAllReduce:
 @functools.cache
 def _new_group(ranks: tuple[int, ...]) -> Any:
     """Return torch's process group of these ranks, made once. Every process calls it: torch numbers it."""
-    return dist.new_group(ranks, group_desc="hosts")
+    return dist.new_group(ranks, timeout=TIMEOUT, group_desc="hosts")
 
 
 def forget_leader_groups() -> None:

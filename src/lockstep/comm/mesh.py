@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.assignment import MicrobatchAssignment
-from lockstep.base.torch_private import flatten_mesh, forget_process_groups, set_item_of_distributed, to_local as to_local
+from lockstep.base.torch_private import forget_process_groups, set_item_of_distributed, to_local as to_local
+from lockstep.comm.backend import TIMEOUT
 from lockstep.comm.hierarchical import HierarchicalAllReduce, forget_leader_groups
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
@@ -52,10 +54,8 @@ class Mesh:
         if sizes.get("replicate", 1) == world.size:
             torch_mesh, axes = None, {"replicate": world} if sizes else {}
         else:
-            torch_mesh, shared = _made(world, tuple(sizes.items()))
-            axes = {axis: _part(world, torch_mesh[axis]) for axis in sizes}
-            if shared is not None:
-                axes["data"] = _part(world, shared)
+            torch_mesh, groups = _made(world, tuple(sizes.items()))
+            axes = {axis: _part(world, group) for axis, group in groups.items()}
         axes, reasons = _with_shared_memory(world, plan, axes)
         data = axes.pop("data", None) or next((axes[axis] for axis in DATA_AXES if axis in axes), _alone(world))
         return cls(world, data, MicrobatchAssignment(data.size, round_robin="shard" in sizes), torch_mesh, axes, reasons)
@@ -131,23 +131,42 @@ class PipelineStateDict(Mapping[str, Tensor]):
         return len(self._owners)
 
 
-_meshes: dict[Any, tuple[DeviceMesh, DeviceMesh | None]] = {}
-"""Meshes, each made once for the life of the process group: torch caches the meshes of distributed tensors, and
-confuses equal ones."""
+_meshes: dict[Any, tuple[DeviceMesh, Mapping[str, Any]]] = {}
+"""Meshes with their groups, each made once for the life of the process group: torch caches the meshes of distributed
+tensors, and confuses equal ones."""
 
 
-def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return torch's mesh of these axes, and if both data axes are among them, a mesh with both as one axis."""
-    from torch.distributed.device_mesh import init_device_mesh
+def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh, Mapping[str, Any]]:
+    """Return torch's mesh of these axes, and the process groups of the axes by name: `data` too, for both data axes as
+    one, if both are among them.
+
+    The groups are made here. A mesh that makes its own splits them from a group that is bound to a device, and gives
+    Gloo the options of NCCL (torch 2.13 to 2.15): its half then has neither the timeout nor the network interface.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
 
     set_item_of_distributed(lambda tensor: full_tensor(tensor.detach()).item())
     key = (dist.group.WORLD, sizes)
     if key not in _meshes:
         axes = [axis for axis, _ in sizes]
-        mesh = init_device_mesh(world.device.type, tuple(size for _, size in sizes), mesh_dim_names=tuple(axes))
-        shared = tuple(axis for axis in DATA_AXES if axis in axes)
-        _meshes[key] = mesh, flatten_mesh(mesh[shared], "data") if len(shared) > 1 else None
+        ranks = torch.arange(world.size).view([size for _, size in sizes])
+        groups = {axis: _group(ranks, [place], axis) for place, axis in enumerate(axes)}
+        mesh = DeviceMesh.from_group(list(groups.values()), world.device.type, ranks, mesh_dim_names=tuple(axes))
+        shared = [place for place, axis in enumerate(axes) if axis in DATA_AXES]
+        if len(shared) > 1:
+            groups["data"] = _group(ranks, shared, "data")
+        _meshes[key] = mesh, groups
     return _meshes[key]
+
+
+def _group(ranks: Tensor, dims: Sequence[int], axis: str) -> Any:
+    """Return the process group of this rank along `dims` of the mesh `ranks`. Every rank calls it."""
+    size = math.prod(ranks.shape[dim] for dim in dims)
+    rows = ranks.movedim(list(dims), list(range(-len(dims), 0))).reshape(-1, size).tolist()
+    if len(rows) == 1:
+        return dist.group.WORLD
+    own, _ = dist.new_subgroups_by_enumeration(rows, timeout=TIMEOUT, group_desc=f"mesh_{axis}")  # type: ignore[no-untyped-call]
+    return own
 
 
 def _with_shared_memory(world: World, plan: Plan, axes: Mapping[str, World]) -> tuple[dict[str, World], dict[str, str]]:
@@ -195,8 +214,8 @@ def _alone(world: World) -> World:
     return replace(world, rank=0, size=1, owns_group=False)
 
 
-def _part(world: World, part: DeviceMesh) -> World:
-    return replace(world, rank=part.get_local_rank(), size=part.size(), owns_group=False, group=part.get_group())
+def _part(world: World, group: Any) -> World:
+    return replace(world, rank=group.rank(), size=group.size(), owns_group=False, group=group)
 
 
 def shard_as(like: Tensor, full: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, install_excepthook, say
 from lockstep.base.system import refuse_on_windows
 from lockstep.base.torch_private import PrefixStore, Store, abort_accelerator_groups, default_store
-from lockstep.comm.backend import check_own_group, chosen_backend, group_backends
+from lockstep.comm.backend import TIMEOUT, check_own_group, chosen_backend, group_backends
 from lockstep.comm.devices import RankDevice, be_a_host_of_its_own, check_devices, exchange, find_device, unusable
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
@@ -180,7 +180,7 @@ def join(
     local_rank: int,
     local_size: int,
     backend: str | None = None,
-    timeout: timedelta = timedelta(minutes=10),
+    timeout: timedelta = TIMEOUT,
     store: Store | None = None,
     share_devices: bool = False,
 ) -> World:

@@ -96,6 +96,7 @@ def _load(path: str) -> Any:
 
 def _create_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+    gloo.options.global_ranks_in_group = list(range(size))  # Gloo's `split` knows them of the first group alone
     return _extension().on_streams(gloo, BACKEND, store)
 
 

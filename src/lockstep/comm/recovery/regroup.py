@@ -43,6 +43,7 @@ from lockstep.base.torch_private import (
     number_process_groups_from,
     process_group_count,
 )
+from lockstep.comm.backend import TIMEOUT
 from lockstep.comm.mesh import forget_meshes
 from lockstep.comm.recovery import sockets
 from lockstep.comm.segment import ExchangeError
@@ -185,7 +186,7 @@ def join_over(
     local_rank: int,
     local_size: int,
     backend: str | None = None,
-    timeout: timedelta = timedelta(minutes=10),
+    timeout: timedelta = TIMEOUT,
     share_devices: bool = False,
 ) -> World:
     """Join the processes that meet at `store`, as `join` does. Every rank calls it. `store`: a `PrefixStore` with a
