@@ -31,6 +31,7 @@ from lockstep.launch.worker_files import note_options_read
 from lockstep.logging.loggers import Logger
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
+from lockstep.logging.run_directory import device_kind
 from lockstep.model.parallelize import check_devices
 from lockstep.options import check_run_dir, check_shared_options, variable
 from lockstep.plan import Plan
@@ -45,9 +46,11 @@ from lockstep.training.hook import Hook
 from lockstep.training.loop import NUMBERS, SETTINGS
 from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.set_up import (
+    Remark,
     check_compression_fits,
     check_same,
     check_same_code,
+    check_same_devices,
     check_same_programs,
     check_torch,
     lost_with_container,
@@ -197,10 +200,11 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
     overrides, hooks = read_probe(os.environ)
     if recovery is None:
         refuse_recovery("the script has its own loop, and only that of ls.train can be entered again")
-    world = _join(request, environment, recovers=recovery is not None)
+    world, devices = _join(request, environment, recovers=recovery is not None)
     asked = request.over(environment)
     given = (asked.plan or Plan()).resolve(world.size)
     check_devices(given, world.device)
+    unequal = check_same_devices(devices, given.numerics)
     check_compression_fits(given, overrides.gradient_compression or request.gradient_compression)
     if environment.check and world.size > 1:
         given = replace(given, transport="torch")  # only torch's collectives can be compared
@@ -236,7 +240,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
         recovered_from=environment.restarted if environment.in_place else None,
     )
     opened = Opened(context, environment, hooks, asked, given, taken)
-    _record_start(opened, request)
+    _record_start(opened, request, unequal)
     return opened
 
 
@@ -270,8 +274,9 @@ def _check_allow_change(asked: RunRequest) -> None:
         raise CheckpointError(f"allow_change={unknown[0]!r}; it names {of} {', '.join(sorted(fields))}")
 
 
-def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> World:
-    """Join the process group. Raises if the ranks were launched, or called, with other settings."""
+def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> tuple[World, Sequence[Mapping[str, str]]]:
+    """Join the process group. Returns the kind of each rank's device, too. Raises if the ranks were launched, or
+    called, with other settings."""
     joins = partial(join_over, launcher_store(os.environ)) if recovers and environment.world_size > 1 else join
     world = joins(
         rank=environment.rank,
@@ -281,19 +286,20 @@ def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> W
         backend=environment.backend,
         share_devices=environment.share_devices,
     )
-    mine = [environment.shared(), sources(), request.compared(environment.plan), request.code_and_objects]
-    launched, versions, given, code = zip(*world.gather_values(mine), strict=True)
+    mine = [environment.shared(), sources(), request.compared(environment.plan), request.code_and_objects, device_kind(world.device)]
+    launched, versions, given, code, devices = zip(*world.gather_values(mine), strict=True)
     check_shared_options(launched)
     if edited := sorted({name for other in versions for name in other_sources(versions[0], other)}):
         check_same_programs(world.gather_values(programs(edited)))
     check_same(given)
     check_same_code(code)
     declared.check_all_used(os.environ)
-    return world
+    return world, devices
 
 
-def _record_start(opened: Opened, request: RunRequest) -> None:
-    """Write run.json, and events and messages on how this run differs from what was asked for in `request`."""
+def _record_start(opened: Opened, request: RunRequest, unequal: Remark | None) -> None:
+    """Write run.json, and events and messages on how this run differs from what was asked for in `request`. `unequal`:
+    about the devices of the ranks."""
     context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(
         plan=context.plan,
@@ -317,7 +323,7 @@ def _record_start(opened: Opened, request: RunRequest) -> None:
     ):
         if by_script and launched and by_script != launched:
             recorder.event("launcher-overrides-script", 0, what=name, script=by_script, launcher=launched)
-    for remark in filter(None, (lost_with_container(recorder.path), *remarks(context.plan, context.mesh, context.precision))):
+    for remark in filter(None, (unequal, lost_with_container(recorder.path), *remarks(context.plan, context.mesh, context.precision))):
         recorder.event(remark.event, 0, **remark.details)
         if remark.line is not None:
             recorder.message(remark.line)

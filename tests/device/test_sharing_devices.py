@@ -16,7 +16,7 @@ from stand_in import build
 
 import lockstep as ls
 from lockstep.base import accelerator
-from lockstep.base.errors import LaunchError
+from lockstep.base.errors import LaunchError, PlanError
 from lockstep.base.torch_private import PrefixStore, default_store
 from lockstep.testing.pool import WorkerPool
 
@@ -45,6 +45,29 @@ def test_a_scripts_group_needs_a_backend_for_the_cpu_too(devices: WorkerPool, tm
     for said in devices.run(2, on_device, in_a_group_without_the_cpu, str(tmp_path / "run")):
         assert "made a process group of 'standin:standin_gloo' alone, and lockstep's ranks also exchange tensors on the CPU" in said
         assert "write init_process_group('cpu:gloo,standin:standin_gloo'), or leave it to lockstep" in said
+
+
+def on_unequal_devices(folder: str) -> tuple[str, list[list[str]]]:
+    """Return what is refused, and the events of a run on unequal devices, and after its resumption on another kind."""
+    said, found = "", []
+    with patch.dict(os.environ, STAND_IN_NAMES="A100,H100"):
+        try:
+            ls.train(steps(steps=2), plan=PLAN, run_dir=f"{folder}/bitwise")
+        except PlanError as error:
+            said = str(error)
+        result = ls.train(steps(steps=2), plan="shard=2", run_dir=f"{folder}/fast")
+        found.append([event.name for event in result.events if event.name.startswith("device")])
+    with patch.dict(os.environ, STAND_IN_NAMES="B200,B200"):
+        result = ls.train(steps(steps=4), plan=PLAN, run_dir=f"{folder}/fast", allow_change=["steps"])
+        found.append([event.name for event in result.events if event.name.startswith("device")])
+    return said, found
+
+
+def test_unequal_devices_are_refused_under_bitwise_and_said_otherwise(devices: WorkerPool, tmp_path: Path) -> None:
+    said, found = devices.run(2, on_device, on_unequal_devices, str(tmp_path))[0]
+    assert said.startswith("numerics=bitwise on several kinds of devices: name is A100 on rank 0 and H100 on rank 1; the same bits")
+    assert said.endswith("use machines of one kind, or numerics=fast")
+    assert found == [["devices-differ"], ["device-changed"]]
 
 
 def with_one_device(folder: str) -> list[tuple[str, list[str]]]:

@@ -6,14 +6,17 @@ a device takes the CPU too.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import is_nccl_available
 from torch.profiler import ProfilerActivity, supported_activities
 
 from lockstep.base.torch_private import default_mps_generator
@@ -138,9 +141,36 @@ def library_versions() -> dict[str, str]:
     """Return the versions of the libraries that this torch was built for, by name; empty without an accelerator."""
     versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
     found = {library: str(version) for library, version in versions.items() if version is not None}
-    if "CUDA" in found or "ROCm" in found:
+    if ("CUDA" in found or "ROCm" in found) and is_nccl_available():
         communication = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         found["NCCL" if "CUDA" in found else "RCCL"] = ".".join(map(str, communication))
+    return found
+
+
+def traits(device: torch.device) -> dict[str, str]:
+    """Return what the bits that a device computes depend on, besides its name, such as the driver's version."""
+    if device.type == "cpu":
+        return {"instructions": torch.backends.cpu.get_cpu_capability()}
+    properties = getattr(_module(device.type), "get_device_properties", None)
+    found = {name: str(version) for name, version in library_versions().items()} | _cuda_library_versions()
+    if (capability := compute_capability(device)) is not None:
+        found["capability"] = "{}.{}".format(*capability)
+    if properties is not None and (processors := getattr(properties(device), "multi_processor_count", None)) is not None:
+        found["processors"] = str(processors)
+    return found
+
+
+def _cuda_library_versions() -> dict[str, str]:
+    """Return the versions of NVIDIA's driver, of cuDNN and of cuBLAS, as far as they can be read."""
+    if torch.version.cuda is None:
+        return {}
+    found = {"cuDNN": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+    with suppress(OSError):
+        if number := re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")):
+            found["driver"] = number[0]
+    for package in (f"nvidia-cublas-cu{torch.version.cuda.partition('.')[0]}", "nvidia-cublas"):
+        with suppress(metadata.PackageNotFoundError):
+            found["cuBLAS"] = metadata.version(package)
     return found
 
 

@@ -136,6 +136,8 @@ class Recorder:
         """Write `run.json`. `code`: digests of the recipe's functions. `checkpoints`: the folder or URL of the
         checkpoints, if it is not the default."""
         environment = describe_environment(world.device)
+        if self._directory is not None and self.is_resumed:
+            self._compare_device(environment["device"], is_bitwise=plan.numerics == "bitwise")
         self.summary = {"recipe": recipe, "seed": seed, "plan": str(plan), "world_size": world.size, "versions": environment["versions"]}
         if self._directory is None:
             return
@@ -153,6 +155,18 @@ class Recorder:
         self._directory.write_json("run.json", self._run_json)
         if self._loggers is not None:
             self._loggers.start(self._run_json)
+
+    def _compare_device(self, now: Mapping[str, str], *, is_bitwise: bool) -> None:
+        """Record that the run was on another kind of device before: its bits are not those that it would have had."""
+        assert self._directory is not None
+        before = (self._directory.recorded().get("environment") or {}).get("device") or {}
+        changed = {name: [before[name], now[name]] for name in before if name in now and name != "type" and before[name] != now[name]}
+        if not changed:
+            return
+        self.event("device-changed", 0, changed=changed)
+        if is_bitwise:
+            words = ", ".join(f"{name} was {old} and is {new}" for name, (old, new) in changed.items())
+            self.message(f"warning: resumed on another kind of device ({words}); numerics=bitwise gives the same bits on one kind")
 
     def update_chosen(self, recipe: Mapping[str, Any], plan: Plan, device: torch.device, auto: Mapping[str, Any]) -> None:
         """Write `run.json` again with the values chosen for `auto` in recipe and plan. `auto`: how they were chosen."""

@@ -329,10 +329,15 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "cpus_usable": usable_cpus(),
         "threads": {"intra_op": torch.get_num_threads(), "inter_op": torch.get_num_interop_threads()},
-        "device": {"type": str(device), "name": device_name(device)},
+        "device": {"type": str(device), **device_kind(device)},
         "command_line": sys.orig_argv,
         "working_directory": os.getcwd(),
     }
+
+
+def device_kind(device: torch.device) -> dict[str, str]:
+    """Return the device's name, and what else the bits that it computes depend on."""
+    return {"name": device_name(device), **accelerator.traits(device)}
 
 
 def device_name(device: torch.device) -> str:

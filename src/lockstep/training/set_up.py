@@ -238,6 +238,26 @@ def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
+def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> Remark | None:
+    """Return a remark if ranks compute on different kinds of devices. `everyone`: as `device_kind`. Raises `PlanError`
+    under bitwise numerics: the bits would depend on which rank computes which microbatch."""
+    first, differing = everyone[0], dict[int, dict[str, list[str | None]]]()
+    for rank, other in enumerate(everyone):
+        if other != first:
+            names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            differing[rank] = {name: [first.get(name), other.get(name)] for name in names}
+    if not differing:
+        return None
+    if numerics == "bitwise":
+        rank, changed = next(iter(differing.items()))
+        words = ", ".join(f"{name} is {one} on rank 0 and {another} on rank {rank}" for name, (one, another) in changed.items())
+        raise PlanError(
+            f"numerics=bitwise on several kinds of devices: {words}; the same bits come from one kind of device, with one version of its "
+            "driver and libraries; use machines of one kind, or numerics=fast"
+        )
+    return Remark("devices-differ", {"ranks": {str(rank): changed for rank, changed in differing.items()}})
+
+
 def check_same_programs(everyone: Sequence[Mapping[str, str]]) -> None:
     """Raise `RecipeError` if ranks execute other versions of the user's modules. `everyone`: as `programs`."""
     for rank, other in enumerate(everyone):
