@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 from datetime import timedelta
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_the_norm_of_no_gradients_is_0(bitwise: bool) -> None:
 def test_the_squares_are_summed_in_float64_and_leave_the_gradient_as_it_is(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         part = torch.full(shape, 3.0, dtype=dtype)
-        sums = gradient_norm.squares_of_rows(part)
+        (sums,) = gradient_norm.squares_of_rows([part])
         assert sums.dtype is torch.float64
         assert sums.tolist() == [9.0 * math.prod(shape[1:])] * (shape[0] if shape else 1)
         assert part.eq(3).all()
@@ -64,10 +65,30 @@ def test_the_squares_of_a_row_do_not_depend_on_the_rows_beside_it(shape: tuple[i
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        each = [gradient_norm.squares_of_rows(rows) for rows in gradient.split(1)]
-        torch.testing.assert_close(gradient_norm.squares_of_rows(gradient), torch.cat(each), rtol=0, atol=0)
+        for compute in (gradient_norm.squares_of_rows, gradient_norm.squares_by_halves):
+            (together,) = compute([gradient])
+            torch.testing.assert_close(together, torch.cat(compute(gradient.split(1))), rtol=0, atol=0)
+            torch.testing.assert_close(together, gradient.double().square().sum(1))
     finally:
         torch.set_num_threads(threads)
+
+
+def test_halves_are_added_as_they_are_written_here() -> None:
+    """And not by a reduction kernel, whose order depends on the rows and the device."""
+
+    def by_hand(numbers: list[float]) -> float:
+        half = -(-len(numbers) // 2)
+        if len(numbers) < 2:
+            return sum(numbers)
+        return by_hand([a + b for a, b in zip_longest(numbers[:half], numbers[half:], fillvalue=0.0)])
+
+    matrices = [
+        torch.randn(rows, width, generator=torch.Generator().manual_seed(width)) for rows, width in ((1, 1), (3, 0), (2, 7), (5, 1025))
+    ]
+    found = gradient_norm.squares_by_halves(matrices)
+    expected = [[by_hand(row) for row in matrix.double().square().tolist()] for matrix in matrices]
+    assert [each.tolist() for each in found] == expected
+    assert any(each.tolist() != matrix.double().square().sum(1).tolist() for each, matrix in zip(found, matrices, strict=True))
 
 
 @given(st.lists(st.integers(0, 100), max_size=20).map(tuple), st.integers(1, 5))
@@ -97,8 +118,8 @@ def norms(bitwise: bool, hosts: str, odd: float | None) -> tuple[float, float, f
     read: list[int] = []
     compute = {True: gradient_norm.squares_of_rows, False: torch._foreach_norm}[bitwise]
 
-    def noting(given: Tensor | list[Tensor]) -> object:
-        read.extend(each.numel() for each in ([given] if isinstance(given, Tensor) else given))
+    def noting(given: list[Tensor]) -> object:
+        read.extend(each.numel() for each in given)
         return compute(given)  # type: ignore[operator]
 
     if bitwise:

@@ -38,9 +38,9 @@ def norms() -> None:
     wrong = {}
     for shape in SHAPES:
         full = torch.randn(shape, device="cuda")
-        whole = squares_of_rows(full)
+        (whole,) = squares_of_rows([full])
         for ranks in (2, 3, 4, 8):
-            parts = torch.cat([squares_of_rows(part) for part in full.chunk(ranks)])
+            parts = torch.cat([squares for part in full.chunk(ranks) for squares in squares_of_rows([part])])
             if not torch.equal(whole, parts):
                 wrong[f"{shape} over {ranks}"] = int((whole != parts).sum())
     report("row sums of the norm do not depend on the shard", ok=not wrong, wrong=wrong, short=f"{len(wrong)} of 40 differ")

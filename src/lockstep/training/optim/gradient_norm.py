@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -15,6 +15,8 @@ from lockstep.comm.mesh import Mesh, to_local
 
 PIECE_ELEMENTS = 2**15 - 1
 """Elements whose squares are summed at once: torch sums so many in one thread, and so in one order."""
+TOGETHER_ELEMENTS = 2**24
+"""Elements whose squares are in an accelerator's memory at once, if no tensor is larger: 128 MiB."""
 MIN_SHARED_BYTES = 8 << 20
 """Bytes of gradients. For fewer, each rank computes all norms itself: that is faster than to exchange them."""
 
@@ -83,7 +85,7 @@ class GradientNorm:
         """Return Σ squares in float64: within each row of each gradient (a shard has full rows), then over all rows."""
         empty = torch.zeros(0, dtype=accelerator.wide_dtype(self._shards.device), device=self._shards.device)
         rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
-        squares = self._of_each(parts, lambda some: [squares_of_rows(part) for part in some], rows)
+        squares = self._of_each(parts, squares_of_rows, rows)
         mine = torch.cat([empty, *[square.to(empty.device) for square in squares]])
         if self._shards.size == 1:
             return mine.sum()
@@ -93,15 +95,49 @@ class GradientNorm:
         return torch.cat([pieces[rank * len(rows) + place] for place in range(len(rows)) for rank in range(self._shards.size)]).sum()
 
 
-def squares_of_rows(part: Tensor) -> Tensor:
-    """Return Σ squares of each row, (rows,), float64: on a CPU in pieces that fit the cache, each row for itself."""
-    rows = part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
-    if rows.numel() <= PIECE_ELEMENTS or not part.is_cpu:
+def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return Σ squares of each row of each part, (rows,), float64, each row for itself."""
+    matrices = [part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:])) for part in parts]
+    if all(part.is_cpu for part in parts):
+        return list(map(_squares_in_cache, matrices))
+    found: list[Tensor] = []
+    for together in _groups(matrices):
+        found += squares_by_halves(together)
+    return found
+
+
+def _squares_in_cache(rows: Tensor) -> Tensor:
+    """Return Σ squares of each row on a CPU, in pieces that fit the cache."""
+    if rows.numel() <= PIECE_ELEMENTS:
         return _summed_squares(rows)
     if (width := rows.shape[1]) <= PIECE_ELEMENTS:
         return torch.cat([_summed_squares(some) for some in torch.split(rows, PIECE_ELEMENTS // width)])
     pieces = [torch.split(row, PIECE_ELEMENTS) for row in rows.unbind()]
     return torch.stack([torch.cat([_summed_squares(piece[None]) for piece in row]).sum() for row in pieces])
+
+
+def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return Σ squares of each row by adding halves of the rows element by element: a GPU's reduction kernels choose
+    the order of their sums by the number of rows, which a shard has fewer of."""
+    wide = accelerator.wide_dtype(matrices[0].device)
+    sums = [rows.t().to(wide, copy=True, memory_format=torch.contiguous_format).square_() for rows in matrices]
+    while longer := [place for place, each in enumerate(sums) if len(each) > 1]:
+        halves = [torch.split(sums[place], -(-len(sums[place]) // 2)) for place in longer]
+        torch._foreach_add_([first[: len(second)] for first, second in halves], [second for _, second in halves])
+        for place, (first, _) in zip(longer, halves, strict=True):
+            sums[place] = first
+    return [each[0] if len(each) else each.new_zeros(each.shape[1]) for each in sums]
+
+
+def _groups(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the matrices in their order, as many together as have `TOGETHER_ELEMENTS`, or one."""
+    group: list[Tensor] = []
+    for rows in matrices:
+        if group and sum(each.numel() for each in group) + rows.numel() > TOGETHER_ELEMENTS:
+            yield group
+            group = []
+        group.append(rows)
+    yield group
 
 
 def _summed_squares(rows: Tensor) -> Tensor:
