@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lockstep.base import accelerator
 from lockstep.training import precision
 from lockstep.training.optim import gradient_norm
 
@@ -59,6 +62,38 @@ def test_a_precision_that_is_slow_on_this_cpu_says_so(
     expected = f"this CPU has no {name} matrix instructions: expect {name} to be many times slower than fp32" if slow else None
     assert precision.slow_on_this_cpu(name, CPU) == expected
     assert precision.slow_on_this_cpu(name, CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "chosen", "slow"),
+    [
+        ("fp32", (9, 0), "none", True),
+        ("fp32", (8, 0), "none", True),
+        ("fp32", (7, 5), "none", False),
+        ("fp32", None, "none", False),
+        ("bf16", (9, 0), "none", False),
+        ("fp32", (9, 0), "tf32", False),
+        ("fp32", (9, 0), "ieee", False),
+    ],
+)
+def test_products_in_fp32_that_leave_a_gpus_tf32_unused_say_so(
+    monkeypatch: pytest.MonkeyPatch, name: Any, capability: tuple[int, int] | None, chosen: str, slow: bool
+) -> None:
+    monkeypatch.setattr(accelerator, "compute_capability", lambda _: capability)
+    torch.backends.cuda.matmul.fp32_precision = chosen
+    try:
+        assert ("TF32" in (precision.slow_without_tf32(name, CUDA) or "")) is slow
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def test_torch_keeps_a_choice_of_tf32_where_it_is_looked_for() -> None:
+    choose = "; ".join(
+        f"torch.set_float32_matmul_precision({text!r}); print(torch.backends.cuda.matmul.fp32_precision)" for text in ("high", "highest")
+    )
+    code = f"import torch; print(torch.backends.cuda.matmul.fp32_precision); {choose}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.split() == ["none", "tf32", "ieee"]
 
 
 def test_a_gradient_within_the_limit_keeps_its_bits() -> None:

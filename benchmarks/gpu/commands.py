@@ -7,7 +7,7 @@ import re
 
 from results import CPU, HERE, PROJECT, events, folder, lockstep, report, run, seconds_left
 
-SHARED = [] if CPU else ["--share-devices"]
+SHARED = {} if CPU else {"LOCKSTEP_SHARE_DEVICES": "1"}
 
 
 def example() -> None:
@@ -26,8 +26,8 @@ def example() -> None:
 
 def verify() -> None:
     plans = ["replicate=2,numerics=bitwise", "shard=2"]
-    given = ["--steps", "2", "--no-float64", "--jobs", "4", "--json", *SHARED, str(HERE / "small.py"), "--plans", *plans]
-    status, text, _ = lockstep("verify", *given)
+    given = ["--steps", "2", "--no-float64", "--jobs", "4", "--json", str(HERE / "small.py"), "--plans", *plans]
+    status, text, _ = lockstep("verify", *given, **SHARED)
     try:
         said = json.loads(text[text.index("{") :])
         verdicts = [{name: value for name, value in row.items() if not isinstance(value, list | dict)} for row in said["plans"]]
@@ -38,7 +38,7 @@ def verify() -> None:
 
 def doctor() -> None:
     """Status 1 is information: ranks that share a device talk through sockets, which is slow."""
-    status, text, _ = lockstep("doctor", "--nproc", "2", "--run-dir", str(folder("doctor")), *SHARED)
+    status, text, _ = lockstep("doctor", "--nproc", "2", "--run-dir", str(folder("doctor")), **SHARED)
     bad = [line.strip()[:160] for line in text.splitlines() if re.search(r"\b(failed|wrong)\b", line)]
     report("lockstep doctor", ok=None if status == 1 else status == 0, status=status, bad=bad[:12], short=f"status {status}")
 

@@ -30,6 +30,7 @@ from lockstep.recipe.recipe import Evaluation, Weights
 from lockstep.saving import Resume, Saving
 from lockstep.training import loop, precision as precisions
 from lockstep.training.context import Context
+from lockstep.training.deterministic import error_of_determinism
 from lockstep.training.hook import Hook, Run, check_hooks
 from lockstep.training.prepare import ModelOptions, prepare
 from lockstep.training.recovery.recovery import Recovery
@@ -115,6 +116,8 @@ class Session:
             explained = explained or error_of_autocast(error, self.plan)
         if self.plan.compile:
             explained = explained or error_of_compiling(error, self.plan)
+        if self.plan.numerics == "bitwise":
+            explained = explained or error_of_determinism(error, self.plan)
         with self._stack:
             if not rejoins:
                 self._end(explained or error)

@@ -16,6 +16,7 @@ from torch import nn
 from training.subjects import recipe, rows
 
 import lockstep as ls
+from lockstep.base.errors import PlanError
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook
@@ -252,3 +253,35 @@ def test_an_evaluation_waits_for_the_device_once(devices: WorkerPool, tmp_path: 
         assert metrics == everyone[0][0]
         assert waits[-1].pop("event.synchronize", 0) <= 1
         assert sum(waits[-1].values()) <= 1, waits[-1]
+
+
+class Puts(nn.Sequential):
+    """Writes into a tensor by `put_`, or by what the refusal of that names."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__(nn.Linear(6, 3))
+        self.by = by
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(rows)
+        places, values = torch.zeros(1, dtype=torch.long, device=rows.device), scores.new_ones(1)
+        added = scores.new_zeros(3)
+        added = added.put_(places, values) if self.by == "put_" else added.view(-1).index_copy_(0, places, values)
+        return scores + added
+
+
+def puts(by: str, plan: str, run_dir: str) -> str:
+    try:
+        return ls.train(steps(model=lambda: Puts(by), tensor=None), plan=plan, run_dir=run_dir).fingerprint
+    except PlanError as error:
+        return str(error)
+
+
+def test_an_operation_that_does_not_repeat_is_refused_in_the_words_of_the_plan(devices: WorkerPool, tmp_path: Path) -> None:
+    found: dict[str, list[str]] = {"put_": [], "index_copy_": []}
+    for ranks in (1, 2):
+        plan = f"replicate={ranks},numerics=bitwise"
+        for by in found:
+            found[by] += devices.run(ranks, on_device, puts, by, plan, str(tmp_path / f"{by}-{ranks}"))
+    assert all("torch has no implementation of put_" in text and "index_copy_" in text for text in found["put_"])
+    assert len(set(found["index_copy_"])) == 1

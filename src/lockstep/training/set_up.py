@@ -62,7 +62,8 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
     if (gpus := plan.data_parallel) > 1:
         better = f"replicate={gpus}, one process a GPU, is faster: it does not copy the model in each step, and each has its own Python"
         yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
-    if warning := precisions.slow_on_this_cpu(precision, mesh.world.device):
+    device = mesh.world.device
+    if warning := precisions.slow_on_this_cpu(precision, device) or precisions.slow_without_tf32(precision, device):
         yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
 
 

@@ -1,0 +1,32 @@
+"""Torch's refusals of operations that have no deterministic implementation, in a run with numerics=bitwise."""
+
+from __future__ import annotations
+
+import re
+
+from lockstep.base.errors import PlanError
+
+_REFUSED = re.compile(r"^(.+?) does not have a deterministic implementation", re.MULTILINE)
+INSTEAD = {
+    "nll_loss2d": "F.cross_entropy(scores.movedim(1, -1).flatten(0, -2), targets.flatten()) has the same mean",
+    "adaptive_avg_pool": "F.avg_pool2d(x, (height // rows, width // columns)) is the same if the sizes divide",
+    "adaptive_max_pool": "F.max_pool2d(x, (height // rows, width // columns)) is the same if the sizes divide",
+    "max_unpooling": "torch.zeros(n, c, size).scatter(-1, indices.flatten(2), x.flatten(2)) is the same",
+    "reflection_pad": "x.index_select(dim, indices), with the reflected indices, is the same",
+    "bincount": "torch.zeros(length).index_add_(0, indices, weights) is the same",
+    "median": "x.sort(dim).values.select(dim, (n - 1) // 2) is the same",
+    "put_": "x.view(-1).index_copy_(0, indices, values) is the same",
+}
+"""Part of the name of an operation -> what to write instead. All of these have deterministic implementations."""
+
+
+def error_of_determinism(error: BaseException | None, plan: object) -> PlanError | None:
+    """Return what such a refusal means under numerics=bitwise; None for another error."""
+    if not isinstance(error, RuntimeError) or not (found := _REFUSED.search(str(error))):
+        return None
+    name = found.group(1)
+    instead = next((f"{text}; or " for part, text in INSTEAD.items() if part in name), "")
+    return PlanError(
+        f"{plan}: torch has no implementation of {name} whose result repeats, and numerics=bitwise needs one; {instead}"
+        "compute that operation on the CPU, or leave numerics=bitwise out"
+    )
