@@ -5,10 +5,12 @@ Names are loaded when first used, so that `import lockstep` costs little and the
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lockstep.base import errors as errors
+from lockstep.base.cublas import set_workspace
 from lockstep.base.errors import install_excepthook
 from lockstep.base.garbage import collector_paused
 from lockstep.base.version import __version__ as __version__
@@ -95,3 +97,4 @@ def __dir__() -> list[str]:
 
 
 install_excepthook()
+set_workspace(os.environ)

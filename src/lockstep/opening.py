@@ -230,7 +230,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
     stack.callback(recorder.close)
     taken = read_fallbacks(world, recorder.path, resumes=recorder.is_resumed)
     plan = taken.apply_to(given, world.device.type)
-    set_up_computation(plan, world, environment.threads, stack)
+    lacking = set_up_computation(plan, world, environment.threads, stack)
     context = request.context(
         world=world,
         mesh=mesh,
@@ -240,7 +240,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
         recovered_from=environment.restarted if environment.in_place else None,
     )
     opened = Opened(context, environment, hooks, asked, given, taken)
-    _record_start(opened, request, unequal)
+    _record_start(opened, request, [unequal, *lacking])
     return opened
 
 
@@ -297,9 +297,9 @@ def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> t
     return world, devices
 
 
-def _record_start(opened: Opened, request: RunRequest, unequal: Remark | None) -> None:
-    """Write run.json, and events and messages on how this run differs from what was asked for in `request`. `unequal`:
-    about the devices of the ranks."""
+def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark | None]) -> None:
+    """Write run.json, and events and messages on how this run differs from what was asked for in `request`. `devices`:
+    remarks on those of the ranks."""
     context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(
         plan=context.plan,
@@ -323,7 +323,7 @@ def _record_start(opened: Opened, request: RunRequest, unequal: Remark | None) -
     ):
         if by_script and launched and by_script != launched:
             recorder.event("launcher-overrides-script", 0, what=name, script=by_script, launcher=launched)
-    for remark in filter(None, (unequal, lost_with_container(recorder.path), *remarks(context.plan, context.mesh, context.precision))):
+    for remark in filter(None, (*devices, lost_with_container(recorder.path), *remarks(context.plan, context.mesh, context.precision))):
         recorder.event(remark.event, 0, **remark.details)
         if remark.line is not None:
             recorder.message(remark.line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,30 @@ def test_a_process_that_sees_fewer_devices_than_there_are_local_ranks_takes_one_
     for visible, indices in ((8, [0, 1, 2, 3]), (1, [0, 0, 0, 0]), (2, [0, 1, 0, 1])):
         monkeypatch.setattr(accelerator, "count", lambda visible=visible: visible)
         assert [find_device(rank, shares=False)[0].index for rank in range(4)] == indices
+
+
+def test_mig_instances_are_counted_by_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver that counts them cannot be used by forks of the process that has asked it."""
+    asked_by = []
+
+    class Cuda:
+        @staticmethod
+        def is_initialized() -> bool:
+            return False
+
+        @staticmethod
+        def device_count() -> int:
+            asked_by.append(os.getpid())
+            return 3
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Cuda)
+    accelerator._counted_by_fork.cache_clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1c2d")
+    assert (accelerator.count(), asked_by) == (3, [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert (accelerator.count(), asked_by) == (3, [os.getpid()])
+    accelerator._counted_by_fork.cache_clear()
 
 
 def test_a_gpu_that_torch_does_not_see_has_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def test_containers_of_one_host_that_share_no_memory_are_named() -> None:
 
 def test_a_machine_that_is_well_has_nothing_to_mend() -> None:
     assert worst(machine_checks(HEALTHY, {}, nproc=4, world_size=4)) == "ok"
+    shared = replace(HEALTHY, gpus=1, gpu_names=("H100",))
+    assert worst(machine_checks(shared, {"LOCKSTEP_SHARE_DEVICES": "1"}, nproc=4, world_size=4)) == "ok"
 
 
 @pytest.mark.parametrize(

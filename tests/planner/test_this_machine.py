@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from planner.subjects import MICROBATCH, recipe
 
+from lockstep.base import accelerator
+from lockstep.base.errors import PlanError
 from lockstep.plan import Plan
 from lockstep.planner.machines import calibration
 from lockstep.planner.machines.calibration import calibrated
 from lockstep.planner.machines.reference import ReferenceStep
+from lockstep.planner.machines.target import machine_at, written
 from lockstep.planner.machines.this_machine import MeasuredMachine, SecondsCurve, machine_of
 from lockstep.planner.operations import Collective, Operation
 from lockstep.planner.predict import predict
@@ -207,3 +211,17 @@ def test_an_exchange_is_between_what_few_and_many_microbatches_show() -> None:
     told = [prediction(each, found)(found.costs()) / steps[each] for each in (few, many)]
     assert told[0] < 1 < told[1]
     assert sum(told) == pytest.approx(2, abs=1e-3)
+
+
+def test_a_machine_with_gpus_is_measured_by_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a measurement would train on the GPUs, and each wants one."""
+    monkeypatch.setattr(accelerator, "count", lambda: 1)
+    with pytest.raises(PlanError) as refused:
+        written("2 x this", tmp_path)
+    assert str(refused.value) == (
+        "--on '2 x this' on a machine with 1 GPU; it measures CPUs; measure the GPUs with lockstep doctor --write mine.toml and give "
+        "--on '1 x mine.toml', or hide them (CUDA_VISIBLE_DEVICES=) to plan for the CPUs"
+    )
+    monkeypatch.setattr(accelerator, "count", lambda: 0)
+    monkeypatch.setattr(calibration, "measure_machine", lambda processes, threads: replace(MACHINE, processes=processes))
+    assert not machine_at(written("2 x this", tmp_path), None).is_gpu

@@ -6,10 +6,12 @@ a device takes the CPU too.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,28 @@ def kind() -> str | None:
 def count() -> int:
     """Return the number of this machine's accelerators. A fork of this process can use them afterwards."""
     built_for = torch.accelerator.current_accelerator()  # torch.accelerator's own count would spoil forks
-    return 0 if built_for is None else int(_module(built_for.type).device_count())
+    if built_for is None:
+        return 0
+    module = _module(built_for.type)
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-") and not module.is_initialized():
+        return _counted_by_fork(built_for.type)  # torch asks the driver for MIG instances, which spoils forks
+    return int(module.device_count())
+
+
+@cache
+def _counted_by_fork(name: str) -> int:
+    read, write = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            os.write(write, b"%d" % _module(name).device_count())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        text = answer.read()
+    os.waitpid(process, 0)
+    return int(text or b"0")
 
 
 def device(index: int) -> torch.device:
@@ -342,6 +365,16 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return major, minor
+
+
+def allocation_error(device: torch.device) -> str:
+    """Return what the device answers if it is asked for memory that torch does not have yet; empty if it gives some."""
+    try:
+        torch.accelerator.empty_cache()
+        torch.empty(2**21, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        return str(error).strip().partition("\n")[0]
+    return ""
 
 
 def free_unused_memory(device: torch.device) -> None:

@@ -110,7 +110,7 @@ def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
     checks = [_check("devices", "ok", found)]
     if len(names) > 1:
         checks = [_check("devices", "slow", found, "all GPUs wait for the slowest: choose equal ones with CUDA_VISIBLE_DEVICES")]
-    if nproc > info.gpus:
+    if nproc > info.gpus and environ.get("LOCKSTEP_SHARE_DEVICES") != "1":
         checks.append(_check("processes", "failed", f"{nproc} processes for {info.gpus} GPUs", f"--nproc {info.gpus}: one process per GPU"))
     if info.topology:
         kinds = sorted(set(info.topology.values()))

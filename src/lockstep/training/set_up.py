@@ -7,7 +7,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.base import accelerator
+from lockstep.base import accelerator, cublas
 from lockstep.base.container import VOLUME, ends_with_container
 from lockstep.base.errors import LaunchError, PlanError, RecipeError
 from lockstep.base.torch_private import set_allocator_settings
@@ -286,8 +286,9 @@ def check_same_code(everyone: Sequence[Digests]) -> None:
                 )
 
 
-def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> None:
-    """Set threads and determinism until `stack` closes. `threads`: used if the plan has none. Raises `PlanError`."""
+def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> list[Remark | None]:
+    """Set threads and determinism until `stack` closes. `threads`: used if the plan has none. Returns remarks on what
+    the device lacks. Raises `PlanError`."""
     bitwise = plan.numerics == "bitwise"
     pinned = bitwise and (world.device.type == "cpu" or plan.offload)
     if pinned and plan.threads not in (None, "auto", 1):
@@ -297,9 +298,13 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
     given = plan.threads if isinstance(plan.threads, int) else threads
     stack.callback(use_threads, torch.get_num_threads())
     use_threads(1 if pinned else given)
-    (keep_freed_memory if world.device.type == "cpu" else expand_segments)(os.environ)
+    found: list[Remark | None] = []
+    if world.device.type == "cpu":
+        keep_freed_memory(os.environ)
+    else:
+        found.append(expand_segments(world.device, os.environ))
     if bitwise and accelerator.is_accelerator(world.device):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        found.append(cublas_workspace(os.environ))
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
         torch.use_deterministic_algorithms(True)
@@ -310,6 +315,7 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
     stack.callback(random.setstate, random.getstate())
     stack.callback(np.random.set_state, np.random.get_state())
     stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+    return found
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
@@ -327,6 +333,25 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)) and bool(mallopt(_MMAP_THRESHOLD, _MOST_FROM_HEAP_BYTES))
 
 
-def expand_segments(environ: Mapping[str, str]) -> bool:
-    """Make torch's GPU allocator use expandable segments, against fragmentation. False if the user has settings."""
-    return not any(name in environ for name in OWN_GPU_SETTINGS) and set_allocator_settings("expandable_segments:True")
+def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark | None:
+    """Make torch's GPU allocator use expandable segments, against fragmentation, unless the user has settings. Returns
+    a remark if the device cannot: some virtual GPUs, WSL and gVisor lack the calls, and every allocation would fail."""
+    if any(name in environ for name in OWN_GPU_SETTINGS) or not set_allocator_settings("expandable_segments:True"):
+        return None
+    if not (reason := accelerator.allocation_error(device)):
+        return None
+    set_allocator_settings("expandable_segments:False")
+    return Remark("segments-not-expandable", {"reason": reason})
+
+
+def cublas_workspace(environ: MutableMapping[str, str]) -> Remark | None:
+    """Set the workspace with which cuBLAS is deterministic, if `import lockstep` has not. Returns a remark then: a
+    product may have been computed before, and torch reads the setting once."""
+    if cublas.VARIABLE in environ:
+        return None
+    environ[cublas.VARIABLE] = cublas.WORKSPACE
+    line = (
+        f"warning: the GPU was in use before lockstep was imported, without {cublas.VARIABLE}; the bits of numerics=bitwise may depend on "
+        f"what it computed; import lockstep first, or set {cublas.VARIABLE}={cublas.WORKSPACE}"
+    )
+    return Remark("cublas-workspace-late", {}, line)

@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from lockstep.base import accelerator
 from lockstep.base.control_group import available_memory_bytes, memory_limit_bytes, usable_cpus
+from lockstep.base.errors import PlanError
 from lockstep.plan import Plan
 from lockstep.planner.machines.measuring import Measurements, measure
 from lockstep.planner.machines.reference import ReferenceStep, reference_recipe
@@ -20,6 +22,15 @@ MOST_IN_RUN = 4.0
 """More times as long than an operation takes in a run."""
 HALVINGS = 18
 """Bisections with which a quantity is found."""
+
+
+def refuse_gpus(text: str) -> None:
+    """Raise `PlanError` if torch sees a GPU: the processes of a measurement would train on it. `text`: the target."""
+    if (gpus := accelerator.count()) and not accelerator.is_for_one_process():
+        raise PlanError(
+            f"--on {text!r} on a machine with {gpus} GPU{'s' if gpus > 1 else ''}; it measures CPUs; measure the GPUs with lockstep doctor "
+            f"--write mine.toml and give --on '{gpus} x mine.toml', or hide them ({accelerator.how_to_hide()}) to plan for the CPUs"
+        )
 
 
 def measure_machine(processes: int, threads: int) -> MeasuredMachine:

@@ -36,7 +36,9 @@ def written(text: str, folder: Path) -> str:
     processes = processes_here(text)
     if processes is None:
         return text
-    from lockstep.planner.machines.calibration import measure_machine  # imports torch
+    from lockstep.planner.machines.calibration import measure_machine, refuse_gpus  # imports torch
+
+    refuse_gpus(text)
 
     path = folder / "this-machine.toml"
     path.write_text(measure_machine(processes, threads_per_process(processes)).as_toml(), encoding="utf-8")
