@@ -285,3 +285,30 @@ def test_an_operation_that_does_not_repeat_is_refused_in_the_words_of_the_plan(d
             found[by] += devices.run(ranks, on_device, puts, by, plan, str(tmp_path / f"{by}-{ranks}"))
     assert all("torch has no implementation of put_" in text and "index_copy_" in text for text in found["put_"])
     assert len(set(found["index_copy_"])) == 1
+
+
+class WithSpare(nn.Module):
+    """Has parameters that nothing uses, which weight decay must not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+        self.spare = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def train_with_spare(plan: str, run_dir: str) -> tuple[str, list[dict[str, int]]]:
+    """Train with one microbatch a step: other ranks have none."""
+    given: dict[str, Any] = {"model": WithSpare, "global_batch": 4, "tensor": None}
+    fingerprint, _, _ = train(f"{plan},numerics=bitwise", f"{run_dir}/bitwise", **given)
+    return fingerprint, train(plan, f"{run_dir}/fast", **given)[2]
+
+
+def test_the_host_does_not_wait_to_know_what_other_ranks_have_used(devices: WorkerPool, tmp_path: Path) -> None:
+    ((expected, _),) = devices.run(1, on_device, train_with_spare, "replicate=1", str(tmp_path / "one"))
+    for plan in ("replicate=2", "shard=2"):
+        for fingerprint, waits in devices.run(2, on_device, train_with_spare, plan, str(tmp_path / plan)):
+            assert fingerprint == expected
+            assert waits == [{EXCHANGES: 1}] * 5

@@ -329,7 +329,7 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 _PORTABLE = 1
-"""Of `cudaHostRegister`: the memory counts as pinned for all devices."""
+"""The flag of `cudaHostRegister` with which memory counts as pinned for all devices."""
 
 
 def can_register_memory(device: torch.device) -> bool:

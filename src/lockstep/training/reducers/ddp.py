@@ -33,7 +33,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.wait_times import waits
 from lockstep.training.reducers.compression import Compression, gradients_of
-from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, clear_unused, gradient_versions
+from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, UnusedParameters, gradient_versions
 from lockstep.tree import Counter
 
 
@@ -97,6 +97,7 @@ class DdpReducer:
         self._world = world
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
+        self._unused = UnusedParameters(self._parameters, world)
         self._vector = StepStatsVector(parameters, max_microbatches, parameters[0].device)
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
@@ -165,8 +166,7 @@ class DdpReducer:
         assert stats.grad is not None
         summed, stats.grad = stats.grad, None
         received = self._vector.unpack(summed, self._count, weighted=weights is not None)
-        if not all(self._used):
-            clear_unused(self._parameters, received)
+        self._unused.clear(self._used, received)
         return received
 
     def _synchronize(self, total: Tensor, grad_output: Tensor, inputs: list[nn.Parameter] | None) -> None:

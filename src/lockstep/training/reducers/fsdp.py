@@ -33,7 +33,7 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.model.autocast_weights import check_uses
 from lockstep.model.shard import fsdp_groups, modules_of, reshard
 from lockstep.training.reducers.gradient_hooks import refuse_gradient_hooks, refuse_post_accumulate_hooks
-from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, clear_unused
+from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, UnusedParameters
 from lockstep.tree import Counter
 
 REPLICATE = "use replicate, under which parameters are plain tensors"
@@ -48,6 +48,7 @@ class FsdpReducer:
         self._parameters = list(parameters)
         self._replicas = mesh.axis("replicate")
         self._bitwise = bitwise
+        self._unused = UnusedParameters(self._parameters, mesh.data)
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
         self._scatters: list[Scatter] = []
         self._groups = fsdp_groups(model)
@@ -125,8 +126,7 @@ class FsdpReducer:
             scatter.end()
         if not self._bitwise and self._replicas.size > 1:
             self._replicas.sum_each([to_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None])
-        if not all(used):
-            clear_unused(self._parameters, stats)
+        self._unused.clear(used, stats)
         return stats
 
     def _clear(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, clear_unused, gradient_versions
+from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, UnusedParameters, gradient_versions
 
 
 class PostBackwardReducer:
@@ -32,6 +32,7 @@ class PostBackwardReducer:
         self._parameters = list(parameters)
         self._mesh = mesh
         self._complete = complete
+        self._unused = UnusedParameters(self._parameters, mesh.data)
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
@@ -66,8 +67,8 @@ class PostBackwardReducer:
                     parameter.grad = torch.zeros_like(parameter)
             data.sum_each([*(to_local(p.grad) for p in self._parameters if p.grad is not None), packed])
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
-        if data.size > 1 and not all(used):
-            clear_unused(self._parameters, stats)
+        if data.size > 1:
+            self._unused.clear(used, stats)
         return stats
 
     def gradient_versions(self) -> list[tuple[int, int] | None]:

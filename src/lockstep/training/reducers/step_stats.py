@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.base import accelerator
 from lockstep.base.torch_private import version
+from lockstep.comm.world import World
 
 _MAX_LIST_LENGTH = 256
 """Up to so many CPU values are returned as a list, which is faster to read; more are returned as a tensor."""
@@ -86,12 +87,44 @@ class StepStatsVector:
         return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(self.dtype)
 
 
-def clear_unused(parameters: Sequence[Tensor], stats: StepStats) -> None:
-    """Set `.grad` to None if no microbatch used the parameter: weight decay or momentum would change it."""
-    used = stats.used if isinstance(stats.used, list) else stats.used.tolist()
-    for parameter, was_used in zip(parameters, used, strict=True):
-        if not was_used:
-            parameter.grad = None
+class UnusedParameters:
+    """Sets `.grad` to None if no microbatch used the parameter: weight decay or momentum would change it.
+
+    A rank that left parameters out has to know whether another one used them, and its host would wait for the sum on
+    the device. So if a rank left some out in the step before, the hosts exchange what they know.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
+        """`world`: the data ranks."""
+        self._parameters = parameters
+        self._world = world
+        self._before: tuple[Tensor, torch.Event] | None = None
+        """True if a rank left parameters out in the step before: on its way to the host."""
+
+    def clear(self, used: Sequence[float], stats: StepStats) -> None:
+        """Clear the gradients. Every rank calls it. `used`: 1 for each parameter that this rank used, else 0."""
+        summed: Sequence[float] | Tensor = stats.used
+        if isinstance(summed, Tensor) and accelerator.has_streams(summed.device) and self._note(summed):
+            mine = torch.tensor(used)
+            self._world.all_reduce(mine)
+            summed = mine
+        if all(used):
+            return
+        for parameter, was_used in zip(self._parameters, summed.tolist() if isinstance(summed, Tensor) else summed, strict=True):
+            if not was_used:
+                parameter.grad = None
+
+    def _note(self, summed: Tensor) -> bool:
+        """Note the sum of all ranks' flags. Returns True, on all ranks, if one left some out in the step before."""
+        before = self._before
+        copied = (summed < self._world.size).any().to("cpu", non_blocking=True)
+        event = accelerator.event(summed.device)
+        event.record()
+        self._before = copied, event
+        if before is None:
+            return False
+        before[1].synchronize()
+        return bool(before[0])
 
 
 def _slice(start: int, share: range) -> slice:
