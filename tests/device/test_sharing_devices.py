@@ -71,19 +71,22 @@ def test_unequal_devices_are_refused_under_bitwise_and_said_otherwise(devices: W
 
 
 def with_one_device(folder: str) -> list[tuple[str, list[str]]]:
-    own = {"STAND_IN_UUIDS": str(dist.get_rank())}
-    return [train(f"{folder}/refused"), train(f"{folder}/shared", LOCKSTEP_SHARE_DEVICES="1"), train(f"{folder}/own", **own)]
+    return [train(f"{folder}/refused"), train(f"{folder}/shared", LOCKSTEP_SHARE_DEVICES="1")]
+
+
+def with_a_device_each(run_dir: str) -> tuple[str, list[str]]:
+    return train(run_dir, STAND_IN_UUIDS=str(dist.get_rank()))
 
 
 def test_two_ranks_on_one_device_are_refused_and_the_remedies_train(devices: WorkerPool, tmp_path: Path) -> None:
     first, second = devices.run(2, on_device, with_one_device, str(tmp_path))
     assert first == second
-    (said, _), (shared, events), own = first
+    (said, _), (shared, events) = first
     assert "and 1 GPU: ranks 0, 1 have one between them" in said
     assert "each process takes a GPU of its own; start 1 process there, or hide the GPUs" in said
     assert "or give --share-devices (LOCKSTEP_SHARE_DEVICES=1) to try a plan on fewer GPUs than it needs" in said
     assert events == ["devices-shared"]
-    assert own == (shared, [])
+    assert devices.run(2, on_device, with_a_device_each, str(tmp_path / "own")) == [(shared, [])] * 2
     ((alone, _),) = devices.run(1, on_device, train, str(tmp_path / "alone"))
     assert alone == shared
 

@@ -10,8 +10,10 @@ import json
 import os
 import socket
 from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from pathlib import Path
 
 import torch
 
@@ -61,7 +63,7 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
         return torch.device("cpu"), RankDevice(host=host, type="" if asked else "cpu", why=unseen or hidden, shares=shares)
     try:
         device = accelerator.device(local_rank % visible)
-        found = f"{host}/{accelerator.identity(device, os.environ)}"
+        found = f"{host}/{_boot_id()}/{accelerator.identity(device, os.environ)}"
     except RuntimeError as error:
         why = (
             f"it sees {visible} GPU{'s' if visible > 1 else ''}, and its own fails: {str(error).strip().partition(chr(10))[0]}; a process "
@@ -71,9 +73,16 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
     return device, RankDevice(host=host, type=device.type, id=found, visible=visible, why=hidden, shares=shares)
 
 
+def _boot_id() -> str:
+    """Return what tells this machine from another of the same name, as it does for NCCL; empty if nothing does."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
 def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
     """Return the device of every rank. Every rank calls it, as often as the others."""
-    turn = store.add(f"lockstep/devices/{rank}", 1)  # a script's own group keeps its store over several trainings
+    turn = store.add(f"lockstep/devices/{rank}", 1)  # a script may go on after a refusal, with its own group and store
     store.set(f"lockstep/devices/{turn}/{rank}", json.dumps(asdict(mine)))
     texts = store.multi_get([f"lockstep/devices/{turn}/{each}" for each in range(size)])
     return [RankDevice(**json.loads(text)) for text in texts]

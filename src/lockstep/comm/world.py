@@ -169,6 +169,8 @@ class World:
 
 _made: weakref.ref[Any] | None = None
 """The process group that `join` made; None if it made none."""
+_compared: tuple[weakref.ref[Any], int] | None = None
+"""The process group whose ranks have compared their devices, and the ranks on the device that has most."""
 _excepthooks: tuple[Any, Any] = (None, None)
 """`sys.excepthook` before `join` made the group, and after it."""
 
@@ -219,7 +221,7 @@ def _joined(
     store: Store | None,
     share_devices: bool,
 ) -> World:
-    global _made
+    global _made, _compared
     if local_size > 1 and accelerator.is_for_one_process():
         device, mine = torch.device("cpu"), RankDevice(host="", type="cpu")
         if local_rank == 0:
@@ -236,10 +238,14 @@ def _joined(
             raise LaunchError(unusable(mine, "this process"))
         return World(rank, size, local_rank, local_size, device, owns_group=dist.is_initialized() and owns_group())
     refuse_on_windows(f"a run of {size} processes")
-    meets = _store(rank, size, timeout) if store is None and not dist.is_initialized() else store
-    everyone = exchange(meets or default_store(), rank, size, mine)
-    busiest = check_devices(everyone)
-    if not dist.is_initialized():
+    if dist.is_initialized() and _compared is not None and _compared[0]() is dist.group.WORLD:
+        busiest = _compared[1]
+    elif dist.is_initialized():
+        busiest = check_devices(exchange(default_store(), rank, size, mine))
+    else:
+        meets = _store(rank, size, timeout) if store is None else store
+        everyone = exchange(meets, rank, size, mine)
+        busiest = check_devices(everyone)
         if busiest > 1:
             be_a_host_of_its_own(everyone, os.environ)
         bound_to = accelerator.process_group_device(device, chosen)
@@ -248,6 +254,7 @@ def _joined(
             dist.init_process_group(group_backends(chosen, device), timeout=timeout, device_id=bound_to, **given)
         _made = weakref.ref(dist.group.WORLD)
         atexit.register(_at_exit)
+    _compared = weakref.ref(dist.group.WORLD), busiest
     return World(rank, size, local_rank, local_size, device, owns_group=owns_group(), ranks_per_device=busiest)
 
 

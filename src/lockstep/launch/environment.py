@@ -20,7 +20,7 @@ class Environment(RunOptions):
     rank: int
     """Rank among all processes, from 0."""
     local_rank: int
-    """Rank among the processes of this machine, from 0; the index of this process's GPU."""
+    """Rank among the processes of this machine, from 0; the index of this process's GPU, if it sees those of all."""
     world_size: int
     """Processes in the run."""
     local_world_size: int
