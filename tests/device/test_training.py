@@ -287,6 +287,18 @@ def test_an_operation_that_does_not_repeat_is_refused_in_the_words_of_the_plan(d
     assert len(set(found["index_copy_"])) == 1
 
 
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def train_normalized(plan: str, run_dir: str) -> list[dict[str, int]]:
+    return train(plan, run_dir, model=normalized, tensor=None)[2]
+
+
+def test_the_host_does_not_wait_for_running_statistics(devices: WorkerPool, tmp_path: Path) -> None:
+    assert devices.run(2, on_device, train_normalized, "shard=2", str(tmp_path / "run")) == [[{}] * 5] * 2
+
+
 class WithSpare(nn.Module):
     """Has parameters that nothing uses, which weight decay must not change."""
 

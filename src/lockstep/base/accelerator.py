@@ -334,7 +334,8 @@ _PORTABLE = 1
 
 def can_register_memory(device: torch.device) -> bool:
     """True if the device's module offers CUDA's `cudaHostRegister`."""
-    return has_streams(device) and hasattr(_module(device.type), "cudart")
+    runtime = getattr(_module(device.type), "cudart", None) if has_streams(device) else None
+    return runtime is not None and hasattr(runtime(), "cudaHostRegister")
 
 
 def register_memory(memory: Tensor, device: torch.device) -> str | None:

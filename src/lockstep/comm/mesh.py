@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.assignment import MicrobatchAssignment
+from lockstep.base import accelerator
 from lockstep.base.torch_private import forget_process_groups, set_item_of_distributed, to_local as to_local
 from lockstep.comm.backend import TIMEOUT
 from lockstep.comm.hierarchical import HierarchicalAllReduce, forget_leader_groups
@@ -84,7 +85,10 @@ class Mesh:
         everyone = self.data.gather_rows(rows, [len(share) for share in self.assignment.indices_by_rank(count)])
         if not self.assignment.round_robin:
             return everyone
-        return everyone[torch.tensor(self.assignment.gathered_positions(count), device=everyone.device)]
+        positions = torch.tensor(self.assignment.gathered_positions(count))
+        if accelerator.has_streams(everyone.device):
+            positions = positions.pin_memory().to(everyone.device, non_blocking=True)
+        return everyone[positions.to(everyone.device)]
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state dict of the whole model, of which a rank of a pipeline has a part. Every rank calls it."""
