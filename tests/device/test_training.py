@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from training.subjects import recipe, rows
 
 import lockstep as ls
 from lockstep.base.errors import PlanError
+from lockstep.comm import world as comm_world
+from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook
@@ -124,6 +127,47 @@ def test_in_fast_numerics_the_host_waits_for_nothing(devices: WorkerPool, tmp_pa
 
 def train_in(precision: str, plan: str, run_dir: str) -> Any:
     return train(plan, run_dir, precision=precision)
+
+
+class Summed(ls.Hook):
+    """Counts the tensors that the latest step has summed over replicas before its backward has ended, and after it."""
+
+    def __init__(self) -> None:
+        self.during = self.after = 0
+
+    def on_start(self, run: Any) -> None:
+        original = World.sum_each
+
+        def noting(world: World, tensors: Any) -> None:
+            self.after = len(tensors)
+            original(world, tensors)
+
+        World.sum_each = noting  # type: ignore[method-assign]
+
+    def after_backward(self, run: Any, model: nn.Module) -> None:
+        scatters = getattr(run.modules[0].reducer, "_scatters", [])
+        self.during = sum(len(scatter.summed) for scatter in scatters)
+
+    def on_end(self, run: Any) -> None:
+        World.sum_each = SUM_EACH  # type: ignore[method-assign]
+
+
+SUM_EACH = World.sum_each
+
+
+def train_summing(plan: str, run_dir: str) -> tuple[float, int, int]:
+    """Return the loss, and what `Summed` has counted. All tensors are as large as those that are summed in place."""
+    hook = Summed()
+    with patch.object(comm_world, "IN_PLACE_BYTES", 1):
+        result = ls.train(steps(), plan=plan, run_dir=run_dir, hooks=[hook], log_every=100)
+    return result.loss, hook.during, hook.after
+
+
+@pytest.mark.parametrize(("plan", "during", "after"), [("replicate=2,shard=2", 6, 0), ("replicate=2,tensor=2", 0, 7)])
+def test_replicas_sum_in_the_last_backward_or_in_place(devices: WorkerPool, tmp_path: Path, plan: str, during: int, after: int) -> None:
+    ((alone, _, _),) = devices.run(1, on_device, train_summing, "replicate=1", str(tmp_path / "alone"))
+    for found in devices.run(4, on_device, train_summing, plan, str(tmp_path / "run")):
+        assert found == (pytest.approx(alone, rel=1e-5), during, after)
 
 
 class Overflows(ls.Hook):

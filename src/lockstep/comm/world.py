@@ -36,7 +36,7 @@ _HEAD_BYTES = 64
 """Size of the head of a JSON text, exchanged first: the text's length, and the text if it fits, else its digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
 IN_PLACE_BYTES = 2**17
-"""With shared memory, a tensor of at least this size is summed in place: copying it into a bucket would take longer."""
+"""With shared memory, and on accelerators, a tensor of at least this size is summed in place, not in a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,29 @@ class World:
 
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor, on any device, by its sum over ranks, in buckets by dtype. Every rank calls it."""
-        alone = [self.shared_memory is not None and t.is_cpu and t.is_contiguous() and t.nbytes >= IN_PLACE_BYTES for t in tensors]
-        for tensor in compress(tensors, alone):
-            self.all_reduce(tensor)
+        alone = [self._sums_in_place(tensor) for tensor in tensors]
+        pending = [work for tensor in compress(tensors, alone) if (work := self._start_all_reduce(tensor)) is not None]
         for bucket in _buckets([tensor for tensor, summed in zip(tensors, alone, strict=True) if not summed]):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
             self.all_reduce(flat)
             summed = torch.split(flat.to(bucket[0].device), [tensor.numel() for tensor in bucket])
             torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(summed, bucket, strict=True)])
+        for work in pending:
+            work.wait()
+
+    def _sums_in_place(self, tensor: Tensor) -> bool:
+        """True if copying the tensor into a bucket would take longer than to sum it alone."""
+        if not tensor.is_contiguous() or tensor.nbytes < IN_PLACE_BYTES:
+            return False
+        return self.shared_memory is not None if tensor.is_cpu else tensor.device == self.device
+
+    def _start_all_reduce(self, tensor: Tensor) -> dist.Work | None:
+        """Start `all_reduce`. On an accelerator the next one need not wait for it."""
+        if tensor.is_cpu:
+            self.all_reduce(tensor)
+            return None
+        work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return work
 
     def any(self, flag: bool) -> bool:
         """Return True on all ranks if `flag` is true on any. Every rank calls it."""

@@ -3,7 +3,8 @@
 Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its gradients, so the
 ranks compute in rounds of one microbatch each. A rank that has none left computes a dummy microbatch, whose gradient is
 set to zero before the reduce-scatter. This module's reduce-scatters replace FSDP2's: plain, or in the canonical order.
-Replicas of the shards (hybrid sharding) are summed once a step, not once a round.
+Replicas of the shards (hybrid sharding) are summed once a step, not once a round: on an accelerator in the last round,
+while its backward computes, and otherwise after it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from lockstep.base.torch_private import (
 )
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.shared_memory import SharedMemoryGroup
+from lockstep.comm.world import World
 from lockstep.model.autocast_weights import check_uses
 from lockstep.model.shard import fsdp_groups, modules_of, reshard
 from lockstep.training.reducers.gradient_hooks import refuse_gradient_hooks, refuse_post_accumulate_hooks
@@ -54,7 +56,8 @@ class FsdpReducer:
         self._groups = fsdp_groups(model)
         memory = mesh.axis("shard").shared_memory
         for group in self._groups:
-            scatter = OrderedScatter(mesh, fsdp_parameter_group(group)) if bitwise else Scatter(memory)
+            parameters_of_group = fsdp_parameter_group(group)
+            scatter = OrderedScatter(mesh, parameters_of_group) if bitwise else Scatter(memory, self._replicas, parameters_of_group)
             group.set_custom_reduce_scatter(scatter)
             if memory is not None:
                 group.set_custom_all_gather(SharedMemoryAllGather(memory))
@@ -87,7 +90,7 @@ class FsdpReducer:
         self._used.clear()
         for scatter in self._scatters:
             scatter.begin(count)
-            scatter.next_round(is_dummy=False)
+            scatter.next_round(is_dummy=False, last=False)  # a pipeline's schedule computes the backwards
 
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
         del own_parameters_only  # other models' gradients are cleared when their accumulation begins
@@ -96,7 +99,7 @@ class FsdpReducer:
             check_uses(self._groups, total)
             self._has_checked_uses = True
         for scatter in self._scatters:
-            scatter.next_round(is_dummy=is_dummy)
+            scatter.next_round(is_dummy=is_dummy, last=self._round + 1 == self._rounds)
         for each in self._backwards:
             each.begin()
         torch.autograd.backward(total, grad_output)
@@ -125,7 +128,9 @@ class FsdpReducer:
         for scatter in self._scatters:
             scatter.end()
         if not self._bitwise and self._replicas.size > 1:
-            self._replicas.sum_each([to_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None])
+            summed = {id(parameter) for scatter in self._scatters for parameter in scatter.summed}
+            rest = [parameter.grad for parameter in self._parameters if parameter.grad is not None and id(parameter) not in summed]
+            self._replicas.sum_each(list(map(to_local, rest)))
         self._unused.clear(used, stats)
         return stats
 
@@ -288,18 +293,25 @@ class Scatter(ReduceScatter):
     backward of another model's loss through this one) it exchanges nothing.
     """
 
-    def __init__(self, memory: SharedMemoryGroup | None) -> None:
-        """`memory`: the shared memory of the ranks of `shard`, if they have one."""
+    def __init__(self, memory: SharedMemoryGroup | None, replicas: World, parameters: Any) -> None:
+        """`memory`: the shared memory of the ranks of `shard`, if they have one. `parameters`: FSDP2's group, with the
+        order and padding of the gradients; None if it has no parameters."""
         self._memory = memory
+        self._replicas = replicas
+        self._parameters = parameters
         self._in_step = False
+        self.summed: list[nn.Parameter] = []
+        """The parameters whose gradients this step has summed over replicas too."""
 
     def begin(self, count: int) -> None:
         """Begin a step of `count` microbatches."""
         self._in_step = True
+        self.summed = []
 
-    def next_round(self, *, is_dummy: bool) -> None:
-        """Begin the next round of backwards. `is_dummy`: its gradient is discarded."""
+    def next_round(self, *, is_dummy: bool, last: bool) -> None:
+        """Begin the next round of backwards. `is_dummy`: its gradient is discarded. `last`: no round follows it."""
         self._is_dummy = is_dummy
+        self._is_last = last
 
     def end_round(self, *, last: bool) -> None:
         """End the round. After the `last` one, the gradients of FSDP2's parameters hold the sum."""
@@ -326,7 +338,26 @@ class Scatter(ReduceScatter):
             self._memory.reduce_scatter(output, sent)
             return None
         work: dist.Work | None = dist.reduce_scatter_single(output, sent, group=group, op=dist.ReduceOp.SUM, async_op=async_op)
+        if self._is_last and self._replicas.size > 1 and not output.is_cpu and not async_op:
+            self._sum_over_replicas(output)
         return work
+
+    def _sum_over_replicas(self, output: Tensor) -> None:
+        """Sum a step's gradients over replicas in the last round, in the stream of the reduce-scatters, while the
+        backward computes. `output`: the last round's, to which FSDP2 would add those of the rounds before."""
+        trainable = [each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad]
+        if any(each.offload_to_cpu for each in trainable):
+            return
+        parts = torch.split(output, [each.padded_sharded_param_size.numel() for each in trainable])
+        if not self.summed:
+            self.summed = [each.sharded_param for each in trainable]
+            earlier = [(part, to_local(p.grad)) for part, p in zip(parts, self.summed, strict=True) if p.grad is not None]
+            if earlier:
+                views = [part[: gradient.numel()].view_as(gradient) for part, gradient in earlier]
+                torch._foreach_add_(views, [gradient for _, gradient in earlier])
+            for parameter in self.summed:
+                parameter.grad = None
+        self._replicas.all_reduce(output)
 
 
 class OrderedScatter(Scatter):
@@ -339,11 +370,8 @@ class OrderedScatter(Scatter):
     """
 
     def __init__(self, mesh: Mesh, parameters: Any) -> None:
-        """`parameters`: FSDP2's group, with the order and padding of the gradients; None if it has no parameters."""
-        super().__init__(mesh.data.shared_memory)
-        self._parameters = parameters
+        super().__init__(mesh.data.shared_memory, mesh.axis("replicate"), parameters)
         self._data = mesh.data
-        self._replicas = mesh.axis("replicate")
         self._shards = mesh.axis("shard").size
 
     def begin(self, count: int) -> None:
@@ -351,8 +379,8 @@ class OrderedScatter(Scatter):
         self._remaining = count
         self._counter: Counter[Tensor] = Counter(Tensor.add_, start=0, count=count)
 
-    def next_round(self, *, is_dummy: bool) -> None:
-        super().next_round(is_dummy=is_dummy)
+    def next_round(self, *, is_dummy: bool, last: bool) -> None:
+        super().next_round(is_dummy=is_dummy, last=last)
         self._leaves: Tensor | None = None
 
     def _sum(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
