@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lockstep.base.errors import LaunchError
-from lockstep.training.set_up import NEWEST_TESTED_TORCH, check_torch, untested_torch
+from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World
+from lockstep.plan import Plan
+from lockstep.training.set_up import NEWEST_TESTED_TORCH, check_torch, remarks, untested_torch
 
 NEWEST = ".".join(map(str, NEWEST_TESTED_TORCH))
 
@@ -28,3 +32,18 @@ def test_a_newer_torch_is_an_event_and_a_warning(version: str) -> None:
     assert (remark.event, remark.details) == ("untested-torch", {"torch": version, "newest_tested": NEWEST})
     expected = f"warning: torch {version} is newer than {NEWEST}, the newest that lockstep is tested with; lockstep verify shows whether it"
     assert remark.line == f"{expected} trains the same model"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_said"),
+    [
+        ("compile=yes,checkpointing=selective", True),
+        ("compile=yes,checkpointing=full", False),
+        ("compile=yes", False),
+        ("checkpointing=selective", False),
+    ],
+)
+def test_selective_checkpointing_of_compiled_code_is_said_to_recompute_everything(text: str, is_said: bool) -> None:
+    plan = Plan.parse(text).resolve(1)
+    mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu")), plan)
+    assert ("selective-as-full" in [remark.event for remark in remarks(plan, mesh, "fp32")]) is is_said

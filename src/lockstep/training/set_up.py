@@ -62,6 +62,9 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
     if (gpus := plan.data_parallel) > 1:
         better = f"replicate={gpus}, one process a GPU, is faster: it does not copy the model in each step, and each has its own Python"
         yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
+    if plan.compile and plan.checkpointing == "selective":
+        reason = "compiled code recomputes all of a block, as with checkpointing=full; compile=yes alone keeps the results of products"
+        yield Remark("selective-as-full", {"reason": reason}, f"warning: compile=yes with checkpointing=selective: {reason}")
     device = mesh.world.device
     if warning := precisions.slow_on_this_cpu(precision, device) or precisions.slow_without_tf32(precision, device):
         yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
