@@ -1718,6 +1718,9 @@ OPTIMIZER_STATE = "training/test_optimizer_state.py::test_what_cannot_be_saved_i
 COLLECTIVES = "training/test_collectives.py::test_what_synchronises_where_there_are_several_processes_is_right"
 REPORTS = "training/test_reports.py::test_what_would_be_another_model_is_refused_and_the_remedy_is_one_model"
 ELSEWHERE = {
+    "use machines of one kind, or numerics=fast": (
+        "device/test_sharing_devices.py::test_unequal_devices_are_refused_under_bitwise_and_said_otherwise"
+    ),
     "functional_call and weights of one module in another, ": SHARDED,
     "name modules of one dtype in Recipe.blocks": SHARDED,
     "with a gradient that is itself differentiated": SHARDED,
