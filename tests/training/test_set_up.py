@@ -45,5 +45,5 @@ def test_a_newer_torch_is_an_event_and_a_warning(version: str) -> None:
 )
 def test_selective_checkpointing_of_compiled_code_is_said_to_recompute_everything(text: str, is_said: bool) -> None:
     plan = Plan.parse(text).resolve(1)
-    mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu")), plan)
+    mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), plan)
     assert ("selective-as-full" in [remark.event for remark in remarks(plan, mesh, "fp32")]) is is_said
