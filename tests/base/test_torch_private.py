@@ -5,14 +5,18 @@ import ast
 import gc
 import inspect
 import json
+import threading
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
@@ -348,9 +352,64 @@ def test_abort_accelerator_groups_leaves_gloo(group, monkeypatch):
     monkeypatch.setattr(dist.ProcessGroup, "abort", lambda self: aborted.append(self))
     assert not torch_private.abort_accelerator_groups()
     assert aborted == []
-    monkeypatch.setattr(dist.distributed_c10d, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+
+
+def test_abort_accelerator_groups_within_a_region_where_the_backend_has_one(monkeypatch):
+    """The NCCL of torch 2.13 and 2.14, and the legacy one of 2.15."""
+    done = []
+    backend = SimpleNamespace(name=lambda: "nccl", _group_start=lambda: done.append("("), _group_end=lambda: done.append(")"))
+    use_groups(monkeypatch, backend, {"0": lambda: done.append("0"), "1": lambda: done.append("1")})
     assert torch_private.abort_accelerator_groups()
-    assert aborted == [dist.group.WORLD]
+    assert done == ["(", "1", "0", ")"]
+
+
+def test_abort_accelerator_groups_at_once_where_it_has_none(monkeypatch):
+    """The NCCL of torch 2.15. The abort of one group may wait for a kernel of another."""
+    both = threading.Barrier(2, timeout=10)
+    use_groups(monkeypatch, SimpleNamespace(name=lambda: "nccl2"), {"0": both.wait, "1": both.wait})
+    assert torch_private.abort_accelerator_groups()
+    assert not both.broken
+
+
+def use_groups(monkeypatch, backend, aborts):
+    """Have torch know process groups of `backend`: name -> what `abort` does."""
+    device = SimpleNamespace(type="cuda")
+    groups = {Group(_device_types=[device], _get_backend=lambda _: backend, abort=abort): name for name, abort in aborts.items()}
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_names=groups))
+
+
+class Group(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def test_accelerator_groups_failed(group, monkeypatch):
+    assert not torch_private.accelerator_groups_failed()
+    backend = SimpleNamespace(name=lambda: "nccl")
+    use_groups(monkeypatch, backend, {"0": None})
+    assert not torch_private.accelerator_groups_failed(), "it does not know"
+    for word, failed in {"SUCCESS": False, "TIMEOUT": True, "REMOTE_ERROR": True}.items():
+        backend.get_error = lambda word=word: SimpleNamespace(name=word)
+        assert torch_private.accelerator_groups_failed() == failed
+
+
+def test_accelerator_collectives_json(group, monkeypatch):
+    """Each recorder that a backend may have: NCCL's in torch's module, XCCL's in the object, and the hook's of 2.15."""
+    assert torch_private.accelerator_collectives_json() == []
+    asked = []
+
+    def dump(recorder, **given):
+        asked.append((recorder, given))
+        return b"{}"
+
+    use_groups(monkeypatch, SimpleNamespace(name=lambda: "nccl"), {"0": None})
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", partial(dump, "nccl"), raising=False)
+    assert torch_private.accelerator_collectives_json()[:1] == [b"{}"]
+    use_groups(monkeypatch, SimpleNamespace(name=lambda: "xccl", _dump_xccl_trace_json=partial(dump, "xccl")), {"0": None})
+    assert torch_private.accelerator_collectives_json()[:1] == [b"{}"]
+    assert asked == [(name, {"includeCollectives": True, "onlyActive": False}) for name in ("nccl", "xccl")]
+    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", lambda *, backend: backend.encode())
+    use_groups(monkeypatch, SimpleNamespace(name=lambda: "nccl2"), {"0": None})
+    assert torch_private.accelerator_collectives_json() == [b"nccl2"]
 
 
 def test_forget_distributed_operations(mesh):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -304,11 +305,37 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 
 def active_collectives_json() -> bytes:
-    """Return the flight recorder's entries of the collectives that are not done, as JSON; some are marked "retired"."""
+    """Return Gloo's flight recorder's entries of the collectives that are not done, as JSON; some are marked
+    "retired"."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     recorded: bytes = _dump_fr_trace_json(onlyActive=True)
     return recorded
+
+
+def accelerator_collectives_json() -> list[bytes]:
+    """Return the entries of the flight recorders of the accelerator's backends, done or not, as JSON: NCCL's of its
+    own, and in torch 2.15 the one that torch's hook writes for a backend without its own, such as the newer NCCL."""
+    from torch._C import _distributed_c10d
+
+    recorded = []
+    for name, backend in {backend.name(): backend for backend in _accelerator_backends()}.items():
+        own = f"_dump_{name}_trace_json"
+        dump = getattr(backend, own, None) or getattr(_distributed_c10d, own, None)
+        if dump is not None:
+            recorded.append(dump(includeCollectives=True, onlyActive=False))
+        with suppress(TypeError):  # before 2.15 there is one recorder, Gloo's
+            recorded.append(_distributed_c10d._dump_fr_trace_json(backend=name))  # type: ignore[attr-defined]
+    return recorded
+
+
+def accelerator_groups_failed() -> bool:
+    """True if a backend of the accelerator says that it has failed: it may have ended its kernels before their end."""
+    for backend in _accelerator_backends():
+        with suppress(AttributeError, RuntimeError):  # not every backend knows
+            if backend.get_error().name != "SUCCESS":
+                return True
+    return False
 
 
 def forget_process_groups(mesh: DeviceMesh) -> None:
@@ -338,27 +365,42 @@ def number_process_groups_from(count: int) -> None:
 
 def abort_accelerator_groups() -> bool:
     """Abort all process groups of a backend other than Gloo, such as NCCL. Returns True if there is one. Never run with
-    NCCL."""
+    several GPUs."""
+    found = _accelerator_groups()
+    if not found:
+        return False
+    # The abort of one communicator can wait for a kernel of another: all are aborted at once.
+    backend = found[0][1]
+    if hasattr(backend, "_group_start"):
+        backend._group_start()
+        for group, _ in found:
+            group.abort()
+        backend._group_end()
+        return True
+    threads = [threading.Thread(target=group.abort, name="lockstep-abort-group", daemon=True) for group, _ in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return True
+
+
+def _accelerator_groups() -> list[tuple[Any, Any]]:
+    """Return each process group that has a backend for a device other than the CPU, the newest first, and that
+    backend."""
     import torch.distributed as dist
 
     names = dict(dist.distributed_c10d._world.pg_names)
-    config = dist.distributed_c10d.get_backend_config
-    groups = [group for group in sorted(names, key=lambda group: names[group], reverse=True) if set(_backends(config(group))) != {"gloo"}]
-    device = next((device for group in groups for device in group._device_types if device.type != "cpu"), None)
-    backend: Any = None if device is None else groups[0]._get_backend(device)
-    together = hasattr(backend, "_group_start")  # NCCL: aborts one by one can wait for each other
-    if together:
-        backend._group_start()
-    for group in groups:
-        group.abort()
-    if together:
-        backend._group_end()
-    return bool(groups)
+    found = []
+    for group in sorted(names, key=lambda group: names[group], reverse=True):
+        device = next((device for device in group._device_types if device.type != "cpu"), None)
+        if device is not None and (backend := group._get_backend(device)).name() != "gloo":
+            found.append((group, backend))
+    return found
 
 
-def _backends(config: str) -> list[str]:
-    """Return the backends in a text such as "cpu:gloo,cuda:nccl"."""
-    return [part.rpartition(":")[2] for part in config.split(",")]
+def _accelerator_backends() -> list[Any]:
+    return [backend for _, backend in _accelerator_groups()]
 
 
 @contextmanager
