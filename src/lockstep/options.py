@@ -31,7 +31,7 @@ LEAST_OTHER_SECONDS = 300.0
 """Smallest timeout of all other phases: data, saves and evaluations depend on disks, networks and users' code."""
 FIRST_SECONDS = 540.0
 """Timeout of a phase that has never ended yet. Gloo and NCCL give up after 600 seconds."""
-STEP_PHASES = ("compute", "exchange", "update")
+STEP_PHASES = ("compute", "exchange", "update", "waiting for the device")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ import json
 import os
 import random
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.base.container import process_id_space
-from lockstep.comm.active_calls import CollectiveCall
+from lockstep.comm.active_calls import CollectiveCall, open_entries
 from lockstep.hooks.hang.report import Hang, diagnose, enclosing
 from lockstep.hooks.hang.snapshot import Activity, Frame, StackSnapshot, activity
 from lockstep.hooks.hang.watchdog import _why_silent
@@ -131,6 +131,36 @@ def test_the_activity_of_a_thread_follows_from_its_samples_calls_and_cpu_time() 
     assert activity((USER,), calls=[REDUCE], moves=False, cpu_use=0.0) == "sleeps"
     assert activity((USER,), calls=[], moves=False, cpu_use=1.0) == "computes"
     assert activity((USER, TORCH), calls=[REDUCE], moves=True, cpu_use=1.0) == "runs"
+
+
+def test_a_rank_whose_device_is_in_a_collective_waits_wherever_its_host_is() -> None:
+    """`item()` is called at the user's line, and uses a processor fully. A moving host may be what is waited for."""
+    queued = replace(REDUCE, on_device=True)
+    assert activity((USER,), calls=[queued], moves=False, cpu_use=1.0) == "waits"
+    assert activity((USER,), calls=[queued], moves=False, cpu_use=0.0) == "waits"
+    assert activity((USER,), calls=[queued], moves=True, cpu_use=1.0) == "runs"
+    hang = found(snapshot(0, "waits", queued, stack=(USER,)), snapshot(1, "sleeps"))
+    assert hang.summary.startswith("rank 1 is waited for: it is in a call that does not return")
+    assert "rank 0 waits in all_reduce of float32 (4,), call 7 of default_pg" in hang.report
+
+
+def entry(number: int, state: str, *, group: str = "default_pg", retired: bool = False, is_p2p: bool = False) -> dict[str, Any]:
+    return {"record_id": number, "state": state, "process_group": ["0", group], "retired": retired, "is_p2p": is_p2p}
+
+
+def test_what_an_accelerators_recorder_holds_is_open_unless_a_later_call_of_its_group_is_done() -> None:
+    """NCCL never says that a part of a coalesced call is done."""
+    recorded = [
+        entry(0, "completed"),
+        entry(1, "scheduled"),
+        entry(2, "completed", retired=True),
+        entry(3, "scheduled", group="mesh_shard"),
+        entry(4, "scheduled", is_p2p=True),
+        entry(5, "started"),
+        entry(6, "scheduled"),
+        entry(7, "scheduled", group="retired at issue", retired=True),
+    ]
+    assert [each["record_id"] for each in open_entries(recorded)] == [3, 4, 5, 6]
 
 
 def test_a_snapshot_goes_through_json() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from lockstep.logging.phases import Phases
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge
 
 REASONS = st.none() | st.sampled_from(["enough", "a signal", "time is over"])
@@ -59,7 +60,7 @@ def step(flags: Any) -> Any:
 def consensus(mine: Request, others: list[Request], *, data_ranks: int | None = None) -> tuple[Consensus, Ranks]:
     ranks = Ranks(others, data_ranks=1 + len(others) if data_ranks is None else data_ranks)
     mesh: Any = ranks
-    return Consensus(mesh, lambda: mine), ranks
+    return Consensus(mesh, Phases(), lambda: mine), ranks
 
 
 def test_where_nobody_asks_nothing_is_exchanged() -> None:

@@ -1,16 +1,20 @@
-"""The collectives that this process is in now: torch's flight recorder and shared-memory groups report theirs."""
+"""The collectives that this process is in now: torch's flight recorders and shared-memory groups report theirs.
+
+A backend of the accelerator has a recorder of its own. Its collectives run on the device: the process only queues them,
+and one that is not done is what the device waits in, or will come to.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.base.torch_private import active_collectives_json
+from lockstep.base.torch_private import accelerator_collectives_json, active_collectives_json
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
 
@@ -22,6 +26,8 @@ class CollectiveCall:
     sequence: int
     tensors: str
     """The type and shape of what this process gave: float32 (4,)."""
+    on_device: bool = False
+    """True if the device makes the call, whatever the process does meanwhile."""
 
     def __str__(self) -> str:
         return f"{self.name} of {self.tensors}" if self.tensors else self.name
@@ -38,21 +44,48 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 
 
 def active_calls() -> list[CollectiveCall]:
-    """Return the collectives that this process is in, the oldest first. Any thread may call it."""
+    """Return the collectives that this process is in, and those of its device that are not done, the oldest first of
+    each. Any thread may call it."""
     calls = [*_announced, *(CollectiveCall(*call) for call in SharedMemoryGroup.active_calls())]
-    return calls + (_in_torch() if dist.is_available() and dist.is_initialized() else [])
+    if not (dist.is_available() and dist.is_initialized()):
+        return calls
+    calls += [_call(entry) for entry in _entries(active_collectives_json()) if not entry["retired"]]
+    recorded = sorted(
+        (entry for recorder in accelerator_collectives_json() for entry in open_entries(_entries(recorder))),
+        key=lambda entry: int(entry["time_created_ns"]),
+    )
+    return calls + [_call(entry, on_device=True) for entry in recorded]
 
 
-def _in_torch() -> list[CollectiveCall]:
-    entries = json.loads(active_collectives_json()).get("entries", [])
-    return [_call(entry) for entry in entries if not entry["retired"]]
+def open_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the entries of an accelerator's recorder that are not done. A group's collectives run in their order: an
+    entry before one that is done is done too, though nobody said so, as for parts of a coalesced call."""
+    latest: dict[Hashable, int] = {}
+    for entry in entries:
+        if _is_done(entry):
+            latest[_lane(entry)] = max(latest.get(_lane(entry), -1), entry["record_id"])
+    return [entry for entry in entries if entry["record_id"] > latest.get(_lane(entry), -1)]
 
 
-def _call(entry: dict[str, Any]) -> CollectiveCall:
+def _is_done(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["retired"]) or entry["state"] == "completed"
+
+
+def _lane(entry: Mapping[str, Any]) -> Hashable:
+    return (*entry["process_group"], entry["is_p2p"])
+
+
+def _entries(recorded: bytes) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(recorded).get("entries", [])
+    return entries
+
+
+def _call(entry: Mapping[str, Any], *, on_device: bool = False) -> CollectiveCall:
     sequence = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     tensors = ", ".join(f"{_DTYPES.get(dtype, dtype.lower())} {tuple(size)}" for dtype, size in sizes)
-    return CollectiveCall(entry["profiling_name"].rpartition(":")[2], entry["process_group"][1], int(sequence), tensors)
+    name = entry["profiling_name"].rpartition(":")[2]
+    return CollectiveCall(name, entry["process_group"][1], int(sequence), tensors, on_device)
 
 
 _announced: list[CollectiveCall] = []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -14,6 +14,9 @@ import torch
 from lockstep.comm.wait_times import waits
 
 T = TypeVar("T")
+WAITING_FOR_DEVICE = "waiting for the device"
+_MAX_EVENTS = 256
+"""From so many timed events on, those that the GPU has passed are used again."""
 FADES = 0.95
 """Factor by which the longest duration of a phase fades each time that the phase ends."""
 
@@ -33,23 +36,31 @@ class StreamTimes:
 
     def __init__(self, create_event: Callable[[], torch.Event]) -> None:
         self._create_event = create_event
-        self._events: list[tuple[str, torch.Event]] = []
+        self._events: deque[tuple[str, torch.Event]] = deque()
+        self._spare: list[torch.Event] = []
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str) -> None:
         """Begin a phase of the work that is queued from now on."""
-        event = self._create_event()
+        event = self._spare.pop() if self._spare else self._create_event()
         event.record()
         self._events.append((name, event))
+        while len(self._events) > _MAX_EVENTS and self._events[1][1].query():
+            self._add_first()
 
     def totals(self) -> defaultdict[str, float]:
         """Return the seconds of each phase. Waits until the GPU has reached the present phase."""
         if self._events:
             self._events[-1][1].synchronize()
-            for (name, began), (_, ended) in pairwise(self._events):
-                self._totals[name] += began.elapsed_time(ended) / 1e3
-            del self._events[:-1]
+            while len(self._events) > 1:
+                self._add_first()
         return self._totals
+
+    def _add_first(self) -> None:
+        """Add the first phase, which the GPU has ended, to the totals."""
+        name, began = self._events.popleft()
+        self._totals[name] += began.elapsed_time(self._events[0][1]) / 1e3
+        self._spare.append(began)
 
 
 class Phases:
@@ -70,6 +81,21 @@ class Phases:
 
     def enter(self, name: str, *, interrupts: bool = False) -> str:
         """Enter another phase. Returns the one before. `interrupts`: that one has not ended, and is entered again."""
+        before = self._enter(name, interrupts=interrupts)
+        if self.stream is not None:
+            self.stream.enter(name)
+        return before
+
+    @contextmanager
+    def waiting_for_device(self) -> Iterator[None]:
+        """A phase of the host, which interrupts the present one, while its device works on what is queued."""
+        before = self._enter(WAITING_FOR_DEVICE, interrupts=True)
+        try:
+            yield
+        finally:
+            self._enter(before)
+
+    def _enter(self, name: str, *, interrupts: bool = False) -> str:
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took
@@ -84,8 +110,6 @@ class Phases:
             self._by_phase[name] = _PhaseSeconds()
         self._current = self._by_phase[name]
         self.name, self.since = name, now
-        if self.stream is not None:
-            self.stream.enter(name)
         return before
 
     def during(self, name: str, items: Iterable[T]) -> Iterator[T]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.base import accelerator
 from lockstep.comm.mesh import Mesh
+from lockstep.logging.phases import Phases
 from lockstep.training.step_result import StepResult
 
 
@@ -45,6 +46,7 @@ class Consensus:
     exchange their requests."""
 
     mesh: Mesh
+    phases: Phases
     request: Callable[[], Request]  # returns this rank's current request
     _before: tuple[Tensor, torch.Event] | None = None  # the flags of the step before, being copied from the GPU
 
@@ -84,12 +86,14 @@ class Consensus:
             self.mesh.axis(axis).all_reduce(raised_by)
         before, self._before = self._before, None
         if wait:
-            return bool(raised_by.any())
+            with self.phases.waiting_for_device():
+                return bool(raised_by.any())
         copied = raised_by.to("cpu", non_blocking=True)
         event = accelerator.event(raised_by.device)
         event.record()
         self._before = copied, event
         if before is None:
             return False
-        before[1].synchronize()
+        with self.phases.waiting_for_device():
+            before[1].synchronize()
         return bool(before[0].any())

@@ -8,12 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
-import torch
-
-from lockstep.base import accelerator
 from lockstep.base.errors import HangError, cannot_write, say
 from lockstep.base.torch_private import default_store
 from lockstep.hooks.hang.report import Hang
@@ -124,11 +121,8 @@ class HangHook(Hook):
         os._exit(128 + signal.SIGTERM)
 
     def _save(self, error: HangError) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(defer_kill())
-            if accelerator.has_streams(self._context.world.device):  # the current stream may wait for a collective that never ends
-                stack.enter_context(torch.Stream(self._context.world.device))
-            if self._run is not None:
+        if self._run is not None:
+            with defer_kill():
                 self._rescue(self._run, error)
 
 

@@ -29,7 +29,8 @@ from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.logging.phases import Phases
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
-"""Waits in a collective; runs Python code; computes in native code; is in a call that does not return."""
+"""Waits in a collective, or for its device, which does; runs Python code; computes in native code; is in a call that
+does not return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # A process that does not handle it ignores it
 _WRITING_SECONDS = 0.1
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -143,9 +144,15 @@ def take_snapshot(rank: int, thread: threading.Thread, phases: Phases, *, limit_
 
 
 def activity(stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, cpu_use: float) -> Activity:
-    """`moves`: its Python code advanced between samples. `cpu_use`: the fraction of the time on the processor."""
+    """`moves`: its Python code advanced between samples. `cpu_use`: the fraction of the time on the processor.
+
+    [Note: waits for the device] A host that waits for its device is in `item()` or `synchronize`, often at full use of
+    a processor, called by anybody. So a rank whose device is in a collective waits, whatever native code its host is
+    in: a collective that all ranks have queued ends, and the device of the rank that the others wait for has none."""
     if moves:
         return "runs"
+    if any(call.on_device for call in calls):
+        return "waits"
     if calls and stack and (f"{os.sep}torch{os.sep}" in stack[-1].file or stack[-1].file.startswith(_LOCKSTEP)):
         return "waits"
     return "computes" if cpu_use > 0.5 else "sleeps"
