@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -106,8 +106,9 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self.house.hang.ends_the_process:
-            threading.Event().wait()
+        while self.house.hang.ends_the_process:  # once it has saved; until then a signal, such as the launcher's, ends nothing
+            with suppress(BaseException):
+                threading.Event().wait()
         rejoins = error is not None and self._recovery is not None and self._recovery.rejoined(error, self.run, self.house.hang.close)
         self._termination.hold(failed=error is not None)
         self.context.phases.enter("ending")

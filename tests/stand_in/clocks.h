@@ -3,7 +3,12 @@
 // Kernels compute at once, on the host. What is asynchronous is their *order*: each stream has a vector clock, as has the
 // host. A kernel that touches memory which another stream has touched, without having waited for it, is a race, whether
 // or not the values are right today: it raises. What is copied to the host arrives when the host learns that it has. The
-// device is kBehind kernels behind the host: the host learns without waiting what was queued before them.
+// device is kBehind kernels behind the host: the host learns without waiting what was queued before them, or by asking
+// as often.
+//
+// Where the host goes ahead (STAND_IN_HOST_AHEAD), a collective that fails, or does not end within so many seconds, stops
+// its stream for good. Kernels behind it, on all streams that wait for it, are queued and never run: they write nothing.
+// A host that waits for one spins for ever.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -114,6 +119,10 @@ class Times {
       const char* kernel,
       const std::vector<at::Tensor>& reads,
       const std::vector<at::Tensor>& writes);
+  // True if what is queued on `stream` now never runs.
+  bool is_stopped(const c10::Stream& stream);
+  // What `clock` has reached on `stream` never ends.
+  void stop(const c10::Stream& stream, const VectorClock& clock);
   // `stream` waits for all that `clock` knows.
   void wait(const c10::Stream& stream, const VectorClock& clock);
   // The host waits for all that `clock` knows. Raises where the host must not wait.
@@ -137,6 +146,7 @@ class Times {
  private:
   void check(Block& block, const Access& access, const VectorClock& clock);
   void settle();
+  bool never_ends(const VectorClock& clock);
   VectorClock& clock_of(size_t line) {
     return clocks_[line];
   }
@@ -146,6 +156,7 @@ class Times {
   std::map<const char*, Block> blocks_;
   std::vector<Block> freed_;  // with accesses that the stream of the block had not waited for
   std::vector<Copy> copies_;
+  std::vector<std::pair<size_t, Tick>> stopped_;  // lines of time, and where they ended
   Counters counters_;
   int64_t launched_ = 0;
   bool forbids_host_waits_ = false;

@@ -56,6 +56,7 @@ class Call {
     }
     const c10::DeviceGuard guard(c10::Device(c10::DeviceType::PrivateUse1, device_ < 0 ? current_device() : device_));
     device_ = current_device();
+    is_stopped_ = Times::get().is_stopped(current_stream(device_));
     for (size_t index = 0; index < op_.schema().arguments().size(); ++index) {
       const auto* alias = op_.schema().arguments()[index].alias_info();
       (*stack_)[first_ + index] = replaced((*stack_)[first_ + index], alias != nullptr && alias->isWrite());
@@ -137,7 +138,8 @@ class Call {
     }
     (written ? writes_ : reads_).push_back(tensor);
     originals_.push_back(tensor);
-    aliases_.push_back(on_host(tensor));
+    const auto alias = on_host(tensor);
+    aliases_.push_back(written && is_stopped_ ? alias.clone() : alias);
     return aliases_.back();
   }
 
@@ -161,8 +163,8 @@ class Call {
   }
 
   // An `out=` argument may have been given another shape.
-  static void take_resize(const at::Tensor& original, const at::Tensor& alias) {
-    if (original.sizes() == alias.sizes() && original.storage().data() == alias.storage().data()) {
+  void take_resize(const at::Tensor& original, const at::Tensor& alias) const {
+    if (original.sizes() == alias.sizes() && (is_stopped_ || original.storage().data() == alias.storage().data())) {
       return;
     }
     original.resize_(alias.sizes());
@@ -201,6 +203,7 @@ class Call {
   torch::jit::Stack* stack_;
   size_t first_;
   c10::DeviceIndex device_ = -1;
+  bool is_stopped_ = false;  // the call is queued, and never runs: it has results of the right shape, and writes nothing
   std::vector<at::Tensor> originals_, aliases_, reads_, writes_;
 };
 
@@ -262,14 +265,18 @@ void copy_between_devices(const at::Tensor& from, const at::Tensor& to) {
   const auto stream = current_stream(from.device().index()), other = current_stream(to.device().index());
   Times::get().wait(stream, Times::get().now(other));
   auto done = Times::get().launch(stream, "copy", {from}, {to});
-  on_host(to).copy_(on_host(from));
+  if (!Times::get().is_stopped(stream)) {
+    on_host(to).copy_(on_host(from));
+  }
   Times::get().wait(other, done);
 }
 
 void copy_to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const auto stream = current_stream(to.device().index());
   auto done = Times::get().launch(stream, "copy to the device", {}, {to});
-  on_host(to).copy_(from);
+  if (!Times::get().is_stopped(stream)) {
+    on_host(to).copy_(from);
+  }
   if (!non_blocking) {
     Times::get().host_wait(done, "a copy to the device");
   } else if (from.numel() > 0 && is_pinned_memory(from.const_data_ptr())) {

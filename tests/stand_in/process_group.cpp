@@ -8,6 +8,11 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
+#include <cstdlib>
+#include <deque>
+#include <optional>
+#include <sstream>
 #include <thread>
 
 namespace stand_in {
@@ -42,13 +47,126 @@ Tensors joined(const std::vector<Tensors>& lists) {
   return all;
 }
 
+// Seconds after which the host goes on although a collective has not ended. None: it stays until Gloo is done.
+std::optional<double> host_ahead() {
+  static const auto seconds = [] {
+    const auto* asked = std::getenv("STAND_IN_HOST_AHEAD");
+    return asked ? std::optional<double>(std::atof(asked)) : std::nullopt;
+  }();
+  return seconds;
+}
+
+// What the backend notes of its collectives, as NCCL does: Gloo's own recorder is not the device's.
+class FlightRecorder {
+ public:
+  struct Entry {
+    size_t id;
+    std::string group;
+    std::string description;
+    uint64_t collectives;
+    uint64_t transfers;
+    std::string name;
+    Tensors inputs;  // without values
+    int64_t created_ns;
+    bool is_transfer;
+    bool is_done;
+    WorkPtr work;  // until it is done: it holds tensors
+
+    void look() {
+      if (work && work->isCompleted()) {
+        is_done = true;
+        work.reset();
+      }
+    }
+  };
+
+  static FlightRecorder& get() {
+    static auto* recorder = new FlightRecorder();
+    return *recorder;
+  }
+
+  size_t add(Entry entry) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    entry.id = next_++;
+    entries_.push_back(std::move(entry));
+    if (entries_.size() > 2000) {
+      entries_.pop_front();
+    }
+    return next_ - 1;
+  }
+
+  void set_work(size_t id, const WorkPtr& work) {
+    change(id, [&](Entry& entry) { entry.work = work; });
+  }
+
+  void set_done(size_t id) {
+    change(id, [](Entry& entry) {
+      entry.is_done = true;
+      entry.work.reset();
+    });
+  }
+
+  std::string json() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::ostringstream text;
+    text << "{\"entries\":[";
+    for (auto& entry : entries_) {
+      entry.look();
+      text << (&entry == &entries_.front() ? "" : ",") << "{\"record_id\":" << entry.id << ",\"process_group\":[\"" << entry.group
+           << "\",\"" << entry.description << "\"],\"collective_seq_id\":" << entry.collectives
+           << ",\"p2p_seq_id\":" << entry.transfers << ",\"profiling_name\":\"standin_gloo:" << entry.name << "\",\"input_sizes\":[";
+      for (auto& input : entry.inputs) {
+        text << (&input == &entry.inputs.front() ? "" : ",") << "[";
+        for (int64_t dim = 0; dim < input.dim(); ++dim) {
+          text << (dim ? "," : "") << input.size(dim);
+        }
+        text << "]";
+      }
+      text << "],\"input_dtypes\":[";
+      for (auto& input : entry.inputs) {
+        text << (&input == &entry.inputs.front() ? "" : ",") << "\"" << c10::toString(input.scalar_type()) << "\"";
+      }
+      text << "],\"time_created_ns\":" << entry.created_ns << ",\"is_p2p\":" << (entry.is_transfer ? "true" : "false")
+           << ",\"state\":\"" << (entry.is_done ? "completed" : "scheduled") << "\",\"retired\":" << (entry.is_done ? "true" : "false")
+           << "}";
+    }
+    text << "]}";
+    return text.str();
+  }
+
+ private:
+  template <typename Change>
+  void change(size_t id, const Change& change) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!entries_.empty() && id >= entries_.front().id) {
+      change(entries_[id - entries_.front().id]);
+    }
+  }
+
+  std::mutex mutex_;
+  std::deque<Entry> entries_;
+  size_t next_ = 0;
+};
+
 // Waiting for it makes the current stream wait. The host stays until Gloo is done, which does not count: a device's
-// stream would wait alone.
+// stream would wait alone. Without an inner one, it never ends, and the host goes on.
 class StreamWork final : public c10d::Work {
  public:
-  StreamWork(int rank, c10d::OpType type, WorkPtr inner, Tensors outputs, c10::Stream stream, VectorClock done)
-      : Work(rank, type), inner_(std::move(inner)), outputs_(std::move(outputs)), stream_(stream), done_(std::move(done)) {
+  StreamWork(int rank, c10d::OpType type, WorkPtr inner, Tensors outputs, c10::Stream stream, VectorClock done, size_t entry)
+      : Work(rank, type),
+        inner_(std::move(inner)),
+        outputs_(std::move(outputs)),
+        stream_(stream),
+        done_(std::move(done)),
+        entry_(entry) {
     c10::intrusive_ptr<c10::ivalue::Future> inner_future;
+    if (!inner_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(
+          c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{stream.device()});
+      const c10::StreamGuard guard(stream);
+      future_->markCompleted(c10::IValue(outputs_));
+      return;
+    }
     try {
       inner_future = inner_->getFuture();
     } catch (const c10::Error&) {  // Gloo has none for send and recv
@@ -66,17 +184,23 @@ class StreamWork final : public c10d::Work {
     });
   }
 
+  ~StreamWork() override {
+    if (inner_ && inner_->isCompleted()) {
+      FlightRecorder::get().set_done(entry_);
+    }
+  }
+
   bool isCompleted() override {
-    return inner_->isCompleted();
+    return inner_ && inner_->isCompleted();
   }
   bool isSuccess() const override {
-    return inner_->isSuccess();
+    return inner_ && inner_->isSuccess();
   }
   std::exception_ptr exception() const override {
-    return inner_->exception();
+    return inner_ ? inner_->exception() : nullptr;
   }
   int sourceRank() const override {
-    return inner_->sourceRank();
+    return inner_ ? inner_->sourceRank() : -1;
   }
   Tensors result() override {
     return outputs_;
@@ -85,12 +209,17 @@ class StreamWork final : public c10d::Work {
     wait(kNoTimeout);
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    const auto waited = inner_->wait(timeout);
+    const auto waited = !inner_ || inner_->wait(timeout);
+    if (inner_) {
+      FlightRecorder::get().set_done(entry_);
+    }
     Times::get().wait(current_stream(stream_.device_index()), done_);
     return waited;
   }
   void abort() override {
-    inner_->abort();
+    if (inner_) {
+      inner_->abort();
+    }
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     TORCH_CHECK(future_, "this work has no future");
@@ -102,6 +231,7 @@ class StreamWork final : public c10d::Work {
   Tensors outputs_;
   c10::Stream stream_;
   VectorClock done_;
+  size_t entry_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -258,7 +388,43 @@ class StreamBackend final : public Backend {
     const auto stream = stream_of(device);
     Times::get().wait(stream, Times::get().now(current_stream(device.index())));
     auto done = Times::get().launch(stream, "a collective", inputs, outputs);
-    return c10::make_intrusive<StreamWork>(getRank(), type, start(), outputs, stream, done);
+    const auto entry = record(type, inputs);
+    if (Times::get().is_stopped(stream)) {
+      return c10::make_intrusive<StreamWork>(getRank(), type, nullptr, outputs, stream, done, entry);
+    }
+    auto work = start();
+    FlightRecorder::get().set_work(entry, work);
+    if (host_ahead() && !is_transfer(type) && !ends_in(*work, *host_ahead())) {
+      Times::get().stop(stream, done);
+      unfinished_.push_back(std::move(work));
+      return c10::make_intrusive<StreamWork>(getRank(), type, nullptr, outputs, stream, done, entry);
+    }
+    return c10::make_intrusive<StreamWork>(getRank(), type, std::move(work), outputs, stream, done, entry);
+  }
+
+  static bool is_transfer(c10d::OpType type) {
+    return type == c10d::OpType::SEND || type == c10d::OpType::RECV || type == c10d::OpType::RECVANYSOURCE;
+  }
+
+  // False if the work fails, or does not end within some seconds.
+  static bool ends_in(c10d::Work& work, double seconds) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    while (!work.isCompleted() && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    return work.isCompleted() && work.isSuccess();
+  }
+
+  size_t record(c10d::OpType type, const Tensors& inputs) {
+    ++(is_transfer(type) ? transfers_ : collectives_);
+    Tensors shapes;
+    for (auto& input : inputs) {
+      shapes.push_back(at::empty(input.sizes(), input.options().device(at::kMeta)));
+    }
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    return FlightRecorder::get().add(
+        {0, getGroupUid(), getGroupDesc(), collectives_, transfers_, c10d::opTypeToString(type), shapes,
+         std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(), is_transfer(type), false, nullptr});
   }
 
   c10::Stream stream_of(c10::Device device) {
@@ -273,6 +439,9 @@ class StreamBackend final : public Backend {
   std::string name_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
+  std::vector<WorkPtr> unfinished_;
+  uint64_t collectives_ = 0;
+  uint64_t transfers_ = 0;
 };
 
 }  // namespace
@@ -292,6 +461,7 @@ void define_process_group(void* given) {
       "on_streams",
       [](const c10::intrusive_ptr<Backend>& inner, const std::string& name, const c10::intrusive_ptr<c10d::Store>& store)
           -> c10::intrusive_ptr<Backend> { return c10::make_intrusive<StreamBackend>(inner, name, store); });
+  module.def("recorded", [] { return pybind11::bytes(FlightRecorder::get().json()); });
 }
 
 }  // namespace stand_in

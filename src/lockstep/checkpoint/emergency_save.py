@@ -8,12 +8,13 @@ another.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.base.errors import LockstepError
 from lockstep.checkpoint.manifest import FileEntry, JsonObject, Manifest, hash_blocks, merge_objects, split_blocks
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import FileLayout, local_shards
@@ -23,19 +24,36 @@ from lockstep.comm.mesh import to_local
 _COMMIT = "commit"
 
 
+class StateChangedError(LockstepError):
+    """The tensors are no longer those of the step."""
+
+
 def emergency_save(
-    folder: Storage, name: CheckpointName, *, part: int, parts: int, tensors: Mapping[str, Tensor], values: JsonObject, metadata: JsonObject
+    folder: Storage,
+    name: CheckpointName,
+    *,
+    part: int,
+    parts: int,
+    tensors: Mapping[str, Tensor],
+    values: JsonObject,
+    metadata: JsonObject,
+    is_unchanged: Callable[[], bool] = lambda: True,
 ) -> bool:
     """Write this rank's `part` of `parts`, and commit the checkpoint if it was the last. Every rank that is still alive
     calls it.
 
-    Returns False if another rank has written the same part. Raises `OSError`.
+    Returns False if another rank has written the same part. Raises `OSError`; and `StateChangedError` if, once the
+    tensors are copied, `is_unchanged()` says that they have changed since the call.
     """
     try:
         folder.begin(name)
         if not folder.claim(name, _file(part)):
             return False
-        _write(folder, name, _file(part), tensors, values)
+        layout, content = _copy(tensors)
+        if not is_unchanged():
+            folder.remove(name, f"{_file(part)}.claim")
+            raise StateChangedError(f"the device went on from step {name.step} while its state was copied")
+        _write(folder, name, _file(part), layout, content, values)
         notes = [_read(folder.read_uncommitted(name, note(_file(each)))) for each in range(parts)]
         if None not in notes and folder.claim(name, _COMMIT):  # two ranks that finish at once both see all notes
             _commit(folder, name, notes, metadata)
@@ -46,7 +64,8 @@ def emergency_save(
     return True
 
 
-def _write(folder: Storage, name: CheckpointName, file: str, tensors: Mapping[str, Tensor], values: JsonObject) -> None:
+def _copy(tensors: Mapping[str, Tensor]) -> tuple[FileLayout, Tensor]:
+    """Copy the tensors to the host, as the bytes of a file."""
     layout = FileLayout(list(local_shards(tensors).values()))
     content = torch.empty(layout.bytes, dtype=torch.uint8)
     content[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
@@ -54,6 +73,10 @@ def _write(folder: Storage, name: CheckpointName, file: str, tensors: Mapping[st
         start, stop = layout.span(shard)
         part = to_local(tensors[shard.name]).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         content[start:stop] = part.reshape(-1).view(torch.uint8)
+    return layout, content
+
+
+def _write(folder: Storage, name: CheckpointName, file: str, layout: FileLayout, content: Tensor, values: JsonObject) -> None:
     data = content.numpy().data
     folder.write(name, file, split_blocks(data))
     mine = FileEntry(hash_blocks(data), layout.starts)

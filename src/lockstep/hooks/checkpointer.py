@@ -18,9 +18,11 @@ from lockstep.checkpoint.load import CheckpointReader, raise_on_all_ranks
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
+from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.hooks.scores import Scores
 from lockstep.saving import Resume, Saving, differences
+from lockstep.training.device_progress import EndedStep
 from lockstep.training.hook import Run
 from lockstep.training.loop_state import LoopState
 from lockstep.training.optim import settings
@@ -142,9 +144,10 @@ class Checkpointer:
         """Wait a while for the save under way on this rank, without the other ranks."""
         self._poll(LAST_SECONDS)
 
-    def rescue(self, step: int) -> str | None:
-        """Save this rank's state without the other ranks. Returns the checkpoint's name; None if it is saved already.
-        Raises `OSError`."""
+    def rescue(self, step: int, ended: EndedStep | None = None, *, on_host: bool = True) -> str | None:
+        """Save this rank's state after `step` without the other ranks. Returns the checkpoint's name; None if it is
+        saved already. `ended`: the values of that step, on a device of which the host is ahead. `on_host`: True if the
+        tensors on the CPU are of that step too. Raises `OSError`, `CheckpointError`, `StateChangedError`."""
         if step <= self._saved and not self._is_open:
             return None
         if step == self._saved:
@@ -158,20 +161,35 @@ class Checkpointer:
         metadata = {**self._metadata(), "score": None}
         with suppress(Exception):  # it may be the dataset that has failed
             self.run.loop.refresh_data()
-        with self._state() as state:
-            values = {**state.values, **self.run.loop.values(), "step": step}
-            done = emergency_save(self.folder, name, part=part, parts=parts, tensors=state.tensors, values=values, metadata=metadata)
+        with self._state(ended) as state:
+            if not on_host and any(to_local(tensor).is_cpu for tensor in state.tensors.values()):
+                raise CheckpointError(f"the device has done {step} steps, and a part of the state is on the CPU, which has done more")
+            loop = self.run.loop.values() if ended is None else ended.loop
+            done = emergency_save(
+                self.folder,
+                name,
+                part=part,
+                parts=parts,
+                tensors=state.tensors,
+                values={**state.values, **loop, "step": step},
+                metadata=metadata,
+                is_unchanged=lambda: ended is None or self.run.progress is None or self.run.progress.is_certain(ended),
+            )
         return str(name) if done else None
 
     @contextmanager
-    def _state(self) -> Iterator[State]:
-        """The state as it is saved, while the context is entered. Raises `CheckpointError`; `RecipeError` if the model
-        or an optimizer has parts that it was not prepared with, with which no run could be resumed."""
+    def _state(self, ended: EndedStep | None = None) -> Iterator[State]:
+        """The state as it is saved, while the context is entered. `ended`: see `rescue`. Raises `CheckpointError`;
+        `RecipeError` if the model or an optimizer has parts that it was not prepared with, with which no run could be
+        resumed."""
         with ExitStack() as stack:
             for module in self.run.modules:
                 module.snapshot.check_parts()
                 stack.enter_context(module.modes.evaluating())
-            yield state_of(self.run.modules, self.run.stateful)
+            if ended is None:
+                yield state_of(self.run.modules, self.run.stateful)
+            else:
+                yield state_of(self.run.modules, {**self.run.stateful, "run": ended}, host=ended.modules)
 
     def has_saved(self, step: int) -> bool:
         """True if there is a complete checkpoint of this step."""

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from lockstep.base.errors import CheckpointError, DivergenceError
+from lockstep.base.torch_private import accelerator_groups_failed
+from lockstep.checkpoint.emergency_save import StateChangedError
 from lockstep.checkpoint.integrity import read_manifest
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.storage import Storage
+from lockstep.comm.recovery.regroup import is_aborted
 from lockstep.comm.world import World
 from lockstep.hooks.checkpointer import Checkpointer
 from lockstep.hooks.metric_names import check_metric
@@ -21,9 +26,15 @@ from lockstep.plan import Plan
 from lockstep.recipe.checks import keeps_rest
 from lockstep.saving import Best, Resume, Saving
 from lockstep.training.consensus import NOTHING, Request
+from lockstep.training.device_progress import DeviceProgress
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.left_out import LeftOut
 from lockstep.training.recovery.recovery import Recovery
+
+DEVICE_SECONDS = 5.0
+"""After an error, the longest wait for the device to reach the end of the latest step."""
+_TRIES = 3
+"""The device may go on while its state is copied."""
 
 
 def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
@@ -137,23 +148,51 @@ class Checkpointing(ControlHook):
     def rescue(self, run: Run, error: BaseException) -> bool:
         """Save this rank's state, if it is that of a complete step, without the others. Returns True if saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
-        is_consistent = run.source is not None and run.is_consistent and run.is_consistent_in_steps
-        if self._checkpointer is None or by_the_script or isinstance(error, DivergenceError) or not is_consistent:
+        on_device = run.progress is not None and not run.progress.is_at_start
+        is_possible = run.source is not None and run.is_consistent_in_steps and (run.is_consistent or on_device)
+        if self._checkpointer is None or by_the_script or isinstance(error, DivergenceError) or not is_possible:
             return False
         if run.source is not None and run.source.positions is not None and run.context.mesh.axis("replicate").size > 1:
             return False  # only the other replicas have the positions of their shards of the stream
         try:
             with defer_kill():
-                name = self._checkpointer.rescue(run.step)
+                if on_device and run.progress is not None:
+                    step, name = self._rescue_from_device(run, run.progress)
+                else:
+                    step, name = run.step, self._checkpointer.rescue(run.step)
         except Exception as failure:  # it must not hide the error that ended the run
             run.event("rescue-failed", reason=f"{type(failure).__name__}: {failure}")
             return False
         self.rescued = True
-        if self._checkpointer.has_saved(run.step):
+        if self._checkpointer.has_saved(step):
             note_saved()
         if name is not None:
-            run.event("rescued", checkpoint=name)
+            run.event("rescued", step, checkpoint=name)
         return True
+
+    def _rescue_from_device(self, run: Run, progress: DeviceProgress) -> tuple[int, str | None]:
+        """Save the newest step that the state on the device is certainly that of. Returns it, and the name of the
+        checkpoint. Raises `CheckpointError` if there is none."""
+        assert self._checkpointer is not None
+        if is_aborted() or accelerator_groups_failed():
+            raise CheckpointError(
+                "collectives of the accelerator were aborted, or have failed: they ended with wrong numbers, which the steps queued "
+                "behind them have used"
+            )
+        for _ in range(_TRIES):
+            ended = progress.newest(DEVICE_SECONDS)
+            if ended is None:
+                break
+            is_now = progress.is_latest(ended)
+            if len(run.stateful) > 1 and not (is_now and run.is_consistent):
+                raise CheckpointError(
+                    f"the device has done {ended.step} steps, and the hooks, which have a state, have seen more: no state is "
+                    "that of one step"
+                )
+            # Not on the current stream, which may wait for a collective that never ends.
+            with suppress(StateChangedError), torch.Stream(run.context.device):
+                return ended.step, self._checkpointer.rescue(ended.step, ended, on_host=is_now)
+        raise CheckpointError("the device is amid a step: which step its state is that of is not certain")
 
     def on_end(self, run: Run) -> None:
         if self._checkpointer is not None:

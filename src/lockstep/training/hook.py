@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.base import accelerator
 from lockstep.base.errors import CheckpointError, DataError, RecipeError, first_few
 from lockstep.base.events import Event
-from lockstep.comm.mesh import full_tensor
+from lockstep.comm.mesh import full_tensor, to_local
 from lockstep.data.generators import seed_generators
 from lockstep.keys import RandomStream, key
 from lockstep.logging.metrics import as_number
@@ -24,6 +26,7 @@ from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.recipe.recipe import Recipe
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge
 from lockstep.training.context import Context
+from lockstep.training.device_progress import DeviceProgress, EndedStep
 from lockstep.training.loop_state import LoopState
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.set_up import Remark
@@ -166,6 +169,10 @@ class Run:
         """The numbers of lockstep's own hooks for this step's line."""
         self.is_logging_step = False
         """True if the current step has a line in metrics.jsonl."""
+        self.progress = DeviceProgress() if accelerator.has_streams(context.device) else None
+        """The progress of the device, if the host may be ahead of it."""
+        self._devices_of: dict[int, list[torch.device]] = {}
+        """The number of models -> `_devices`."""
         self.is_consistent = True
         """False from the first change of a model in a step until the script's part of the step has ended."""
         self.is_consistent_in_steps = True
@@ -188,7 +195,7 @@ class Run:
         self.microbatches = 0
         """Microbatches that this rank has begun in loops over them, in all steps."""
         self.exchange = SyncBatchNormExchange()
-        self.consensus = Consensus(context.mesh, self._request)
+        self.consensus = Consensus(context.mesh, context.phases, self._request)
         self._has_started = self._has_ended = False
         self._stop: str | None = None
         self._saved_loss = math.nan
@@ -356,10 +363,30 @@ class Run:
         self.source, self.logged, self.is_committed = source, {}, False
         self.hooks.call("before_step", self)
 
+    def begin_change(self) -> None:
+        """Called before the first change of a model in a step."""
+        self.is_consistent = False
+        if self.progress is not None:
+            self.progress.begin_change()
+
     def end_step(self, source: Microbatches) -> None:
         """Called when the script's part of the step has ended: the saved state is consistent again."""
         self.is_consistent = True
         self.loop.shards = {str(shard): at for shard, at in (source.positions or {}).items()}
+        if self.progress is not None:
+            metrics, at = dict(self.metrics), dict(self.metrics_at)
+            modules = [module.host_values() for module in self.modules]
+            ended = EndedStep(self.step, metrics, at, self.latest, self._saved_loss, self.loop.values(), modules)
+            self.progress.end_step(ended, self._devices())
+
+    def _devices(self) -> list[torch.device]:
+        """The accelerators that hold a part of the state, or compute it."""
+        devices = self._devices_of.get(len(self.modules))
+        if devices is None:
+            found = {to_local(parameter).device for module in self.modules for parameter in module.held.values()}
+            devices = sorted((each for each in found | {self.context.device} if accelerator.has_streams(each)), key=str)
+            self._devices_of = {len(self.modules): devices}
+        return devices
 
     def end_updates(self, results: dict[int, StepResult]) -> None:
         """Called when all models have committed or skipped the step."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
+from lockstep.base import accelerator
 from lockstep.base.errors import DataError, LossError, RecipeError
 from lockstep.data.digests import Digests, changing, check_same, check_unchanged, not_compared
 from lockstep.data.loader import Loader, StreamLoader
@@ -262,7 +263,9 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
     for source in context.phases.during("data", batches):
         context.phases.step = source.step
         if weight is not None:
+            before = context.phases.enter("exchange", interrupts=True)
             terms = source.weigh(weight, terms)
+            context.phases.enter(before)
             for name, divisor in (source.weights or {}).items():
                 if not divisor:
                     run.event("term-without-weight", source.step, term=name)
@@ -284,6 +287,9 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
         run.hooks.call("after_step", run)
         context.phases.enter("between steps")
         run.end_step(source)
+        if run.is_logging_step and accelerator.has_streams(context.device):  # the hooks read what the step computes
+            with context.phases.waiting_for_device():
+                accelerator.current_stream(context.device).synchronize()
         run.hooks.call("between_steps", run)
         run.agree()
         if run.stopping is not None:

@@ -30,7 +30,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.training.left_out import in_state, not_persistent
 from lockstep.training.optim.optimizer_state import Kinds, OptimizerState, allocate, has_own_pair, remedy
-from lockstep.training.train_module import TrainModule
+from lockstep.training.train_module import HostValues, TrainModule
 
 _PLAN_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
 """Settings of param groups that are not saved, because they depend on the plan."""
@@ -78,16 +78,24 @@ class State:
     values: dict[str, Any] = field(default_factory=dict)  # JSON; in a pipeline, of this rank's stages
 
 
-def state_of(modules: Sequence[TrainModule], others: Mapping[str, Stateful], known: KnownTensors | None = None) -> State:
+def state_of(
+    modules: Sequence[TrainModule],
+    others: Mapping[str, Stateful],
+    known: KnownTensors | None = None,
+    *,
+    host: Sequence[HostValues] | None = None,
+) -> State:
     """Return the state of a session. Raises `CheckpointError` if a part of it cannot be saved.
 
+    `host`: what the host knew of each module after the step whose state the tensors have; None: what it knows now.
     `known`: given again and again by one caller, it saves the search for the tensors of modules, which takes longer
     than to copy a small model. The tensors are then the modules' own, with their gradients: read them at once."""
     state = State()
     found = [(known or KnownTensors()).of(module, number) for number, module in enumerate(modules)]
+    host = [module.host_values() for module in modules] if host is None else host
     state.values["modules"] = {
-        str(number): _module_state(module, number, each, state.tensors)
-        for number, (module, each) in enumerate(zip(modules, found, strict=True))
+        str(number): _module_state(module, number, each, state.tensors, its)
+        for number, (module, each, its) in enumerate(zip(modules, found, host, strict=True))
     }
     state.values["state"] = {name: encode(other.state_dict(), f"state/{name}", state.tensors) for name, other in others.items()}
     if known is None:
@@ -223,7 +231,7 @@ def _model_targets(module: TrainModule, number: int, saved: Mapping[str, Any], t
     return found
 
 
-def _module_state(module: TrainModule, number: int, found: _ModuleTensors, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _module_state(module: TrainModule, number: int, found: _ModuleTensors, tensors: dict[str, Tensor], host: HostValues) -> dict[str, Any]:
     tensors.update(found.tensors)
     tensors.update({f"{number}/train-mode/{name}": value for name, value in module.modes.training_values.items()})
     resized: list[str] = []
@@ -242,15 +250,14 @@ def _module_state(module: TrainModule, number: int, found: _ModuleTensors, tenso
             )
         described: dict[str, Any] = {"class": type(optimizer).__qualname__, "rest": state.rest, "shared": state.shared, "more": state.more}
         described["groups"] = [
-            {key: _number(value) for key, value in group.items() if key not in _PLAN_SETTINGS}
-            for group in module.modes.groups_of(optimizer)
+            {key: _number(value) for key, value in group.items() if key not in _PLAN_SETTINGS} for group in host.groups[place]
         ]
         optimizers[str(place)] = encode(described, f"{number}/optimizer/{place}", tensors, remedy(optimizer))
     extra = {
         key: encode(value, f"{number}/{'model' if isinstance(value, Tensor) else 'extra'}/{key}", tensors)
         for key, value in extra_state(module.model).items()
     }
-    training = encode(module.state_dict(), f"{number}/training", tensors)
+    training = encode(module.state_dict(host), f"{number}/training", tensors)
     return {"optimizers": optimizers, "training": training, "tied": found.tied, "extra": extra, "resized": dict.fromkeys(resized, True)}
 
 

@@ -165,7 +165,7 @@ class Step:
         # The gradient may be finite all the same: torch.where can mask the loss.
         if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
             StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
-        self._run.is_consistent = False
+        self._run.begin_change()
         module.divide_by_weight(stats.weights, stats.values)
         self._call_gradient_hooks(number)
         self._run.hooks.call("after_backward", self._run, module.model)

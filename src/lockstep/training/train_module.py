@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,17 @@ def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.P
     """The model's parameters that the optimizers hold, by name."""
     held = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in held}
+
+
+@dataclass(frozen=True, slots=True)
+class HostValues:
+    """The host's values of a module's state after a step. They change before the device's tensors do."""
+
+    schedule: list[dict[str, Any]]
+    prescale: Tensor | None
+    trainable: list[str] | None
+    groups: list[list[dict[str, Any]]]
+    """The parameter groups of each optimizer."""
 
 
 class TrainModule:
@@ -305,14 +317,19 @@ class TrainModule:
         changed = {} if self.left_out is None else self.left_out.changed()
         return self.mesh.union(complete_state_dict(self.model, self.held, changed, self.mesh.world))
 
-    def state_dict(self) -> dict[str, Any]:
+    def host_values(self) -> HostValues:
+        """Return what the host knows of the state now."""
+        groups = [[_with_numbers(group) for group in self.modes.groups_of(optimizer)] for optimizer in self.optimizers]
+        return HostValues(self.schedule.state_dict(), self.prescale, self._chosen_trainable, groups)
+
+    def state_dict(self, host: HostValues) -> dict[str, Any]:
         """The state besides that of the model and the optimizers."""
         return {
-            "schedule": self.schedule.state_dict(),
+            "schedule": host.schedule,
             "loss_scale": None if self.loss_scale is None else [self.loss_scale.value, self.loss_scale.in_a_row],
             "overflows": self.overflows,
-            "prescale": None if self.prescale is None else self.prescale.item(),
-            "trainable": self._chosen_trainable,
+            "prescale": None if host.prescale is None else host.prescale.item(),
+            "trainable": host.trainable,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -349,3 +366,10 @@ class TrainModule:
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
+
+
+def _with_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a parameter group, with the numbers that are tensors on the CPU as they are now."""
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1 else value for key, value in group.items()
+    }

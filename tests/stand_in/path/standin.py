@@ -10,13 +10,17 @@ names are those in STAND_IN_UUIDS and STAND_IN_NAMES, separated by commas, when 
 - A copy to the host that nobody has waited for holds NaN. New memory holds NaN.
 - Every kernel is counted, and every wait of the host for the device, which `host_must_not_wait` forbids.
 - Random numbers come from a generator of each device, and are others than the CPU's under the same seed.
-- Collectives are Gloo's, on a stream of their own. A group's shutdown waits for all of its ranks, as NCCL's does.
+- Collectives are Gloo's, on a stream of their own, with a flight recorder of their own. A group's shutdown waits for
+  all of its ranks, as NCCL's does.
+- With STAND_IN_HOST_AHEAD=SECONDS, a collective that fails, or does not end within so long, stops the device as a
+  collective of NCCL does: the host goes on, what it queues never runs, and where it waits for the device it stays.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +50,7 @@ def register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
     if torch.distributed.is_available():
         torch.distributed.Backend.register_backend(BACKEND, _create_backend, devices=[NAME])
+        _use_recorder_of_its_own(extension)
 
 
 def take_counters() -> Counters:
@@ -115,6 +120,20 @@ class _Runtime:
     @staticmethod
     def cudaHostUnregister(address: int) -> int:
         return 0 if registered.pop(address, None) else 1
+
+
+def _use_recorder_of_its_own(extension: Any) -> None:
+    """Give the backend's flight recorder where NCCL's is, and leave its calls of Gloo out of Gloo's."""
+    module: Any = torch.distributed.distributed_c10d.torch._C._distributed_c10d
+    dump = module._dump_fr_trace_json
+
+    def dump_of_gloo(*arguments: Any, **given: Any) -> bytes:
+        recorded = json.loads(dump(*arguments, **given))
+        recorded["entries"] = [entry for entry in recorded.get("entries", []) if entry["process_group"][0]]
+        return json.dumps(recorded).encode()
+
+    module._dump_fr_trace_json = dump_of_gloo
+    setattr(module, f"_dump_{BACKEND}_trace_json", lambda **_: extension.recorded())
 
 
 @contextmanager

@@ -1,0 +1,127 @@
+"""The progress of an accelerator with the steps that the host has queued, and the host's values of these steps.
+
+The host is up to two steps ahead of its device, and if a collective never ends it stays so. What it knows of the state
+(the step, the schedule, the position in the data) is then not that of the tensors on the device. So an event is
+recorded where a step has ended, and one where the next change of the state begins: a state is certain if the device has
+reached the first and not the second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep.base import accelerator
+from lockstep.training.step_result import StepResult
+from lockstep.training.train_module import HostValues
+
+_KEPT = 3
+"""The steps after whose end the device may be."""
+_POLL_SECONDS = 0.005
+
+
+class StreamMark:
+    """A place in what is queued on the current streams of some devices."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._events = [(accelerator.event(device), device) for device in devices]
+        self.is_recorded = False
+
+    def record(self) -> None:
+        for event, device in self._events:
+            event.record(accelerator.current_stream(device))
+        self.is_recorded = True
+
+    def is_reached(self) -> bool:
+        """True if all devices have reached it."""
+        return self.is_recorded and all(event.query() for event, _ in self._events)
+
+    def may_be_passed(self) -> bool:
+        """True if a device has reached it."""
+        return self.is_recorded and any(event.query() for event, _ in self._events)
+
+
+@dataclass(eq=False, slots=True)
+class EndedStep:
+    """A step whose end was queued, with the values that the host had then."""
+
+    step: int
+    metrics: dict[str, float]
+    metrics_at: dict[str, int]
+    latest: StepResult | None
+    saved_loss: float
+    loop: dict[str, Any]
+    modules: list[HostValues]
+    end: StreamMark = field(init=False)
+    change: StreamMark = field(init=False)
+    """Before the first change of the state after it; not recorded as long as none is queued."""
+
+    def is_certain(self) -> bool:
+        """True if the tensors on the device are those of this step."""
+        return self.end.is_reached() and not self.change.may_be_passed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the `Run` then."""
+        loss = self.saved_loss if self.latest is None else self.latest.loss()
+        return {"step": self.step, "metrics": self.metrics, "metrics_at": self.metrics_at, "loss": loss}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise NotImplementedError("it is only saved")
+
+
+class DeviceProgress:
+    """The last steps of a run on accelerators. The training thread notes them; any thread may ask."""
+
+    def __init__(self) -> None:
+        self._ended: deque[EndedStep] = deque()
+        self._marks: list[StreamMark] = []
+        self._devices: Sequence[torch.device] = ()
+
+    def end_step(self, ended: EndedStep, devices: Sequence[torch.device]) -> None:
+        """Note that the end of a step is queued. `devices`: all that hold a part of the state."""
+        if devices != self._devices:
+            self._devices, self._marks = devices, []
+        if len(self._ended) == _KEPT:
+            oldest = self._ended.popleft()
+            self._marks += [oldest.end, oldest.change]
+        ended.end, ended.change = (self._marks.pop() if self._marks else StreamMark(devices) for _ in range(2))
+        ended.change.is_recorded = False
+        ended.end.record()
+        self._ended.append(ended)
+
+    def begin_change(self) -> None:
+        """Note that what is queued from now on changes the state, until the next step has ended."""
+        if self._ended and not (latest := self._ended[-1]).change.is_recorded:
+            latest.change.record()
+
+    @property
+    def is_at_start(self) -> bool:
+        """True before the first step has ended."""
+        return not self._ended
+
+    def is_latest(self, ended: EndedStep) -> bool:
+        return self._ended[-1] is ended
+
+    def is_certain(self, ended: EndedStep) -> bool:
+        """True if the tensors on the device are still those of this step."""
+        return ended.is_certain() and ended in self._ended  # its marks are another step's otherwise
+
+    def newest(self, within_seconds: float) -> EndedStep | None:
+        """Return the newest step that the device's state is certainly that of; None if it is of none. Waits so long for
+        the latest step."""
+        deadline = time.monotonic() + within_seconds
+        while self._ended:
+            ended = list(self._ended)
+            if self.is_certain(ended[-1]):
+                return ended[-1]
+            if ended[-1].change.may_be_passed():
+                return None
+            if time.monotonic() >= deadline:
+                return next((each for each in reversed(ended) if self.is_certain(each)), None)
+            time.sleep(_POLL_SECONDS)
+        return None
