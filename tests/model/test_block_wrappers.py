@@ -11,7 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.base.errors import RecipeError
+from lockstep.model import parallelize
 from lockstep.model.block_wrappers import checkpoint_activations, compile_forward
+from lockstep.plan import Plan
 
 
 class Block(nn.Module):
@@ -152,3 +154,12 @@ def test_kernels_are_not_chosen_by_their_time_where_bits_count(monkeypatch, bitw
     monkeypatch.setattr(torch, "compile", lambda forward, **options: given.update(options) or forward)
     compile_forward(Block(), bitwise=bitwise)
     assert given["options"]["deterministic"] is bitwise
+
+
+def test_compiled_blocks_keep_no_results_that_they_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(parallelize, "compile_forward", lambda block, *, bitwise: None)
+    monkeypatch.setattr(parallelize, "checkpoint_activations", lambda block, mode: asked.append(mode))
+    for plan in ("checkpointing=selective", "compile=yes,checkpointing=selective", "compile=yes"):
+        parallelize._wrap_blocks(nn.Sequential(Block()), ["0"], Plan.parse(plan))
+    assert asked == ["selective", "full"]

@@ -17,6 +17,8 @@ from training.test_pipeline_axis import train_in_float64
 
 import lockstep as ls
 from lockstep.base.errors import PlanError
+from lockstep.model.parallelize import _wrap_blocks
+from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the compiler takes half a minute a plan
@@ -65,3 +67,27 @@ def test_a_gradient_that_is_differentiated_is_refused(compiling: WorkerPool, tmp
     with pytest.raises(PlanError, match=r"torch\.compile cannot differentiate a gradient .*; leave compile=yes out$"):
         compiling.run(processes, train_by_slopes, f"{plan},compile=yes", str(tmp_path / "compiled"), timeout_seconds=SECONDS)
     assert compiling.run(processes, train_by_slopes, plan, str(tmp_path / "run")) == [2] * processes
+
+
+class Overwritten(nn.Module):
+    """A convolution whose result compiled code overwrites: the backward of sigmoid needs only that of sigmoid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).sigmoid())  # type: ignore[no-any-return]
+
+
+def gradients(plan: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Overwritten()), torch.randn(2, 3, 8, 8, requires_grad=True)
+    _wrap_blocks(model, ["0"], Plan.parse(plan))
+    model(x).pow(2).sum().backward()
+    return [leaf.grad for leaf in (x, *model.parameters()) if leaf.grad is not None]
+
+
+def test_selective_checkpointing_keeps_no_results_that_compiled_code_overwrites(compiling: WorkerPool) -> None:
+    (found,) = compiling.run(1, gradients, "compile=yes,checkpointing=selective", timeout_seconds=SECONDS)
+    torch.testing.assert_close(found, gradients("replicate=1"), rtol=1e-4, atol=1e-4)

@@ -116,7 +116,8 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
         if plan.compile:
             compile_forward(block, bitwise=plan.numerics == "bitwise")
         if plan.checkpointing != "none":
-            checkpoint_activations(block, plan.checkpointing)
+            # Compiled code writes results in place, and uses its own buffers instead of results that were kept.
+            checkpoint_activations(block, "full" if plan.compile else plan.checkpointing)
 
 
 def _shard(model: nn.Module, mesh: Mesh, blocks: Sequence[str], roots: Sequence[str] | None, *, free: bool, **options: Any) -> None:
