@@ -18,7 +18,7 @@ PACKAGE = Path(accelerator.__file__).parents[1]
 def test_no_other_module_names_a_kind_of_accelerator() -> None:
     named = re.compile(r"\b(cuda|xpu|mps|hip)\b|is_cuda")
     found = {path.name for path in PACKAGE.rglob("*.py") if named.search(path.read_text(encoding="utf-8"))}
-    assert found == {"accelerator.py", "torch_private.py"}
+    assert found == {"accelerator.py", "cublas.py", "torch_private.py"}  # cublas.py: `import lockstep` imports no torch
 
 
 @pytest.mark.skipif(accelerator.kind() is not None, reason="needs a machine without an accelerator")

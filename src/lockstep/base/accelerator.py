@@ -29,6 +29,8 @@ _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES=", "xpu": "ZE_AFFINITY_MASK=''"}
 """Environment variables that hide all devices of a kind."""
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Environment variables that name the devices which a process sees."""
+TF32_SINCE = (8, 0)
+"""The first compute capability with TF32: Ampere's."""
 MIG = "MIG"
 """The `identity` of every MIG instance: NCCL takes those of one GPU for one device, and a process sees one instance."""
 _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
@@ -376,6 +378,12 @@ def allocation_error(device: torch.device) -> str:
     except RuntimeError as error:
         return str(error).strip().partition("\n")[0]
     return ""
+
+
+def leaves_tf32_unused(device: torch.device) -> bool:
+    """True for an NVIDIA GPU whose products in fp32 do not use its TF32, unless the user has chosen that."""
+    capability = compute_capability(device)
+    return capability is not None and capability >= TF32_SINCE and torch.backends.cuda.matmul.fp32_precision == "none"
 
 
 def free_unused_memory(device: torch.device) -> None:

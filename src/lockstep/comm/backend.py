@@ -63,7 +63,7 @@ def check_own_group(asked: str | None, device: torch.device) -> None:
             f"--backend {asked!r}, and the script has made a process group, which lockstep uses as it is; make it with that backend "
             "and leave --backend out, or leave init_process_group to lockstep"
         )
-    config = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
+    config = dist.get_backend_config()  # DEVICE:BACKEND,...
     devices = [part.partition(":")[0] for part in config.split(",")]
     if "cpu" not in devices:
         raise LaunchError(

@@ -42,7 +42,7 @@ class RankDevice:
 
     host: str
     type: str
-    """`cuda`, `cpu`, ...; empty if the device cannot be used."""
+    """Torch's name for the kind of device; empty if the device cannot be used."""
     id: str = ""
     """Equal for two ranks on one device. Empty for the CPU."""
     visible: int = 0

@@ -26,10 +26,6 @@ def autocast(precision: Precision, device: torch.device, *, is_sharded: bool = F
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=not is_sharded)
 
 
-TF32_SINCE = (8, 0)
-"""The first compute capability with TF32: Ampere."""
-
-
 class LossScale:
     """The factor of an fp16 loss against underflow: halved when the norm overflows, doubled after 2000 good steps."""
 
@@ -126,10 +122,7 @@ def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
 
 def slow_without_tf32(precision: Precision, device: torch.device) -> str | None:
     """Why products in fp32 are slow on this GPU; None if they are not, or if the user has chosen."""
-    capability = accelerator.compute_capability(device)
-    if precision != "fp32" or capability is None or capability < TF32_SINCE:
-        return None
-    if torch.backends.cuda.matmul.fp32_precision != "none":  # the user has set it
+    if precision != "fp32" or not accelerator.leaves_tf32_unused(device):
         return None
     return (
         "products in fp32 do not use this GPU's TF32, which is several times faster and rounds their factors to 10 bits, as convolutions "
