@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from lockstep.base import accelerator
+from lockstep.hooks.checkpointing import DEVICE_SECONDS, device_seconds
+from lockstep.logging.phases import Phases
 from lockstep.training.device_progress import DeviceProgress, EndedStep
 
 
@@ -90,3 +92,14 @@ def test_all_devices_of_a_split_model_count(devices: list[Device]) -> None:
     assert newest(progress) is None, "one has done step 2, and the other not"
     devices[1].reached = 3
     assert newest(progress) == 2
+
+
+@pytest.mark.parametrize(("a_phase", "waits"), [(0.1, DEVICE_SECONDS[0]), (10.0, 40.0), (100.0, DEVICE_SECONDS[1])])
+def test_the_device_is_waited_for_as_long_as_two_steps_take(a_phase: float, waits: float) -> None:
+    now = 0.0
+    phases = Phases(lambda: now)
+    assert device_seconds(phases) == DEVICE_SECONDS[0]
+    for name in ("data", "compute", "update", "between steps"):
+        phases.enter(name)
+        now += a_phase
+    assert device_seconds(phases) == pytest.approx(waits)

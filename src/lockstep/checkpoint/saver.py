@@ -224,11 +224,17 @@ class _FileContent:
     def close(self) -> None:
         self._shards, registered = None, self._registered
         self._registered = None
-        if registered is None or accelerator.unregister_memory(registered, self._device, END_SECONDS):
+        if registered is None or self._is_unregistered(registered):
             del registered
             self.file.close()
         else:
             _left.append((self.file, registered))
+
+    def _is_unregistered(self, memory: Tensor) -> bool:
+        """Undo the registration. Returns False if a device may still copy to the memory."""
+        with suppress(RuntimeError):  # a device has failed
+            return self.is_copied(END_SECONDS) and accelerator.unregister_memory(memory, self._device, END_SECONDS)
+        return False
 
 
 class _Writer:

@@ -142,7 +142,8 @@ class Checkpointer:
 
     def await_last(self) -> None:
         """Wait a while for the save under way on this rank, without the other ranks."""
-        self._poll(LAST_SECONDS)
+        with suppress(RuntimeError):  # the device may be what has failed
+            self._poll(LAST_SECONDS)
 
     def rescue(self, step: int, ended: EndedStep | None = None, *, on_host: bool = True) -> str | None:
         """Save this rank's state after `step` without the other ranks. Returns the checkpoint's name; None if it is

@@ -22,6 +22,8 @@ from lockstep.hooks.metric_names import check_metric
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.launch.termination import Terminated
 from lockstep.launch.worker_files import defer_kill, note_saved
+from lockstep.logging.phases import Phases
+from lockstep.options import STEP_PHASES
 from lockstep.plan import Plan
 from lockstep.recipe.checks import keeps_rest
 from lockstep.saving import Best, Resume, Saving
@@ -31,10 +33,16 @@ from lockstep.training.hook import ControlHook, Run
 from lockstep.training.left_out import LeftOut
 from lockstep.training.recovery.recovery import Recovery
 
-DEVICE_SECONDS = 5.0
-"""After an error, the longest wait for the device to reach the end of the latest step."""
+DEVICE_SECONDS = (5.0, 60.0)
+"""After an error, the shortest and the longest wait for the device to reach the end of the latest step."""
 _TRIES = 3
 """The device may go on while its state is copied."""
+
+
+def device_seconds(phases: Phases) -> float:
+    """Return how long to wait for the device: it may be two steps behind."""
+    step = sum(phases.usual(name) or 0.0 for name in STEP_PHASES)
+    return min(max(2 * step, DEVICE_SECONDS[0]), DEVICE_SECONDS[1])
 
 
 def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
@@ -180,7 +188,7 @@ class Checkpointing(ControlHook):
                 "behind them have used"
             )
         for _ in range(_TRIES):
-            ended = progress.newest(DEVICE_SECONDS)
+            ended = progress.newest(device_seconds(run.context.phases))
             if ended is None:
                 break
             is_now = progress.is_latest(ended)
