@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError
-from lockstep.comm.devices import RankDevice, be_a_host_of_its_own, check_devices, find_device
+from lockstep.comm.devices import RankDevice, be_a_host_of_its_own, check_devices, exchange, find_device
 from lockstep.comm.world import join
 
 
@@ -37,6 +40,39 @@ def test_two_ranks_on_one_gpu_are_refused_unless_both_are_to_share_it() -> None:
     with pytest.raises(LaunchError, match=r"^2 processes on node1 and 1 GPU: ranks 0, 1 have one .* start 1 process there"):
         check_devices([*gpus("GPU-a/0", shares=True), *gpus("GPU-a/0")])
     assert check_devices(gpus("GPU-a/0", "GPU-a/0", "GPU-b/0", shares=True)) == 2
+
+
+class Slow:
+    """A store whose answers take a while."""
+
+    def __init__(self, store: HashStore) -> None:
+        self._store = store
+        self.answers = 0
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        time.sleep(0.2)
+        found = self._store.multi_get(keys)
+        self.answers += 1
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_the_process_that_holds_the_store_learns_of_the_devices_last() -> None:
+    """A refusal ends it, and the others would lose their connection in place of being told."""
+    store = HashStore()
+    slow = Slow(store)
+
+    def tell(rank: int) -> int:
+        mine = RankDevice(host="node1", type="cpu", why=str(rank))
+        found = exchange(slow if rank == 1 else store, rank, 3, mine)  # type: ignore[arg-type]
+        assert [each.why for each in found] == ["0", "1", "2"]
+        return slow.answers
+
+    for turn in (1, 2):
+        with ThreadPoolExecutor(3) as pool:
+            assert next(pool.map(tell, range(3))) == turn
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,16 @@ def _boot_id() -> str:
 
 
 def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
-    """Return the device of every rank. Every rank calls it, as often as the others."""
+    """Return the device of every rank. Every rank calls it, as often as the others. Rank 0, whose process may hold the
+    store, returns last: a refusal would end it."""
     turn = store.add(f"lockstep/devices/{rank}", 1)  # a script may go on after a refusal, with its own group and store
-    store.set(f"lockstep/devices/{turn}/{rank}", json.dumps(asdict(mine)))
-    texts = store.multi_get([f"lockstep/devices/{turn}/{each}" for each in range(size)])
+    place = f"lockstep/devices/{turn}"
+    store.set(f"{place}/{rank}", json.dumps(asdict(mine)))
+    texts = store.multi_get([f"{place}/{each}" for each in range(size)])
+    if store.add(f"{place}/read", 1) == size:
+        store.set(f"{place}/all-read", "")
+    if rank == 0:
+        store.wait([f"{place}/all-read"])
     return [RankDevice(**json.loads(text)) for text in texts]
 
 
