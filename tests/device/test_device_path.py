@@ -136,7 +136,7 @@ def saved_while_training_goes_on(folder: str, fault: str) -> tuple[dict[str, lis
     import standin
 
     world = World(0, 1, 0, 1, torch.device("standin", 0), owns_group=False)
-    state = {"weight": torch.arange(6.0, device=world.device).reshape(2, 3).T, "bias": torch.ones(2, device=world.device)}
+    state = {"weight": torch.arange(6.0, device=world.device).reshape(2, 3).T, "bias": torch.ones(2, device="standin:1")}
     saver = Saver(world, folder, ATTEMPT)
     with pytest.MonkeyPatch.context() as patch:
         if fault == "not waited for":

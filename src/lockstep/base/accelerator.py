@@ -269,6 +269,14 @@ def event(device: torch.device, *, timed: bool = False) -> torch.Event:
     return torch.Event(device, enable_timing=timed)
 
 
+def recorded_event(device: torch.device, *, timed: bool = False) -> torch.Event:
+    """Return an event at the end of what is queued in the device's stream. `Event.record` alone would take that of the
+    device that is the current one."""
+    made = event(device, timed=timed)
+    made.record(current_stream(device))
+    return made
+
+
 def is_reached(event: torch.Event, timeout_seconds: float = 0.0) -> bool:
     """True if the device has done what was queued before the event, or does within `timeout_seconds`. A device that
     hangs never does."""
@@ -355,9 +363,7 @@ def unregister_memory(memory: Tensor, device: torch.device, timeout_seconds: flo
     """Undo `register_memory`. Returns False if the device is not done within `timeout_seconds`: the memory must then
     stay as it is, since the device may still copy to it."""
     with suppress(RuntimeError):
-        done = event(device)
-        done.record()
-        if is_reached(done, timeout_seconds):
+        if is_reached(recorded_event(device), timeout_seconds):
             return int(_module(device.type).cudart().cudaHostUnregister(memory.data_ptr())) == 0
     return False
 

@@ -207,12 +207,10 @@ class _FileContent:
         assert self._shards is not None
         devices = {to_local(tensor).device for tensor in state.values()} if self._registered is not None else ()
         streams = [device for device in devices if accelerator.has_streams(device)]
-        self._copies = [(accelerator.event(each, timed=True), accelerator.event(each, timed=True)) for each in streams]
-        for began, _ in self._copies:
-            began.record()
+        began = [accelerator.recorded_event(device, timed=True) for device in streams]
         self._shards.copy(state, non_blocking=self._registered is not None)
-        for _, ended in self._copies:
-            ended.record()
+        ended = [accelerator.recorded_event(device, timed=True) for device in streams]
+        self._copies = list(zip(began, ended, strict=True))
 
     def is_copied(self, timeout_seconds: float) -> bool:
         """True if all bytes are there, within `timeout_seconds`."""

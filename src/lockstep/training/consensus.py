@@ -89,9 +89,7 @@ class Consensus:
             with self.phases.waiting_for_device():
                 return bool(raised_by.any())
         copied = raised_by.to("cpu", non_blocking=True)
-        event = accelerator.event(raised_by.device)
-        event.record()
-        self._before = copied, event
+        self._before = copied, accelerator.recorded_event(raised_by.device)
         if before is None:
             return False
         with self.phases.waiting_for_device():

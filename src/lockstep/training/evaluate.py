@@ -198,11 +198,10 @@ class _ToHost:
     def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
         """`device`: that of the model, which the host must not leave behind."""
         devices = {device, *(tensor.device for each in columns.values() for tensor in each)}
-        self._events = [accelerator.event(each) for each in devices if accelerator.has_streams(each)]
-        behind = bool(self._events)
+        streams = [each for each in devices if accelerator.has_streams(each)]
+        behind = bool(streams)
         self._columns = {name: tuple(tensor.to("cpu", non_blocking=behind) for tensor in each) for name, each in columns.items()}
-        for event in self._events:
-            event.record()
+        self._events = list(map(accelerator.recorded_event, streams))
 
     def take(self) -> dict[str, Columns]:
         if not self._events:

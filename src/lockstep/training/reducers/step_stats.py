@@ -118,9 +118,7 @@ class UnusedParameters:
         """Note the sum of all ranks' flags. Returns True, on all ranks, if one left some out in the step before."""
         before = self._before
         copied = (summed < self._world.size).any().to("cpu", non_blocking=True)
-        event = accelerator.event(summed.device)
-        event.record()
-        self._before = copied, event
+        self._before = copied, accelerator.recorded_event(summed.device)
         if before is None:
             return False
         before[1].synchronize()
