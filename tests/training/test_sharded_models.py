@@ -198,7 +198,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a layer outside of autocast": (
         {"model": partial(routed, nn.Linear), "precision": "bf16"},
-        r"PlanError: .*shard=2.*: (expected|self).* the same dtype, but got.* was called without it; .* with a forward of its own",
+        r"PlanError: .*shard=2.*: (expected|self).* the same dtype, but got.* been called without it; .* with a forward of its own",
     ),
     "a weight outside of products": (
         {"model": partial(normalised, nn.Linear), "precision": "bf16"},

@@ -98,8 +98,8 @@ def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | 
     if not isinstance(error, RuntimeError) or not (said := re.search(_TWO_DTYPES, str(error))):
         return None
     return PlanError(
-        f"{plan}: {said.group()}; under shard the weights of torch's layers are gathered in the precision of autocast, and one was called "
-        f"without it; call the model within session.autocast(); to compute a layer in float32, {_A_FORWARD_OF_ITS_OWN}"
+        f"{plan}: {said.group()}; under shard the weights of torch's layers are gathered in the precision of autocast, and one may have "
+        f"been called without it; if so, call the model within session.autocast(); to compute a layer in float32, {_A_FORWARD_OF_ITS_OWN}"
     )
 
 
