@@ -42,6 +42,14 @@ def test_two_ranks_on_one_gpu_are_refused_unless_both_are_to_share_it() -> None:
     assert check_devices(gpus("GPU-a/0", "GPU-a/0", "GPU-b/0", shares=True)) == 2
 
 
+def test_a_rank_without_the_backend_is_named_to_the_others() -> None:
+    lacking = gpus("GPU-b/0", host="node2", refusal="this torch has no nccl; install one that has it")
+    with pytest.raises(LaunchError, match=r"^rank 1 on node2: this torch has no nccl; install"):
+        check_devices([*gpus("GPU-a/0"), *lacking])
+    with pytest.raises(LaunchError, match=r"^this torch has no nccl; install"):
+        check_devices(lacking * 2)
+
+
 class Slow:
     """A store whose answers take a while."""
 

@@ -51,6 +51,8 @@ class RankDevice:
     """Why they are those: the variable that hides others, or what is wrong with them."""
     shares: bool = False
     """True if the rank was given --share-devices."""
+    refusal: str = ""
+    """Why the rank cannot join: its backend's error. Empty if it can."""
 
 
 def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDevice]:
@@ -96,10 +98,13 @@ def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankD
 
 def check_devices(everyone: Sequence[RankDevice]) -> int:
     """Return how many ranks the busiest device has. Every rank calls it with the same devices. Raises `LaunchError` if
-    a device cannot be used, if only some ranks have one, or if two share one that were not told to."""
+    a device or a backend cannot be used, if only some ranks have a device, or if two share one unasked."""
     for rank, each in enumerate(everyone):
         if not each.type:
             raise LaunchError(unusable(each, f"rank {rank} on {each.host}"))
+        if each.refusal:
+            alone = any(not other.refusal for other in everyone)
+            raise LaunchError(f"rank {rank} on {each.host}: {each.refusal}" if alone else each.refusal)
     first = everyone[0]
     for rank, each in enumerate(everyone):
         if each.type != first.type:

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate, compress, groupby
 from typing import Any
@@ -243,7 +243,13 @@ def _joined(
             say(f"lockstep: {local_size} processes compute on the CPU; the GPU of this machine is for one process")
     else:
         device, mine = find_device(local_rank, shares=share_devices)
-    chosen = chosen_backend(backend, device, rank, size, os.environ) if mine.type else ""
+    chosen = ""
+    try:
+        chosen = chosen_backend(backend, device, rank, size, os.environ) if mine.type else ""
+    except LaunchError as error:
+        if size == 1 or backend is not None:  # all ranks were given one --backend
+            raise
+        mine = replace(mine, refusal=str(error))  # the other ranks are told, and do not wait for this one
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         if not owns_group():
