@@ -257,7 +257,7 @@ class Session:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context manager for forwards in the session's precision. Backwards and commits stay outside of it."""
-        return precisions.autocast(self.context.precision, self.device, is_sharded=self.plan.shard != 1)
+        return precisions.autocast(self.context.precision, self.device, keep_casts=precisions.keeps_casts(self.plan))
 
     def mean(self, values: Tensor) -> float:
         """The mean over all values (any shape) of all ranks; NaN if there are none. Every rank calls it."""

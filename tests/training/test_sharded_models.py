@@ -110,6 +110,32 @@ class Normalised(nn.Module):
         return output
 
 
+class Twice(nn.Module):
+    """A layer, and a weight of its own, that are used twice in each forward, as in siamese networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(FEATURES, FEATURES), nn.Parameter(torch.eye(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = torch.tanh(self.layer(x)) @ self.weight
+        return x + self.layer(once) @ self.weight  # type: ignore[no-any-return]
+
+
+def twice() -> nn.Module:
+    return Network(Twice(), Twice())
+
+
+def fingerprint_of_twice(plan: str, run_dir: str) -> str:
+    given = recipe(model=twice, loss=squared_error, optimizer=sgd, steps=4, precision="bf16")
+    return ls.train(given, plan=f"{plan},numerics=bitwise", run_dir=run_dir).fingerprint
+
+
+def test_in_bitwise_weights_that_are_used_twice_have_the_bits_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, fingerprint_of_twice, "replicate=1", str(tmp_path / "alone"))
+    assert pool.run(2, fingerprint_of_twice, "shard=2", str(tmp_path / "shards")) == [alone] * 2
+
+
 def routed(layer: type[nn.Linear]) -> nn.Module:
     return Network(Routed(layer), Routed(layer))
 

@@ -72,7 +72,9 @@ def parallelize(
     layers = layers_of(model, blocks, parts) if plan.split != 1 else []
 
     sharded = mesh.axis("shard").size > 1
-    short = AutocastWeights.of(model, autocast_dtype) if sharded and autocast_dtype is not None else None
+    # The gradients of a weight that is used twice are added in the precision in which it was gathered.
+    short_dtype = autocast_dtype if sharded and plan.numerics == "fast" else None
+    short = None if short_dtype is None else AutocastWeights.of(model, short_dtype)
     materialize = partial(initial.materialize, device=mesh.world.device)
     if styles:
         assert mesh.torch_mesh is not None

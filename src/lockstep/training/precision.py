@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.base import accelerator
 from lockstep.base.torch_private import cpu_multiplies_bf16, update_loss_scale
 from lockstep.comm.mesh import to_local
+from lockstep.plan import Plan
 from lockstep.recipe.checks import Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -19,11 +20,16 @@ STEPS_TO_DOUBLE = 2000
 """Steps in a row without an overflow after which the loss scale doubles, as in torch's GradScaler."""
 
 
-def autocast(precision: Precision, device: torch.device, *, is_sharded: bool = False) -> AbstractContextManager[Any]:
-    """The context manager for forwards. Backwards run outside of it. `is_sharded`: do not keep the cast weights until
-    the end of the forward; they would be those of the full model."""
+def autocast(precision: Precision, device: torch.device, *, keep_casts: bool = True) -> AbstractContextManager[Any]:
+    """The context manager for forwards. Backwards run outside of it. `keep_casts`: cast a weight once for all its uses
+    in a forward, and add their gradients in autocast's precision."""
     dtype = AUTOCAST.get(precision)
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=not is_sharded)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=keep_casts)
+
+
+def keeps_casts(plan: Plan) -> bool:
+    """False under `shard`, where the casts would be those of the full model, and so in bitwise numerics everywhere."""
+    return plan.shard == 1 and plan.numerics == "fast"
 
 
 class LossScale:

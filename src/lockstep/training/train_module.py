@@ -93,7 +93,7 @@ class TrainModule:
         self.schedule = Schedule(schedule, optimizers)
         self.norm = gradient_norm.GradientNorm(context.mesh, bitwise=context.bitwise)
         self.flops = Flops(model, peak_of(context.device, context.precision))
-        self.autocast = precision.autocast(context.precision, context.device, is_sharded=context.plan.shard != 1)
+        self.autocast = precision.autocast(context.precision, context.device, keep_casts=precision.keeps_casts(context.plan))
         self._bitwise = context.bitwise
         self._compression = compression_for(context.gradient_compression, context.mesh.data, self.parameters, self.names)
         self._keeps_rest = keeps_rest(context.gradient_compression)
