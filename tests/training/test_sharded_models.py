@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import tier
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -245,6 +246,26 @@ def test_what_sharding_cannot_train_is_refused_in_its_words(pool: WorkerPool, tm
     for found in pool.run(2, attempts, str(tmp_path), "shard=2", mistakes):
         for name, (_, pattern) in MISTAKES.items():
             assert re.search(pattern, found[name][1]), (name, found[name])
+
+
+def features(batch: Sequence[Tensor]) -> Tensor:
+    return batch[1]
+
+
+def of_output(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return F.mse_loss(output, batch[2])
+
+
+@tier(4)
+def test_a_stage_whose_weight_is_used_outside_of_products_is_refused(tmp_path: Path) -> None:
+    """The backwards are the schedule's. An error between a forward and its backward leaves the graph behind."""
+    with WorkerPool(max_workers=4, check_leaks=False) as workers:
+        for layer in (nn.Linear, Gate):
+            changes: dict[str, Any] = {"model": partial(normalised, layer), "precision": "bf16", "stages": ["blocks.*", "head"]}
+            changes |= {"inputs": features, "loss": of_output}
+            for loss, said in workers.run(4, attempt, str(tmp_path / layer.__name__), "shard=2,pipeline=2", changes):
+                assert ("is gathered in the precision of autocast" in said) is (layer is nn.Linear), said
+                assert (loss > 0) is (layer is Gate)
 
 
 def test_what_the_errors_recommend_is_what_one_process_trains(pool: WorkerPool, tmp_path: Path) -> None:

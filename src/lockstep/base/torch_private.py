@@ -363,6 +363,10 @@ def number_process_groups_from(count: int) -> None:
     dist.distributed_c10d._world.group_count = count
 
 
+ABORT_SECONDS = 10.0
+"""The longest wait for the groups' aborts. The process ends after it."""
+
+
 def abort_accelerator_groups() -> bool:
     """Abort all process groups of a backend other than Gloo, such as NCCL. Returns True if there is one. Never run with
     several GPUs."""
@@ -380,8 +384,9 @@ def abort_accelerator_groups() -> bool:
     threads = [threading.Thread(target=group.abort, name="lockstep-abort-group", daemon=True) for group, _ in found]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + ABORT_SECONDS
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))
     return True
 
 

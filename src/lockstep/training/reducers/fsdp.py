@@ -25,6 +25,7 @@ from lockstep.base.torch_private import (
     backward_number,
     fsdp_parameter_group,
     gradient_hook_counts,
+    is_fsdp_root,
     own_parameters,
     tree_leaves,
     version,
@@ -68,6 +69,9 @@ class FsdpReducer:
         self._used = _UsedParameters(model, self._parameters)
         self._backwards = [_GroupBackwards() for _ in self._groups]
         self._handles = [group.register_forward_hook(each.watch) for group, each in zip(self._groups, self._backwards, strict=True)]
+        if mesh.axis("pipeline").size > 1:  # its schedule computes the backwards
+            self._handles += [group.register_forward_hook(self._check_stage) for group in self._groups]
+        self._checked: set[nn.Module] = set()
 
     def gradient_versions(self) -> list[int]:
         """The number of accumulations. FSDP2 writes zeros to the gradients in a backward that asks for others alone."""
@@ -80,6 +84,15 @@ class FsdpReducer:
             handle.remove()
         for group in self._groups:
             group.set_custom_all_gather(DefaultAllGather())
+
+    def _check_stage(self, group: nn.Module, inputs: Any, output: Any) -> None:
+        """A forward hook: check the uses of weights in the first forward of each part of a pipeline's stage."""
+        if group in self._checked or not is_fsdp_root(group) or not torch.is_grad_enabled():
+            return
+        self._checked.add(group)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                check_uses(self._groups, leaf)
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
         self._count = count
