@@ -30,7 +30,8 @@ def prepared() -> Any:
     model.other(model.norm(model.one(torch.randn(4, 3)))).sum().backward()
     optimizer.step()
     held = dict(model.named_parameters())
-    parts = {"modes": OptimizerModes([optimizer], held), "left_out": None, "state_dict": lambda: {"loss_scale": None}}
+    parts = {"modes": OptimizerModes([optimizer], held), "left_out": None}
+    parts |= {"host_values": lambda: SimpleNamespace(groups=[optimizer.param_groups]), "state_dict": lambda host: {"loss_scale": None}}
     return SimpleNamespace(model=model, optimizers=[optimizer], held=held, **parts)
 
 

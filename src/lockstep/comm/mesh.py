@@ -52,7 +52,7 @@ class Mesh:
         sizes = {axis: size for axis, size in sizes.items() if size > 1}
         atexit.unregister(_at_exit)  # a single handler serves all meshes
         atexit.register(_at_exit)
-        if sizes.get("replicate", 1) == world.size:
+        if not sizes or sizes.get("replicate") == world.size:
             torch_mesh, axes = None, {"replicate": world} if sizes else {}
         else:
             torch_mesh, groups = _made(world, tuple(sizes.items()))
