@@ -42,7 +42,7 @@ STAGES = [
           | {"raises": 80, "nccl4": 110, "peer": 140, "pipelines": 60, "fused": 110, "oom": 80, "example": 60}),
     Stage(1, 280, {"speed:lockstep-eager": 60, "speed:hand-eager": 60, "speed:lockstep-compile": 90}
           | {"speed:hand-compile": 90, "waits": 50, "speed:lockstep-bitwise": 60, "stall": 60}),
-    Stage(3, 150, {"verify": 140, "doctor": 70, "here": 80}),
+    Stage(3, 150, {"verify": 140, "doctor": 70, "here": 120}),
 ]  # fmt: skip
 SLOWER_ON_CPU = 4
 
