@@ -40,5 +40,5 @@ class CollectivesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            raise CollectiveCalled(str(func.overloadpacket).rpartition(".")[2].rstrip("_"))
+            raise CollectiveCalled(str(func.overloadpacket).rpartition(".")[2].strip("_").removesuffix("_base"))
         return func(*args, **(kwargs or {}))
