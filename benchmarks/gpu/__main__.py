@@ -188,6 +188,10 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="try the script itself, with tiny sizes")
     parser.add_argument("--list", action="store_true", help="print the checks and their time limits")
     options = parser.parse_args()
+    only, skip = ({*filter(None, names.split(","))} for names in (options.only, options.skip))
+    known = {name for stage in STAGES for check in stage.checks for name in (check, check.partition(":")[0])}
+    if unknown := sorted((only | skip) - known):
+        parser.error(f"no checks {', '.join(unknown)}; --list prints those that there are")
     if options.list:
         for stage in STAGES:
             print(f"{stage.at_once} at once, at most {stage.seconds:g} s:", ", ".join(stage.checks))
@@ -197,7 +201,6 @@ def main() -> None:
         return
     if missing := [name for name in ("lockstep", "rich", "blake3", "crc32c", "safetensors", "click", "fsspec") if not find_spec(name)]:
         raise SystemExit(f"not installed: {', '.join(missing)}. {HERE / 'README.md'} says how")
-    only, skip = ({*filter(None, names.split(","))} for names in (options.only, options.skip))
     options.out.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         checks = Checks(options.out, Path(folder), cpu=options.cpu, seconds=options.seconds or (3600 if options.cpu else 560))

@@ -299,3 +299,36 @@ def test_other_backwards_are_right_or_refused_alike(pool: WorkerPool, tmp_path: 
                     assert loss == pytest.approx(alone[name][0], rel=1e-4), (plan, name)
             refused = {name for name, (_, said) in found.items() if said}
             assert refused == (BACKWARDS.keys() if plan != "replicate=2" else {"a backward in the loss"})
+
+
+class Fails(Network):
+    """Its forward fails after the third step, between two layers, with the parameters that it has gathered."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, FEATURES))
+        self.is_late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.is_late:
+            raise RuntimeError("in the forward")
+        output: Tensor = self.head(x)
+        return output
+
+
+class FailAfter(ls.Hook):
+    def after_step(self, run: ls.Run) -> None:
+        run.model.is_late = run.step == 3
+
+
+def fail_in_a_forward(run_dir: str) -> list[str]:
+    given = recipe(model=Fails, inputs=features, loss=of_output, optimizer=sgd, steps=6, blocks=["blocks.*"])
+    with pytest.raises(RuntimeError, match="in the forward"):
+        ls.train(given, plan="shard=2", run_dir=run_dir, hooks=[FailAfter()])
+    return [path.name.rpartition("-")[0] for path in (Path(run_dir) / "checkpoints").glob("step-*")]
+
+
+def test_a_forward_that_fails_leaves_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
+    with WorkerPool(max_workers=2, check_leaks=False) as workers:
+        found = workers.run(2, fail_in_a_forward, str(tmp_path / "run"))
+    assert ["step-00000003"] in found

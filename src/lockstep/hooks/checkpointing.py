@@ -23,6 +23,7 @@ from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.launch.termination import Terminated
 from lockstep.launch.worker_files import defer_kill, note_saved
 from lockstep.logging.phases import Phases
+from lockstep.model.shard import reset_after_error
 from lockstep.options import STEP_PHASES
 from lockstep.plan import Plan
 from lockstep.recipe.checks import keeps_rest
@@ -150,6 +151,9 @@ class Checkpointing(ControlHook):
         return None if self._checkpointer is None else self._checkpointer.scores.best(self._checkpointer.run, self.folder)
 
     def on_error(self, run: Run, error: BaseException) -> None:
+        for module in run.modules:
+            with suppress(RuntimeError):  # of a collective in flight, whose peer is lost
+                reset_after_error(module.model)  # a failed forward leaves gathered parameters in it
         if not self.rescue(run, error) and self._checkpointer is not None:
             self._checkpointer.await_last()
 
