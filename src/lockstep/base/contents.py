@@ -25,6 +25,7 @@ MOST_OBJECTS = 100_000
 MOST_LEVELS = 60
 """Levels of objects within objects that are read; what is deeper counts as not read."""
 _CACHED = type(functools.cache(len))
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -332,7 +333,7 @@ def is_users(module: str | None) -> bool:
     file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None  # getattr may import more
     if file is None or str(module).partition(".")[0] == "lockstep":
         return False
-    return "site-packages" not in file and "dist-packages" not in file and not file.startswith(sysconfig.get_path("stdlib"))
+    return "site-packages" not in file and "dist-packages" not in file and not file.startswith(_STANDARD_LIBRARY)
 
 
 def name_of(kind: type) -> bytes:
