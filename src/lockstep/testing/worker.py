@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.base.errors import UserError
 from lockstep.comm.mesh import forget_meshes
+from lockstep.recipe.sources import texts
 from lockstep.testing import leaks
 
 if TYPE_CHECKING:
@@ -137,11 +138,16 @@ def _warm_up() -> None:
 
 def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any]) -> list[int]:
     sys.path[:] = request["path"]
+    loaded = len(sys.modules)
     if request["module"] != "__main__":
         try:
             import_for(request["module"], request["file"])
         except BaseException:  # the worker meets the same error, and reports it
             sys.modules.pop(request["module"], None)
+    if request["module"] == "__main__" or len(sys.modules) != loaded:
+        texts.cache_clear()
+    if request["module"] != "__main__":
+        texts()  # a look at all modules, which in each worker would copy the 4,000 pages that they are on
     gc.freeze()  # otherwise garbage collection in a worker would copy every page of the imported modules
     sys.stdout.flush()
     sys.stderr.flush()
