@@ -28,13 +28,6 @@ def settings_of(given: list[str]) -> dict[str, Any]:
     return settings
 
 
-def keep_fused() -> None:
-    """Train with the fused optimizer under numerics=bitwise, which lockstep otherwise replaces."""
-    from lockstep.training import prepare
-
-    prepare.optim.unfuse = lambda *_: False
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("plans", nargs="+")
@@ -43,11 +36,8 @@ def main() -> None:
     parser.add_argument("--label", default="")
     for fault in ("kill", "raise", "sleep"):
         parser.add_argument(f"--{fault}", metavar="STEP,RANK")
-    parser.add_argument("--fused", action="store_true")
     parser.add_argument("--no-fill", action="store_true", help="empty tensors are not filled under bitwise")
     options = parser.parse_intermixed_args()
-    if options.fused:
-        keep_fused()
     torch.utils.deterministic.fill_uninitialized_memory = not options.no_fill
     saving = ls.Saving(every=options.save_every) if options.save_every else None
     for number, given in enumerate(options.plans):

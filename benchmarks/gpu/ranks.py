@@ -95,16 +95,10 @@ def gloo2() -> None:
     ranks("gloo2", 2, plans, LOCKSTEP_BACKEND="gloo")
 
 
-def fused() -> None:
-    """Why lockstep does not train fused under bitwise, and fills empty tensors: each alone, and both."""
-    plans = ["replicate=2,numerics=bitwise", "shard=2,numerics=bitwise"]
-    for name, options in {"fused": ["--fused"], "no fill": ["--no-fill"], "both": ["--fused", "--no-fill"]}.items():
-        label = f"{name}: "
-        where = str(folder(name.replace(" ", "-")))
-        _, _, found = run(2, BITS, *plans, "--folder", where, *options, "--label", label)
-        prints = fingerprints(found, *(label + plan for plan in plans))
-        agree = len(set(prints)) == 1 and len(prints) == len(plans)
-        report(f"bitwise, {name}: replicate as shard", ok=None, same=agree, short="same" if agree else "DIFFERENT")
+def fill() -> None:
+    """Do the bits of bitwise depend on torch's filling of empty tensors?"""
+    plans = ["replicate=2,numerics=bitwise", "shard=2,numerics=bitwise", "replicate=2,numerics=bitwise@bf16"]
+    ranks("fill", 2, plans, "--no-fill")
 
 
 def kill() -> None:

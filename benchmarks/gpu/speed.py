@@ -19,6 +19,8 @@ from lockstep.logging.flops import peak_of
 SIZE = TINY if CPU else {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "vocabulary": 50304}
 GLOBAL, MICRO, WARMUP, STEPS = (4, 2, 2, 4) if CPU else (32, 16, 6, 20)
 PLANS = {"eager": "replicate=1", "compile": "replicate=1,compile=yes", "bitwise": "replicate=1,numerics=bitwise"}
+UNFILLED = "unfilled"
+"""Bitwise, but torch does not fill empty tensors."""
 
 
 def large(**changes: Any) -> ls.Recipe:
@@ -56,7 +58,9 @@ class Clock(ls.Hook):
 
 def trained(mode: str) -> tuple[float, float, int]:
     clock = Clock()
-    ls.train(large(), plan=PLANS[mode], run_dir=folder(f"speed-{mode}") / "run", hooks=[clock], log_every=10)
+    torch.utils.deterministic.fill_uninitialized_memory = mode != UNFILLED
+    plan = PLANS["bitwise" if mode == UNFILLED else mode]
+    ls.train(large(), plan=plan, run_dir=folder(f"speed-{mode}") / "run", hooks=[clock], log_every=10)
     return clock.seconds, clock.first, clock.parameters
 
 
@@ -133,15 +137,15 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 class Profiled(ls.Hook):
-    """Profiles three steps that log nothing."""
+    """Profiles steps that log nothing: those after `first` to `last` steps."""
 
-    def __init__(self) -> None:
-        self.profiler = profiler()
+    def __init__(self, first: int = 5, last: int = 7) -> None:
+        self.profiler, self.first, self.last = profiler(), first, last
 
     def before_step(self, run: ls.Run) -> None:
-        if run.step == 5:
+        if run.step == self.first:
             self.profiler.start()
-        if run.step == 8:
+        if run.step == self.last + 1:
             self.profiler.stop()
 
 
@@ -163,6 +167,22 @@ def report_waits(name: str, profiled: torch.profiler.profile, steps: int = 3) ->
     rounded = {call: round(count, 2) for call, count in sorted(calls.items())}
     short = ", ".join(f"{call[4:]} {count}" for call, count in waits.items()) or "none"
     report(f"host waits in a step: {name}", waits=waits, calls=rounded, kernels=round(kernels, 1), short=short)
+
+
+def times(mode: str) -> None:
+    """The kernels that take the most time in a step of the large model."""
+    hook = Profiled(first=6, last=6)
+    ls.train(large(steps=8), plan=PLANS[mode], run_dir=folder(f"times-{mode}") / "run", hooks=[hook], log_every=100)
+    spent: dict[str, list[float]] = {}
+    for event in hook.profiler.events():
+        if event.device_type.name == "CUDA":
+            taken = spent.setdefault(event.name[:120], [0.0, 0])
+            taken[0] += event.time_range.elapsed_us() / 1000
+            taken[1] += 1
+    most = sorted(spent.items(), key=lambda each: -each[1][0])[:40]
+    rounded = {kernel: [round(ms, 3), calls] for kernel, (ms, calls) in most}
+    total = sum(ms for ms, _ in spent.values())
+    report(f"device time of a step: {mode}", ms=total, kernels=rounded, short=f"{total:.1f} ms")
 
 
 def profiled_training(name: str, plan: str, **changes: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lockstep.base import accelerator
 from lockstep.hooks.carried_state import CarriedState
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.hooks.evaluation import EvaluationHook
@@ -23,6 +24,7 @@ from lockstep.opening import Opened
 from lockstep.options import WatchdogTimeouts
 from lockstep.recipe.recipe import Evaluation
 from lockstep.saving import check_out_of_memory
+from lockstep.training.deterministic import FillsInFirstStep
 from lockstep.training.hook import Hook, Run
 from lockstep.training.recovery.recovery import Recovery
 
@@ -56,14 +58,23 @@ class HouseHooks:
         )
         self.hang = HangHook(timeouts, opened.context, self.checkpointing.rescue, recovery)
         evaluating = [] if self.evaluation is None else [self.evaluation]
+        on_accelerator = accelerator.is_accelerator(opened.context.device)
+        fills = [FillsInFirstStep()] if opened.context.bitwise and on_accelerator else []
         if bare:
-            self.in_order: list[Hook] = [*user_hooks, *evaluating, self.metrics, Preemption(termination, stop_at=environment.stop_at)]
+            self.in_order: list[Hook] = [
+                *fills,
+                *user_hooks,
+                *evaluating,
+                self.metrics,
+                Preemption(termination, stop_at=environment.stop_at),
+            ]
             return
         self.in_order = [
             # Tries the loss on the first microbatch before any hook has seen the step.
             self.loss_check,
             # Watches forwards where the loss cannot be tried.
             CarriedState(),
+            *fills,
             # Begins a trace before any other hook of the step, and ends it before lockstep's own work between steps.
             *([] if steps is None else [Profiler(steps)]),
             # The user's hooks see the step as the script left it.

@@ -17,7 +17,7 @@ from torch import nn
 from training.subjects import recipe, rows
 
 import lockstep as ls
-from lockstep.base.errors import PlanError
+from lockstep.base.errors import LossError, PlanError
 from lockstep.comm import world as comm_world
 from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
@@ -108,12 +108,42 @@ def expected(devices: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> s
 
 
 @pytest.mark.parametrize("plan", tiered(PLANS))
-def test_the_bits_are_those_of_one_process_and_the_host_waits_once(devices: WorkerPool, tmp_path: Path, expected: str, plan: str) -> None:
-    """For the norm: bitwise numerics do not use fused kernels, so the host must know whether it is finite."""
+def test_the_bits_are_those_of_one_process_and_the_host_waits_for_nothing(
+    devices: WorkerPool, tmp_path: Path, expected: str, plan: str
+) -> None:
     everyone = devices.run(PLANS[plan], on_device, train, f"{plan},numerics=bitwise", str(tmp_path / "run"))
     for rank, (fingerprint, device, waits) in enumerate(everyone):
         assert (fingerprint, device) == (expected, f"standin:{rank}")
-        assert waits == [{"item()": 1}] * 5
+        assert waits == [{}] * 5
+
+
+class ReadsBeforeItWrites(nn.Module):
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.layer, self.reads, self.fills = nn.Linear(6, 3), reads, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fills.append(torch.utils.deterministic.fill_uninitialized_memory)
+        output = self.layer(x)
+        return output + torch.empty_like(output) if self.reads else output
+
+
+def trained_with(plan: str, run_dir: str, reads: bool) -> tuple[list[bool], str]:
+    """Return whether new tensors are filled in each forward and after the run, and the error."""
+    model, error = ReadsBeforeItWrites(reads=reads), ""
+    changes = {"model": lambda: model, "global_batch": 20, "microbatch": 20, "steps": 3, "tensor": None}
+    try:
+        train(plan, run_dir, **changes)
+    except LossError as raised:
+        error = str(raised)
+    return [*model.fills, torch.utils.deterministic.fill_uninitialized_memory], error
+
+
+def test_bitwise_fills_new_tensors_in_the_first_step_where_reading_one_is_seen(devices: WorkerPool, tmp_path: Path) -> None:
+    ((fills, error),) = devices.run(1, on_device, trained_with, "numerics=bitwise", str(tmp_path / "right"), False)
+    assert (fills[0], fills[-3:], error) == (True, [False, False, True], "")
+    ((_, error),) = devices.run(1, on_device, trained_with, "numerics=bitwise", str(tmp_path / "reads"), True)
+    assert "after step 0: the loss is nan" in error
 
 
 @pytest.mark.parametrize("plan", tiered({**PLANS, **STAGES}))

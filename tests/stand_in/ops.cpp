@@ -148,6 +148,10 @@ class Call {
     static std::mutex mutex;
     const auto host = c10::DispatchKeySet(c10::DispatchKey::CPU);
     const auto& tags = op_.getTags();
+    if (op_.schema().name().find("aten::_fused_") == 0 && op_.schema().returns().empty()) {
+      update_in_whole_vectors();
+      return;
+    }
     if (std::find(tags.begin(), tags.end(), at::Tag::nondeterministic_seeded) == tags.end()) {
       op_.redispatchBoxed(host, stack_);
       return;
@@ -160,6 +164,29 @@ class Call {
     op_.redispatchBoxed(host, stack_);
     ours.set_state(hosts.get_state());
     hosts.set_state(before);
+  }
+
+  // A GPU's fused optimizer computes each element alike. A CPU's rounds differently at the end of a tensor, where no
+  // whole vector is left: so it gets longer tensors.
+  void update_in_whole_vectors() {
+    std::vector<std::pair<at::Tensor, at::Tensor>> padded;
+    for (size_t index = 0; index < op_.schema().arguments().size(); ++index) {
+      auto& value = (*stack_)[first_ + index];
+      if (!value.isTensorList() || op_.schema().arguments()[index].name() == "state_steps") {
+        continue;
+      }
+      c10::List<at::Tensor> longer;
+      for (const auto& each : value.toTensorVector()) {
+        longer.push_back(at::zeros({(each.numel() + 63) / 64 * 64}, each.options()));
+        padded.emplace_back(each, longer.get(longer.size() - 1).narrow(0, 0, each.numel()).view(each.sizes()));
+        padded.back().second.copy_(each);
+      }
+      value = longer;
+    }
+    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+    for (const auto& [tensor, updated] : padded) {
+      tensor.copy_(updated);
+    }
   }
 
   // An `out=` argument may have been given another shape.
@@ -213,6 +240,14 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // Memory
 
+at::Tensor filled(at::Tensor made) {
+  const auto& context = at::globalContext();
+  if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) {
+    at::native::fill_empty_deterministic_(made);
+  }
+  return made;
+}
+
 at::Tensor empty(
     c10::IntArrayRef size,
     std::optional<c10::ScalarType> dtype,
@@ -223,7 +258,8 @@ at::Tensor empty(
   TORCH_CHECK(!c10::pinned_memory_or_default(pinned), "only memory of the host can be pinned");
   const c10::DeviceGuard guard(c10::device_or_default(device));
   const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-  return at::detail::empty_generic(size, c10::GetAllocator(c10::DeviceType::PrivateUse1), keys, c10::dtype_or_default(dtype), format);
+  return filled(
+      at::detail::empty_generic(size, c10::GetAllocator(c10::DeviceType::PrivateUse1), keys, c10::dtype_or_default(dtype), format));
 }
 
 at::Tensor empty_strided(
@@ -235,7 +271,8 @@ at::Tensor empty_strided(
     std::optional<bool>) {
   const c10::DeviceGuard guard(c10::device_or_default(device));
   const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-  return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(c10::DeviceType::PrivateUse1), keys, c10::dtype_or_default(dtype));
+  return filled(
+      at::detail::empty_strided_generic(size, stride, c10::GetAllocator(c10::DeviceType::PrivateUse1), keys, c10::dtype_or_default(dtype)));
 }
 
 at::Tensor as_strided(const at::Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {

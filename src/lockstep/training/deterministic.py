@@ -1,10 +1,14 @@
-"""Torch's refusals of operations that have no deterministic implementation, in a run with numerics=bitwise."""
+"""Torch's deterministic mode, in a run with numerics=bitwise on an accelerator: operations that it refuses, and its
+filling of new tensors."""
 
 from __future__ import annotations
 
 import re
 
+import torch
+
 from lockstep.base.errors import PlanError
+from lockstep.training.hook import Hook, Run
 
 _REFUSED = re.compile(r"^(.+?) does not have a deterministic implementation", re.MULTILINE)
 INSTEAD = {
@@ -30,3 +34,12 @@ def error_of_determinism(error: BaseException | None, plan: object) -> PlanError
         f"{plan}: torch has no implementation of {name} whose result repeats, and numerics=bitwise needs one; {instead}"
         "compute that operation on the CPU, or leave numerics=bitwise out"
     )
+
+
+class FillsInFirstStep(Hook):
+    """Ends torch's filling of new tensors with NaN after the first step. In deterministic mode torch fills every new
+    tensor, which takes a tenth of a step's time. Code that reads one before it is written has a loss of NaN in the
+    first step, which is refused. So later steps need no filling."""
+
+    def after_step(self, run: Run) -> None:
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a module's property

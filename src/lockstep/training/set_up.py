@@ -310,6 +310,8 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
         found.append(cublas_workspace(os.environ))
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # it is a module's property
+        stack.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     if plan.compile:  # past these limits torch stops compiling new shapes, not at the same shape on all ranks

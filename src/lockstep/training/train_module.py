@@ -126,8 +126,9 @@ class TrainModule:
         self._gates_on_device = fused and not host_must_know and all(accelerator.has_streams(to_local(p).device) for p in self.parameters)
         self.loss_scale = precision.loss_scale(context.precision, self.device if self._gates_on_device else None)
         is_plain = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
-        self._optimizer_unscales = fused and is_plain and all(map(divides_gradients, optimizers))
-        """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves a pass over it."""
+        self._optimizer_unscales = fused and is_plain and not self._bitwise and all(map(divides_gradients, optimizers))
+        """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves a pass over it. Not
+        in bitwise: sharded gradients are multiplied by the reciprocal, which rounds differently."""
 
     def set_trainable(self, names: Collection[str]) -> None:
         """Make exactly these parameters trainable, between two steps. Every rank calls it with the same `names`. The

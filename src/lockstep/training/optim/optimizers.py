@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lockstep.base.errors import RecipeError, first_few
 from lockstep.base.garbage import collector_paused
 from lockstep.base.torch_private import has_step_hooks, step_is_profiled
+from lockstep.comm.mesh import to_local
 
 STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adadelta)
 
@@ -94,11 +95,16 @@ def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bi
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Make fused optimizers use foreach: fused kernels round differently at a tensor's end. Returns True if any was."""
-    groups = [group for optimizer in optimizers for group in (*optimizer.param_groups, optimizer.defaults) if group.get("fused")]
-    for group in groups:
-        group.update(fused=False, foreach=True)
-    return bool(groups)
+    """Make fused optimizers of parameters on a CPU use foreach: a CPU's fused kernels round differently at a tensor's
+    end. Returns True if any was."""
+    found = False
+    for optimizer in optimizers:
+        fused = [group for group in optimizer.param_groups if group.get("fused")]
+        if any(to_local(parameter).is_cpu for group in fused for parameter in group["params"]):
+            for group in filter(lambda group: group.get("fused"), (*fused, optimizer.defaults)):
+                group.update(fused=False, foreach=True)
+            found = True
+    return found
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
