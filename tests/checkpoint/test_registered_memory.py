@@ -36,7 +36,7 @@ def test_memory_stays_registered_while_any_device_may_copy_to_it(
     monkeypatch.setattr(accelerator, "unregister_memory", unregister)
     monkeypatch.setattr(saver, "END_SECONDS", 0.0)
     monkeypatch.setattr(saver, "_left", left)
-    content = saver._FileContent(FileLayout([]), torch.device("cpu"))
+    content = saver._FileContent(FileLayout([]), torch.device("cpu"), [])
     monkeypatch.setattr(content, "_copies", [(Event(True), Event(first)), (Event(True), Event(second))])
     content.close()
     assert (len(given_back), len(left)) == ((1, 0) if gives_back else (0, 1))

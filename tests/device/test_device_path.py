@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,9 @@ def test_a_rank_that_fails_ends_without_waiting_for_the_others(tmp_path: Path, l
     assert "on purpose" in done.stdout + done.stderr
 
 
+SECONDS_BEFORE_THE_COPIES = 0.02
+
+
 def saved_while_training_goes_on(folder: str, fault: str) -> tuple[dict[str, list[float]], dict[str, int], tuple[int, int], str | None]:
     """Save tensors that later kernels change. Returns what was saved, the host's waits until then, the numbers of
     registered memories during it and after the end, and why copies were slow."""
@@ -142,12 +146,14 @@ def saved_while_training_goes_on(folder: str, fault: str) -> tuple[dict[str, lis
     with pytest.MonkeyPatch.context() as patch:
         if fault == "not waited for":
             patch.setattr(accelerator, "is_reached", lambda *given: True)
-            patch.setattr("lockstep.checkpoint.saver._FileContent.copy_seconds", lambda content: 0.0)
+            patch.setattr("lockstep.checkpoint.saver._FileContent.device_seconds", lambda content: 0.0)
         if fault == "refused":
             patch.setattr(standin._Runtime, "cudaHostRegister", lambda *given: 801)
         saver.prepare(state)
         registered = len(standin.registered)
         standin.take_counters()
+        saver.begin()
+        time.sleep(SECONDS_BEFORE_THE_COPIES)
         saver.save(1, state, values={}, metadata={})
         for tensor in state.values():
             tensor.add_(1.0)
@@ -155,12 +161,35 @@ def saved_while_training_goes_on(folder: str, fault: str) -> tuple[dict[str, lis
         ended, reason = saver.poll(30), saver.not_registered
     assert ended is not None
     assert ended.error is None
-    assert (ended.copy_seconds > 0) == (not fault)
+    assert (ended.device_seconds >= SECONDS_BEFORE_THE_COPIES) == (not fault)
     saver.close()
     found = {name: torch.full(tensor.shape, -1.0) for name, tensor in state.items()}
     CheckpointReader(FolderStorage(Path(folder)), CheckpointName(1, ATTEMPT)).load_into(found, world)
     saved = {name: each.flatten().tolist() for name, each in found.items()}
     return saved, waits, (registered, len(standin.registered)), reason
+
+
+class SlowState(ls.Hook):
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(SECONDS_BEFORE_THE_COPIES)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def stopped_seconds(run_dir: str) -> list[float]:
+    ls.train(steps(), run_dir=run_dir, hooks=[SlowState()], saving=ls.Saving(every=4))
+    events = map(json.loads, (Path(run_dir) / "events.jsonl").read_text().splitlines())
+    return [event["stopped_seconds"] for event in events if event["event"] == "checkpoint-saved"]
+
+
+def test_the_time_that_a_save_stops_training_is_from_the_last_kernel_to_the_end_of_the_copies(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
+    (found,) = devices.run(1, on_device, stopped_seconds, str(tmp_path / "run"))
+    assert len(found) == 2
+    assert min(found) >= SECONDS_BEFORE_THE_COPIES
 
 
 def test_a_checkpoint_is_copied_while_the_host_goes_on(devices: WorkerPool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import secrets
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +41,9 @@ class SaveResult:
     """Why it failed; None if it succeeded."""
     not_deleted: str | None = None
     """Why an old checkpoint could not be deleted; None if nothing failed."""
-    copy_seconds: float = 0.0
-    """Seconds that a device spent on the copies while the host went on."""
+    device_seconds: float = 0.0
+    """Seconds in which a device did not train: from the end of what it had to do at `Saver.begin` to the end of the
+    copies. 0 if the host waited for them."""
 
 
 class Saver:
@@ -75,7 +76,8 @@ class Saver:
         if rows[:, 0].any():
             mine = assign_to_this_rank(found, self._world)
             self.close()
-            self._memory = _FileContent(FileLayout(mine), self._world.device)
+            devices = {to_local(tensor).device for tensor in state.values()}
+            self._memory = _FileContent(FileLayout(mine), self._world.device, devices)
             self._shards = found
         assert self._memory is not None
         if self._writer is not None and self._writer.has_ended:
@@ -83,6 +85,11 @@ class Saver:
         if self._writer is None:
             self._writer = _Writer(self._memory)
         return f"{rows[0, 1]:08x}"
+
+    def begin(self) -> None:
+        """Note that training stops for a save, before what `save` takes is gathered."""
+        if self._memory is not None:
+            self._memory.begin()
 
     def save(
         self, step: int, state: Mapping[str, Tensor], *, values: JsonObject, metadata: JsonObject, keep: JsonObject | None = None
@@ -132,8 +139,8 @@ class Saver:
         step, self._under_way = self._under_way, None
         if answer["error"] is not None:  # the failed process may still wait for the storage; the next save gets another one
             self._close_writer()
-        copy_seconds = 0.0 if self._memory is None else self._memory.copy_seconds()
-        return SaveResult(step, answer["error"], answer.get("not_deleted"), copy_seconds)
+        device_seconds = 0.0 if self._memory is None else self._memory.device_seconds()
+        return SaveResult(step, answer["error"], answer.get("not_deleted"), device_seconds)
 
     def close(self) -> None:
         """Release everything. Aborts a save in progress."""
@@ -184,7 +191,8 @@ _left: list[tuple[SharedFile, Tensor]] = []
 class _FileContent:
     """The content of this rank's file, in memory shared with the writer process."""
 
-    def __init__(self, layout: FileLayout, device: torch.device) -> None:
+    def __init__(self, layout: FileLayout, device: torch.device, devices: Collection[torch.device]) -> None:
+        """`device`: this rank's. `devices`: those of the state."""
         self.layout = {"bytes": layout.bytes, "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()]}
         """Size of the file and positions of its shards, for the writer process."""
         self.file = SharedFile(layout.bytes)
@@ -192,31 +200,36 @@ class _FileContent:
         everything.zero_()  # page faults make the first write ten times slower than later ones
         self.file.mapped[: len(layout.header)] = layout.header
         self._device = device
+        self._began: list[torch.Event] = []
+        """The end of what each device had to do when training stopped for the next save."""
         self._copies: list[tuple[torch.Event, torch.Event]] = []
-        """The beginning and the end of the copies in the stream of each device."""
+        """That, and the end of the copies, in the stream of each device."""
         self.not_registered: str | None = None
         self._registered: Tensor | None = None
         if accelerator.can_register_memory(device):
             self.not_registered = accelerator.register_memory(everything, device)
             self._registered = everything if self.not_registered is None else None
+        self._streams = [each for each in devices if accelerator.has_streams(each)] if self._registered is not None else []
         self._shards: MappedShards | None = MappedShards(layout, everything)
+
+    def begin(self) -> None:
+        self._began = [accelerator.recorded_event(device, timed=True) for device in self._streams]
 
     def copy(self, state: Mapping[str, Tensor]) -> None:
         """Copy this rank's tensors, if the memory is registered in the order of the devices' kernels: with the values
         that they have now, whatever is computed next."""
         assert self._shards is not None
-        devices = {to_local(tensor).device for tensor in state.values()} if self._registered is not None else ()
-        streams = [device for device in devices if accelerator.has_streams(device)]
-        began = [accelerator.recorded_event(device, timed=True) for device in streams]
+        if not self._began:
+            self.begin()
         self._shards.copy(state, non_blocking=self._registered is not None)
-        ended = [accelerator.recorded_event(device, timed=True) for device in streams]
-        self._copies = list(zip(began, ended, strict=True))
+        ended = [accelerator.recorded_event(device, timed=True) for device in self._streams]
+        self._copies, self._began = list(zip(self._began, ended, strict=True)), []
 
     def is_copied(self, timeout_seconds: float) -> bool:
         """True if all bytes are there, within `timeout_seconds`."""
         return all(accelerator.is_reached(ended, timeout_seconds) for _, ended in self._copies)
 
-    def copy_seconds(self) -> float:
+    def device_seconds(self) -> float:
         return max((began.elapsed_time(ended) / 1000 for began, ended in self._copies), default=0.0)
 
     def close(self) -> None:

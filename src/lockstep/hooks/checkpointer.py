@@ -303,6 +303,7 @@ class Checkpointer:
     def _save(self, step: int) -> None:
         self.compare()
         began = time.monotonic()
+        self._saver.begin()
         score = self.scores.note(CheckpointName(step, self.attempt), self.run)
         scores = {str(name): value for name, value in self.scores.by_name.items()}
         keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": scores}
@@ -338,7 +339,7 @@ class Checkpointer:
             self.run.event("checkpoint-not-deleted", reason=ended.not_deleted)
             self.run.context.recorder.message(f"warning: an old checkpoint could not be deleted: {ended.not_deleted}")
         if self.world.rank == 0:  # rank 0 commits the checkpoint
-            stopped = self._stopped_seconds + ended.copy_seconds
+            stopped = ended.device_seconds or self._stopped_seconds
             name, seconds = str(CheckpointName(ended.step, self.attempt)), round(time.monotonic() - self._since, 3)
             self.run.event("checkpoint-saved", checkpoint=name, seconds=seconds, stopped_seconds=round(stopped, 4))
 
