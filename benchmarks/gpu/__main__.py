@@ -38,12 +38,10 @@ class Stage:
 
 STAGES = [
     Stage(1, 60, {"facts": 60}),
-    Stage(4, 230, {"bits": 90, "nccl2": 120, "kill": 80, "kernels": 60, "gloo2": 90, "plan": 150, "hang": 60}
-          | {"raises": 80, "nccl4": 110, "peer": 140, "pipelines": 60, "fill": 90, "oom": 80, "example": 90}),
+    Stage(4, 250, {"bits": 90, "nccl2": 120, "kill": 80, "kernels": 60, "gloo2": 90, "plan": 150, "hang": 60}
+          | {"raises": 80, "nccl4": 110, "peer": 140, "pipelines": 60, "oom": 80, "example": 90, "verify": 140, "doctor": 70, "here": 120}),
     Stage(1, 300, {"speed:lockstep-eager": 60, "speed:hand-eager": 60, "speed:lockstep-bitwise": 60}
-          | {"speed:lockstep-unfilled": 60, "stall": 60, "times:bitwise": 40, "times:eager": 40}
-          | {"speed:lockstep-compile": 90, "speed:hand-compile": 90, "waits": 50}),
-    Stage(3, 150, {"verify": 140, "doctor": 70, "here": 120}),
+          | {"stall": 60, "times:bitwise": 40, "waits": 50, "speed:lockstep-compile": 90, "speed:hand-compile": 90}),
 ]  # fmt: skip
 SLOWER_ON_CPU = 4
 

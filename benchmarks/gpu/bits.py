@@ -33,12 +33,9 @@ def main() -> None:
     parser.add_argument("plans", nargs="+")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--save-every", type=int)
-    parser.add_argument("--label", default="")
     for fault in ("kill", "raise", "sleep"):
         parser.add_argument(f"--{fault}", metavar="STEP,RANK")
-    parser.add_argument("--no-fill", action="store_true", help="empty tensors are not filled under bitwise")
     options = parser.parse_intermixed_args()
-    torch.utils.deterministic.fill_uninitialized_memory = not options.no_fill
     saving = ls.Saving(every=options.save_every) if options.save_every else None
     for number, given in enumerate(options.plans):
         plan, *settings = given.split("@")
@@ -61,14 +58,14 @@ def main() -> None:
             )
         except Exception as error:
             on_purpose = bool(hooks)
-            report(options.label + given, ok=None if on_purpose else False, error=f"{type(error).__name__}: {error}"[:600])
+            report(given, ok=None if on_purpose else False, error=f"{type(error).__name__}: {error}"[:600])
             if on_purpose or torch.distributed.is_initialized():
                 raise
             traceback.print_exc()
             continue
         if result.rank == 0:
             report(
-                options.label + given,
+                given,
                 fingerprint=result.fingerprint[:16],
                 loss=result.loss,
                 plan=result.plan,

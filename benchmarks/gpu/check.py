@@ -18,7 +18,6 @@ CHECKS = {
     "nccl4": ranks.nccl4,
     "pipelines": ranks.pipelines,
     "gloo2": ranks.gloo2,
-    "fill": ranks.fill,
     "kill": ranks.kill,
     "peer": ranks.peer,
     "raises": ranks.raises,

@@ -37,7 +37,7 @@ def table(found: dict[str, Row]) -> list[str]:
 
 def section(rows: list[Row]) -> str:
     """Return the text between the markers, from the lines of a file of figures."""
-    found = {each["what"]: each for row in rows for each in row.get("found", [])}
+    found = {each["what"]: each for row in reversed(rows) for each in row.get("found", [])}  # the first of each name
     began = next(row for row in rows if "started" in row)
     parameters = found["lockstep eager"]["parameters"] / 1e6
     place = f"one {found['gpu']['name']}, torch {began['torch']}, {began['started'][:10]}"

@@ -61,9 +61,9 @@ def bits() -> None:
         same(f"a new process, other order: {name}", [*found, *more], name, least=3)
 
 
-def ranks(label: str, nproc: int, plans: list[str], *options: str, **environment: str) -> None:
+def ranks(label: str, nproc: int, plans: list[str], **environment: str) -> None:
     """Train under each plan on `nproc` ranks. The bitwise ones must have the bits of one process."""
-    status, _, found = run(nproc, BITS, *plans, "--folder", str(folder(label)), *options, **environment)
+    status, _, found = run(nproc, BITS, *plans, "--folder", str(folder(label)), **environment)
     done = sum("fingerprint" in row for row in found)
     report(f"{label}: {nproc} ranks", ok=status == 0 and done == len(plans), status=status, done=done, of=len(plans))
     one = expected()
@@ -93,12 +93,6 @@ def pipelines() -> None:
 def gloo2() -> None:
     plans = ["replicate=2,numerics=bitwise", "shard=2,numerics=bitwise", "replicate=2", "shard=2@bf16"]
     ranks("gloo2", 2, plans, LOCKSTEP_BACKEND="gloo")
-
-
-def fill() -> None:
-    """Do the bits of bitwise depend on torch's filling of empty tensors?"""
-    plans = ["replicate=2,numerics=bitwise", "shard=2,numerics=bitwise", "replicate=2,numerics=bitwise@bf16"]
-    ranks("fill", 2, plans, "--no-fill")
 
 
 def kill() -> None:

@@ -19,8 +19,6 @@ from lockstep.logging.flops import peak_of
 SIZE = TINY if CPU else {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "vocabulary": 50304}
 GLOBAL, MICRO, WARMUP, STEPS = (4, 2, 2, 4) if CPU else (32, 16, 6, 20)
 PLANS = {"eager": "replicate=1", "compile": "replicate=1,compile=yes", "bitwise": "replicate=1,numerics=bitwise"}
-UNFILLED = "unfilled"
-"""Bitwise, but torch does not fill empty tensors."""
 
 
 def large(**changes: Any) -> ls.Recipe:
@@ -58,9 +56,7 @@ class Clock(ls.Hook):
 
 def trained(mode: str) -> tuple[float, float, int]:
     clock = Clock()
-    torch.utils.deterministic.fill_uninitialized_memory = mode != UNFILLED
-    plan = PLANS["bitwise" if mode == UNFILLED else mode]
-    ls.train(large(), plan=plan, run_dir=folder(f"speed-{mode}") / "run", hooks=[clock], log_every=10)
+    ls.train(large(), plan=PLANS[mode], run_dir=folder(f"speed-{mode}") / "run", hooks=[clock], log_every=10)
     return clock.seconds, clock.first, clock.parameters
 
 
