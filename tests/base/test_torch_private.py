@@ -433,6 +433,36 @@ def test_fsdp_parameter_group(mesh):
     assert found.fsdp_params[0].padded_sharded_param_size == torch.Size([2, 2])
 
 
+def test_saved_tensors():
+    weight, x = nn.Parameter(torch.ones(3, 2)), torch.ones(2, 3)
+    product = x @ weight.view(3, 2).double().float()
+    ((saved, tensor),) = torch_private.saved_tensors(product.grad_fn)
+    assert tensor is x
+    saved.register_hooks(lambda _: None, lambda _: 2 * x)
+    assert list(torch_private.saved_tensors(product.grad_fn)) == []
+    product.sum().backward()
+    assert weight.grad.tolist() == [[4.0, 4.0]] * 3
+    assert torch_private.saved_value(weight.transpose(0, -1).grad_fn, "dim1") == -1
+    assert torch_private.saved_value(weight.permute(-1, 0).grad_fn, "dims") == [-1, 0]
+    assert torch_private.output_shape(weight.view(2, 3).grad_fn, 0) == torch.Size([2, 3])
+    assert list(torch_private.saved_tensors(torch.stack([weight.exp(), weight.exp()]).grad_fn)) == []
+
+
+def test_base_of():
+    tensor = torch.ones(2, 2)
+    assert torch_private.base_of(tensor) is torch_private.base_of(tensor.t()) is tensor
+
+
+def test_gathered(mesh):
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh["a"])
+    group = torch_private.fsdp_parameter_group(model)
+    assert torch_private.gathered(group.fsdp_params[0]) is None
+    output = model(torch.ones(2, 2, requires_grad=True))
+    assert torch_private.gathered(group.fsdp_params[0]).shape == (2, 2)
+    nodes = [output.grad_fn, *(each for each, _ in output.grad_fn.next_functions)]
+    assert [torch_private.begins_forward_of(group, node) for node in nodes].count(True) == 1
+
+
 class SkipsWeight(nn.Linear):
     def forward(self, x, uses_weight):
         return super().forward(x) if uses_weight else x + self.bias
@@ -566,7 +596,7 @@ def test_no_other_module_has_private_names_of_torch():
     nodes = [node for home in homes for node in ast.walk(home)]
     known = {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)}
     known |= {node.value for node in nodes if isinstance(node, ast.Constant) and is_private(str(node.value))}
-    known -= {name for names in torch_private.SUBCLASSED.values() for name in names} | {"_HOME"}
+    known -= {name for names in torch_private.SUBCLASSED.values() for name in names} | {"_HOME", "_base"}  # also in an operation's name
     own = set(defined_in(trees.values())) | {"_enclosure"} | {"_trial_id", "_study_id", "_suggest"}  # the last three are Optuna's
     found = {path.name: list(private_names_of_torch(tree, known, own)) for path, tree in trees.items()}
     assert {name: uses for name, uses in found.items() if uses} == {}

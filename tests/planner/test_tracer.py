@@ -30,6 +30,11 @@ MICROBATCHES = 4
 """Microbatches of a step of one data rank, of two it is half."""
 
 
+class OwnLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t() + self.bias
+
+
 def held(trace: TracedStep, cause: Cause) -> int:
     """The most memory of one kind at a time."""
     return peak(TracedStep(0, [], [each for each in trace.allocations if trace.causes[each.number] == cause], trace.causes)).bytes
@@ -155,6 +160,17 @@ def test_in_bf16_a_shard_gathers_half_the_bytes_and_keeps_no_cast_weights() -> N
     assert gathered[1] < 0.7 * gathered[0]
     alone = traced("replicate=1", recipe(precision="bf16"))
     assert held(short, "activations") < 0.6 * held(alone, "activations"), "which has cast weights"
+
+
+@pytest.mark.parametrize(("layer", "numerics"), [(nn.Linear, "bitwise"), (OwnLinear, "fast")])
+def test_in_bf16_a_shard_keeps_casts_of_one_block(monkeypatch: pytest.MonkeyPatch, layer: type[nn.Module], numerics: str) -> None:
+    """Those of weights that are gathered in float32 live until the end of the block's forward."""
+    casts = sum(2 * each.numel() for each in Transformer().blocks[0].parameters() if each.dim() > 1)
+    monkeypatch.setattr(nn, "Linear", layer)
+    alone, shard = (
+        held(traced(f"{plan},numerics={numerics}", recipe(precision="bf16")), "activations") for plan in ("replicate=1", "shard=2")
+    )
+    assert alone - shard >= (BLOCKS - 1) * casts
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2", "pipeline=2"])

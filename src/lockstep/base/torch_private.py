@@ -119,6 +119,12 @@ def version(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that `tensor` is a view of, as far as autograd knows; itself if it is none."""
+    base: Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
 def storage_address(storage: torch.UntypedStorage) -> int:
     """Return the address of the storage itself; unlike `data_ptr` a storage without memory has one too."""
     return int(storage._cdata)
@@ -177,6 +183,37 @@ def backward_number() -> int:
     """Return the number of the backward that autograd is running in this thread, another one for a backward within a
     backward; -1 if it runs none."""
     return int(torch._C._current_graph_task_id())
+
+
+def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Yield what a node of autograd's graph has saved and no hook has packed: `register_hooks` is the first's, and the
+    second is the tensor."""
+    kind: Any = type(node)
+    for name in _saved_names(kind):
+        saved = getattr(node, name)
+        for each in saved if isinstance(saved, tuple) else (saved,):
+            if each is not None and each.unpack_hook is None and isinstance(tensor := each.data, Tensor):
+                yield each, tensor
+
+
+@functools.cache
+def _saved_names(kind: Any) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def saved_value(node: Any, name: str) -> Any:
+    """Return a number, or a list of numbers, that a node of autograd's graph has saved."""
+    value = getattr(node, f"_saved_{name}")
+    return list(map(_signed, value)) if isinstance(value, tuple) else _signed(value)
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number  # torch shows some as unsigned
+
+
+def output_shape(node: Any, place: int) -> torch.Size:
+    """Return the shape of an output of the operation that `node` is the backward of."""
+    return torch.Size(node._input_metadata[place].shape)
 
 
 def profiler_enabled() -> bool:
@@ -443,6 +480,17 @@ def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
     """Return the modules that hold a parameter of FSDP2's group, each with its name there."""
     info = parameter._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def gathered(parameter: Any) -> Tensor | None:
+    """Return the tensor that a parameter of FSDP2's group is gathered in, with or without memory; None before the first
+    forward."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def begins_forward_of(parameters: Any, node: Any) -> bool:
+    """True if `node` of autograd's graph is where the inputs of one of FSDP2's groups enter it."""
+    return getattr(node, "param_group", None) is parameters
 
 
 def gather_in(parameter: Any, dtype: torch.dtype) -> None:

@@ -82,6 +82,7 @@ def parallelize(
     _wrap_blocks(model, block_names or [layer.name for layer in layers] or roots, plan)
     if sharded:
         options: dict[str, Any] = {"offload": plan.offload, "materialize": materialize, "short": short}
+        options["keep_casts"] = autocast_dtype is None  # then there are none
         _shard(model, mesh, block_names, roots if pipeline is not None else None, free=plan.sharding == "full", **options)
     materialize(model)
     if plan.split != 1:

@@ -17,6 +17,7 @@ from lockstep.model.autocast_weights import AutocastWeights
 from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.repeated_inputs import RepeatedInputs
 from lockstep.model.skipped_blocks import SkippedBlockGuard
+from lockstep.model.weight_casts import drop_casts
 
 SHARDED = re.compile(r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor and DTensor")
 """Errors of torch where user code meets sharded parameters."""
@@ -57,6 +58,7 @@ def shard(
     offload: bool,
     materialize: Callable[[nn.Module], None],
     short: AutocastWeights | None,
+    keep_casts: bool,
 ) -> None:
     """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank calls it.
     `free_after_forward`: free a block's all-gathered parameters after its forward and all-gather them again for its
@@ -93,6 +95,9 @@ def shard(
     # FSDP2 prefetches a block in the backward; on a CPU it would wait for it without this.
     set_unshard_async(root, on_cpu)
     guard.install()
+    if not keep_casts:
+        for group in fsdp_groups(model):
+            drop_casts(group, is_root=group is root)
     if short is not None:
         short.gather_short(fsdp_groups(model))
 

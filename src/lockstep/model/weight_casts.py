@@ -1,0 +1,167 @@
+"""Casts of gathered weights that autograd does not keep: it casts the weight again in the backward, to the same bits.
+
+A product under autocast saves the cast of its weight for its backward, where FSDP2 cannot free it: the full model in
+bf16 on every rank. After the forward of a block this module replaces each such cast by the way to make it from the
+weight, which FSDP2 gathers again for the block's backward. All else that autograd has saved stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.torch_private import (
+    base_of,
+    begins_forward_of,
+    fsdp_parameter_group,
+    gathered,
+    is_distributed,
+    output_shape,
+    saved_tensors,
+    saved_value,
+    tree_leaves,
+    version,
+)
+
+VIEWS = "T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze|Expand|Alias|Unbind"
+BLOCK = "lockstep: output of a block"
+"""Key in the metadata of nodes."""
+CAST = "ToCopyBackward0"
+View = Callable[[Tensor], Tensor]
+
+
+def drop_casts(group: nn.Module, *, is_root: bool) -> None:
+    """Have autograd not keep casts of the weights of one of FSDP2's groups from forward to backward. `is_root`: the
+    group of the parameters in no block; what its forward computes before its last block is not looked at."""
+    parameters = fsdp_parameter_group(group)
+
+    def after_forward(_: nn.Module, __: Any, output: Any) -> None:
+        outputs: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        held = map(gathered, parameters.fsdp_params) if parameters is not None and outputs else []
+        if weights := {id(each) for each in held if each is not None and _may_be_cast(each)}:
+            drop_from_graph(
+                list(outputs), weights, (lambda node: BLOCK in node.metadata) if is_root else partial(begins_forward_of, parameters)
+            )
+        if not is_root:
+            for node in outputs:
+                node.metadata[BLOCK] = True
+
+    group.register_forward_hook(after_forward)
+
+
+def _may_be_cast(weight: Tensor) -> bool:
+    """False for what autocast casts nowhere, such as the weights of norms, or is small."""
+    return weight.dim() > 1 and weight.dtype is torch.float32 and not is_distributed(weight)
+
+
+def drop_from_graph(waiting: list[Any], weights: set[int], is_end: Callable[[Any], bool]) -> None:
+    """Drop the casts of the weights from the graph between these nodes and those that `is_end`."""
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if is_end(node):
+            continue
+        uses_cast = False
+        for following, _ in node.next_functions:
+            if following is not None:
+                kind: Any = type(following)
+                uses_cast = uses_cast or _is_cast_or_view(kind)
+                if following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        for saved, tensor in saved_tensors(node) if uses_cast else ():
+            if (cast := _Cast.of(tensor, weights)) is not None:
+                saved.register_hooks(partial(_in_its_place, cast), _Cast.again)
+
+
+def _in_its_place(cast: _Cast, tensor: Tensor) -> _Cast:
+    return cast
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """A view of the cast of a view of a gathered weight. `views`: what the weight is seen through before the cast."""
+
+    weight: Tensor
+    views: tuple[View, ...]
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, weights: set[int]) -> _Cast | None:
+        """Return how to make `tensor` again; None if it is not a cast of one of these weights, or has been changed."""
+        cast = base_of(tensor)
+        if type(cast.grad_fn).__name__ != CAST or version(cast) or is_distributed(cast):
+            return None
+        if tensor.dtype is not cast.dtype or not cast.is_floating_point():
+            return None
+        views = []
+        node: Any
+        node, place = cast.grad_fn.next_functions[0]  # type: ignore[union-attr]
+        while (view := _view_of(node, place)) is not None:
+            views.append(view)
+            node, place = node.next_functions[0]
+        weight = getattr(node, "variable", None)
+        if weight is None or id(weight) not in weights:
+            return None
+        made = cls(weight, tuple(reversed(views)), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        # FSDP2 has freed the weight's memory by now.
+        again = made._seen(torch.empty_strided(weight.shape, weight.stride(), device="meta")).to(tensor.dtype) if views else weight
+        laid_out_alike = (again.shape, again.stride(), weight.device) == (cast.shape, cast.stride(), cast.device)
+        return made if laid_out_alike else None
+
+    def _seen(self, source: Tensor) -> Tensor:
+        for view in self.views:
+            source = view(source)
+        return source
+
+    def again(self) -> Tensor:
+        """Return the cast of the weight, as far as its memory is there: a backward unpacks what it does not use too."""
+        if not self.weight.untyped_storage().nbytes():
+            freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.weight.device)
+            freed.untyped_storage().resize_(0)
+            return freed
+        return self._seen(self.weight.detach()).to(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+@cache
+def _is_cast_or_view(kind: Any) -> bool:
+    return re.fullmatch(f"(ToCopy|{VIEWS})Backward\\d?", kind.__name__) is not None
+
+
+def _view_of(node: Any, place: int) -> View | None:
+    """Return the view of which `node` is the backward of output `place`; None if it is that of something else."""
+    match type(node).__name__.rstrip("0123456789"):
+        case "ViewBackward" | "UnsqueezeBackward" | "SqueezeBackward" | "AliasBackward":
+            return partial(torch.Tensor.view, size=output_shape(node, place))
+        case "ExpandBackward":
+            return partial(torch.Tensor.expand, size=output_shape(node, place))
+        case "TBackward":
+            return torch.t
+        case "TransposeBackward":
+            return partial(torch.transpose, dim0=saved_value(node, "dim0"), dim1=saved_value(node, "dim1"))
+        case "PermuteBackward":
+            return partial(torch.permute, dims=saved_value(node, "dims"))
+        case "SelectBackward":
+            return partial(torch.select, dim=saved_value(node, "dim"), index=saved_value(node, "index"))
+        case "UnbindBackward":
+            return partial(torch.select, dim=saved_value(node, "dim"), index=place)
+        case "SliceBackward":
+            return partial(torch.ops.aten.slice, **{name: saved_value(node, name) for name in ("dim", "start", "end", "step")})
+        case "SplitBackward":
+            return partial(_part, sizes=saved_value(node, "split_size"), dim=saved_value(node, "dim"), place=place)
+        case "SplitWithSizesBackward":
+            return partial(_part, sizes=saved_value(node, "split_sizes"), dim=saved_value(node, "dim"), place=place)
+    return None
+
+
+def _part(tensor: Tensor, sizes: int | list[int], dim: int, place: int) -> Tensor:
+    return torch.split(tensor, sizes, dim)[place]
