@@ -16,6 +16,7 @@ from lockstep.base import foreign_text
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 from lockstep.base.system import refuse_on_windows, shell_words
 from lockstep.cli.arguments.launch import check_target, script_arguments
+from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.cli.arguments.work_folder import ended_by_signals, work_folder
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _compare_options(compare: list[int] | None, global_batch: int | None, per_ra
     return CompareOptions(processes=compare, global_batch=global_batch, per_rank_batch=per_rank_batch)
 
 
-@click.command("audit", context_settings={"allow_interspersed_args": False})
+@click.command("audit", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
     "--nproc", "processes", default=2, show_default=True, type=click.IntRange(min=1), metavar="N", help="Processes to run the script on."
 )

@@ -17,6 +17,7 @@ from lockstep.base.foreign_text import show
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.checkpoint.saved_model import MODEL
 from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
+from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.cli.arguments.target import Target
 from lockstep.cli.export import export
 from lockstep.cli.measurement import Metrics, ScriptLine, measure
@@ -24,7 +25,7 @@ from lockstep.logging.run_files import RUN, is_there, read_metadata
 from lockstep.recipe.parameters import saved_values, split_assignment
 
 
-@click.command("evaluate", context_settings={"allow_interspersed_args": False})
+@click.command("evaluate", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
 @launch_option("nproc")
 @launch_option("plan")
 @launch_option("set", help="The value of a hyper-parameter, instead of the run's. Give it once for each.")

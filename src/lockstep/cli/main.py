@@ -49,7 +49,7 @@ def _commands() -> None:
       lockstep run --nproc 2 train.py
       lockstep verify train.py --plans "replicate=2"
       lockstep audit --nproc 2 train.py
-      lockstep plan train.py --on "64 x H100"
+      lockstep plan --on "64 x H100" train.py
       lockstep search --trials 50 train.py
       lockstep sweep --set lr=1e-3,3e-3 train.py
       lockstep average runs/a runs/b -o model.safetensors

@@ -17,7 +17,8 @@ from lockstep.base.errors import say
 from lockstep.base.garbage import collector_paused
 from lockstep.base.python_process import own_python
 from lockstep.base.system import refuse_on_windows
-from lockstep.cli.arguments.launch import check_target, launch_options, options_from, script_arguments, warn_of_misplaced
+from lockstep.cli.arguments.launch import check_target, launch_options, options_from, script_arguments
+from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.hooks.profiling.timeline import steps_of
 from lockstep.launch.count import count_processes
 from lockstep.launch.machines import Machines, rendezvous_options
@@ -28,7 +29,7 @@ from lockstep.logging.run_path import default_run_path
 from lockstep.options import LaunchOptions
 
 
-@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.command("run", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
 @launch_options
 @script_arguments()
 def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: Any) -> int:
@@ -77,8 +78,6 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
     if options.profile is not None:
         steps_of(options.profile)
     check_target(script, is_module=is_module)
-    if not is_module:
-        warn_of_misplaced(arguments, script)
     step = SlurmStep.read(os.environ) if options.nnodes is None and not rendezvous_options(options) else None
     machines = machines_of(step, options) if step is not None else Machines.parse(options)
     gpus = step.gpus if step is not None else None

@@ -18,6 +18,7 @@ from lockstep.base.foreign_text import show
 from lockstep.base.system import refuse_on_windows, shell_words
 from lockstep.base.units import seconds
 from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
+from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.launch.count import count_processes
 from lockstep.plan import Plan
 from lockstep.search.request import PrunerName, SamplerName, SearchRequest, check_storage, direction_of
@@ -58,7 +59,7 @@ def search_options(command: Command) -> Command:
     return command
 
 
-@click.command("search", context_settings={"allow_interspersed_args": False})
+@click.command("search", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
 @click.option("--trials", type=click.IntRange(min=1), metavar="N", help="Trials to make, with those that are made already.")
 @click.option("--sampler", type=click.Choice(get_args(SamplerName)), default="tpe", show_default=True, help="Which values are tried next.")
 @click.option("--pruner", type=click.Choice(get_args(PrunerName)), default="none", show_default=True, help="When a bad trial ends early.")

@@ -7,11 +7,12 @@ from typing import Any
 import click
 
 from lockstep.cli.arguments.launch import script_arguments
+from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.cli.search import run_search, search_options
 from lockstep.search.request import sweep_of
 
 
-@click.command("sweep", context_settings={"allow_interspersed_args": False})
+@click.command("sweep", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
 @click.option("--set", "assignments", multiple=True, metavar="NAME=A,B,...", help="The values of a parameter. Give it once for each.")
 @search_options
 @script_arguments()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
@@ -23,13 +24,28 @@ def check_script(script: str) -> None:
 
 
 def misplaced(options: Iterable[str], arguments: Sequence[str], script: str) -> list[str]:
-    """Return the `options` of the launcher among a script's arguments that the file `script` does not mention. Empty if
-    it does not use lockstep: it may hand its arguments on."""
-    names = {argument.partition("=")[0] for argument in arguments} & set(options)
-    text = Path(script).read_text(encoding="utf-8", errors="replace").replace("_", "-") if names else ""
-    if re.search(r"^\s*(import|from) lockstep\b", text, re.MULTILINE) is None:
+    """Return the `options` of a command among a script's arguments that the code of the file `script` does not
+    mention."""
+    given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+    names = given & set(options)
+    if not names:
         return []
-    return sorted(name for name in names if re.search(rf"\b{name.removeprefix('--')}\b", text) is None)
+    try:
+        words = _words_of(ast.parse(Path(script).read_bytes()))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return sorted(name for name in names if name.lstrip("-").replace("-", "_") not in words)
+
+
+def _words_of(code: ast.Module) -> set[str]:
+    """Return the words in names and strings, but not in docstrings, with `_` for `-`."""
+    docstrings = {id(node.value) for node in ast.walk(code) if isinstance(node, ast.Expr)}
+    words: set[str] = set()
+    for node in ast.walk(code):
+        texts = [value for _, value in ast.iter_fields(node) if isinstance(value, str)]
+        if id(node) not in docstrings:
+            words.update(word.strip("_") for text in texts for word in re.findall(r"\w+", text.replace("-", "_")))
+    return words
 
 
 def check_module(name: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 
-from lockstep.base.errors import say
-from lockstep.launch.script import check_module, check_script, misplaced
+from lockstep.launch.script import check_module, check_script
 from lockstep.options import LaunchOptions, RunOptions, flag, option_of, read_names, variable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -58,16 +57,6 @@ def script_arguments(*, required: bool = True) -> Callable[[Command], Command]:
         return click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")(command)
 
     return decorate
-
-
-def warn_of_misplaced(arguments: Sequence[str], script: str) -> None:
-    """Print a warning if the script is given an option of the launcher that it does not mention."""
-    found = misplaced(map(flag, _FIELDS), arguments, script)
-    if found:
-        say(
-            f"lockstep: warning: {', '.join(found)} comes after SCRIPT, so it is an argument of the script, which does not mention it; "
-            "options of lockstep run come before SCRIPT"
-        )
 
 
 def check_target(script: str, *, is_module: bool) -> None:

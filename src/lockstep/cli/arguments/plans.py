@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import click
 
 from lockstep.base.errors import LaunchError
+from lockstep.cli.arguments.script_command import ScriptCommand
 
 _FLAGS = {"--bitwise", "--json", "--no-float64", "--whole-microbatch-loss", "-m", "-h", "--help"}
 """Options of these commands that take no value."""
 
 
-class PlansCommand(click.Command):
+class PlansCommand(ScriptCommand):
     """A command whose `--plans` takes several values. Arguments between SCRIPT and `--plans` are the script's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
