@@ -12,6 +12,7 @@ from planner.subjects import BLOCKS, HIDDEN, LENGTH, MICROBATCH, WIDTH, WORDS, T
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.base.errors import PlanError
 from lockstep.plan import Plan
 from lockstep.planner.operations import Operation
 from lockstep.planner.trace import DISPATCH, REDUCED, Cause, Communicate, Compute, Mark, TracedStep, peak
@@ -171,6 +172,26 @@ def test_in_bf16_a_shard_keeps_casts_of_one_block(monkeypatch: pytest.MonkeyPatc
         held(traced(f"{plan},numerics={numerics}", recipe(precision="bf16")), "activations") for plan in ("replicate=1", "shard=2")
     )
     assert alone - shard >= (BLOCKS - 1) * casts
+
+
+class Routed(Transformer):
+    """Has a layer that is left out of autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WORDS, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        scores = super().forward(words)
+        with torch.autocast(scores.device.type, enabled=False):
+            routed: Tensor = self.gate(scores.float())
+        return routed
+
+
+def test_what_a_run_would_refuse_for_a_dtype_the_plan_refuses() -> None:
+    assert held(traced("replicate=2", recipe(model=Routed, precision="bf16", stages=None)), "activations")
+    with pytest.raises(PlanError, match=r"shard=2.*: expected both factors to have the same dtype, but got: .*BFloat16; under shard"):
+        traced("shard=2", recipe(model=Routed, precision="bf16", stages=None))
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2", "pipeline=2"])

@@ -23,6 +23,14 @@ TRACING = str(Path(__file__).parent)
 LOCKSTEP = str(Path(__file__).parents[2])
 
 
+PRODUCTS = frozenset({"mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm", "dot"})
+"""Operations whose last two tensors have one dtype. Torch computes shapes of most without a look at it."""
+
+
+TORCHS_NAMES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
+"""Dtypes as torch's errors call them."""
+
+
 class ValueNeeded(RecipeError):
     """The script's model or loss asks for the value of a tensor, or for a shape that follows from values."""
 
@@ -33,6 +41,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (PIN_MEMORY, IS_PINNED):  # of a fake tensor, neither is known
             return args[0] if function is PIN_MEMORY else True
+        if function.overloadpacket.__name__ in PRODUCTS and args[-2].dtype is not args[-1].dtype:
+            dtypes = " != ".join(TORCHS_NAMES.get(each.dtype, str(each.dtype)) for each in args[-2:])
+            raise RuntimeError(f"expected both factors to have the same dtype, but got: {dtypes}")
         try:
             return function(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
