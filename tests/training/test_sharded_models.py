@@ -99,6 +99,20 @@ class Routed(nn.Module):
         return x + weights * self.value(x)
 
 
+class Experts(nn.Module):
+    """Has a router, which is left out of autocast, and is small beside the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(FEATURES, 2), nn.ModuleList(nn.Linear(FEATURES, 120 * FEATURES) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            weights = torch.softmax(self.gate(x.float()), dim=1)
+        values = torch.stack([expert(x).view(len(x), FEATURES, -1).mean(dim=2) for expert in self.experts], dim=2)
+        return x + (weights[:, None] * values).sum(dim=2)
+
+
 class Normalised(nn.Module):
     """A layer with a weight that other code uses too."""
 
@@ -135,6 +149,10 @@ def fingerprint_of_twice(plan: str, run_dir: str) -> str:
 def test_in_bitwise_weights_that_are_used_twice_have_the_bits_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     (alone,) = pool.run(1, fingerprint_of_twice, "replicate=1", str(tmp_path / "alone"))
     assert pool.run(2, fingerprint_of_twice, "shard=2", str(tmp_path / "shards")) == [alone] * 2
+
+
+def experts() -> nn.Module:
+    return Network(Experts(), Experts())
 
 
 def routed(layer: type[nn.Linear]) -> nn.Module:
@@ -236,6 +254,7 @@ MENDED: dict[str, dict[str, Any]] = {
     "blocks of one dtype": {"model": half_precise, "blocks": ["*.base"]},
     "complex blocks": {"model": waves, "blocks": ["*.spectral"]},
     "complex as real": {"model": real_waves},
+    "a router outside of autocast": {"model": experts, "precision": "bf16"},
     "a layer of its own outside of autocast": {"model": partial(routed, Gate), "precision": "bf16"},
     "a weight of its own outside of products": {"model": partial(normalised, Gate), "precision": "bf16"},
 }

@@ -28,9 +28,13 @@ _WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
 }
 """Modules of torch -> the parameters that their forwards use in matrix products and convolutions alone."""
-_VIEWS = "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze|Expand|Alias|Unbind)"
-_OTHERS = rf"(?!({_VIEWS}|Addmm|Mm|Bmm|Baddbmm|Addbmm|Addmv|Mv|Dot|Linear|\w*Convolution)Backward)\w+Backward\d"
-"""Nodes of autograd's graph: views, and torch's own operations that are no products and no views."""
+SMALL_PART = 200
+"""A weight with less than one part of so many of its group's elements is small. A router has at most 1 / 2 h, where h
+is the width of the experts' hidden layer; the smallest projections of a large model's attention have 1 / 100."""
+VIEWS = "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze|Expand|Alias|Unbind)"
+"""Nodes of autograd's graph that are views."""
+_OTHERS = rf"(?!({VIEWS}|Addmm|Mm|Bmm|Baddbmm|Addbmm|Addmv|Mv|Dot|Linear|\w*Convolution)Backward)\w+Backward\d"
+"""Torch's own operations that are no products and no views."""
 _TWO_DTYPES = r"[^\n]*(have the same dtype|should be the same|expected scalar type)[^\n]*(BFloat16|Half)[^\n]*"
 _A_FORWARD_OF_ITS_OWN = (
     "give the layer a class with a forward of its own, class Gate(nn.Linear): def forward(self, x): return super().forward(x), whose "
@@ -63,11 +67,15 @@ class AutocastWeights:
         return cls(dtype, owners)
 
     def gather_short(self, groups: Iterable[nn.Module]) -> None:
-        """Have FSDP2's groups gather these weights in `dtype`, except for those that another module uses too."""
+        """Have FSDP2's groups gather these weights in `dtype`, except for those that another module uses too, and for
+        those that are small in their group: a router may be called outside of autocast."""
         for group in groups:
-            parameters = fsdp_parameter_group(group)
-            for parameter in () if parameters is None else parameters.fsdp_params:
-                if all(owner in self.owners for owner in owners_of(parameter)):
+            held = fsdp_parameter_group(group)
+            parameters = [] if held is None else held.fsdp_params
+            elements = sum(each.sharded_param.numel() for each in parameters)
+            for parameter in parameters:
+                is_large = parameter.sharded_param.numel() * SMALL_PART >= elements
+                if is_large and all(owner in self.owners for owner in owners_of(parameter)):
                     gather_in(parameter, self.dtype)
 
 
@@ -105,7 +113,7 @@ def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | 
 
 def _name_of(node: Node, names: Mapping[int, str]) -> str | None:
     """Return the name of the weight that `node` accumulates the gradient of, or that of a view of it."""
-    while re.match(f"{_VIEWS}Backward", node.name()) and (following := node.next_functions[0][0]) is not None:
+    while re.match(f"{VIEWS}Backward", node.name()) and (following := node.next_functions[0][0]) is not None:
         node = following
     return names.get(id(getattr(node, "variable", None)))
 

@@ -28,8 +28,8 @@ from lockstep.base.torch_private import (
     tree_leaves,
     version,
 )
+from lockstep.model.autocast_weights import VIEWS
 
-VIEWS = "T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze|Expand|Alias|Unbind"
 BLOCK = "lockstep: output of a block"
 """Key in the metadata of nodes."""
 CAST = "ToCopyBackward0"
