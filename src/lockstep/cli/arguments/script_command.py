@@ -21,10 +21,10 @@ class ScriptCommand(click.Command):
         try:
             rest = super().parse_args(ctx, args)
         except click.MissingParameter as error:
-            names = set(error.param.opts if error.param is not None else ()) & set(_names(given))
-            if not names:
+            missing = set(error.param.opts if error.param is not None else ()) & set(_names(given))
+            if not missing:
                 raise
-            raise click.UsageError(f"{_where(names, given, options)}; write: {_line(ctx, given, options, names)}", ctx) from error
+            raise click.UsageError(f"{_where(missing, given, options)}; write: {_line(ctx, given, options, missing)}", ctx) from error
         script, arguments = ctx.params.get("script"), ctx.params.get("arguments", ())
         if script in options:
             raise click.UsageError(f"{_where([script], given, options)}; write: {_line(ctx, given, options, [script])}", ctx)
