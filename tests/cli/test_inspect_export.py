@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cli.saved import ended, scored, two
+from forked import lockstep
 from safetensors.torch import load_file
 from tiers import tiered
 from training.kept import PLANS, STEPS, run
@@ -27,12 +28,6 @@ from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
 from lockstep.cli.arguments.target import Target
 from lockstep.cli.inspect import inspect_all
 from lockstep.testing.pool import WorkerPool
-
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
-
-
-def lockstep(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([LOCKSTEP, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
 def inspected(target: Any, status: int = 0) -> dict[str, Any]:
@@ -267,7 +262,7 @@ def test_a_users_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: 
     (tmp_path / "there.safetensors").touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
-    found = subprocess.run([LOCKSTEP, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = lockstep(*arguments, folder=tmp_path)
     assert (found.returncode, found.stdout) == (2, "")
     assert text in found.stderr
     assert found.stderr.count("\n") == 1

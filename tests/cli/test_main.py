@@ -8,15 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import lockstep
 
 from lockstep import __version__
 from lockstep.cli import main
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
-
-
-def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([LOCKSTEP, *arguments], cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +108,8 @@ def test_run_help_names_its_options_and_examples() -> None:
 def test_the_module_is_the_command() -> None:
     for arguments in (["--version"], ["run", "--help"], ["nix"]):
         as_module = subprocess.run([sys.executable, "-m", "lockstep", *arguments], capture_output=True, text=True, check=False)
-        as_command = lockstep(*arguments)
+        as_command = subprocess.run([LOCKSTEP, *arguments], capture_output=True, text=True, check=False)
+        assert lockstep(*arguments).__dict__ == {**as_command.__dict__, "args": ["lockstep", *arguments]}, "a fork is like a process"
         assert (as_module.returncode, as_module.stdout, as_module.stderr) == (as_command.returncode, as_command.stdout, as_command.stderr)
 
 
