@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import forked
 import hypothesis
 import psutil
 import pytest
@@ -51,6 +52,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[FOLDER])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Let the Python processes that a test marked `forks`, or its fixtures, start be forks."""
+    if item.get_closest_marker("forks") is None and "FORCE_FORKS" not in os.environ:
+        return (yield)
+    with forked.use():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,95 +1,241 @@
-"""The command `lockstep`, and scripts, in a fork of this process, which has imported torch: no test waits for that.
+"""Python processes as forks of this one, which has imported torch: no test waits for that, 2 to 3 seconds a process.
 
-Everything else is as in a process that was started: its own working directory, environment, output and exit status.
+`use()` changes what `subprocess` does with the command lines `lockstep ...`, `python SCRIPT ...` and `python -m MODULE
+...`, in this process and in those that it forks. The rest is as in a process that was started: streams, descriptors,
+working directory, environment, signals, arguments, path, exit status. What differs: /proc has this process's command
+line for it; strings have this process's hashes; modules that this process has imported stay imported.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
+import importlib
 import os
+import random
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from lockstep.base.errors import install_excepthook
-from lockstep.cli.main import main
+from lockstep.recipe.sources import texts
+
+TESTS = Path(__file__).parent
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+READ_AT_THE_START = ("PYTHON", "LD_", "TORCH_", "MALLOC_", "MKL_", "KMP_")
+"""How the variables begin that Python, its libraries or torch read when they are started or imported."""
+EXCEPT = {"PYTHONUNBUFFERED", "PYTHONWARNINGS", "PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+STARTED = ("pytest", "lockstep.search.warm_parent")
+"""Modules that run in processes of their own: the second forks, and must be a process that nothing has used before."""
+PRELOADED = ("torch._dynamo", "lockstep.run", "lockstep.launch.agent.run_workers", "lockstep.launch.worker", "lockstep.cli.main")
+"""What most of the processes import."""
+_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
-def lockstep(*arguments: Any, folder: Path | None = None, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `lockstep ARGUMENTS`. Not for what it starts itself, such as the processes of `lockstep run`: they import."""
-    return _run(["lockstep", *map(str, arguments)], main, folder, environ)
-
-
-def script(*arguments: Any, folder: Path | None = None, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `python SCRIPT ARGUMENTS`."""
-    path = str(arguments[0])
-
-    def run() -> None:
-        sys.path[0] = str(Path(path).absolute().parent)
-        runpy.run_path(path, run_name="__main__")
-
-    return _run(list(map(str, arguments)), run, folder, environ)
-
-
-def _run(
-    line: list[str], function: Callable[[], None], folder: Path | None, environ: Mapping[str, str] | None
-) -> subprocess.CompletedProcess[str]:
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        child = os.fork()
-        if child == 0:
-            _be(line, function, folder, environ, output.fileno(), errors.fileno())
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        texts = [os.pread(file.fileno(), 1 << 26, 0).decode(errors="replace") for file in (output, errors)]
-    return subprocess.CompletedProcess(line, status, *texts)
-
-
-def _be(
-    line: list[str], function: Callable[[], None], folder: Path | None, environ: Mapping[str, str] | None, output: int, errors: int
-) -> NoReturn:
-    status = 1
+@contextmanager
+def use() -> Iterator[None]:
+    """Within, the Python processes that this one starts are forks of it."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    subprocess.Popen._execute_child = _fork  # type: ignore[attr-defined]
     try:
-        for number, descriptor in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, errors)):
-            os.dup2(descriptor, number)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        yield
+    finally:
+        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+
+
+def lockstep(*arguments: Any, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `lockstep ARGUMENTS` in a fork."""
+    with use():
+        return subprocess.run([LOCKSTEP, *map(str, arguments)], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def _fork(
+    process: Any,
+    args: Any,
+    executable: Any,
+    preexec_fn: Callable[[], object] | None,
+    close_fds: bool,
+    pass_fds: Sequence[int],
+    cwd: Any,
+    env: Mapping[str, str] | None,
+    startupinfo: Any,
+    creationflags: int,
+    shell: bool,
+    p2cread: int,
+    p2cwrite: int,
+    c2pread: int,
+    c2pwrite: int,
+    errread: int,
+    errwrite: int,
+    restore_signals: bool,
+    gid: Any,
+    gids: Any,
+    uid: Any,
+    umask: int,
+    start_new_session: bool,
+    process_group: int,
+) -> None:
+    """Take the place of `subprocess.Popen._execute_child`."""
+    given = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+    body = None if shell or isinstance(args, str | bytes) or not close_fds else _body([os.fsdecode(word) for word in args], env)
+    if body is None or (cwd is not None and not os.path.isdir(cwd)):
+        rest = (restore_signals, gid, gids, uid, umask, start_new_session, process_group)
+        before = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
+        _execute_child(process, *before, *given, *rest)
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    own = _own_modules()  # here: a look at all modules in the fork would copy the pages that they are on
+    number = os.fork()
+    if number == 0:
+        try:
+            if start_new_session:
+                os.setsid()
+            if cwd is not None:
+                os.chdir(cwd)
+            _own_descriptors((p2cread, c2pwrite, errwrite), pass_fds)
+            _own_environment({os.fsdecode(name): os.fsdecode(value) for name, value in (os.environ if env is None else env).items()})
+            _default_signals()
+            if preexec_fn is not None:
+                preexec_fn()
+            _run(body, own)
+        finally:
+            os._exit(255)
+    process.pid = number
+    process._child_created = True
+    process._close_pipe_fds(*given)
+
+
+def _body(line: list[str], env: Mapping[str, str] | None) -> Callable[[], object] | None:
+    """Return what the process does; None if it cannot be a fork."""
+    if env is not None:
+        changed = {str(name) for name, value in (env.items() ^ os.environ.items()) if str(name) not in EXCEPT}
+        if any(name.startswith(READ_AT_THE_START) for name in changed):
+            return None
+    if line[0] == LOCKSTEP:
+        return lambda: _module("lockstep", line[1:], isolated=True)
+    if line[0] != sys.executable:
+        return None
+    rest = line[1:]
+    isolated = rest[:1] == ["-P"]
+    if isolated:
+        del rest[0]
+    if rest[:1] == ["-m"] and rest[1] not in STARTED:
+        return lambda: _module(rest[1], rest[2:], isolated=isolated)
+    if rest and rest[0].endswith(".py"):
+        return lambda: _script(rest)
+    return None
+
+
+def _module(name: str, arguments: list[str], *, isolated: bool) -> None:
+    sys.path[:] = ([] if isolated else [os.getcwd()]) + _path()
+    if name == "lockstep.launch.worker":
+        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]  # not out of a process that trains
+        sys.argv = ["worker.py", *arguments]
+        importlib.import_module(name).main(arguments)
+        return
+    if name == "lockstep":
+        sys.argv = ["lockstep", *arguments]
+        importlib.import_module("lockstep.cli.main").main()
+        return
+    sys.argv = ["-m", *arguments]
+    sys.modules.pop(name, None)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _script(line: list[str]) -> None:
+    sys.argv = line
+    sys.path[:] = [os.path.dirname(os.path.realpath(line[0])), *_path()]
+    runpy.run_path(line[0], run_name="__main__")
+
+
+def _path() -> list[str]:
+    """Return the path of a process that is started: without what pytest adds."""
+    return [entry for entry in sys.path if entry and Path(entry) not in (TESTS, TESTS.parent)]
+
+
+def _own_descriptors(streams: Sequence[int], kept: Sequence[int]) -> None:
+    copies = [os.dup(number) if number >= 0 else -1 for number in streams]
+    for number, copy in enumerate(copies):
+        if copy >= 0:
+            os.dup2(copy, number)
+    last = 2
+    for number in [*sorted(kept), os.sysconf("SC_OPEN_MAX")]:
+        os.closerange(last + 1, number)
+        last = number
+    for number in kept:
+        os.set_inheritable(number, True)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = open(number, "w", buffering=1 if number == 2 or os.isatty(number) else -1, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _own_environment(env: dict[str, str]) -> None:
+    """Use these variables, and write them where /proc/PID/environ has those of the process that was started, as far as
+    there is room: those first that differ."""
+    different = [name for name in env if os.environ.get(name) != env[name]]
+    os.environ.clear()  # the C library's pointers into that memory go
+    os.environ.update(env)
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    text = b"".join(os.fsencode(f"{name}={env[name]}") + b"\0" for name in dict.fromkeys([*different, *env]))
+    ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+def _default_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)) and number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv[:] = line
-        if folder is not None:
-            os.chdir(folder)
-        if environ is not None:
-            os.environ.clear()
-            os.environ.update(environ)
-        sys.excepthook = sys.__excepthook__
-        install_excepthook()
-        atexit._clear()  # what this process has to do at its end is not the child's
-        function()
-        atexit._run_exitfuncs()
-        status = 0
+
+
+def _own_modules() -> list[str]:
+    return [name for name, module in sys.modules.items() if str(getattr(module, "__dict__", {}).get("__file__")).startswith(str(TESTS))]
+
+
+def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
+    gc.freeze()  # hides what the test has open from those who close all files at their end
+    atexit._clear()
+    random.seed()
+    torch.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1)
+    tempfile.tempdir = None
+    texts.cache_clear()
+    for name in own:
+        sys.modules.pop(name, None)
+    sys.excepthook = sys.__excepthook__
+    install_excepthook()
+    status: Any = 0
+    try:
+        body()
     except SystemExit as end:
-        status = _status(end)
+        status = end.code
     except BaseException as error:
+        status = 1
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as end:
-            status = _status(end)
-        except BaseException:
-            traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(status)
-
-
-def _status(end: SystemExit) -> int:
-    if isinstance(end.code, str):
-        print(end.code, file=sys.stderr)
-        return 1
-    return end.code or 0
+            status = end.code
+    if status is not None and not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status or 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.command
+pytestmark = [pytest.mark.command, pytest.mark.forks]
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = """
 import sys, torch, lockstep as ls
