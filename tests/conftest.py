@@ -57,7 +57,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """Let the Python processes that a test marked `forks`, or its fixtures, start be forks."""
-    if item.get_closest_marker("forks") is None and "FORCE_FORKS" not in os.environ:
+    if item.get_closest_marker("forks") is None:
         return (yield)
     with forked.use():
         return (yield)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,11 +46,12 @@ def use() -> Iterator[None]:
     """Within, the Python processes that this one starts are forks of it."""
     for name in PRELOADED:
         importlib.import_module(name)
+    before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     subprocess.Popen._execute_child = _fork  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+        subprocess.Popen._execute_child = before  # type: ignore[attr-defined]
 
 
 def lockstep(*arguments: Any, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -236,6 +237,6 @@ def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
         print(status, file=sys.stderr)
         status = 1
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    with suppress(OSError):  # nobody reads it
+        sys.stdout.flush()
     os._exit(status or 0)

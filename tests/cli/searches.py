@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import forked
 import psutil
 from processes import started
 
@@ -51,7 +52,8 @@ def searched(folder: Path, *words: object, script: Path = SCRIPT) -> subprocess.
 def lockstep(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """Run another command in a folder, to its end."""
     line = [LOCKSTEP, *map(str, words)]
-    return subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False)
+    with forked.use():
+        return subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False)
 
 
 def reported(folder: Path, name: str = "s", *words: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from processes import started
 
 from lockstep.testing import audit as audit_in_a_test
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.forks, pytest.mark.timeout(240)]
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 PARTS = """

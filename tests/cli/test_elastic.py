@@ -27,6 +27,8 @@ from processes import started
 
 from lockstep.testing import leaks
 
+pytestmark = pytest.mark.forks
+
 
 @pytest.mark.parametrize(
     ("nproc", "rank", "step"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.command, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.forks, pytest.mark.command, pytest.mark.timeout(120)]
 BIN = Path(sys.executable).parent
 PREAMBLE = """
 import os, sys, torch

@@ -15,6 +15,8 @@ from training.kept import run as undisturbed
 
 from lockstep.testing.pool import WorkerPool
 
+pytestmark = pytest.mark.forks
+
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "scarce.py")
 AT = 3

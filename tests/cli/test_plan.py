@@ -26,7 +26,7 @@ from lockstep.planner.search import Outcome
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "planned.py")
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.forks, pytest.mark.timeout(180)]
 
 
 def plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,8 @@ import psutil
 import pytest
 from processes import started
 
+pytestmark = pytest.mark.forks
+
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 GPT = Path(__file__).parent.parent / "scripts" / "chaos.py"
 ENDLESS = GPT.with_name("endless.py")

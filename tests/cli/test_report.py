@@ -18,6 +18,8 @@ from training.kept import run
 from lockstep.base.container import process_id_space
 from lockstep.testing.pool import WorkerPool
 
+pytestmark = pytest.mark.forks
+
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 
 

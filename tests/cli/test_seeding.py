@@ -56,7 +56,7 @@ def test_the_users_own_hash_seed_stays() -> None:
     assert json.loads(command(sys.executable, DRAWS, hash_seed="5").stdout.splitlines()[0])[-1] == ast.literal_eval(alone)
 
 
-@pytest.mark.command
+@pytest.mark.forks
 @pytest.mark.parametrize(("strict", "status", "word"), [([], 0, "warning"), (["--strict"], 2, "error")])
 def test_options_that_a_script_does_not_take_are_named(tmp_path: Path, strict: list[str], status: int, word: str) -> None:
     script = tmp_path / "plain.py"
@@ -69,7 +69,7 @@ def test_options_that_a_script_does_not_take_are_named(tmp_path: Path, strict: l
     )
 
 
-@pytest.mark.command
+@pytest.mark.forks
 def test_a_script_for_torchrun_without_such_options_is_left_alone(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text("print('done')")

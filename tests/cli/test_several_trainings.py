@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.command, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.forks, pytest.mark.command, pytest.mark.timeout(120)]
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 SCRIPT = """
 import os

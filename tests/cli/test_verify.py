@@ -18,7 +18,7 @@ from processes import started
 
 from lockstep.cli.arguments.plans import rearranged
 
-pytestmark = pytest.mark.timeout(240)  # a dozen processes that import torch, two at a time
+pytestmark = [pytest.mark.forks, pytest.mark.timeout(240)]  # a dozen processes that import torch, two at a time
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPTS = Path(__file__).parent.parent / "scripts"

@@ -7,13 +7,13 @@ import os
 import socket
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from hostile.folders import forged, mutated, write_run
 from hostile.fuzz import Fuzz
@@ -30,8 +30,6 @@ from lockstep.logging.run_directory import RunDirectory
 from lockstep.report.reader import read_runs
 from lockstep.search.study import results_in
 
-COMMAND = "from lockstep.cli.main import main; main()"
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -40,8 +38,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def commands(*words: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", COMMAND, *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=50)
+    with forked.use():
+        return subprocess.run([forked.LOCKSTEP, *map(str, words)], capture_output=True, text=True, check=False, timeout=50)
 
 
 @pytest.mark.timeout(180)
