@@ -91,8 +91,13 @@ def pipelines() -> None:
 
 
 def gloo2() -> None:
-    plans = ["replicate=2,numerics=bitwise", "shard=2,numerics=bitwise", "replicate=2", "shard=2@bf16"]
-    ranks("gloo2", 2, plans, LOCKSTEP_BACKEND="gloo")
+    """Gloo carries a GPU's tensors for replicate alone: other plans are refused. On a CPU they train."""
+    gloo = {"LOCKSTEP_BACKEND": "gloo"}
+    ranks("gloo2", 2, ["replicate=2,numerics=bitwise", "replicate=2", "replicate=2@bf16"], **gloo)
+    expects_an_error = ["--raise", "99,0"]
+    status, _, found = run(2, BITS, "shard=2", "--folder", str(folder("gloo2-shard")), *expects_an_error, **gloo)
+    done = sum("fingerprint" in row for row in found)
+    report("gloo2: shard=2", ok=(status, done) == ((0, 1) if CPU else (2, 0)), status=status, done=done)
 
 
 def kill() -> None:

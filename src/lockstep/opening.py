@@ -17,6 +17,7 @@ from lockstep.base.errors import CheckpointError, PlanError, RecipeError
 from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import Storage
+from lockstep.comm.backend import check_carries
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.recovery.regroup import join_over, launcher_store
 from lockstep.comm.world import World, join
@@ -204,6 +205,7 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
     asked = request.over(environment)
     given = (asked.plan or Plan()).resolve(world.size)
     check_devices(given, world.device)
+    check_carries(given, world.device)
     unequal = check_same_devices(devices, given.numerics)
     check_compression_fits(given, overrides.gradient_compression or request.gradient_compression)
     if environment.check and world.size > 1:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.base import accelerator
-from lockstep.base.errors import LaunchError
-from lockstep.comm.backend import chosen_backend, group_backends
+from lockstep.base.errors import LaunchError, PlanError
+from lockstep.comm.backend import check_carries, chosen_backend, group_backends
 from lockstep.comm.world import join
+from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -81,6 +82,17 @@ def test_gloo_carries_the_tensors_on_the_cpu_beside_an_accelerator() -> None:
     ]
     assert accelerator.process_group_device(CUDA, "nccl") == CUDA
     assert accelerator.process_group_device(CUDA, "ucc") is None
+
+
+def test_gloo_carries_replicate_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    for plan in ("shard=2", "tensor=2", "pipeline=2", "replicate=2,shard=2"):
+        with pytest.raises(PlanError, match=r"=2 through 'cpu:gloo,cuda:gloo'; Gloo carries the tensors of cuda for replicate alone;"):
+            check_carries(Plan.parse(plan), CUDA)
+        check_carries(Plan.parse(plan), CPU)
+    check_carries(Plan.parse("replicate=2"), CUDA)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    check_carries(Plan.parse("shard=2"), CUDA)
 
 
 def test_it_is_refused_before_the_processes_meet() -> None:

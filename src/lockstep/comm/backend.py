@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.base import accelerator
-from lockstep.base.errors import LaunchError
+from lockstep.base.errors import LaunchError, PlanError
 from lockstep.options import MPI_SIZES
+from lockstep.plan import AXES, Plan
 
 TIMEOUT = timedelta(minutes=10)
 """Timeout of the collectives of every process group."""
@@ -29,7 +30,7 @@ def chosen_backend(asked: str | None, device: torch.device, rank: int, size: int
         if size > 1 and usual in dist.Backend.backend_capability and not _is_available(usual):
             raise LaunchError(
                 f"{size} processes on {device.type}, whose collectives are {usual}'s, and this torch ({torch.__version__}) has no {usual}; "
-                "install one that has it, start one process, or give --backend gloo, which is slow"
+                "install one that has it, start one process, or give --backend gloo, which is slow, and carries replicate alone"
             )
         return usual
     asked = asked.lower()  # as torch takes it
@@ -69,6 +70,26 @@ def check_own_group(asked: str | None, device: torch.device) -> None:
         raise LaunchError(
             f"the script has made a process group of {config!r} alone, and lockstep's ranks also exchange tensors on the CPU; write "
             f"init_process_group({group_backends(accelerator.process_group_backend(device), device)!r}), or leave it to lockstep"
+        )
+
+
+def check_carries(plan: Plan, device: torch.device) -> None:
+    """Raise `PlanError` if the process group has Gloo for an accelerator's tensors, and the plan an axis other than
+    `replicate`. Every rank calls it, after the group is made.
+
+    On a GPU, a thread of Gloo's crashed at the end of a run with `shard` (torch 2.11), and torch's documentation lists
+    no send and receive of Gloo's for a GPU's tensors.
+    """
+    beyond = [f"{axis}={getattr(plan, axis)}" for axis in AXES if axis != "replicate" and getattr(plan, axis) > 1]
+    if not beyond or not accelerator.is_accelerator(device):
+        return
+    config = dist.get_backend_config()
+    if f"{device.type}:gloo" in config.split(","):
+        usual = accelerator.process_group_backend(device)
+        raise PlanError(
+            f"{', '.join(beyond)} through {config!r}; Gloo carries the tensors of {device.type} for replicate alone; leave --backend "
+            f"(LOCKSTEP_BACKEND) out for {usual}, or, where the script makes the process group, write "
+            f"init_process_group({group_backends(usual, device)!r}); or use replicate alone"
         )
 
 
