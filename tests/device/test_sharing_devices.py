@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from click.testing import CliRunner
 from device.ranks import on_device
 from device.test_training import steps
 from stand_in import build
@@ -18,6 +20,7 @@ import lockstep as ls
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, PlanError
 from lockstep.base.torch_private import PrefixStore, default_store
+from lockstep.cli import average, doctor, evaluate, run, search, sweep, verify
 from lockstep.testing.pool import WorkerPool
 
 PLAN = "shard=2,numerics=bitwise"
@@ -89,6 +92,51 @@ def test_two_ranks_on_one_device_are_refused_and_the_remedies_train(devices: Wor
     assert devices.run(2, on_device, with_a_device_each, str(tmp_path / "own")) == [(shared, [])] * 2
     ((alone, _),) = devices.run(1, on_device, train, str(tmp_path / "alone"))
     assert alone == shared
+
+
+def through_gloo(folder: str) -> list[str]:
+    """Return the error of `shard` through Gloo, and the fingerprints of the trainings that it recommends."""
+    found = []
+    with patch.object(dist, "get_backend_config", lambda: "cpu:gloo,standin:gloo"):
+        try:
+            ls.train(steps(steps=2), plan=PLAN, run_dir=f"{folder}/run")
+        except PlanError as error:
+            found.append(str(error))
+        found.append(ls.train(steps(steps=2), plan="replicate=2,numerics=bitwise", run_dir=f"{folder}/replicate").fingerprint)
+    found.append(ls.train(steps(steps=2), plan=PLAN, run_dir=f"{folder}/run").fingerprint)
+    return found
+
+
+def test_gloo_on_a_device_is_refused_for_shards_and_the_remedies_train(devices: WorkerPool, tmp_path: Path) -> None:
+    first, second = devices.run(2, on_device, through_gloo, str(tmp_path))
+    assert first == second
+    said, replicate, without = first
+    assert said.startswith("shard=2 through 'cpu:gloo,standin:gloo'; Gloo carries the tensors of standin for replicate alone; leave")
+    assert said.endswith("write init_process_group('cpu:gloo,standin:standin_gloo'); or use replicate alone")
+    assert replicate == without
+
+
+def test_each_command_that_starts_ranks_takes_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    for starts in (run, verify, doctor, search, sweep, evaluate, average):
+        assert "share_devices" in {option.name for option in starts.command.params}, starts.__name__
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # which the command would set
+    given = []
+
+    def diagnose(*, environ: Mapping[str, str], **_: object) -> object:
+        given.append(environ["LOCKSTEP_SHARE_DEVICES"])
+        raise LaunchError("enough")
+
+    with patch("lockstep.doctor.diagnose.diagnose", diagnose):
+        ended = CliRunner().invoke(doctor.command, ["--nproc", "4", "--share-devices"], standalone_mode=False)
+    assert (str(ended.exception), given) == ("enough", ["1"])
+
+
+def test_times_of_a_shared_device_are_no_data_sheet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with patch.object(doctor, "count_gpus", lambda: 2):
+        options = ["--nproc", "4", "--share-devices", "--write", str(tmp_path / "mine.toml")]
+        ended = CliRunner().invoke(doctor.command, options, standalone_mode=False)
+    assert "--write with --nproc 4 on 2 GPUs; each process has a GPU of its own; give --nproc 2" in str(ended.exception)
 
 
 SCRIPT = """

@@ -81,7 +81,7 @@ def test_a_machine_that_is_well_has_nothing_to_mend() -> None:
         ("devices", {"gpu_names": ("H100",)}, {}, "torch sees none", "CUDA"),
         ("devices", {"gpu_names": ("H100",)}, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES=", "unset"),
         ("devices", {"gpus": 2, "gpu_names": ("H100", "A100")}, {}, "2 GPUs: A100, H100", "slowest"),
-        ("processes", {"gpus": 2, "gpu_names": ("H100", "H100")}, {}, "4 processes for 2 GPUs", "--nproc 2"),
+        ("processes", {"gpus": 2, "gpu_names": ("H100", "H100")}, {}, "4 processes for 2 GPUs", "--share-devices"),
         ("interface", {}, {"GLOO_SOCKET_IFNAME": "eth1"}, "'eth1'; the interfaces are lo, eth0, docker0", "unset"),
         ("interface", {}, {"GLOO_SOCKET_IFNAME": "docker0"}, "docker0 is the bridge of this host's containers", "unset"),
         ("interface", {}, {"NCCL_SOCKET_IFNAME": "=docker0"}, "=docker0 is the bridge", "unset"),

@@ -33,6 +33,8 @@ def test_the_machine_is_divided_among_trials(
 def test_a_trial_that_needs_more_gpus_than_there_are_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"a trial of 3 processes on 2 GPUs; each process has a GPU of its own; give a smaller --plan"):
         slots(None, 3, cpus=8, gpus=2, visible=None)
+    (shared,) = slots(4, 3, cpus=8, gpus=2, visible="4,5", share_devices=True)
+    assert (shared.gpus, shared.threads) == (["4", "5"], 2)
 
 
 @given(st.none() | st.integers(1, 20), st.integers(1, 6), st.integers(1, 64), st.integers(0, 16))

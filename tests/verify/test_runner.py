@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lockstep.options import LaunchOptions
 from lockstep.plan import Plan
 from lockstep.verify.jobs import Job
 from lockstep.verify.runner import Runner
@@ -36,12 +37,14 @@ def runner(tmp_path: Path) -> Callable[..., Runner]:
 
 
 def test_a_job_is_a_lockstep_run_of_the_script(tmp_path: Path) -> None:
-    with Runner(["-m", "package.train", "--lr", "1"], tmp_path, timeout_seconds=1, slots=1) as made:
+    line = ["-m", "package.train", "--lr", "1"]
+    with Runner(line, tmp_path, timeout_seconds=1, slots=1, launch=LaunchOptions(share_devices=True)) as made:
         command = made._command(job("plan", 2), tmp_path / "run")
     options = {"--nproc": "2", "--plan": "replicate=2,numerics=fast", "--run-dir": str(tmp_path / "run")}
     assert command[1:5] == ["-P", "-m", "lockstep", "run"]
-    assert dict(zip(command[5:11:2], command[6:11:2], strict=True)) == options
-    assert command[11:] == ["-m", "package.train", "--lr", "1"]
+    given = [word for word in command[5:12] if word != "--share-devices"]
+    assert dict(zip(given[::2], given[1::2], strict=True)) == options
+    assert command[12:] == ["-m", "package.train", "--lr", "1"]
 
 
 def test_each_run_is_named_when_it_begins_and_counted_once_all_are_known(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ class _AveragedRun:
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less is better, or more. Default for a loss: min.")
 @launch_option("nproc")
 @launch_option("plan")
+@launch_option("share_devices")
 @launch_option("set", help="The value of a hyper-parameter in evaluations, instead of the runs'. Give it once for each.")
 @click.option("--model", "module", type=click.IntRange(min=0), metavar="N", help="Which model, if a session prepared several.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
@@ -106,11 +107,20 @@ def command(sources: tuple[str, ...], out: str, as_json: bool, module: int | Non
 def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list[float]:
     """Return the part of each run; they add up to 1. Raises `LaunchError`, `CheckpointError`."""
     given = context.params
-    needs = {"greedy": "line", "nproc": "line", "plan": "line", "set": "line", "metric": "greedy", "mode": "greedy"}
+    needs = {
+        "greedy": "line",
+        "nproc": "line",
+        "plan": "line",
+        "share_devices": "line",
+        "set": "line",
+        "metric": "greedy",
+        "mode": "greedy",
+    }
     for name, needed in needs.items():
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and not given[needed]:
             flag = "--evaluate SCRIPT" if needed == "line" else "--greedy"
-            raise LaunchError(f"--{name} without {flag}; it would have no effect; give both, or leave --{name} out")
+            option = f"--{name.replace('_', '-')}"
+            raise LaunchError(f"{option} without {flag}; it would have no effect; give both, or leave {option} out")
     if len(sources) < 2:
         raise LaunchError(f"an average of one run, {sources[0]}; it is of two or more; give others, or use lockstep export for one")
     places = [Path(source).resolve() for source in sources]
@@ -194,7 +204,12 @@ class _Evaluations:
         shared = {name: str(value) for name, value in runs[0].parameters.items() if all(run.parameters.get(name) == value for run in runs)}
         values = shared | dict(map(split_assignment, given["set"] or ()))
         assignments = tuple(f"{name}={value}" for name, value in values.items())
-        return cls(line, {"nproc": given["nproc"], "plan": given["plan"], "set": assignments}, Path(folder), count())
+        return cls(
+            line,
+            {"nproc": given["nproc"], "plan": given["plan"], "share_devices": given["share_devices"], "set": assignments},
+            Path(folder),
+            count(),
+        )
 
     def all(self, runs: Sequence[_AveragedRun]) -> Metrics:
         """Measure each run, and the average of all. Returns the metrics of the latter."""

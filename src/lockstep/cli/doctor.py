@@ -20,6 +20,7 @@ from lockstep.cli.arguments.launch import launch_option, options_from
 from lockstep.cli.run import count_gpus
 from lockstep.launch.count import count_processes
 from lockstep.launch.machines import Machines
+from lockstep.options import RunOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +39,7 @@ _WIDTH = 100
 @launch_option("nproc", metavar="N|auto", help="Processes, as for lockstep run. auto (default): one per GPU, or 2.")
 @launch_option("nnodes", help="Machines, as for lockstep run. Give the same command on each. Default: 1.")
 @launch_option("rdzv")
+@launch_option("share_devices")
 @launch_option("run_dir", help="The directory that runs will write to. Default: the working directory.")
 @click.option("--write", type=click.Path(dir_okay=False), metavar="FILE", help="Only measure this machine, for lockstep plan --on FILE.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of tables.")
@@ -72,7 +74,12 @@ def command(write: str | None, as_json: bool, **given: Any) -> int:
 
     from lockstep.doctor.diagnose import diagnose  # imports torch: after all that can be checked without it
 
-    diagnosis = diagnose(nproc=count, machines=machines, run_dir=Path(options.run_dir) if options.run_dir is not None else None)
+    diagnosis = diagnose(
+        nproc=count,
+        machines=machines,
+        run_dir=Path(options.run_dir) if options.run_dir is not None else None,
+        environ={**os.environ, **RunOptions(share_devices=options.share_devices).to_environment()},
+    )
     if diagnosis.ending.signal is not None:
         say(f"lockstep: {diagnosis.ending.report()}")
         return diagnosis.ending.status
@@ -93,7 +100,9 @@ def _write(path: Path, processes: int) -> None:
         raise LaunchError(f"--write {path}; its directory is not there; name a file in a directory that is")
     if path.suffix != ".toml":
         raise LaunchError(f"--write {path}; lockstep plan takes a machine's file by its ending; name it {path.stem}.toml")
-    if count_gpus():
+    if gpus := count_gpus():
+        if processes > gpus:
+            raise LaunchError(f"--write with --nproc {processes} on {gpus} GPUs; each process has a GPU of its own; give --nproc {gpus}")
         from lockstep.planner.machines.measuring_gpu import write_gpu_sheets
 
         files = write_gpu_sheets(path, processes)

@@ -28,6 +28,7 @@ from lockstep.recipe.parameters import saved_values, split_assignment
 @click.command("evaluate", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
 @launch_option("nproc")
 @launch_option("plan")
+@launch_option("share_devices")
 @launch_option("set", help="The value of a hyper-parameter, instead of the run's. Give it once for each.")
 @launch_option("run_dir", help="Keep the run directory of the evaluation here. Default: a temporary one.")
 @click.option("--best", is_flag=True, help="The weights of the best evaluation by ls.Saving(best=...), instead of the last ones.")

@@ -26,7 +26,18 @@ from lockstep.search.request import PrunerName, SamplerName, SearchRequest, chec
 if TYPE_CHECKING:
     from lockstep.search.results import SearchResults
 
-LAUNCH = ("nproc", "plan", "save_every", "hang_after", "on_hang", "out_of_memory", "max_restarts", "compare_every", "backend")
+LAUNCH = (
+    "nproc",
+    "plan",
+    "save_every",
+    "hang_after",
+    "on_hang",
+    "out_of_memory",
+    "max_restarts",
+    "compare_every",
+    "backend",
+    "share_devices",
+)
 """The options of `lockstep run` that each trial is given."""
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -196,7 +207,8 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
         storage = TrialStorage(request)
         gpus = parent.gpus()
         count = count_processes(request.launch.nproc, plan, lambda: min(gpus, 1), name="--nproc ")
-        free = slots(request.parallel, count, cpus=usable_cpus(), gpus=gpus, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+        machine: dict[str, Any] = {"cpus": usable_cpus(), "gpus": gpus, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        free = slots(request.parallel, count, share_devices=request.launch.share_devices, **machine)
         search = Search(request, storage, parent, free, count, lambda number: _show(number, storage.results(), request, len(free)))
         _greet(storage.results(), request)
         ended_by = search.run()

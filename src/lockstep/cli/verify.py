@@ -15,7 +15,7 @@ from lockstep.base import foreign_text
 from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 from lockstep.base.system import refuse_on_windows
-from lockstep.cli.arguments.launch import check_target, script_arguments
+from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
 from lockstep.cli.arguments.plans import PlansCommand
 from lockstep.cli.arguments.work_folder import ended_by_signals, work_folder
 from lockstep.verify.jobs import parse_plans
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Processes at once. Default: the number of cores; with GPUs, one run."
 )
 @click.option("--keep", type=click.Path(file_okay=False), metavar="DIR", help="Keep the traces of all runs in this new directory.")
+@launch_option("share_devices")
 @script_arguments()
 def command(
     plans: tuple[str, ...],
@@ -51,6 +52,7 @@ def command(
     timeout: float,
     jobs: int | None,
     keep: str | None,
+    share_devices: bool | None,
     is_module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -83,10 +85,11 @@ def command(
 
     options = VerifyOptions(plans=parsed, steps=steps, float64=not no_float64, check_microbatch_size=not whole_microbatch_loss)
     line = [*(["-m"] if is_module else []), script, *arguments]
+    launch = options_from({"share_devices": share_devices})
     with (
         ended_by_signals(),
         work_folder(keep, "lockstep-verify-", "traces") as folder,
-        Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), **_reports(quiet=as_json)) as runner,
+        Runner(line, folder, timeout_seconds=timeout, slots=jobs or _slots(), launch=launch, **_reports(quiet=as_json)) as runner,
     ):
         report = Verification(script, options, runner).run()
         if html is not None:

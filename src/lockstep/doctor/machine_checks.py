@@ -111,7 +111,8 @@ def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
     if len(names) > 1:
         checks = [_check("devices", "slow", found, "all GPUs wait for the slowest: choose equal ones with CUDA_VISIBLE_DEVICES")]
     if nproc > info.gpus and environ.get("LOCKSTEP_SHARE_DEVICES") != "1":
-        checks.append(_check("processes", "failed", f"{nproc} processes for {info.gpus} GPUs", f"--nproc {info.gpus}: one process per GPU"))
+        remedy = f"--nproc {info.gpus}: one process per GPU; or --share-devices, to try a plan"
+        checks.append(_check("processes", "failed", f"{nproc} processes for {info.gpus} GPUs", remedy))
     if info.topology:
         kinds = sorted(set(info.topology.values()))
         counted = ", ".join(f"{kind} × {list(info.topology.values()).count(kind)}" for kind in kinds)

@@ -23,12 +23,16 @@ class TrialSlot:
         return threads | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
 
 
-def slots(parallel: int | None, processes: int, *, cpus: int, gpus: int, visible: str | None) -> list[TrialSlot]:
+def slots(
+    parallel: int | None, processes: int, *, cpus: int, gpus: int, visible: str | None, share_devices: bool = False
+) -> list[TrialSlot]:
     """Divide the machine among trials of so many `processes`. `parallel`: at most so many trials at a time; None: as
-    many as have a GPU, or else a CPU, for each process. `visible`: CUDA_VISIBLE_DEVICES. Raises `LaunchError`."""
-    if gpus and gpus < processes:
+    many as have a GPU, or else a CPU, for each process. `visible`: CUDA_VISIBLE_DEVICES. `share_devices`: a trial may
+    have more processes than there are GPUs; it has them all. Raises `LaunchError`."""
+    if gpus and gpus < processes and not share_devices:
         raise LaunchError(
-            f"a trial of {processes} processes on {gpus} GPUs; each process has a GPU of its own; give a smaller --plan or --nproc"
+            f"a trial of {processes} processes on {gpus} GPUs; each process has a GPU of its own; give a smaller --plan or --nproc, "
+            "or --share-devices, to try a plan on fewer GPUs than it needs"
         )
     units = gpus or cpus
     most = max(1, units // processes)

@@ -52,15 +52,18 @@ class Runner:
         *,
         timeout_seconds: float,
         slots: int,
+        launch: LaunchOptions | None = None,
         begins: Callable[[str], None] = lambda _: None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`script`: `[-m] SCRIPT ARGS...`. `folder`: of all files. `slots`: processes at once, or one job. `begins` is
-        called with the words for each run that begins, `progress` with those for each that has ended."""
+        """`script`: `[-m] SCRIPT ARGS...`. `folder`: of all files. `slots`: processes at once, or one job. `launch`:
+        options of every run. `begins` is called with the words for each run that begins, `progress` with those for each
+        that has ended."""
         self._script = list(script)
         self._folder = folder
         self._timeout_seconds = timeout_seconds
         self._slots = max(1, slots)
+        self._launch = launch or LaunchOptions()
         self._free = self._slots
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(max_workers=self._slots)
@@ -150,7 +153,7 @@ class Runner:
         )
 
     def _command(self, job: Job, run_dir: Path) -> list[str]:
-        options = LaunchOptions(nproc=str(job.processes), plan=str(job.plan), run_dir=str(run_dir))
+        options = replace(self._launch, nproc=str(job.processes), plan=str(job.plan), run_dir=str(run_dir))
         return own_python("-m", "lockstep", "run", *options.arguments(), *self._script)
 
 

@@ -9,7 +9,7 @@ import click
 from lockstep.base.errors import LaunchError
 from lockstep.cli.arguments.script_command import ScriptCommand
 
-_FLAGS = {"--bitwise", "--json", "--no-float64", "--whole-microbatch-loss", "-m", "-h", "--help"}
+_FLAGS = {"--bitwise", "--json", "--no-float64", "--whole-microbatch-loss", "--share-devices", "-m", "-h", "--help"}
 """Options of these commands that take no value."""
 
 
