@@ -164,7 +164,12 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
 
 
 def _group(ranks: Tensor, dims: Sequence[int], axis: str) -> Any:
-    """Return the process group of this rank along `dims` of the mesh `ranks`. Every rank calls it."""
+    """Return the process group of this rank along `dims` of the mesh `ranks`. Every rank calls it.
+
+    All ranks make each group, one after another. With `use_local_synchronization` each would make its own alone, and
+    torch would name a group by how many the rank has: members with other numbers, as after groups that a script made
+    of some ranks, would wait for each other in vain.
+    """
     size = math.prod(ranks.shape[dim] for dim in dims)
     rows = ranks.movedim(list(dims), list(range(-len(dims), 0))).reshape(-1, size).tolist()
     if len(rows) == 1:
