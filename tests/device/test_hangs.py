@@ -66,9 +66,12 @@ def run(folder: Path, how: str, *options: str, ahead: str | None) -> subprocess.
     return subprocess.run(line, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
 
 
+def event_rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in (folder / "run" / "events.jsonl").read_text().splitlines()]
+
+
 def events(folder: Path) -> dict[str, int]:
-    rows = [json.loads(row) for row in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    return {row["event"]: row["step"] for row in rows}
+    return {row["event"]: row["step"] for row in event_rows(folder)}
 
 
 def train(run_dir: str) -> str:
@@ -148,11 +151,14 @@ def test_what_the_survivors_of_a_killed_rank_save_is_resumed_to_the_same_bits(tm
 
 @pytest.mark.command
 def test_a_rank_that_waits_for_its_device_is_named_with_the_one_it_waits_for(devices: WorkerPool, tmp_path: Path, undisturbed: str) -> None:
-    ended = run(tmp_path, "sleeps", "--hang-after", "10s", ahead="2")
+    ended = run(tmp_path, "sleeps", "--hang-after", "6s", ahead="2")
     assert ended.returncode == HUNG_STATUS, ended.stderr
     line = next(number for number, text in enumerate(SCRIPT.splitlines(), start=1) if "time.sleep" in text)
     assert f"rank 1 is waited for: it is in a call that does not return at {tmp_path / 'train.py'}:{line}" in ended.stderr
     assert "rank 0 waits in ALLREDUCE of float32" in ended.stderr
     assert ", after step 5, " in ended.stderr, "its host is two steps ahead of its device"
+    (hang,) = [row for row in event_rows(tmp_path) if row["event"] == "hang"]
+    assert hang["ranks"] == [1]
+    assert 6 <= hang["seconds"] < 10, "by the waiting rank's own clock, when the stacks of all were taken"
     assert events(tmp_path)["rescued"] == 4
     assert devices.run(2, on_device, train, str(tmp_path / "run"))[0] == undisturbed
