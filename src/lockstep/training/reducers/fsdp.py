@@ -47,6 +47,7 @@ class FsdpReducer:
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> None:
         reshard(model)  # a forward without a backward may have left gathered parameters
+        self._model = model
         self._mesh = mesh
         self._parameters = list(parameters)
         self._replicas = mesh.axis("replicate")
@@ -65,13 +66,12 @@ class FsdpReducer:
             group.set_gradient_divide_factor(1.0)
             group.set_reduce_scatter_unused_params(True)
             self._scatters.append(scatter)
-        self._has_checked_uses = False
+        self._checked: set[nn.Module] = set()
         self._used = _UsedParameters(model, self._parameters)
         self._backwards = [_GroupBackwards() for _ in self._groups]
         self._handles = [group.register_forward_hook(each.watch) for group, each in zip(self._groups, self._backwards, strict=True)]
         if mesh.axis("pipeline").size > 1:  # its schedule computes the backwards
             self._handles += [group.register_forward_hook(self._check_stage) for group in self._groups]
-        self._checked: set[nn.Module] = set()
 
     def gradient_versions(self) -> list[int]:
         """The number of accumulations. FSDP2 writes zeros to the gradients in a backward that asks for others alone."""
@@ -87,12 +87,15 @@ class FsdpReducer:
 
     def _check_stage(self, group: nn.Module, inputs: Any, output: Any) -> None:
         """A forward hook: check the uses of weights in the first forward of each part of a pipeline's stage."""
-        if group in self._checked or not is_fsdp_root(group) or not torch.is_grad_enabled():
-            return
-        self._checked.add(group)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                check_uses(self._groups, leaf)
+        if is_fsdp_root(group) and torch.is_grad_enabled():
+            self._check_uses(group, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+
+    def _check_uses(self, root: nn.Module, outputs: Sequence[Tensor]) -> None:
+        """Check the uses of weights in the graphs of `outputs`, once for each of FSDP2's roots."""
+        if root not in self._checked:
+            self._checked.add(root)
+            for output in outputs:
+                check_uses(self._groups, output)
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
         self._count = count
@@ -108,9 +111,7 @@ class FsdpReducer:
     def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
         del own_parameters_only  # other models' gradients are cleared when their accumulation begins
         self._used.is_dummy = is_dummy
-        if not self._has_checked_uses:
-            check_uses(self._groups, total)
-            self._has_checked_uses = True
+        self._check_uses(self._model, [total])
         for scatter in self._scatters:
             scatter.next_round(is_dummy=is_dummy, last=self._round + 1 == self._rounds)
         for each in self._backwards:
