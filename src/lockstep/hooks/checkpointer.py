@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.base.errors import CheckpointError
+from lockstep.base.errors import CheckpointError, RunDirectoryError
 from lockstep.checkpoint.emergency_save import emergency_save
 from lockstep.checkpoint.load import CheckpointReader, raise_on_all_ranks
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
@@ -21,6 +21,7 @@ from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.hooks.scores import Scores
+from lockstep.logging.run_files import EVENTS, read_rows
 from lockstep.saving import Resume, Saving, differences
 from lockstep.training.device_progress import EndedStep
 from lockstep.training.hook import Run
@@ -159,7 +160,7 @@ class Checkpointer:
         for axis in map(self.run.context.mesh.axis, ("pipeline", "shard", "tensor")):
             part, parts = part * axis.size + axis.rank, parts * axis.size
         name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
-        metadata = {**self._metadata(), "score": None}
+        metadata = {**self._metadata(), "score": None, "rescued": True}
         with suppress(Exception):  # it may be the dataset that has failed
             self.run.loop.refresh_data()
         with self._state(ended) as state:
@@ -234,6 +235,8 @@ class Checkpointer:
                 continue
             except (UnknownFormatError, UnreachableError) as error:
                 raise CheckpointError(f"{self.folder}, {name}: {error}") from error
+            if reader.manifest.metadata.get("rescued") and self.world.rank == 0:
+                self._record_rescue(name)
             self.run.event("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.metadata["plan"])
             recorder.message(f"resumes after step {name.step}")
             self.scores.read(self.folder, names, self.world)
@@ -242,6 +245,14 @@ class Checkpointer:
             why = f"all {len(names)} are damaged" if names else "there is none"
             raise CheckpointError(f"resume=must, and {self.folder} has no checkpoint to resume from: {why}; resume=auto starts again")
         return None
+
+    def _record_rescue(self, name: CheckpointName) -> None:
+        """Record the event `rescued`, unless the run that failed did: its rank 0 does if it was the one that saved."""
+        with suppress(RunDirectoryError):
+            rows = read_rows(self.run.context.run_dir, EVENTS, lambda row: row.get("event") == "rescued", {})
+            if any(row.get("checkpoint") == str(name) for row in rows):
+                return
+        self.run.event("rescued", name.step, checkpoint=str(name))
 
     def restore_from_memory(self, reader: StateReader, *, allow_change: frozenset[str]) -> int:
         """Load the state that other processes hold. Every rank calls it. Returns the steps done in the newest
