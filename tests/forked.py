@@ -105,6 +105,7 @@ def _fork(
             if cwd is not None:
                 os.chdir(cwd)
             _own_descriptors((p2cread, c2pwrite, errwrite), pass_fds)
+            sys.orig_argv[:] = [*([sys.executable] if args[0] == LOCKSTEP else []), *map(os.fsdecode, args)]
             _own_environment({os.fsdecode(name): os.fsdecode(value) for name, value in (os.environ if env is None else env).items()})
             _default_signals()
             if preexec_fn is not None:
