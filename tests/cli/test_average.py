@@ -21,7 +21,6 @@ from torch import Tensor
 
 import lockstep as ls
 
-pytestmark = pytest.mark.forks
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = """
 import sys, torch, lockstep as ls
