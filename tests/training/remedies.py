@@ -1717,6 +1717,7 @@ GRADIENT_HOOKS = "training/test_gradient_hooks.py::test_the_remedies_are_the_sam
 OPTIMIZER_STATE = "training/test_optimizer_state.py::test_what_cannot_be_saved_is_refused_in_the_first_step_and_the_remedy_works"
 COLLECTIVES = "training/test_collectives.py::test_what_synchronises_where_there_are_several_processes_is_right"
 REPORTS = "training/test_reports.py::test_what_would_be_another_model_is_refused_and_the_remedy_is_one_model"
+PLANS = "device/test_plan_remedies.py::test_the_plans_that_an_error_recommends_train_the_model_of_one_process"
 ELSEWHERE = {
     "use machines of one kind, or numerics=fast": (
         "device/test_sharing_devices.py::test_unequal_devices_are_refused_under_bitwise_and_said_otherwise"
@@ -1767,6 +1768,10 @@ ELSEWHERE = {
     "and dropped; change it between steps, in a hook's after_step": REPORTS,
     "leave compile=yes out": "training/test_compiled.py::test_a_gradient_that_is_differentiated_is_refused",
     "/dev/shm), or plan workers=0": "data/test_workers.py",
+    "parameters are on the CPU already; leave offload=yes out": "device/test_plan_remedies.py::test_offload_on_a_cpu_is_left_out",
+    "use replicate={count}, which works ": PLANS,
+    "each device is a GPU of its own; split over {there}": PLANS,
+    "correct the plan, or name the layers in Recipe.blocks": PLANS,
 }
 """Words of the remedies that other tests follow, on one and on two processes."""
 
@@ -1803,18 +1808,17 @@ RIGHT_VALUES = (
 )
 """Words of errors that ask for a right value, such as those of all other trainings here."""
 
-SEVERAL_DEVICES = (
-    "model/data_parallel.py",
-    "model/device_split.py",
-    "model/parallelize.py",
-)
-"""Files whose remedies need several GPUs."""
-
 HANDED_ON = ("{no_weight(name, value)}", "with shard={self._world.size}: {failure}", "{what} with {why}; {remedy}")
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (
     "put both into one module, or choose another schedule or size of the pipeline",
     "besides 'state'; their shards are saved by parameter",
+    "it splits each microbatch over the GPUs of one process; use replicate={count}",
+    "and those of all but the first be lost; use replicate={len(gpus)}",
+    "each device needs one at least; use fewer devices",
+    "give each its own, or place them together: split=3+5",
+    "and the change would be lost; have it return what it adds",
+    "write other.to(x.device) where the two meet",
 )
 """Words of remedies that no test follows."""
