@@ -267,6 +267,28 @@ def test_what_sharding_cannot_train_is_refused_in_its_words(pool: WorkerPool, tm
             assert re.search(pattern, found[name][1]), (name, found[name])
 
 
+def caught_in_each_step(run_dir: str) -> list[str]:
+    """Return what a loop of the script's own, which goes on after an error, is told in each of its two steps."""
+    data, said = torch.utils.data.TensorDataset(torch.randn(8, FEATURES)), []
+    with ls.Session(run_dir=run_dir, plan="shard=2", precision="bf16") as session:
+        model, optimizer = session.prepare(partial(normalised, nn.Linear), sgd)
+        for step in session.steps(data, global_batch=4, microbatch=2, steps=2):
+            for (x,) in step.microbatches():
+                try:
+                    with session.autocast():
+                        loss = model(x).float().pow(2).mean()
+                    step.backward(loss)
+                except UserError as error:
+                    said.append(str(error))
+            step.commit(optimizer)
+    return said
+
+
+def test_a_loop_that_goes_on_is_refused_in_each_step(pool: WorkerPool, tmp_path: Path) -> None:
+    for said in pool.run(2, caught_in_each_step, str(tmp_path / "run")):
+        assert ["is gathered in the precision of autocast" in each for each in said] == [True, True]
+
+
 def features(batch: Sequence[Tensor]) -> Tensor:
     return batch[1]
 

@@ -93,9 +93,9 @@ class FsdpReducer:
     def _check_uses(self, root: nn.Module, outputs: Sequence[Tensor]) -> None:
         """Check the uses of weights in the graphs of `outputs`, once for each of FSDP2's roots."""
         if root not in self._checked:
-            self._checked.add(root)
             for output in outputs:
                 check_uses(self._groups, output)
+            self._checked.add(root)
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
         self._count = count
