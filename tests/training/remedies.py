@@ -1694,6 +1694,8 @@ REMEDIES = {name: case for section in SECTIONS.values() for name, case in sectio
 """By the name of the mistake."""
 
 PLACES = (
+    "comm/backend.py",
+    "plan.py",
     "data/fetch.py",
     "data/loader.py",
     "data/streams.py",
@@ -1709,7 +1711,7 @@ PLACES = (
     "training/set_up.py",
     "training/step.py",
 )
-"""The files of the package whose errors are of the recipe and the step."""
+"""The files of the package whose errors are of the plan, the recipe and the step."""
 
 SHARDED = "training/test_sharded_models.py::test_what_the_errors_recommend_is_what_one_process_trains"
 BACKWARDS = "training/test_sharded_models.py::test_other_backwards_are_right_or_refused_alike"
@@ -1772,10 +1774,35 @@ ELSEWHERE = {
     "use replicate={count}, which works ": PLANS,
     "each device is a GPU of its own; split over {there}": PLANS,
     "correct the plan, or name the layers in Recipe.blocks": PLANS,
+    "only one axis can be auto; give the others a size": PLANS,
+    "give shard two processes or more, or leave offload=yes out": PLANS,
+    "the number of threads changes bits, so it is 1; leave threads out": PLANS,
+    "leave numerics=bitwise out, or use replicate and shard": PLANS,
+    "leave {name}={said} out, or use replicate and shard": PLANS,
+    "choose schedule=1f1b or interleaved": PLANS,
+    "leave one of the two out; over processes, {instead}": PLANS,
+    "or use replicate={self.data_parallel}, which goes with everything": PLANS,
+    "change the plan, or the number of processes to {fixed}": PLANS,
+    "for replicate alone; leave --backend": (
+        "device/test_sharing_devices.py::test_gloo_on_a_device_is_refused_for_shards_and_the_remedies_train"
+    ),
 }
 """Words of the remedies that other tests follow, on one and on two processes."""
 
 RIGHT_VALUES = (
+    "the size of a mesh axis is a whole number of at least 1",
+    "known are {', '.join(known)}",
+    "it is yes or no (in Python",
+    "it counts how often each microbatch is halved",
+    "it counts loader processes a rank",
+    "it counts intra-op threads a process",
+    "it counts microbatches that a loader process makes ahead",
+    "it is a number of devices, at least 1, or the layers",
+    "it counts GPUs of one process and is at least 1",
+    "a plan is made of name=value pairs",
+    "in plan {text}; give it once",
+    "this version knows {', '.join(known)}",
+    "in plan {text}; the value is a whole number",
     "session.steps before session.prepare",
     "which makes the microbatches; leave them as they are",
     "and so have other samples; leave the microbatch as it is",

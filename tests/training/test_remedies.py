@@ -77,7 +77,7 @@ def complaints(name: str, plan: str, alone: Outcome, found: list[Outcome]) -> li
     return wrong
 
 
-def test_each_remedy_of_the_recipe_and_the_step_is_followed_somewhere() -> None:
+def test_each_remedy_of_the_plan_the_recipe_and_the_step_is_followed_somewhere() -> None:
     listed = [*ELSEWHERE, *RIGHT_VALUES, *HANDED_ON, *UNTRIED]
     words = [*(case.says for case in REMEDIES.values()), *listed]
     errors = dict(user_errors())
