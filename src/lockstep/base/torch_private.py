@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -123,6 +123,11 @@ def base_of(tensor: Tensor) -> Tensor:
     """Return the tensor that `tensor` is a view of, as far as autograd knows; itself if it is none."""
     base: Tensor | None = tensor._base
     return tensor if base is None else base
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the `version` of each tensor."""
+    return [tensor._version for tensor in tensors]
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:

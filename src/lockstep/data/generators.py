@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
 
 from lockstep.base import accelerator
 
+_python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the instance behind the functions of `random`
+_seed_python = super(random.Random, _python).seed
+"""`random.seed` of an int without its tests of the type, a third of its time. It leaves `gauss_next`."""
+
 
 def seed_generators(key: int, device: torch.device) -> None:
-    """Seed python's, numpy's and torch's default generators (on the CPU and on `device`) in about 6 µs on a CPU."""
-    random.seed(key)
+    """Seed python's, numpy's and torch's default generators (on the CPU and on `device`) in about 5 µs on a CPU."""
+    _seed_python(key)
+    _python.gauss_next = None
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
     if device.type != "cpu":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -59,12 +59,12 @@ class Flops:
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 
-    @contextmanager
-    def counting(self, samples: int) -> Iterator[None]:
+    def counting(self, samples: int) -> AbstractContextManager[None]:
         """Run the forward of a microbatch of `samples` in this context."""
-        if self._peak is None or self._forward is not None:
-            yield
-            return
+        return nullcontext() if self._peak is None or self._forward is not None else self._counting(samples)
+
+    @contextmanager
+    def _counting(self, samples: int) -> Iterator[None]:
         from torch.utils.flop_counter import FlopCounterMode
 
         with FlopCounterMode(display=False) as counter:

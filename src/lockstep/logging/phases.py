@@ -79,23 +79,9 @@ class Phases:
         self._current = _PhaseSeconds()
         self._by_phase = {self.name: self._current}
 
-    def enter(self, name: str, *, interrupts: bool = False) -> str:
-        """Enter another phase. Returns the one before. `interrupts`: that one has not ended, and is entered again."""
-        before = self._enter(name, interrupts=interrupts)
-        if self.stream is not None:
-            self.stream.enter(name)
-        return before
-
-    @contextmanager
-    def waiting_for_device(self) -> Iterator[None]:
-        """A phase of the host, which interrupts the present one, while its device works on what is queued."""
-        before = self._enter(WAITING_FOR_DEVICE, interrupts=True)
-        try:
-            yield
-        finally:
-            self._enter(before)
-
-    def _enter(self, name: str, *, interrupts: bool = False) -> str:
+    def enter(self, name: str, *, interrupts: bool = False, on_stream: bool = True) -> str:
+        """Enter another phase. Returns the one before. `interrupts`: that one has not ended, and is entered again.
+        `on_stream`: False for a phase of the host alone."""
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took
@@ -110,7 +96,18 @@ class Phases:
             self._by_phase[name] = _PhaseSeconds()
         self._current = self._by_phase[name]
         self.name, self.since = name, now
+        if on_stream and self.stream is not None:
+            self.stream.enter(name)
         return before
+
+    @contextmanager
+    def waiting_for_device(self) -> Iterator[None]:
+        """A phase of the host, which interrupts the present one, while its device works on what is queued."""
+        before = self.enter(WAITING_FOR_DEVICE, interrupts=True, on_stream=False)
+        try:
+            yield
+        finally:
+            self.enter(before, on_stream=False)
 
     def during(self, name: str, items: Iterable[T]) -> Iterator[T]:
         """Yield the items. The wait for each is a phase `name`, which interrupts the present one."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import BatchNormBase, own_buffers, version
+from lockstep.base.torch_private import BatchNormBase, own_buffers, versions
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.model.self_updating import SelfUpdatingBuffers, self_updating
 
@@ -118,9 +118,10 @@ class RunningStatistics:
     def begin(self, *, compare: bool) -> None:
         """Save the state of all that a forward must not change, before the first forward of a step.
         `compare`: also copy the buffers' bits, to find changes that torch does not count."""
-        self._others |= {name: buffer for name, (own, key) in self._places.items() if (buffer := own.get(key)) is not None}
-        self._watched[: len(self._others)] = self._others.values()  # one may have been replaced since the last step
-        self._versions = [version(tensor) for tensor in self._watched]
+        if self._others:  # one may have been replaced since the last step
+            self._others |= {name: buffer for name, (own, key) in self._places.items() if (buffer := own.get(key)) is not None}
+            self._watched[: len(self._others)] = self._others.values()
+        self._versions = versions(self._watched)
         self._bits = {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
         for updating in self._updating:
             updating.begin()
@@ -165,9 +166,9 @@ class RunningStatistics:
 
     def _changed(self) -> str | None:
         """Describe the first tensor that has changed since `begin`; None if nothing has changed."""
-        versions = [version(tensor) for tensor in self._watched]
-        if versions != self._versions:
-            return next(name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then)
+        found = versions(self._watched)
+        if found != self._versions:
+            return next(name for name, now, then in zip(self._names, found, self._versions, strict=True) if now != then)
         for name, (own, key) in self._places.items():
             if own.get(key) is not self._others[name]:
                 return f"buffer {name!r}"

@@ -31,7 +31,7 @@ NOTHING = Request()
 
 def merge(requests: Sequence[Request]) -> Request:
     """Combine requests, with the first reason of each kind."""
-    if not any(requests):
+    if not requests:
         return NOTHING
     return Request(
         next((each.stop for each in requests if each.stop is not None), None),

@@ -22,6 +22,8 @@ from lockstep.data.generators import seed_generators
 from lockstep.keys import RandomStream, key
 from lockstep.logging.metrics import as_number
 from lockstep.logging.recorder import ROW_NAMES
+from lockstep.model.random_streams import ModuleRandomStreams
+from lockstep.model.running_statistics import RunningStatistics
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.recipe.recipe import Recipe
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge
@@ -105,6 +107,13 @@ class Hooks:
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self.all = list(hooks)
         self._at: dict[str, list[Callable[..., None]]] = {}
+        self._requesting = [
+            hook.request for hook in hooks if isinstance(hook, ControlHook) and type(hook).request is not ControlHook.request
+        ]
+
+    def requests(self, run: Run) -> list[Request]:
+        """Return the requests of all hooks that have one."""
+        return [request for ask in self._requesting if (request := ask(run)) is not NOTHING]
 
     def call(self, moment: str, *arguments: Any) -> None:
         """Call method `moment` of all hooks, in order."""
@@ -150,6 +159,10 @@ class Run:
         self.code: Mapping[str, str] | None = None
         """Digests of the recipe's functions. None without `ls.train`, as is `recipe`."""
         self.modules: list[TrainModule] = []
+        self.statistics: list[RunningStatistics] = []
+        """Running statistics of all models, in the current loop."""
+        self.streams: list[tuple[int, ModuleRandomStreams]] = []
+        """The random streams of the models that have some, with the model's number, in the current loop."""
         self.stateful: dict[str, Stateful] = {"run": self}
         """Further objects whose state is saved in checkpoints, by name."""
         self.step = 0
@@ -427,10 +440,8 @@ class Run:
         self._saved_loss = state["loss"]
 
     def _request(self) -> Request:
-        requests = [hook.request(self) for hook in self.hooks.all if isinstance(hook, ControlHook)]
-        if self._stop is not None:
-            requests.insert(0, Request(stop=self._stop))
-        return merge(requests)
+        requests = [] if self._stop is None else [Request(stop=self._stop)]
+        return merge([*requests, *self.hooks.requests(self)])
 
 
 def check_hooks(hooks: Any) -> None:

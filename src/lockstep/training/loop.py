@@ -260,7 +260,11 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
     for module in run.modules:
         module.snapshot.begin_loop(run.context.world)
         module.gradient_hooks.begin_loop(run.context.world)
-    for source in context.phases.during("data", batches):
+    keeps = len(run.modules) > 1 or any(module.needs_closure for module in run.modules)
+    run.statistics = [statistics for module in run.modules for statistics in module.statistics]
+    streams = [(number, module.parallel.streams) for number, module in enumerate(run.modules)]
+    run.streams = [(number, each) for number, each in streams if each is not None]
+    for source in batches:  # each is fetched in the phase "data" of `Step.batches`
         context.phases.step = source.step
         if weight is not None:
             before = context.phases.enter("exchange", interrupts=True)
@@ -269,7 +273,7 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
             for name, divisor in (source.weights or {}).items():
                 if not divisor:
                     run.event("term-without-weight", source.step, term=name)
-        if len(run.modules) > 1:
+        if keeps:
             source.keep()
         run.is_logging_step = (source.step + 1) % context.log_every == 0 or source.step + 1 == total
         for module in run.modules:

@@ -72,7 +72,7 @@ class Batching:
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
         self._spans: dict[Any, Spans] = {}
-        self._mine_of: tuple[MicrobatchAssignment, int] | None = None
+        self._mine_of: tuple[Mesh, int] | None = None
         self._mine: list[tuple[int, bool]] = []
         if self._batches is None:
             self.max_microbatches = len(self._uniform(min(self._global_batch, samples) if self._in_epochs else self._global_batch))
@@ -86,7 +86,8 @@ class Batching:
 
     def mesh_in_step(self, step: int) -> Mesh:
         """The mesh with the assignment of a step."""
-        return next(mesh for first, mesh in reversed(self._meshes) if first <= step)
+        first, mesh = self._meshes[-1]
+        return mesh if first <= step else next(mesh for first, mesh in reversed(self._meshes) if first <= step)
 
     def reassign(self, assignment: MicrobatchAssignment, *, first: int, done: int) -> None:
         """Assign the microbatches of step `first` and later ones anew. Every rank calls it, with a step after all that
@@ -114,8 +115,11 @@ class Batching:
         """The microbatches of a step, or their slices if each microbatch is split over ranks."""
         if self._batches is not None:
             return tuple(assignment.split_spans(self._batches.microbatches(step), self._most_parts()))
-        start, stop = self.span(step)
-        return self._uniform(stop - start)
+        return self.spans_of(step, *self.span(step))
+
+    def spans_of(self, step: int, start: int, stop: int) -> Spans:
+        """`spans`, given the step's `span`."""
+        return self._uniform(stop - start) if self._batches is None else self.spans(step)
 
     def _uniform(self, size: int) -> Spans:
         """The microbatches of a batch of `size` samples."""
@@ -154,19 +158,21 @@ class Batching:
 
     def mine(self, step: int) -> list[tuple[int, bool]]:
         """This rank's microbatches in a step, as (microbatch, is_dummy)."""
-        mesh, count = self.mesh_in_step(step), len(self.spans(step))
-        key = mesh.assignment, count
-        if key != self._mine_of:
-            self._mine_of, self._mine = key, mesh.assignment.with_dummies(count, mesh.data.rank)
+        return self.mine_among(self.mesh_in_step(step), len(self.spans(step)))
+
+    def mine_among(self, mesh: Mesh, count: int) -> list[tuple[int, bool]]:
+        """This rank's microbatches of a step that has `count`."""
+        if self._mine_of is None or self._mine_of[0] is not mesh or self._mine_of[1] != count:
+            self._mine_of, self._mine = (mesh, count), mesh.assignment.with_dummies(count, mesh.data.rank)
         return self._mine
 
     def mine_in_step(self, step: int) -> list[Span]:
         """This rank's microbatches in a step, as positions in the order of samples."""
-        start, _ = self.span(step)
-        spans = self.spans(step)
+        start, stop = self.span(step)
+        spans = self.spans_of(step, start, stop)
         return [
             Span(step=step, index=index, start=start + spans[index][0], stop=start + spans[index][1], is_dummy=is_dummy)
-            for index, is_dummy in self.mine(step)
+            for index, is_dummy in self.mine_among(self.mesh_in_step(step), len(spans))
         ]
 
     def request(self, first: int) -> Iterator[Span]:
@@ -244,15 +250,18 @@ class Microbatches:
         self.samples = stop - start
         self._mesh = batching.mesh_in_step(step)
         self.batching = batching
-        self.layout = StepLayout(step, start, batching.spans(step), self._mesh, order, None if positions is None else {})
-        self.count = len(self.layout.spans)
-        self.mine = sum(not is_dummy for _, is_dummy in batching.mine(step))  # without dummies
+        spans = batching.spans_of(step, start, stop)
+        self.layout = StepLayout(step, start, spans, self._mesh, order, None if positions is None else {})
+        self.count = len(spans)
+        mine = batching.mine_among(self._mesh, self.count)
+        self.mine = sum([not is_dummy for _, is_dummy in mine])  # without dummies
         self.most = batching.max_microbatches
         self.weights: Weights | None = None
         """Each term's denominator over the global batch, if there is a weight function."""
         self.positions = None if positions is None else dict(positions)
         """The position of each stream shard of this rank after the step, once all microbatches are fetched."""
-        self._items = map(self._record_origin, items)
+        fetched = islice(items, len(mine))
+        self._items = fetched if positions is None else map(self._record_origin, fetched)
         self._kept: list[Microbatch] | None = None
         self._seed = seed
 
@@ -314,7 +323,7 @@ def from_data(loader: Loader, batching: Batching, *, seed: int, first: int = 0) 
     """The steps of a dataset from step `first` on, in the loader's order. Nothing is fetched for earlier steps."""
     fetched = loader.fetch(batching.request(first))
     for step in range(first, batching.steps):
-        yield Microbatches(step, batching, islice(fetched, len(batching.mine(step))), seed=seed, order=loader.order)
+        yield Microbatches(step, batching, fetched, seed=seed, order=loader.order)
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
@@ -342,7 +351,7 @@ def from_stream(
     read = [stream_shard(turn, index, microbatches=count, shards=loader.shards) for turn in turns for index in own]
     at: Mapping[int, ShardPosition] = {shard: begin.get(shard, ShardPosition()) for shard in sorted(read)}
     for step in range(first, batching.steps):
-        source = Microbatches(step, batching, islice(fetched, len(mine)), seed=seed, order=None, positions=at)
+        source = Microbatches(step, batching, fetched, seed=seed, order=None, positions=at)
         yield source
         at = source.positions or {}
 

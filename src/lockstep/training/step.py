@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -51,8 +50,8 @@ class Step:
         self._run = run
         self._modules = run.modules
         self._mesh = run.modules[0].mesh
-        self._statistics = [statistics for module in run.modules for statistics in module.statistics]
-        self._streams = [(module.parallel.streams, number) for number, module in enumerate(run.modules)]
+        self._statistics = run.statistics
+        self._streams = run.streams
         self._polls = run.context.device.type == "cpu"
         self._compares = run.is_logging_step or self.index == 0
         self._phases = run.context.phases
@@ -60,8 +59,6 @@ class Step:
         self._closure: Callable[[], object] | None = None
         """Repeats what `compute` did, for optimizers that compute the gradient again."""
         self._is_repeated = False
-        if any(module.needs_closure for module in run.modules):
-            source.keep()
         alone = self._compares and len(run.modules) == 1  # a second model's backward may reach the first one
         self._gradients = run.modules[0].reducer.gradient_versions() if alone else None
         """The gradients as the last backward of the step, or of the step before, has left them. None: not compared."""
@@ -230,11 +227,13 @@ class Step:
             for statistics in self._statistics:
                 statistics.discard()  # the updates by forwards without a backward, and by recomputation
             position = self.source.position(current, passes)
-            for streams, number in self._streams:
-                if streams is not None:
-                    streams.set_position((*position, number) if number else position)
-            with nullcontext() if self._probe is None or self._is_repeated else self._probe.forward():
+            for number, streams in self._streams:
+                streams.set_position((*position, number) if number else position)
+            if self._probe is None or self._is_repeated:
                 yield current, self._changed(current, batch)
+            else:
+                with self._probe.forward():
+                    yield current, self._changed(current, batch)
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
         self._begin_statistics()

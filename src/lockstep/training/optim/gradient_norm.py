@@ -51,8 +51,8 @@ class GradientNorm:
         """Return a number that is finite only if every gradient is: on a CPU, in half the time of the norm."""
         if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
             return self.of(gradients)
-        sums = self._of_each(gradients, lambda mine: [gradient.sum().abs() for gradient in mine])
-        return sum([total.item() for total in sums])
+        sums = self._of_each(gradients, lambda mine: [gradient.sum() for gradient in mine])
+        return sum([abs(total.item()) for total in sums])
 
     def _of_each(
         self, parts: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor]], lengths: Sequence[int] | None = None
