@@ -7,7 +7,8 @@ The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as 
 fused AdamW, `zero_grad(set_to_none=True)` and, for the GPT, clipping. It never reads a loss. In the case `shard` it
 uses FSDP2's `fully_shard` on each block and on the whole model instead of DDP. `ls.train` runs with its defaults: run
 directory, metrics, progress display, a check of every gradient. Both have the same model, optimizer and sizes, cores ÷
-processes threads, no loader workers, and run in the same processes on the same process group.
+processes threads, no loader workers, and run in the same processes on the same process group. In the case `hook`,
+`ls.train` trains the MLP with one more hook of the user, which counts steps. `wide` is an MLP 1024-4096-1024, clipped.
 
 The sides alternate within a run, so that other load on the machine affects all of them: one step of `ls.train` and then
 one of each loop with the GPT; 100 steps with the MLP, whose steps are so short that one at a time would measure cold
@@ -57,7 +58,7 @@ HAND = "by hand"
 AT_ONCE = "by hand, __getitems__"
 NO_LOADER = "by hand, no loader"
 LOCKSTEP = "ls.train"
-SIZES = {"mlp": (1, 2), "gpt": (1, 2), "shard": (2,), "bitwise": (2, 3)}
+SIZES = {"mlp": (1, 2), "hook": (1,), "wide": (2,), "gpt": (1, 2), "shard": (2,), "bitwise": (2, 3)}
 """The cases, with the numbers of processes of each."""
 PREPARED = 64
 """Batches that the loop without a loader repeats."""
@@ -124,6 +125,24 @@ def mlp() -> Workload:
     )
 
 
+def wide() -> Workload:
+    generator = torch.Generator().manual_seed(0)
+    rows, targets = torch.randn(4_000, 1024, generator=generator), torch.randn(4_000, 1024, generator=generator)
+    return Workload(
+        build=lambda: nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)),
+        data=TensorDataset(rows, targets),
+        one_by_one=TensorDataset(rows, targets),
+        at_once=Rows(rows, targets),
+        inputs=lambda batch: batch[0],
+        loss=lambda output, batch: F.mse_loss(output, batch[1]),
+        global_batch=32,
+        clip_norm=1.0,
+        warmup=10,
+        turn=1,
+        steps=30,
+    )
+
+
 def small_gpt(width: int, global_batch: int) -> Workload:
     windows = gpt.Windows(gpt.read_text()[0], 128)
     return Workload(
@@ -139,6 +158,12 @@ def small_gpt(width: int, global_batch: int) -> Workload:
         turn=1,
         steps=30,
     )
+
+
+def workload(case: str, width: int) -> Workload:
+    if case in ("mlp", "hook"):
+        return mlp()
+    return wide() if case == "wide" else small_gpt(width, 32 if case == "bitwise" else 16)
 
 
 class Speed(NamedTuple):
@@ -203,6 +228,16 @@ def _loaded(work: Workload, rank: int, size: int, *, at_once: bool) -> Iterator[
         epoch += 1
 
 
+class Count(ls.Hook):
+    """Counts the steps, as the simplest hook of a user does."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def after_step(self, run: Any) -> None:
+        self.steps += 1
+
+
 class Turns(ls.Hook):
     """Runs a turn of each hand-written loop after each turn of `ls.train`, and times them all."""
 
@@ -231,7 +266,7 @@ class Turns(ls.Hook):
 
 
 def lockstep(
-    work: Workload, *, microbatch: int, plan: str = "", rounds: int = 1, loops: dict[str, Iterator[None]]
+    work: Workload, *, microbatch: int, plan: str = "", rounds: int = 1, loops: dict[str, Iterator[None]], hooks: Sequence[ls.Hook] = ()
 ) -> dict[str, list[Speed]]:
     """Alternate between `ls.train` and the loops. Return each side's speed in each round."""
     turns = Turns(loops, work.turn)
@@ -247,7 +282,7 @@ def lockstep(
         clip_norm=work.clip_norm,
     )
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-        ls.train(recipe, plan=plan, run_dir=f"{folder}/run", hooks=[turns])
+        ls.train(recipe, plan=plan, run_dir=f"{folder}/run", hooks=[*hooks, turns])
     if "bitwise" not in plan and turns.threads != torch.get_num_threads():
         others = torch.get_num_threads()
         raise SystemExit(f"ls.train computed with {turns.threads} threads and the hand-written loop with {others}; nothing to compare")
@@ -274,14 +309,16 @@ def measure(case: str, rounds: int, steps: int | None, threads: int, width: int)
     torch.set_num_threads(threads)
     if size > 1:
         dist.init_process_group("gloo")
-    work = mlp() if case == "mlp" else small_gpt(width, 32 if case == "bitwise" else 16)
+    work = workload(case, width)
     if steps is not None:
         work = replace(work, steps=steps, turn=min(work.turn, steps))
     if case == "bitwise":
         speeds = run_by_run(work, rounds)
     else:
         plan = "shard=auto" if case == "shard" else ""
-        speeds = lockstep(work, microbatch=work.global_batch // size, plan=plan, rounds=rounds, loops=loops_of(case, work))
+        hooks = [Count()] if case == "hook" else []
+        loops = loops_of(case, work)
+        speeds = lockstep(work, microbatch=work.global_batch // size, plan=plan, rounds=rounds, loops=loops, hooks=hooks)
     if size > 1:
         dist.destroy_process_group()
     return speeds
