@@ -614,3 +614,11 @@ torch._foreach_add_(a, b)
 """
     found = list(private_names_of_torch(ast.parse(code), {"_parameters"}, {"_mine"}))
     assert sorted(int(line.partition(":")[0]) for line in found) == [2, 3, 4, 5]
+
+
+def test_changed_grad_tensors() -> None:
+    with_gradient, without = torch.ones(2, requires_grad=True), torch.ones(2)
+    changed = torch_private.changed_grad_tensors(([with_gradient], {"x": without}), lambda *tensors: [tensor * 2 for tensor in tensors])
+    assert changed[0][0].tolist() == [2.0, 2.0]
+    assert changed[1]["x"] is without
+    assert torch_private.changed_grad_tensors((without,), lambda *_: []) is None

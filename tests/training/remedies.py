@@ -1725,6 +1725,7 @@ ELSEWHERE = {
         "device/test_sharing_devices.py::test_unequal_devices_are_refused_under_bitwise_and_said_otherwise"
     ),
     "functional_call and weights of one module in another, ": SHARDED,
+    "leave inplace out, or use replicate": SHARDED,
     "name modules of one dtype in Recipe.blocks": SHARDED,
     "with a gradient that is itself differentiated": SHARDED,
     "give the layer a class with a forward of its own": SHARDED,

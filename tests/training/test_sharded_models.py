@@ -4,7 +4,7 @@ trains."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,18 +137,76 @@ class Twice(nn.Module):
         return x + self.layer(once) @ self.weight  # type: ignore[no-any-return]
 
 
+class Gated(nn.Module):
+    """Uses its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.value(x) * torch.sigmoid(self.gate(x))
+        return output
+
+
+class Skipping(Network):
+    """Uses the inputs of its blocks beside them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        output: Tensor = self.head(x)
+        return output
+
+
+class InPlace(nn.Module):
+    """Changes its input."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.activation, self.layer = nn.ReLU(inplace=in_place), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(self.activation(x))
+        return output
+
+
+class AfterALayer(Network):
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__(InPlace(in_place=in_place), InPlace(in_place=in_place))
+        self.first = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
 def twice() -> nn.Module:
     return Network(Twice(), Twice())
 
 
-def fingerprint_of_twice(plan: str, run_dir: str) -> str:
-    given = recipe(model=twice, loss=squared_error, optimizer=sgd, steps=4, precision="bf16")
+def skipping() -> nn.Module:
+    return Skipping(Gated(), Gated())
+
+
+def fingerprint_of(model: Callable[[], nn.Module], precision: str, plan: str, run_dir: str) -> str:
+    given = recipe(model=model, loss=squared_error, optimizer=sgd, steps=4, precision=precision)
     return ls.train(given, plan=f"{plan},numerics=bitwise", run_dir=run_dir).fingerprint
 
 
-def test_in_bitwise_weights_that_are_used_twice_have_the_bits_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
-    (alone,) = pool.run(1, fingerprint_of_twice, "replicate=1", str(tmp_path / "alone"))
-    assert pool.run(2, fingerprint_of_twice, "shard=2", str(tmp_path / "shards")) == [alone] * 2
+@pytest.mark.parametrize(("model", "precision"), [(twice, "bf16"), (skipping, "fp32"), (skipping, "bf16")])
+def test_in_bitwise_what_is_used_twice_has_the_bits_of_one_process(
+    pool: WorkerPool, tmp_path: Path, model: Callable[[], nn.Module], precision: str
+) -> None:
+    """Weights that are used twice, and inputs of a block, in it and beside it: sums of three have an order."""
+    (alone,) = pool.run(1, fingerprint_of, model, precision, "replicate=1", str(tmp_path / "alone"))
+    for plan in ("shard=2", "replicate=2,checkpointing=full"):
+        assert pool.run(2, fingerprint_of, model, precision, plan, str(tmp_path / plan)) == [alone] * 2
+
+
+def test_in_bitwise_a_block_may_change_its_input_where_it_is_not_sharded(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = pool.run(1, fingerprint_of, partial(AfterALayer, in_place=True), "fp32", "replicate=1", str(tmp_path / "alone"))
+    (instead,) = pool.run(1, fingerprint_of, partial(AfterALayer, in_place=False), "fp32", "replicate=1", str(tmp_path / "instead"))
+    assert alone == instead
 
 
 def experts() -> nn.Module:
@@ -237,6 +295,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "MAML": ({"loss": adapted}, r"PlanError: .*not have been used in the graph; outside of the forward of their module .* use replicate$"),
     "other weights": ({"loss": shifted}, r"PlanError: the shard axis, and '0\.weight' is another tensor in this forward, .* use replicate"),
     "weights elsewhere": ({"loss": outside}, r"PlanError: .*mixed torch\.Tensor and DTensor; outside of the forward .* use replicate$"),
+    "an input that is changed": (
+        {"model": partial(AfterALayer, in_place=True)},
+        r"PlanError: .*shard=2.*: a block changes its input in place, as with nn\.ReLU.*; leave inplace out, or use replicate$",
+    ),
     "a gradient penalty": (
         {"loss": penalised},
         r"PlanError: the shard axis with a gradient that is itself differentiated .* use replicate",
@@ -254,6 +316,7 @@ MENDED: dict[str, dict[str, Any]] = {
     "blocks of one dtype": {"model": half_precise, "blocks": ["*.base"]},
     "complex blocks": {"model": waves, "blocks": ["*.spectral"]},
     "complex as real": {"model": real_waves},
+    "an input that is not changed": {"model": partial(AfterALayer, in_place=False)},
     "a router outside of autocast": {"model": experts, "precision": "bf16"},
     "a layer of its own outside of autocast": {"model": partial(routed, Gate), "precision": "bf16"},
     "a weight of its own outside of products": {"model": partial(normalised, Gate), "precision": "bf16"},

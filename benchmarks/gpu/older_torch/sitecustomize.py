@@ -5,11 +5,22 @@ that do the same. What an older torch cannot do (FSDP2 with parameters that a ra
 a pipeline) stays wrong or fails: docs/compatibility.md.
 """
 
+import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, _common_utils
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.training import set_up
 
+if not hasattr(_common_utils, "collect_grad_tensors"):
+
+    def collect(structure):
+        return [leaf for leaf in tree_leaves(structure) if torch.is_tensor(leaf) and leaf.requires_grad]
+
+    def replace(structure, tensors):
+        return tree_map(lambda leaf: next(tensors) if torch.is_tensor(leaf) and leaf.requires_grad else leaf, structure)
+
+    _common_utils.collect_grad_tensors, _common_utils.replace_grad_tensors = collect, replace
 set_up.OLDEST_TORCH = (2, 0)
 for new, old in {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}.items():
     if not hasattr(dist, new):

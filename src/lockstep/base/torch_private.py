@@ -476,6 +476,15 @@ def forget_distributed_operations() -> None:
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
+def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]) -> Any:
+    """Return the structure with its tensors that require a gradient replaced by what `change` returns for them; None if
+    it has none. Those are the tensors that FSDP2 takes for inputs of a block: in lists, tuples, dicts, dataclasses."""
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
+
+    tensors = collect_grad_tensors(structure)
+    return replace_grad_tensors(structure, iter(change(*tensors))) if tensors else None
+
+
 def fsdp_parameter_group(module: Any) -> Any:
     """Return FSDP2's group of the parameters of a `fully_shard` module; None if it has none of its own."""
     return module._get_fsdp_state()._fsdp_param_group

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.base.errors import PlanError
 from lockstep.comm.mesh import Mesh
 from lockstep.model.autocast_weights import AutocastWeights
+from lockstep.model.block_inputs import sum_in_blocks
 from lockstep.model.block_wrappers import checkpoint_activations, compile_forward
 from lockstep.model.blocks import blocks_of
 from lockstep.model.data_parallel import gpus_of, wrap_data_parallel
@@ -80,6 +81,8 @@ def parallelize(
         assert mesh.torch_mesh is not None
         tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=materialize)
     _wrap_blocks(model, block_names or [layer.name for layer in layers] or roots, plan)
+    if plan.numerics == "bitwise" and not sharded:
+        sum_in_blocks(model, map(model.get_submodule, block_names))
     if sharded:
         options: dict[str, Any] = {"offload": plan.offload, "materialize": materialize, "short": short}
         options["keep_casts"] = autocast_dtype is None  # then there are none

@@ -21,6 +21,7 @@ from lockstep.model.weight_casts import drop_casts
 
 SHARDED = re.compile(r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor and DTensor")
 """Errors of torch where user code meets sharded parameters."""
+CHANGED_INPUT = re.compile(r"RegisterPostBackwardFunction is a view and is being modified inplace")
 
 
 def reshard(model: nn.Module) -> None:
@@ -139,6 +140,11 @@ def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]]
 
 def error_of_sharding(error: BaseException | None, plan: object) -> PlanError | None:
     """Return what an error of torch means where parameters are sharded; None for another error. `plan`: shards them."""
+    if isinstance(error, RuntimeError) and CHANGED_INPUT.search(str(error)):
+        return PlanError(
+            f"{plan}: a block changes its input in place, as with nn.ReLU(inplace=True) as its first layer; FSDP2 has a node of autograd's "
+            "graph there, and torch refuses such a change; leave inplace out, or use replicate"
+        )
     if not isinstance(error, RuntimeError) or not (found := SHARDED.search(str(error))):
         return None
     return PlanError(
