@@ -430,6 +430,8 @@ def test_fsdp_parameter_group(mesh):
     model = fully_shard(nn.Linear(2, 2), mesh=mesh["a"])
     found = torch_private.fsdp_parameter_group(model)
     assert [each.sharded_param for each in found.fsdp_params] == list(model.parameters())
+    model(torch.ones(1, 2))
+    assert list(map(torch_private.name_of, found.fsdp_params)) == ["weight", "bias"]
     assert found.fsdp_params[0].padded_sharded_param_size == torch.Size([2, 2])
 
 
@@ -446,6 +448,9 @@ def test_saved_tensors():
     assert torch_private.saved_value(weight.permute(-1, 0).grad_fn, "dims") == [-1, 0]
     assert torch_private.output_shape(weight.view(2, 3).grad_fn, 0) == torch.Size([2, 3])
     assert list(torch_private.saved_tensors(torch.stack([weight.exp(), weight.exp()]).grad_fn)) == []
+    freed = weight[torch.tensor([1, 0])]
+    freed.sum().backward()
+    assert list(torch_private.saved_tensors(freed.grad_fn)) == []
 
 
 def test_base_of():

@@ -14,7 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.base.errors import PlanError
 from lockstep.base.torch_private import saved_tensors
+from lockstep.model import weight_casts
 from lockstep.model.weight_casts import drop_from_graph
 from lockstep.testing.pool import WorkerPool
 
@@ -151,6 +153,8 @@ def doubled(cast: Tensor) -> Tensor:
         (lambda weight: weight[torch.tensor([1, 0])].bfloat16(), True),
         (lambda weight: (weight * 2).bfloat16(), True),
         (lambda weight: doubled(weight.bfloat16()), True),
+        (lambda weight: weight[1:].to(torch.float32, copy=True), True),
+        (lambda weight: torch.ops.aten.slice(weight, 1, None, 2)[:, 1:].bfloat16(), False),
     ],
 )
 def test_a_cast_is_made_again_where_its_memory_can_be_told_and_kept_elsewhere(change: Callable[[Tensor], Tensor], is_kept: bool) -> None:
@@ -159,7 +163,7 @@ def test_a_cast_is_made_again_where_its_memory_can_be_told_and_kept_elsewhere(ch
     product = cast * torch.ones_like(cast).requires_grad_()
     assert product.grad_fn is not None
     expected = cast.detach().clone()
-    drop_from_graph([product.grad_fn], {id(weight)}, lambda _: False)
+    drop_from_graph([product.grad_fn], {id(weight): "weight"}, lambda _: False, set())
     saved = product.grad_fn._raw_saved_self  # type: ignore[attr-defined]
     assert (saved.unpack_hook is None) is is_kept
     again = product.grad_fn._saved_self if not is_kept else cast  # type: ignore[attr-defined]
@@ -171,8 +175,55 @@ def test_a_backward_that_does_not_use_a_weight_needs_none_of_its_memory() -> Non
     weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
     product = x.bfloat16() @ weight.bfloat16()
     assert product.grad_fn is not None
-    drop_from_graph([product.grad_fn], {id(weight)}, lambda _: False)
+    drop_from_graph([product.grad_fn], {id(weight): "weight"}, lambda _: False, set())
     weight.untyped_storage().resize_(0)
     product.sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_a_cast_changed_through_data_is_refused_once_and_without_data_kept() -> None:
+    weight, x = nn.Parameter(torch.arange(4.0).view(2, 2) / 7), torch.ones(2, 2, requires_grad=True)
+    compared: set[str] = set()
+
+    def gradient(quantizes: Callable[[Tensor], object]) -> Tensor:
+        cast = weight.bfloat16()
+        quantizes(cast)
+        product = x.bfloat16() @ cast
+        drop_from_graph([product.grad_fn], {id(weight): "block.weight"}, lambda _: False, compared)
+        (found,) = torch.autograd.grad(product.sum(), x)
+        return found
+
+    with pytest.raises(PlanError, match=r"'block\.weight' .* through \.data.* within torch\.no_grad\(\) and without \.data"):
+        gradient(lambda cast: cast.data.copy_((cast.data * 8).round() / 8))
+    assert not compared
+
+    def as_recommended(cast: Tensor) -> None:
+        with torch.no_grad():
+            cast.copy_((cast * 8).round() / 8)
+
+    assert gradient(as_recommended).tolist() == [[0.125, 0.625]] * 2
+    gradient(lambda cast: None)
+    assert compared == {"block.weight"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(weight_casts, "_sum_of_bits", None)  # is called no more
+        gradient(lambda cast: None)
+
+
+def test_a_graph_of_which_a_part_is_freed() -> None:
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2, requires_grad=True)
+    hidden = (x.bfloat16() @ weight.bfloat16()).view(2, 2)[torch.tensor([1, 0])]
+    torch.autograd.grad(hidden.sum(), x)
+    output = (hidden * weight.bfloat16()) @ weight.bfloat16()
+    drop_from_graph([output.grad_fn], {id(weight): "weight"}, lambda _: False, set())
+    assert output.grad_fn._raw_saved_mat2.unpack_hook is not None  # type: ignore[union-attr]
+
+
+def test_a_negated_view_of_a_cast() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    cast = weight.bfloat16()
+    product = torch._neg_view(cast) * cast
+    drop_from_graph([product.grad_fn], {id(weight): "weight"}, lambda _: False, set())
+    product.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [-2.0, -2.0]

@@ -797,6 +797,21 @@ class Gated(nn.Module):
         return self.gate * self.layer(x)  # type: ignore[no-any-return]
 
 
+class Quantized(nn.Module):
+    """A weight of which the cast is quantized, through `.data` or as autograd sees it."""
+
+    def __init__(self, *, by_data: bool) -> None:
+        super().__init__()
+        self.layer, self.by_data = nn.Linear(FEATURES, FEATURES), by_data
+        self.weight = nn.Parameter(torch.randn(FEATURES, OUTPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cast = self.weight.to(torch.bfloat16)
+        with torch.no_grad():
+            (cast.data if self.by_data else cast).copy_((8 * cast).round() / 8)
+        return self.layer(x) @ cast  # type: ignore[no-any-return]
+
+
 class Turned(nn.Module):
     """A weight that is the transpose of what it was made from."""
 
@@ -1160,6 +1175,13 @@ LAYERS = {
         mistake=trains(model=Gated),
         says="give it one dim, torch.zeros(1)",
         remedy=trains(model=partial(Gated, 1)),
+        plan="shard=2",
+        alone=False,
+    ),
+    "a cast of a weight that is changed unseen": Remedy(
+        mistake=trains(model=partial(Quantized, by_data=True), precision="bf16"),
+        says="change it within torch.no_grad() and without .data, and the cast is kept",
+        remedy=trains(model=partial(Quantized, by_data=False), precision="bf16"),
         plan="shard=2",
         alone=False,
     ),

@@ -192,10 +192,13 @@ def backward_number() -> int:
 
 def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
     """Yield what a node of autograd's graph has saved and no hook has packed: `register_hooks` is the first's, and the
-    second is the tensor."""
+    second is the tensor. A backward frees what a node has saved."""
     kind: Any = type(node)
     for name in _saved_names(kind):
-        saved = getattr(node, name)
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:  # freed
+            continue
         for each in saved if isinstance(saved, tuple) else (saved,):
             if each is not None and each.unpack_hook is None and isinstance(tensor := each.data, Tensor):
                 yield each, tensor
@@ -207,13 +210,13 @@ def _saved_names(kind: Any) -> list[str]:
 
 
 def saved_value(node: Any, name: str) -> Any:
-    """Return a number, or a list of numbers, that a node of autograd's graph has saved."""
+    """Return a number, None, or a list of numbers, that a node of autograd's graph has saved."""
     value = getattr(node, f"_saved_{name}")
     return list(map(_signed, value)) if isinstance(value, tuple) else _signed(value)
 
 
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number  # torch shows some as unsigned
+def _signed(number: int | None) -> int | None:
+    return number - 2**64 if number is not None and number >= 2**63 else number  # torch shows some as unsigned
 
 
 def output_shape(node: Any, place: int) -> torch.Size:
@@ -500,6 +503,11 @@ def gathered(parameter: Any) -> Tensor | None:
     """Return the tensor that a parameter of FSDP2's group is gathered in, with or without memory; None before the first
     forward."""
     return getattr(parameter, "_unsharded_param", None)
+
+
+def name_of(parameter: Any) -> str:
+    """Return the name in the model of a parameter of FSDP2's group, from the first forward on."""
+    return str(parameter._param_fqn)
 
 
 def begins_forward_of(parameters: Any, node: Any) -> bool:

@@ -8,7 +8,7 @@ weight, which FSDP2 gathers again for the block's backward. All else that autogr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.base.errors import PlanError
 from lockstep.base.torch_private import (
     base_of,
     begins_forward_of,
     fsdp_parameter_group,
     gathered,
     is_distributed,
+    name_of,
     output_shape,
     saved_tensors,
     saved_value,
@@ -40,14 +42,14 @@ def drop_casts(group: nn.Module, *, is_root: bool) -> None:
     """Have autograd not keep casts of the weights of one of FSDP2's groups from forward to backward. `is_root`: the
     group of the parameters in no block; what its forward computes before its last block is not looked at."""
     parameters = fsdp_parameter_group(group)
+    compared: set[str] = set()
 
     def after_forward(_: nn.Module, __: Any, output: Any) -> None:
         outputs: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        held = map(gathered, parameters.fsdp_params) if parameters is not None and outputs else []
-        if weights := {id(each) for each in held if each is not None and _may_be_cast(each)}:
-            drop_from_graph(
-                list(outputs), weights, (lambda node: BLOCK in node.metadata) if is_root else partial(begins_forward_of, parameters)
-            )
+        held = [(gathered(each), each) for each in parameters.fsdp_params] if parameters is not None and outputs else []
+        if weights := {id(weight): name_of(each) for weight, each in held if weight is not None and _may_be_cast(weight)}:
+            is_end = (lambda node: BLOCK in node.metadata) if is_root else partial(begins_forward_of, parameters)
+            drop_from_graph(list(outputs), weights, is_end, compared)
         if not is_root:
             for node in outputs:
                 node.metadata[BLOCK] = True
@@ -60,8 +62,9 @@ def _may_be_cast(weight: Tensor) -> bool:
     return weight.dim() > 1 and weight.dtype is torch.float32 and not is_distributed(weight)
 
 
-def drop_from_graph(waiting: list[Any], weights: set[int], is_end: Callable[[Any], bool]) -> None:
-    """Drop the casts of the weights from the graph between these nodes and those that `is_end`."""
+def drop_from_graph(waiting: list[Any], weights: Mapping[int, str], is_end: Callable[[Any], bool], compared: set[str]) -> None:
+    """Drop the casts of the weights from the graph between these nodes and those that `is_end`. `weights`: the name of
+    each, by its id. `compared`: names of weights whose casts need no comparison any more; the backward adds to them."""
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -77,11 +80,32 @@ def drop_from_graph(waiting: list[Any], weights: set[int], is_end: Callable[[Any
                     waiting.append(following)
         for saved, tensor in saved_tensors(node) if uses_cast else ():
             if (cast := _Cast.of(tensor, weights)) is not None:
-                saved.register_hooks(partial(_in_its_place, cast), _Cast.again)
+                name = weights[id(cast.weight)]
+                make = _Cast.again if name in compared else partial(_again_and_compared, _sum_of_bits(tensor), name, compared)
+                saved.register_hooks(partial(_in_its_place, cast), make)
 
 
 def _in_its_place(cast: _Cast, tensor: Tensor) -> _Cast:
     return cast
+
+
+def _again_and_compared(expected: Tensor, name: str, compared: set[str], cast: _Cast) -> Tensor:
+    """Return the cast, made again. Raises `PlanError` if it is not what the forward has computed with."""
+    again = cast.again()
+    if again.untyped_storage().nbytes():
+        if not torch.equal(_sum_of_bits(again), expected):
+            raise PlanError(
+                f"under shard the backward casts the weight {name!r} to {cast.dtype} again, to other values than in the forward: the cast, "
+                f"or the weight after it, has been changed through .data, which autograd does not see; change it within torch.no_grad() "
+                f"and without .data, and the cast is kept (cast.copy_(quantized)), or use replicate"
+            )
+        compared.add(name)
+    return again
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    bits = tensor.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return bits.sum(dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +120,12 @@ class _Cast:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor, weights: set[int]) -> _Cast | None:
+    def of(cls, tensor: Tensor, weights: Mapping[int, str]) -> _Cast | None:
         """Return how to make `tensor` again; None if it is not a cast of one of these weights, or has been changed."""
         cast = base_of(tensor)
         if type(cast.grad_fn).__name__ != CAST or version(cast) or is_distributed(cast):
             return None
-        if tensor.dtype is not cast.dtype or not cast.is_floating_point():
+        if tensor.dtype is not cast.dtype or not cast.is_floating_point() or tensor.is_neg():
             return None
         views = []
         node: Any
@@ -110,7 +134,7 @@ class _Cast:
             views.append(view)
             node, place = node.next_functions[0]
         weight = getattr(node, "variable", None)
-        if weight is None or id(weight) not in weights:
+        if weight is None or id(weight) not in weights or weight.dtype is cast.dtype:
             return None
         made = cls(weight, tuple(reversed(views)), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         # FSDP2 has freed the weight's memory by now.
