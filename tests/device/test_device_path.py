@@ -186,7 +186,6 @@ def stopped_seconds(run_dir: str) -> list[float]:
 
 def test_the_time_that_a_save_stops_training_is_from_the_last_kernel_to_the_end_of_the_copies(devices: WorkerPool, tmp_path: Path) -> None:
     (found,) = devices.run(1, on_device, stopped_seconds, str(tmp_path / "run"))
-    assert len(found) == 2
     assert min(found) >= SECONDS_BEFORE_THE_COPIES
 
 
