@@ -28,8 +28,8 @@ from lockstep.data.fetch import Fetcher
 from lockstep.planner.trace import Compute, peak
 from lockstep.planner.tracing.fake_world import fake_world
 from lockstep.planner.tracing.recorder import TraceRecorder
-from lockstep.planner.tracing.torch_fakes import FakeTensor
-from lockstep.planner.tracing.values import ValueNeeded
+from lockstep.planner.tracing.torch_fakes import FakeTensor, FakeTensorMode
+from lockstep.planner.tracing.values import ValueNeeded, Values
 from lockstep.training.losses import loss as losses
 from lockstep.training.optim import gradient_norm
 
@@ -244,3 +244,11 @@ def test_the_hook_for_uncaught_errors_is_as_before() -> None:
     with fake_world(0, 4, 4):
         pass
     assert sys.excepthook is before
+
+
+def test_a_product_that_names_the_dtype_of_its_result_is_compared_by_its_factors() -> None:
+    with FakeTensorMode(), Values():
+        half = torch.empty(4, 4, device="cuda", dtype=torch.bfloat16)
+        assert torch.mm(half, half, out_dtype=torch.float32).dtype is torch.float32
+        with pytest.raises(RuntimeError, match=r"same dtype, but got: c10::BFloat16 != float"):
+            torch.mm(half, half.float(), out_dtype=torch.float32)

@@ -41,9 +41,11 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (PIN_MEMORY, IS_PINNED):  # of a fake tensor, neither is known
             return args[0] if function is PIN_MEMORY else True
-        if function.overloadpacket.__name__ in PRODUCTS and args[-2].dtype is not args[-1].dtype:
-            dtypes = " != ".join(TORCHS_NAMES.get(each.dtype, str(each.dtype)) for each in args[-2:])
-            raise RuntimeError(f"expected both factors to have the same dtype, but got: {dtypes}")
+        if function.overloadpacket.__name__ in PRODUCTS:
+            dtypes = [each.dtype for each in args if isinstance(each, torch.Tensor)][-2:]  # the last argument may be a dtype
+            if len(set(dtypes)) > 1:
+                names = " != ".join(TORCHS_NAMES.get(dtype, str(dtype)) for dtype in dtypes)
+                raise RuntimeError(f"expected both factors to have the same dtype, but got: {names}")
         try:
             return function(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
