@@ -22,7 +22,15 @@ from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, same, sa
 import lockstep as ls
 from lockstep.base.errors import LockstepError, RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.optim.optimizers import STATE_IS_ZERO_AT_FIRST, allocate_state, apply, build_optimizers, check_gradients, trainable
+from lockstep.training.optim.optimizers import (
+    STATE_IS_ZERO_AT_FIRST,
+    allocate_state,
+    apply,
+    build_optimizers,
+    check_gradients,
+    trainable,
+    unfuse,
+)
 from lockstep.training.optim.schedule import Schedule
 
 VARIANTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -392,3 +400,11 @@ def test_a_bad_optimizer_is_told_to_all_ranks_alike_before_the_first_step(pool: 
 
 def leaving_out(model: nn.Sequential) -> torch.optim.Optimizer:
     return torch.optim.SGD(model[0].parameters())
+
+
+def test_a_group_that_is_added_after_the_unfusing_is_not_fused() -> None:
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": [first], "fused": False}], fused=True)
+    assert unfuse([optimizer])
+    optimizer.add_param_group({"params": [second]})
+    assert [(group["fused"], group["foreach"]) for group in optimizer.param_groups] == [(False, None), (False, True)]

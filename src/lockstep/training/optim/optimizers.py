@@ -96,13 +96,13 @@ def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bi
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
     """Make fused optimizers of parameters on a CPU use foreach: a CPU's fused kernels round differently at a tensor's
-    end. Returns True if any was."""
+    end. So are groups that are added later. Returns True if any was fused."""
     found = False
     for optimizer in optimizers:
-        fused = [group for group in optimizer.param_groups if group.get("fused")]
-        if any(to_local(parameter).is_cpu for group in fused for parameter in group["params"]):
-            for group in filter(lambda group: group.get("fused"), (*fused, optimizer.defaults)):
-                group.update(fused=False, foreach=True)
+        fused = [settings for settings in (*optimizer.param_groups, optimizer.defaults) if settings.get("fused")]
+        if fused and any(to_local(parameter).is_cpu for group in optimizer.param_groups for parameter in group["params"]):
+            for settings in fused:
+                settings.update(fused=False, foreach=True)
             found = True
     return found
 
