@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -237,6 +238,7 @@ def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
     if status is not None and not isinstance(status, int):
         print(status, file=sys.stderr)
         status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's end does
     atexit._run_exitfuncs()
     with suppress(OSError):  # nobody reads it
         sys.stdout.flush()

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 
+import forked
 import psutil
 import pytest
 from processes import IGNORED_IN_THE_BACKGROUND, started
@@ -87,3 +88,13 @@ def test_a_test_that_times_out_kills_what_it_started_and_lets_the_next_run(tmp_p
     for name in ("waits", "deaf"):
         with suppress(psutil.NoSuchProcess):
             psutil.Process(int((tmp_path / name).read_text())).wait(timeout=10)
+
+
+def test_the_end_of_a_forked_command_waits_for_its_threads(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(
+        "import atexit, threading, time\natexit.register(print, 'end')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
+    )
+    with forked.use():
+        ended = subprocess.run([sys.executable, str(tmp_path / "work.py")], capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "thread\nend\n", "")
