@@ -38,8 +38,8 @@ def error_of_determinism(error: BaseException | None, plan: object) -> PlanError
 
 class FillsInFirstStep(Hook):
     """Ends torch's filling of new tensors with NaN after the first step. In deterministic mode torch fills every new
-    tensor, which takes a tenth of a step's time. Code that reads one before it is written has a loss of NaN in the
-    first step, which is refused. So later steps need no filling."""
+    tensor, which takes a tenth of a step's time. Code that reads one of floating-point numbers before it is written has
+    a loss of NaN in the first step, which is refused, if what it reads there reaches the loss."""
 
     def after_step(self, run: Run) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a module's property
