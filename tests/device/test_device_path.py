@@ -169,6 +169,26 @@ def saved_while_training_goes_on(folder: str, fault: str) -> tuple[dict[str, lis
     return saved, waits, (registered, len(standin.registered)), reason
 
 
+def device_seconds_unprepared(folder: str) -> float:
+    """Return the `device_seconds` of a save whose memory takes `SECONDS_BEFORE_THE_COPIES` to be made."""
+    world = World(0, 1, 0, 1, torch.device("standin", 0), owns_group=False)
+    saver = Saver(world, folder, ATTEMPT)
+    register = accelerator.register_memory
+
+    def slow(memory: torch.Tensor, device: torch.device) -> str | None:
+        time.sleep(SECONDS_BEFORE_THE_COPIES)
+        return register(memory, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "register_memory", slow)
+        saver.begin()
+        saver.save(1, {"weight": torch.ones(3, device=world.device)}, values={}, metadata={})
+    ended = saver.poll(30)
+    saver.close()
+    assert ended is not None
+    return ended.device_seconds
+
+
 class SlowState(ls.Hook):
     def state_dict(self) -> dict[str, Any]:
         time.sleep(SECONDS_BEFORE_THE_COPIES)
@@ -187,6 +207,8 @@ def stopped_seconds(run_dir: str) -> list[float]:
 def test_the_time_that_a_save_stops_training_is_from_the_last_kernel_to_the_end_of_the_copies(devices: WorkerPool, tmp_path: Path) -> None:
     (found,) = devices.run(1, on_device, stopped_seconds, str(tmp_path / "run"))
     assert min(found) >= SECONDS_BEFORE_THE_COPIES
+    (unprepared,) = devices.run(1, on_device, device_seconds_unprepared, str(tmp_path / "unprepared"))
+    assert unprepared >= SECONDS_BEFORE_THE_COPIES
 
 
 def test_a_checkpoint_is_copied_while_the_host_goes_on(devices: WorkerPool, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ class Saver:
         self._shards: dict[str, TensorShard] | None = None
         self._writer: _Writer | None = None
         self._memory: _FileContent | None = None
+        self._began: dict[torch.device, torch.Event] = {}
+        """The end of what each device had to do when training stopped for the next save."""
         self._under_way: int | None = None
         self._waiting: dict[str, Any] | None = None
         """The job that the writer process gets once the copies are there."""
@@ -88,8 +90,9 @@ class Saver:
 
     def begin(self) -> None:
         """Note that training stops for a save, before what `save` takes is gathered."""
-        if self._memory is not None:
-            self._memory.begin()
+        if accelerator.can_register_memory(self._world.device):
+            devices = {self._world.device, *(self._memory.streams if self._memory is not None else ())}
+            self._began = {device: accelerator.recorded_event(device, timed=True) for device in devices}
 
     def save(
         self, step: int, state: Mapping[str, Tensor], *, values: JsonObject, metadata: JsonObject, keep: JsonObject | None = None
@@ -104,7 +107,8 @@ class Saver:
         identifier = self.prepare(state)
         assert self._memory is not None
         assert self._writer is not None
-        self._memory.copy(state)
+        self._memory.copy(state, self._began)
+        self._began = {}
         job: dict[str, Any] = {"folder": str(self._folder), "step": step, "attempt": self._attempt, "save": identifier}
         job |= {"file": _file(self._world.rank), "values": values}
         if self._world.rank == 0:
@@ -200,30 +204,25 @@ class _FileContent:
         everything.zero_()  # page faults make the first write ten times slower than later ones
         self.file.mapped[: len(layout.header)] = layout.header
         self._device = device
-        self._began: list[torch.Event] = []
-        """The end of what each device had to do when training stopped for the next save."""
         self._copies: list[tuple[torch.Event, torch.Event]] = []
-        """That, and the end of the copies, in the stream of each device."""
+        """When training stopped for the save, and the end of the copies, in the stream of each device."""
         self.not_registered: str | None = None
         self._registered: Tensor | None = None
         if accelerator.can_register_memory(device):
             self.not_registered = accelerator.register_memory(everything, device)
             self._registered = everything if self.not_registered is None else None
-        self._streams = [each for each in devices if accelerator.has_streams(each)] if self._registered is not None else []
+        self.streams = [each for each in devices if accelerator.has_streams(each)] if self._registered is not None else []
+        """Devices whose copies are queued."""
         self._shards: MappedShards | None = MappedShards(layout, everything)
 
-    def begin(self) -> None:
-        self._began = [accelerator.recorded_event(device, timed=True) for device in self._streams]
-
-    def copy(self, state: Mapping[str, Tensor]) -> None:
+    def copy(self, state: Mapping[str, Tensor], began: Mapping[torch.device, torch.Event]) -> None:
         """Copy this rank's tensors, if the memory is registered in the order of the devices' kernels: with the values
-        that they have now, whatever is computed next."""
+        that they have now, whatever is computed next. `began`: when training stopped; now on devices that it lacks."""
         assert self._shards is not None
-        if not self._began:
-            self.begin()
+        started = [began.get(device) or accelerator.recorded_event(device, timed=True) for device in self.streams]
         self._shards.copy(state, non_blocking=self._registered is not None)
-        ended = [accelerator.recorded_event(device, timed=True) for device in self._streams]
-        self._copies, self._began = list(zip(self._began, ended, strict=True)), []
+        ended = [accelerator.recorded_event(device, timed=True) for device in self.streams]
+        self._copies = list(zip(started, ended, strict=True))
 
     def is_copied(self, timeout_seconds: float) -> bool:
         """True if all bytes are there, within `timeout_seconds`."""
