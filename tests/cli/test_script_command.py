@@ -51,6 +51,24 @@ def test_an_option_after_the_script_that_does_not_mention_it_is_named_with_the_c
     assert parsed(corrected, folder)[1] == ""
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run -- train.py --nproc 2",
+        "run --nproc 1 -- train.py --nproc 2",
+        "run train.py -- --nproc 2",
+        "verify --plans replicate=2 -- train.py --steps 4",
+        "plan --on H100 -- train.py --json",
+        "run plain.py --nproc 2",
+    ],
+)
+def test_an_option_that_is_meant_for_the_script_is_not_named(folder: Path, line: str) -> None:
+    (folder / "plain.py").write_text("from lib import main")
+    assert parsed(line.replace("plain.py", str(folder / "plain.py")), folder)[1] == ""
+    assert "--steps comes after" in parsed("verify --plans replicate=2 train.py --steps 4", folder)[1]
+    assert "--nproc comes after" in parsed(f"audit {folder}/plain.py --nproc 2", folder)[1]
+
+
 def test_an_option_that_is_required_and_stands_after_the_script_is_not_called_missing(folder: Path) -> None:
     with pytest.raises(
         click.UsageError, match=r"--on comes after .*train\.py, .* write: lockstep plan --on '64 x H100' \S*train\.py --lr 1$"

@@ -45,20 +45,20 @@ def found(*arguments: str, folder: Path) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("given", "click_sees"),
     [
-        ("train.py --plans replicate=2", "--plans replicate=2 -- train.py"),
+        ("train.py --plans replicate=2", "--plans replicate=2 train.py"),
         (
             "train.py --lr 0.1 data=x --plans replicate=2 replicate=3 --steps 4 --json",
-            "--plans replicate=2 --plans replicate=3 --steps 4 --json -- train.py --lr 0.1 data=x",
+            "--plans replicate=2 --plans replicate=3 --steps 4 --json train.py --lr 0.1 data=x",
         ),
         (
             "--plans replicate=2 replicate=3 --steps 4 --bitwise train.py --plans none",
-            "--plans replicate=2 --plans replicate=3 --steps 4 --bitwise -- train.py --plans none",
+            "--plans replicate=2 --plans replicate=3 --steps 4 --bitwise train.py --plans none",
         ),
-        ("--steps 4 -m package.train x --plans replicate=2", "--steps 4 -m --plans replicate=2 -- package.train x"),
-        ("--plans=replicate=2 train.py", "--plans=replicate=2 -- train.py"),
+        ("--steps 4 -m package.train x --plans replicate=2", "--steps 4 -m --plans replicate=2 package.train x"),
+        ("--plans=replicate=2 train.py", "--plans=replicate=2 train.py"),
         ("--plans replicate=2 -- train.py --steps 4", "--plans replicate=2 -- train.py --steps 4"),
         ("--help", "--help"),
-        ("train.py --help", "-- train.py --help"),
+        ("train.py --help", "train.py --help"),
     ],
 )
 def test_the_scripts_arguments_are_told_from_ours(given: str, click_sees: str) -> None:

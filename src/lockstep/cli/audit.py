@@ -48,7 +48,7 @@ def _compare_options(compare: list[int] | None, global_batch: int | None, per_ra
     return CompareOptions(processes=compare, global_batch=global_batch, per_rank_batch=per_rank_batch)
 
 
-@click.command("audit", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
+@click.command("audit", cls=ScriptCommand, uses_lockstep=False, context_settings={"allow_interspersed_args": False})
 @click.option(
     "--nproc", "processes", default=2, show_default=True, type=click.IntRange(min=1), metavar="N", help="Processes to run the script on."
 )

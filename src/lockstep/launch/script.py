@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import PathFinder
+from itertools import takewhile
 from pathlib import Path
 
 from lockstep.base.errors import LaunchError
@@ -23,18 +24,29 @@ def check_script(script: str) -> None:
         raise LaunchError(f"{script!r} cannot be read; SCRIPT is the path of a Python file; give yourself the right to read it")
 
 
-def misplaced(options: Iterable[str], arguments: Sequence[str], script: str) -> list[str]:
-    """Return the `options` of a command among a script's arguments that the code of the file `script` does not
-    mention."""
-    given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+def misplaced(options: Iterable[str], arguments: Sequence[str], script: str, *, imports: str | None = None) -> list[str]:
+    """Return the `options` of a command among a script's arguments, before any `--`, that the code of the file `script`
+    does not mention. `imports`: a package; a script that does not import it hands its arguments on, and none is
+    returned."""
+    given = {argument.partition("=")[0] for argument in takewhile(lambda argument: argument != "--", arguments) if argument[:2] == "--"}
     names = given & set(options)
     if not names:
         return []
     try:
-        words = _words_of(ast.parse(Path(script).read_bytes()))
+        code = ast.parse(Path(script).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []
+    if imports is not None and imports not in _packages_of(code):
+        return []
+    words = _words_of(code)
     return sorted(name for name in names if name.lstrip("-").replace("-", "_") not in words)
+
+
+def _packages_of(code: ast.Module) -> set[str]:
+    """Return the packages that the code imports from."""
+    imported = [alias.name for node in ast.walk(code) if isinstance(node, ast.Import) for alias in node.names]
+    imported += [node.module or "" for node in ast.walk(code) if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in imported}
 
 
 def _words_of(code: ast.Module) -> set[str]:

@@ -24,9 +24,12 @@ class PlansCommand(ScriptCommand):
 
 
 def rearranged(args: Sequence[str]) -> list[str]:
-    """Return `args` with the options first, a `--plans` before each plan, then `--`, the script and its arguments."""
+    """Return `args` with the options first, a `--plans` before each plan, then the script and its arguments, with the
+    `--` that was given before it."""
     own, rest = _own(args, 0)
     script, after = args[rest : rest + 1], list(args[rest + 1 :])
+    if list(args[:rest][-1:]) == ["--"]:
+        script = ["--", *script]
     if "--plans" not in own:
         place = next((i for i, arg in enumerate(after) if arg == "--plans" or arg.startswith("--plans=")), len(after))
         more, stop = _own(after, place)
@@ -36,7 +39,7 @@ def rearranged(args: Sequence[str]) -> list[str]:
                 "--plans; write for example --plans replicate=2 shard=2"
             )
         own, after = own + more, after[:place]
-    return [*own, *(["--"] if script else []), *script, *after]
+    return [*own, *script, *after]
 
 
 def _own(args: Sequence[str], start: int) -> tuple[list[str], int]:

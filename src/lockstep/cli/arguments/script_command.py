@@ -15,6 +15,11 @@ from lockstep.launch.script import misplaced
 class ScriptCommand(click.Command):
     """A command that names its own options where they stand after SCRIPT, and writes the corrected command line."""
 
+    def __init__(self, *arguments: Any, uses_lockstep: bool = True, **settings: Any) -> None:
+        """`uses_lockstep`: the scripts of this command do."""
+        super().__init__(*arguments, **settings)
+        self._imports = "lockstep" if uses_lockstep else None
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
         options = {name: each for each in self.params if isinstance(each, click.Option) for name in each.opts}
@@ -31,7 +36,10 @@ class ScriptCommand(click.Command):
         for name, value in _values(ctx, options):
             if value in options:
                 raise click.UsageError(f"{name} takes a value, and {value} follows, which is an option; give {name} its value", ctx)
-        if script is not None and not ctx.params.get("is_module") and (names := misplaced(options, arguments, script)):
+        is_certain = given[: _script_place(given, options)][-1:] == ["--"]
+        if script is None or is_certain or ctx.params.get("is_module"):
+            return rest
+        if names := misplaced(options, arguments, script, imports=self._imports):
             say(
                 f"lockstep: warning: {_where(names, given, options)}, which does not mention it; if it is for lockstep, write: "
                 f"{_line(ctx, given, options, names)}"
