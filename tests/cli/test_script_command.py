@@ -18,10 +18,11 @@ PROJECT = Path(__file__).parents[2]
 def parsed(line: str, folder: Path) -> tuple[click.Context, str]:
     """Parse `lockstep LINE`, and return the command's context and what it said."""
     name, *arguments = shlex.split(line, comments=True)
-    command = _commands.get_command(click.Context(_commands), name)
+    parent = click.Context(_commands, info_name="lockstep", **_commands.context_settings)
+    command = _commands.get_command(parent, name)
     assert command is not None
     with CliRunner().isolation() as (_, said, _):
-        context = command.make_context(f"lockstep {name}", [each.replace("train.py", str(folder / "train.py")) for each in arguments])
+        context = command.make_context(name, [each.replace("train.py", str(folder / "train.py")) for each in arguments], parent=parent)
     return context, said.getvalue().decode().replace(f"{folder}/", "")
 
 
