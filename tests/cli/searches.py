@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,10 @@ def searched(folder: Path, *words: object, script: Path = SCRIPT) -> subprocess.
 
 
 def lockstep(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """Run another command in a folder, to its end."""
+    """Run another command in a folder, to its end. Those that run the script are processes of their own: a fork may
+    have made a recipe before."""
     line = [LOCKSTEP, *map(str, words)]
-    with forked.use():
+    with forked.use() if words[0] == "report" else nullcontext():
         return subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False)
 
 
