@@ -74,6 +74,7 @@ class HouseHooks:
             self.loss_check,
             # Watches forwards where the loss cannot be tried.
             CarriedState(),
+            # Ends torch's filling of new tensors.
             *fills,
             # Begins a trace before any other hook of the step, and ends it before lockstep's own work between steps.
             *([] if steps is None else [Profiler(steps)]),

@@ -42,8 +42,8 @@ class SaveResult:
     not_deleted: str | None = None
     """Why an old checkpoint could not be deleted; None if nothing failed."""
     device_seconds: float = 0.0
-    """Seconds in which a device did not train: from the end of what it had to do at `Saver.begin` to the end of the
-    copies. 0 if the host waited for them."""
+    """Seconds in which a device did not train: from the end of the last kernel queued before `Saver.begin` to the end
+    of the copies. 0 if the host waited for them."""
 
 
 class Saver:
@@ -60,7 +60,7 @@ class Saver:
         self._writer: _Writer | None = None
         self._memory: _FileContent | None = None
         self._began: dict[torch.device, torch.Event] = {}
-        """The end of what each device had to do when training stopped for the next save."""
+        """For each device, the end of the last kernel queued before training stopped for the next save."""
         self._under_way: int | None = None
         self._waiting: dict[str, Any] | None = None
         """The job that the writer process gets once the copies are there."""

@@ -29,8 +29,8 @@ _WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
 }
 """Modules of torch -> the parameters that their forwards use in matrix products and convolutions alone."""
 SMALL_PART = 200
-"""A weight with less than one part of so many of its group's elements is small. A router has at most 1 / 2 h, where h
-is the width of the experts' hidden layer; the smallest projections of a large model's attention have 1 / 100."""
+"""A weight is small if it has less than 1 / 200 of the elements of its group. A router has at most 1 / (2 h), where h
+is the width of the experts' hidden layer; the smallest projection of a large model's attention has 1 / 100."""
 VIEWS = "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze|Expand|Alias|Unbind)"
 """Nodes of autograd's graph that are views."""
 _OTHERS = rf"(?!({VIEWS}|Addmm|Mm|Bmm|Baddbmm|Addbmm|Addmv|Mv|Dot|Linear|\w*Convolution)Backward)\w+Backward\d"
