@@ -1,28 +1,32 @@
-"""Measures the cost of a save during training, beside `torch.save` on rank 0 and DCP, and the speed of loading.
+"""Measures the cost of a save during training, beside `torch.save` on rank 0 and DCP, and the speed
+of loading.
 
     python benchmarks/checkpoint.py [--nproc 2] [--layers 14] [--width 768] [--rounds 9] [--steps 4]
                                     [--folder DIR] [--json FILE]
 
-The model is examples/gpt.py's GPT (100 million parameters by default) under DDP with fused AdamW and one thread per
-process. The state is its parameters and the optimizer's tensors, in fp32. Every rank holds all of it. In a round each
-side saves once and then trains `--steps` steps. One more side trains the same steps and saves nothing. The order of the
-sides changes every round.
+The model is examples/gpt.py's GPT (100 million parameters by default) under DDP with fused AdamW
+and one thread per process. The state is its parameters and the optimizer's tensors, in fp32. Every
+rank holds all of it. In a round each side saves once and then trains `--steps` steps. One more side
+trains the same steps and saves nothing. The order of the sides changes every round.
 
 - stopped: the duration of the save call, on the slowest rank;
-- lost: how much longer the save and the steps after it took than the same round's steps without a save. A save that is
-  still running then is waited for, and that time counts;
-- a plain copy: copying what one rank of lockstep copies, as tensors, into memory that was written to before;
-- memory: how much higher the peak memory of all processes together was with two saves than without, as a multiple of
-  the state. Writing processes count; shared memory counts once (Linux's Pss); the page cache does not count. Measured
-  in processes of their own;
+- lost: how much longer the save and the steps after it took than the same round's steps without a
+  save. A save that is still running then is waited for, and that time counts;
+- a plain copy: copying what one rank of lockstep copies, as tensors, into memory that was written
+  to before;
+- memory: how much higher the peak memory of all processes together was with two saves than without,
+  as a multiple of the state. Writing processes count; shared memory counts once (Linux's Pss); the
+  page cache does not count. Measured in processes of their own;
 - disk: bytes of a checkpoint, as a multiple of the state.
 
-Then loading: every rank fills all of its state and checks every byte. For comparison, every rank reads the same files
-with the same number of threads and hashes them: once into memory as large as the files, which any loader needs, and
-once through a buffer per thread that stays in the processor's cache. Both with the files in the page cache and without.
+Then loading: every rank fills all of its state and checks every byte. For comparison, every rank
+reads the same files with the same number of threads and hashes them: once into memory as large as
+the files, which any loader needs, and once through a buffer per thread that stays in the
+processor's cache. Both with the files in the page cache and without.
 
-Only lockstep syncs files to the disk before it reports them as saved. Times are medians over the rounds. Ratios are
-medians of the rounds' ratios, except for `lost`, where they are ratios of the medians.
+Only lockstep syncs files to the disk before it reports them as saved. Times are medians over the
+rounds. Ratios are medians of the rounds' ratios, except for `lost`, where they are ratios of the
+medians.
 
 Quote numbers only from a machine that did nothing else. The folder should be on a disk.
 """
@@ -124,7 +128,9 @@ class Saves:
         elif side == "DCP save":
             dcp.save(self._state, checkpoint_id=self.folder / "dcp")
         elif side == "DCP async_save":
-            self._future = dcp.async_save(self._state, checkpoint_id=self.folder / "async", process_group=self._group)
+            self._future = dcp.async_save(
+                self._state, checkpoint_id=self.folder / "async", process_group=self._group
+            )
         elif side == "lockstep":
             self._saver.save(self._saves, self._state, values={}, metadata={})
 
@@ -168,7 +174,9 @@ def seconds(call: Callable[[], object]) -> float:
 def plain_copy(world: World, state: Mapping[str, Tensor]) -> Callable[[], None]:
     """Copies what this rank of lockstep copies."""
     everyone = world.gather_values([piece.to_json() for piece in local_shards(state).values()])
-    mine = assign_writes([[TensorShard.from_json(said) for said in pieces] for pieces in everyone])[world.rank]
+    mine = assign_writes([[TensorShard.from_json(said) for said in pieces] for pieces in everyone])[
+        world.rank
+    ]
     targets = {piece.name: torch.zeros_like(state[piece.name]) for piece in mine}
 
     def copy() -> None:
@@ -187,7 +195,9 @@ def measure_saving(folder: str, layers: int, width: int, steps: int, rounds: int
     copy = plain_copy(world, state)
     prepared = seconds(saves.prepare)
     sides = (NONE, *SIDES)
-    found: dict[str, dict[str, list[float]]] = {side: {"stopped": [], "whole": [], "bytes": []} for side in (*sides, COPY)}
+    found: dict[str, dict[str, list[float]]] = {
+        side: {"stopped": [], "whole": [], "bytes": []} for side in (*sides, COPY)
+    }
 
     def turn(side: str) -> tuple[float, float]:
         start = time.perf_counter()
@@ -200,7 +210,9 @@ def measure_saving(folder: str, layers: int, width: int, steps: int, rounds: int
     for number in range(-1, rounds):  # the first round does not count
         for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
             dist.barrier()
-            stopped, whole = (max(each) for each in zip(*world.gather_values(turn(side)), strict=True))
+            stopped, whole = (
+                max(each) for each in zip(*world.gather_values(turn(side)), strict=True)
+            )
             size = saves.clear()
             copied = max(world.gather_values(seconds(copy)))
             if number >= 0:
@@ -210,7 +222,11 @@ def measure_saving(folder: str, layers: int, width: int, steps: int, rounds: int
                     found[COPY]["stopped"].append(copied)
     saves.close()
     dist.barrier()
-    return {"sides": found, "state": sum(value.nbytes for value in state.values()), "prepared": max(world.gather_values(prepared))}
+    return {
+        "sides": found,
+        "state": sum(value.nbytes for value in state.values()),
+        "prepared": max(world.gather_values(prepared)),
+    }
 
 
 def measure_memory(folder: str, layers: int, width: int, steps: int, side: str) -> int:
@@ -236,7 +252,8 @@ def measure_memory(folder: str, layers: int, width: int, steps: int, side: str) 
 
 
 class Peak:
-    """Samples the memory of these processes and their children inside a `with`, and keeps the peak."""
+    """Samples the memory of these processes and their children inside a `with`, and keeps the
+    peak."""
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = processes
@@ -254,7 +271,9 @@ class Peak:
 
     def _look(self) -> None:
         while not self._over.wait(0.02) and self._processes:
-            everyone = [child for process in self._processes for child in (process, *children(process))]
+            everyone = [
+                child for process in self._processes for child in (process, *children(process))
+            ]
             self._most[0] = max(self._most[0], sum(map(shared_out_bytes, everyone)))
 
 
@@ -276,8 +295,11 @@ def shared_out_bytes(process: int) -> int:
     return 0
 
 
-def measure_loading(folder: str, layers: int, width: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of each side, with the files in the page cache and without. Runs on each rank."""
+def measure_loading(
+    folder: str, layers: int, width: int, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of each side, with the files in the page cache and without. Runs on each
+    rank."""
     world = here()
     training = Training(layers, width)
     state = training.state()
@@ -290,11 +312,15 @@ def measure_loading(folder: str, layers: int, width: int, rounds: int) -> dict[s
     files = sorted((Path(folder) / str(name)).glob("*.safetensors"))
     room = memoryview(bytearray(sum(path.stat().st_size for path in files)))
     sides: dict[str, Callable[[], object]] = {
-        "lockstep": lambda: CheckpointReader(FolderStorage(Path(folder)), name).load_into(state, world),
+        "lockstep": (
+            lambda: CheckpointReader(FolderStorage(Path(folder)), name).load_into(state, world)
+        ),
         INTO_MEMORY: lambda: read_and_hash(files, room),
         THROUGH_A_BUFFER: lambda: read_and_hash(files, None),
     }
-    found: dict[str, dict[str, list[float]]] = {where: {side: [] for side in sides} for where in ("cache", "disk")}
+    found: dict[str, dict[str, list[float]]] = {
+        where: {side: [] for side in sides} for where in ("cache", "disk")
+    }
     for number in range(-1, rounds):
         for where, times in found.items():
             for side in list(sides)[number % 3 :] + list(sides)[: number % 3]:
@@ -312,7 +338,10 @@ def read_and_hash(files: Sequence[Path], room: memoryview | None) -> None:
     places, at = [], 0
     for path in files:
         size = path.stat().st_size
-        places += [(path, start, min(BLOCK_BYTES, size - start), at + start) for start in range(0, size, BLOCK_BYTES)]
+        places += [
+            (path, start, min(BLOCK_BYTES, size - start), at + start)
+            for start in range(0, size, BLOCK_BYTES)
+        ]
         at += size
 
     def work(share: int) -> None:
@@ -338,7 +367,13 @@ def forget(files: Sequence[Path]) -> None:
 
 def rows_of(saving: Mapping[str, Any], memory: Mapping[str, int]) -> list[dict[str, Any]]:
     sides, state = saving["sides"], saving["state"]
-    lost = {side: [whole - without for whole, without in zip(sides[side]["whole"], sides[NONE]["whole"], strict=True)] for side in SIDES}
+    lost = {
+        side: [
+            whole - without
+            for whole, without in zip(sides[side]["whole"], sides[NONE]["whole"], strict=True)
+        ]
+        for side in SIDES
+    }
     rows = []
     for side in SIDES:
         stopped = sides[side]["stopped"]
@@ -361,39 +396,80 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
-def show(rows: Sequence[Mapping[str, Any]], saving: Mapping[str, Any], loading: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+def show(
+    rows: Sequence[Mapping[str, Any]],
+    saving: Mapping[str, Any],
+    loading: Mapping[str, Mapping[str, Sequence[float]]],
+) -> None:
     console = Console(width=None if sys.stdout.isatty() else 110)
     sides, state = saving["sides"], saving["state"]
     table = Table(
-        title=f"a state of {state / 1e9:.2f} GB; a plain copy takes {statistics.median(sides[COPY]['stopped']):.3f} s, "
-        f"the steps {statistics.median(sides[NONE]['whole']):.2f} s; prepared in {saving['prepared']:.2f} s"
+        title=(
+            f"a state of {state / 1e9:.2f} GB; a plain copy takes"
+            f" {statistics.median(sides[COPY]['stopped']):.3f} s, the steps"
+            f" {statistics.median(sides[NONE]['whole']):.2f} s; prepared in"
+            f" {saving['prepared']:.2f} s"
+        )
     )
-    for column in ("", "stopped (s)", "of torch.save", "of a copy", "lost (s)", "of torch.save", "memory", "disk"):
+    for column in (
+        "",
+        "stopped (s)",
+        "of torch.save",
+        "of a copy",
+        "lost (s)",
+        "of torch.save",
+        "memory",
+        "disk",
+    ):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for row in rows:
         numbers = [f"{row[key]:.3f}" for key in row if key != "side"]
         table.add_row(row["side"], *numbers)
     console.print(table)
     table = Table(title="loading, with every byte checked")
-    for column in ("", "lockstep (GB/s)", "read and hash (GB/s)", "ratio", "through a buffer (GB/s)", "ratio"):
+    for column in (
+        "",
+        "lockstep (GB/s)",
+        "read and hash (GB/s)",
+        "ratio",
+        "through a buffer (GB/s)",
+        "ratio",
+    ):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for where, times in loading.items():
         speed = {side: f"{state / 1e9 / statistics.median(times[side]):.2f}" for side in times}
         shares = {side: f"{ratio(times[side], times['lockstep']):.2f}" for side in times}
-        others = [text for side in (INTO_MEMORY, THROUGH_A_BUFFER) for text in (speed[side], shares[side])]
+        others = [
+            text for side in (INTO_MEMORY, THROUGH_A_BUFFER) for text in (speed[side], shares[side])
+        ]
         table.add_row(f"from the {where}", speed["lockstep"], *others)
     console.print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=9, help="rounds; every side saves once in each (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="steps after each save (default: %(default)s)")
-    parser.add_argument("--folder", metavar="DIR", help="directory for checkpoints (default: the one for temporary files)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=9,
+        help="rounds; every side saves once in each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps after each save (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="directory for checkpoints (default: the one for temporary files)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write the figures to this file"
+    )
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     load = os.getloadavg()[0]

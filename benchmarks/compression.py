@@ -1,16 +1,19 @@
-"""Measures `Recipe.gradient_compression`: bytes sent, speed over slow links, and the effect on the loss.
+"""Measures `Recipe.gradient_compression`: bytes sent, speed over slow links, and the effect on the
+loss.
 
-    python benchmarks/compression.py [--modes none int8] [--wires 100 1000] [--milliseconds 10] [--steps 200]
+    python benchmarks/compression.py [--modes none int8] [--wires 100 1000]
+        [--milliseconds 10] [--steps 200]
                                      [--timed 20] [--json FILE]
 
-The model is examples/gpt.py's GPT on two processes of one thread. For bytes and steps/s, the processes are on two
-hosts, which are network namespaces joined by a link with the given rate and round-trip delay. Bytes are those that the
-first host's network device sent, headers included; times are by its wall clock. Both are over `--timed` steps, after a
-few warm-up steps. The loss is that of the held-out text after `--steps` steps, from another run in which the two
-processes share memory: it does not depend on the link.
+The model is examples/gpt.py's GPT on two processes of one thread. For bytes and steps/s, the
+processes are on two hosts, which are network namespaces joined by a link with the given rate and
+round-trip delay. Bytes are those that the first host's network device sent, headers included; times
+are by its wall clock. Both are over `--timed` steps, after a few warm-up steps. The loss is that of
+the held-out text after `--steps` steps, from another run in which the two processes share memory:
+it does not depend on the link.
 
-Needs root, iproute2 and util-linux. Quote numbers only from a machine that did nothing else: the link's delay is a
-process too.
+Needs root, iproute2 and util-linux. Quote numbers only from a machine that did nothing else: the
+link's delay is a process too.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ def recipe(gradient_compression: str, steps: int) -> ls.Recipe:
         data=training,
         inputs=lambda batch: batch[:, :-1],
         loss=lambda logits, batch: F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True),
+        optimizer=lambda model: torch.optim.AdamW(
+            model.parameters(), lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+        ),
         schedule=ls.warmup_cosine(warmup=min(100, steps // 10), total=steps),
         global_batch=16,
         microbatch=4,
@@ -91,12 +96,16 @@ def timed(modes: Iterable[str], steps: int) -> None:
         meter = Meter()
         with tempfile.TemporaryDirectory() as folder:
             given = recipe(gradient_compression, WARM_UP + steps)
-            result = ls.train(given, run_dir=f"{folder}/run", plan="replicate=2,transport=torch", hooks=[meter])
+            result = ls.train(
+                given, run_dir=f"{folder}/run", plan="replicate=2,transport=torch", hooks=[meter]
+            )
         if result.rank == 0:
             print(PREFIX + json.dumps({"mode": gradient_compression, **meter.figures}), flush=True)
 
 
-def over_wire(modes: list[str], megabits: int, milliseconds: float, steps: int) -> list[dict[str, Any]]:
+def over_wire(
+    modes: list[str], megabits: int, milliseconds: float, steps: int
+) -> list[dict[str, Any]]:
     with network(2) as hosts:
         if milliseconds:
             hosts.delay(1, milliseconds / 2)
@@ -104,7 +113,15 @@ def over_wire(modes: list[str], megabits: int, milliseconds: float, steps: int) 
         hosts.limit(2, 1, megabits)
         started = [
             subprocess.Popen(
-                [*hosts.inside(number), sys.executable, __file__, "--timed", str(steps), "--modes", *modes],
+                [
+                    *hosts.inside(number),
+                    sys.executable,
+                    __file__,
+                    "--timed",
+                    str(steps),
+                    "--modes",
+                    *modes,
+                ],
                 env={**os.environ, **environment(number - 1, hosts.address(1))},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL if number > 1 else None,
@@ -115,14 +132,25 @@ def over_wire(modes: list[str], megabits: int, milliseconds: float, steps: int) 
         said = [each.communicate()[0] for each in started]
     if any(each.returncode for each in started):
         raise SystemExit(f"a process failed: exit statuses {[each.returncode for each in started]}")
-    rows = [json.loads(line.removeprefix(PREFIX)) for line in said[0].splitlines() if line.startswith(PREFIX)]
+    rows = [
+        json.loads(line.removeprefix(PREFIX))
+        for line in said[0].splitlines()
+        if line.startswith(PREFIX)
+    ]
     return [{"megabits": megabits, "milliseconds": milliseconds, **row} for row in rows]
 
 
 def environment(rank: int, address: str) -> dict[str, str]:
-    """Return the environment of one process per host, as `lockstep run` sets it. torchrun's one thread would not count
-    as requested."""
-    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": address, "MASTER_PORT": PORT}
+    """Return the environment of one process per host, as `lockstep run` sets it. torchrun's one
+    thread would not count as requested."""
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": PORT,
+    }
     settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     settings |= {"LOCKSTEP_LAUNCHER": "lockstep", "COMPRESSION_HOST": "1"}
     return {**{name: str(value) for name, value in place.items()}, **settings}
@@ -132,28 +160,56 @@ def loss_of(gradient_compression: str, steps: int) -> float:
     """Train in one of two processes that share memory."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        return float(ls.train(recipe(gradient_compression, steps), run_dir=f"{folder}/run", plan="replicate=2").metrics["loss"])
+        return float(
+            ls.train(
+                recipe(gradient_compression, steps), run_dir=f"{folder}/run", plan="replicate=2"
+            ).metrics["loss"]
+        )
 
 
-def show(modes: list[str], rows: list[dict[str, Any]], losses: dict[str, float], steps: int) -> None:
+def show(
+    modes: list[str], rows: list[dict[str, Any]], losses: dict[str, float], steps: int
+) -> None:
     wires = list(dict.fromkeys((row["megabits"], row["milliseconds"]) for row in rows))
     table = Table(title=f"GPT on 2 processes of 1 thread, {os.cpu_count()} cores")
     table.add_column("gradient_compression")
-    for column in ("bytes a step", *(f"steps/s, {rate} Mbit/s, {delay:g} ms" for rate, delay in wires), f"loss, {steps} steps"):
+    for column in (
+        "bytes a step",
+        *(f"steps/s, {rate} Mbit/s, {delay:g} ms" for rate, delay in wires),
+        f"loss, {steps} steps",
+    ):
         table.add_column(column, justify="right")
     for mode in modes:
         mine = {(row["megabits"], row["milliseconds"]): row for row in rows if row["mode"] == mode}
         sent = f"{next(iter(mine.values()))['bytes_a_step']:,.0f}" if mine else ""
-        table.add_row(mode, sent, *(f"{mine[wire]['steps_per_second']:.2f}" for wire in wires), f"{losses[mode]:.4f}")
+        table.add_row(
+            mode,
+            sent,
+            *(f"{mine[wire]['steps_per_second']:.2f}" for wire in wires),
+            f"{losses[mode]:.4f}",
+        )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", default=list(MODES), help="values of Recipe.gradient_compression (default: %(default)s)")
-    parser.add_argument("--wires", nargs="+", type=int, default=[100, 1000], help="Mbit/s (default: %(default)s)")
-    parser.add_argument("--milliseconds", type=float, default=10.0, help="round-trip delay (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="steps for the loss (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        default=list(MODES),
+        help="values of Recipe.gradient_compression (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--wires", nargs="+", type=int, default=[100, 1000], help="Mbit/s (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--milliseconds", type=float, default=10.0, help="round-trip delay (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=200, help="steps for the loss (default: %(default)s)"
+    )
     parser.add_argument("--timed", type=int, default=20, help="timed steps (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     options = parser.parse_args()
@@ -162,14 +218,26 @@ def main() -> None:
         return
     load = os.getloadavg()[0]
     try:
-        rows = [row for megabits in options.wires for row in over_wire(options.modes, megabits, options.milliseconds, options.timed)]
+        rows = [
+            row
+            for megabits in options.wires
+            for row in over_wire(options.modes, megabits, options.milliseconds, options.timed)
+        ]
     except pytest.skip.Exception as reason:
         raise SystemExit(f"no wires on this machine: {reason}") from None
     os.environ["OMP_NUM_THREADS"] = "1"
-    losses = {mode: ls.spawn(loss_of, nproc=2, args=(mode, options.steps)) for mode in options.modes}
+    losses = {
+        mode: ls.spawn(loss_of, nproc=2, args=(mode, options.steps)) for mode in options.modes
+    }
     show(options.modes, rows, losses, options.steps)
     if options.json:
-        found = {"load_before": load, "steps": options.steps, "timed": options.timed, "rows": rows, "losses": losses}
+        found = {
+            "load_before": load,
+            "steps": options.steps,
+            "timed": options.timed,
+            "rows": rows,
+            "losses": losses,
+        }
         Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 

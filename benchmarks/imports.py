@@ -1,8 +1,10 @@
-"""Measures how long importing lockstep takes beside importing torch, and how soon the command line answers.
+"""Measures how long importing lockstep takes beside importing torch, and how soon the command line
+answers.
 
     .venv/bin/python benchmarks/imports.py [--rounds N] [--json FILE]
 
-Each row is the wall time of a new interpreter in seconds: the median of N rounds, with one of each in every round.
+Each row is the wall time of a new interpreter in seconds: the median of N rounds, with one of each
+in every round.
 """
 
 from __future__ import annotations
@@ -35,8 +37,15 @@ def measure(command: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure how long importing lockstep takes beside importing torch.")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds with one measurement of every row (default: 7)")
+    parser = argparse.ArgumentParser(
+        description="Measure how long importing lockstep takes beside importing torch."
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=7,
+        help="rounds with one measurement of every row (default: 7)",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args()
     for command in SUBJECTS.values():
@@ -52,7 +61,9 @@ def main() -> None:
         "rounds": options.rounds,
         "median_seconds": medians,
         "seconds": times,
-        "torch_and_lockstep_over_torch": medians["import torch, lockstep"] / medians["import torch"],
+        "torch_and_lockstep_over_torch": (
+            medians["import torch, lockstep"] / medians["import torch"]
+        ),
     }
     print(f"{'':32} {'median s':>9} {'min s':>9} {'max s':>9}")
     for name, values in times.items():

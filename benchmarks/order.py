@@ -1,12 +1,12 @@
-"""Measures time and memory for 4,096 positions of an order, beside torch's DistributedSampler where its list fits in
-memory.
+"""Measures time and memory for 4,096 positions of an order, beside torch's DistributedSampler where
+its list fits in memory.
 
     python benchmarks/order.py [--json FILE] [--repeats 7]
 
-The sides alternate; times are medians. A sampler builds the list of an epoch when the epoch starts. `first` is the wait
-for its first 4,096 samples, `each` the time for 4,096 samples on average over the whole epoch. Memory is the peak that
-Python and numpy allocated; torch.randperm needs 8 more bytes per sample. `DistributedSampler` is timed as one rank in
-one process.
+The sides alternate; times are medians. A sampler builds the list of an epoch when the epoch starts.
+`first` is the wait for its first 4,096 samples, `each` the time for 4,096 samples on average over
+the whole epoch. Memory is the peak that Python and numpy allocated; torch.randperm needs 8 more
+bytes per sample. `DistributedSampler` is timed as one rank in one process.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         {
             "samples": length,
             "side": side,
-            "first_milliseconds": 1e3 * statistics.median(first for first, _ in times[length, side]),
+            "first_milliseconds": (
+                1e3 * statistics.median(first for first, _ in times[length, side])
+            ),
             "each_milliseconds": 1e3 * statistics.median(each for _, each in times[length, side]),
             "peak_bytes": peak_bytes(every[length, side][0]),
         }
@@ -96,9 +98,15 @@ def measure(repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
-    parser.add_argument("--repeats", type=int, default=7, help="measurements of each side; the median counts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write the figures to this file"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="measurements of each side; the median counts"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(arguments.repeats)
@@ -106,7 +114,11 @@ def main() -> None:
     for column in ("samples", "side", "first (ms)", "each (ms)", "peak (MB)"):
         table.add_column(column, justify="left" if column == "side" else "right")
     for row in rows:
-        numbers = (f"{row['first_milliseconds']:.3f}", f"{row['each_milliseconds']:.3f}", f"{row['peak_bytes'] / 1e6:.3f}")
+        numbers = (
+            f"{row['first_milliseconds']:.3f}",
+            f"{row['each_milliseconds']:.3f}",
+            f"{row['peak_bytes'] / 1e6:.3f}",
+        )
         table.add_row(f"10^{len(str(row['samples'])) - 1}", row["side"], *numbers)
     Console().print(table)
     if arguments.json:

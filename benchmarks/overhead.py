@@ -1,23 +1,27 @@
-"""Measures the overhead of `ls.train` over a careful hand-written loop, and of numerics=bitwise over fast.
+"""Measures the overhead of `ls.train` over a careful hand-written loop, and of numerics=bitwise
+over fast.
 
     python benchmarks/overhead.py [--rounds 9] [--only mlp gpt shard bitwise] [--processes 1 2 4 8]
                                   [--width 256] [--json FILE]
 
-The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as bucket views (no DDP on one process),
-fused AdamW, `zero_grad(set_to_none=True)` and, for the GPT, clipping. It never reads a loss. In the case `shard` it
-uses FSDP2's `fully_shard` on each block and on the whole model instead of DDP. `ls.train` runs with its defaults: run
-directory, metrics, progress display, a check of every gradient. Both have the same model, optimizer and sizes, cores ÷
-processes threads, no loader workers, and run in the same processes on the same process group. In the case `hook`,
-`ls.train` trains the MLP with one more hook of the user, which counts steps. `wide` is an MLP 1024-4096-1024, clipped.
+The hand-written loop has DistributedSampler, DataLoader, DDP with gradients as bucket views (no DDP
+on one process), fused AdamW, `zero_grad(set_to_none=True)` and, for the GPT, clipping. It never
+reads a loss. In the case `shard` it uses FSDP2's `fully_shard` on each block and on the whole model
+instead of DDP. `ls.train` runs with its defaults: run directory, metrics, progress display, a check
+of every gradient. Both have the same model, optimizer and sizes, cores ÷ processes threads, no
+loader workers, and run in the same processes on the same process group. In the case `hook`,
+`ls.train` trains the MLP with one more hook of the user, which counts steps. `wide` is an MLP
+1024-4096-1024, clipped.
 
-The sides alternate within a run, so that other load on the machine affects all of them: one step of `ls.train` and then
-one of each loop with the GPT; 100 steps with the MLP, whose steps are so short that one at a time would measure cold
-caches. Rank 0 measures the wall time. (`bitwise` alternates between whole runs of `ls.train`.)
+The sides alternate within a run, so that other load on the machine affects all of them: one step of
+`ls.train` and then one of each loop with the GPT; 100 steps with the MLP, whose steps are so short
+that one at a time would measure cold caches. Rank 0 measures the wall time. (`bitwise` alternates
+between whole runs of `ls.train`.)
 
-A round has 1000 steps of the MLP or 30 of the GPT. A row's ratio is the median over the rounds of its steps/s over
-those of the case's first side in the same round; the column beside it is the interquartile range of these ratios. The
-last column is the same ratio by rank 0's processor time: it does not count waiting for other ranks, and is steadier on
-a shared machine.
+A round has 1000 steps of the MLP or 30 of the GPT. A row's ratio is the median over the rounds of
+its steps/s over those of the case's first side in the same round; the column beside it is the
+interquartile range of these ratios. The last column is the same ratio by rank 0's processor time:
+it does not count waiting for other ranks, and is steadier on a shared machine.
 
 Quote numbers only from a machine that did nothing else.
 """
@@ -109,7 +113,10 @@ class SingleWindows:
 
 def mlp() -> Workload:
     generator = torch.Generator().manual_seed(0)
-    images, labels = torch.randn(60_000, 784, generator=generator), torch.randint(0, 10, (60_000,), generator=generator)
+    images, labels = (
+        torch.randn(60_000, 784, generator=generator),
+        torch.randint(0, 10, (60_000,), generator=generator),
+    )
     return Workload(
         build=lambda: nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)),
         data=TensorDataset(images, labels),
@@ -127,7 +134,10 @@ def mlp() -> Workload:
 
 def wide() -> Workload:
     generator = torch.Generator().manual_seed(0)
-    rows, targets = torch.randn(4_000, 1024, generator=generator), torch.randn(4_000, 1024, generator=generator)
+    rows, targets = (
+        torch.randn(4_000, 1024, generator=generator),
+        torch.randn(4_000, 1024, generator=generator),
+    )
     return Workload(
         build=lambda: nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)),
         data=TensorDataset(rows, targets),
@@ -189,10 +199,14 @@ class Spent(NamedTuple):
 
 def speed(steps: int, turns: Sequence[Spent]) -> Speed:
     """Return the speed of `steps` steps in these turns."""
-    return Speed(steps / sum(each.wall for each in turns), steps / sum(each.processor for each in turns))
+    return Speed(
+        steps / sum(each.wall for each in turns), steps / sum(each.processor for each in turns)
+    )
 
 
-def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True, sharded: bool = False) -> Iterator[None]:
+def hand_written(
+    work: Workload, *, at_once: bool = False, loader: bool = True, sharded: bool = False
+) -> Iterator[None]:
     """A careful hand-written loop. Each `next` is a step."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
@@ -202,7 +216,11 @@ def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True, 
             fully_shard(block)
         fully_shard(model)
     optimizer = work.optimizer(model)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if size > 1 and not sharded else model
+    parallel = (
+        DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if size > 1 and not sharded
+        else model
+    )
     batches = _loaded(work, rank, size, at_once=at_once)
     if not loader:
         batches = itertools.cycle([next(batches) for _ in range(PREPARED)])
@@ -218,9 +236,17 @@ def hand_written(work: Workload, *, at_once: bool = False, loader: bool = True, 
 
 def _loaded(work: Workload, rank: int, size: int, *, at_once: bool) -> Iterator[Any]:
     data = work.at_once if at_once else work.one_by_one
-    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=0, drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data, num_replicas=size, rank=rank, shuffle=True, seed=0, drop_last=True
+    )
     collate = (lambda batch: batch) if at_once else None
-    batches = DataLoader(data, batch_size=work.global_batch // size, sampler=sampler, collate_fn=collate, drop_last=True)
+    batches = DataLoader(
+        data,
+        batch_size=work.global_batch // size,
+        sampler=sampler,
+        collate_fn=collate,
+        drop_last=True,
+    )
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -266,7 +292,13 @@ class Turns(ls.Hook):
 
 
 def lockstep(
-    work: Workload, *, microbatch: int, plan: str = "", rounds: int = 1, loops: dict[str, Iterator[None]], hooks: Sequence[ls.Hook] = ()
+    work: Workload,
+    *,
+    microbatch: int,
+    plan: str = "",
+    rounds: int = 1,
+    loops: dict[str, Iterator[None]],
+    hooks: Sequence[ls.Hook] = (),
 ) -> dict[str, list[Speed]]:
     """Alternate between `ls.train` and the loops. Return each side's speed in each round."""
     turns = Turns(loops, work.turn)
@@ -281,14 +313,24 @@ def lockstep(
         steps=work.warmup * work.turn + rounds * work.steps,
         clip_norm=work.clip_norm,
     )
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(os.devnull, "w") as nowhere,
+        redirect_stderr(nowhere),
+    ):
         ls.train(recipe, plan=plan, run_dir=f"{folder}/run", hooks=[*hooks, turns])
     if "bitwise" not in plan and turns.threads != torch.get_num_threads():
         others = torch.get_num_threads()
-        raise SystemExit(f"ls.train computed with {turns.threads} threads and the hand-written loop with {others}; nothing to compare")
+        raise SystemExit(
+            f"ls.train computed with {turns.threads} threads and the hand-written loop with"
+            f" {others}; nothing to compare"
+        )
     each = work.steps // work.turn
     return {
-        name: [speed(work.steps, spent[-each * (number + 1) :][:each]) for number in reversed(range(rounds))]
+        name: [
+            speed(work.steps, spent[-each * (number + 1) :][:each])
+            for number in reversed(range(rounds))
+        ]
         for name, spent in turns.spent.items()
     }
 
@@ -303,7 +345,9 @@ def loops_of(case: str, work: Workload) -> dict[str, Iterator[None]]:
     }
 
 
-def measure(case: str, rounds: int, steps: int | None, threads: int, width: int) -> dict[str, list[Speed]]:
+def measure(
+    case: str, rounds: int, steps: int | None, threads: int, width: int
+) -> dict[str, list[Speed]]:
     """Return each side's speed in each round, as this rank measured it. Runs in each process."""
     size = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(threads)
@@ -318,7 +362,14 @@ def measure(case: str, rounds: int, steps: int | None, threads: int, width: int)
         plan = "shard=auto" if case == "shard" else ""
         hooks = [Count()] if case == "hook" else []
         loops = loops_of(case, work)
-        speeds = lockstep(work, microbatch=work.global_batch // size, plan=plan, rounds=rounds, loops=loops, hooks=hooks)
+        speeds = lockstep(
+            work,
+            microbatch=work.global_batch // size,
+            plan=plan,
+            rounds=rounds,
+            loops=loops,
+            hooks=hooks,
+        )
     if size > 1:
         dist.destroy_process_group()
     return speeds
@@ -335,12 +386,15 @@ def run_by_run(work: Workload, rounds: int) -> dict[str, list[Speed]]:
     return speeds
 
 
-def rows_of(case: str, size: int, threads: int, speeds: dict[str, list[Speed]]) -> list[dict[str, Any]]:
+def rows_of(
+    case: str, size: int, threads: int, speeds: dict[str, list[Speed]]
+) -> list[dict[str, Any]]:
     baseline = next(iter(speeds.values()))
     rows = []
     for name, own in speeds.items():
         by_wall, by_processor = (
-            Ratio.of([getattr(each, by) for each in own], [getattr(each, by) for each in baseline]) for by in Speed._fields
+            Ratio.of([getattr(each, by) for each in own], [getattr(each, by) for each in baseline])
+            for by in Speed._fields
         )
         rows.append(
             {
@@ -360,37 +414,76 @@ def rows_of(case: str, size: int, threads: int, speeds: dict[str, list[Speed]]) 
 
 
 def show(rows: list[dict[str, Any]], rounds: int) -> None:
-    table = Table(title=f"steps/s on n processes of t threads, {os.cpu_count()} cores, median of {rounds} rounds")
+    table = Table(
+        title=(
+            f"steps/s on n processes of t threads, {os.cpu_count()} cores, median of {rounds}"
+            " rounds"
+        )
+    )
     for column in ("case", "n", "t", "side", "steps/s", "ratio", "quartiles", "cpu ratio"):
-        table.add_column(column, justify="left" if column in ("case", "side") else "right", no_wrap=True)
+        table.add_column(
+            column, justify="left" if column in ("case", "side") else "right", no_wrap=True
+        )
     for row in rows:
         spread = f"{row['ratio_low']:.3f}-{row['ratio_high']:.3f}"
-        numbers = (f"{row['steps_per_second']:.1f}", f"{row['ratio']:.3f}", spread, f"{row['processor_ratio']:.3f}")
-        table.add_row(row["case"], str(row["processes"]), str(row["threads"]), row["side"], *numbers)
+        numbers = (
+            f"{row['steps_per_second']:.1f}",
+            f"{row['ratio']:.3f}",
+            spread,
+            f"{row['processor_ratio']:.3f}",
+        )
+        table.add_row(
+            row["case"], str(row["processes"]), str(row["threads"]), row["side"], *numbers
+        )
     Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
     parser.add_argument("--processes", type=int, nargs="+", help="default: those of the case")
-    parser.add_argument("--width", type=int, default=128, help="width of the GPT, which has 48 x width^2 weights (default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="steps of each side in each round (default: 1000 for the MLP, 30 for the GPT)")
-    parser.add_argument("--threads", type=int, help="threads per process, on all sides (default: cores ÷ processes, as ls.train sets them)")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows, with every rate, to this file")
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=128,
+        help="width of the GPT, which has 48 x width^2 weights (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="steps of each side in each round (default: 1000 for the MLP, 30 for the GPT)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help=(
+            "threads per process, on all sides (default: cores ÷ processes, as ls.train sets them)"
+        ),
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write the rows, with every rate, to this file"
+    )
     options = parser.parse_args()
     rows = []
     for case in options.only:
         for size in options.processes or SIZES[case]:
             threads = options.threads or max(1, (os.cpu_count() or 1) // size)
             os.environ["OMP_NUM_THREADS"] = str(threads)
-            speeds = ls.spawn(measure, nproc=size, args=(case, options.rounds, options.steps, threads, options.width))
+            speeds = ls.spawn(
+                measure,
+                nproc=size,
+                args=(case, options.rounds, options.steps, threads, options.width),
+            )
             found = rows_of(case, size, threads, speeds)
             show(found, options.rounds)
             rows += found
     if options.json:
-        Path(options.json).write_text(json.dumps({"rounds": options.rounds, "rows": rows}, indent=2))
+        Path(options.json).write_text(
+            json.dumps({"rounds": options.rounds, "rows": rows}, indent=2)
+        )
 
 
 if __name__ == "__main__":

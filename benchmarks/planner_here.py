@@ -1,16 +1,19 @@
-"""Holds `lockstep plan --on this` against this machine: predicted steps and memory beside measured ones.
+"""Holds `lockstep plan --on this` against this machine: predicted steps and memory beside measured
+ones.
 
-    python benchmarks/planner_here.py [--only MODEL ...] [--processes 1 2 3 4] [--rounds 3] [--json FILE]
+    python benchmarks/planner_here.py [--only MODEL ...] [--processes 1 2 3 4]
+        [--rounds 3] [--json FILE]
 
-Five small models are trained under plans of one to four processes, in rounds: a virtual machine is for minutes slower
-than at other times, so each round measures the machine anew, and trains each model once. The measured time is the
-median of the steps of all rounds. Logging steps do not count. The measured memory is the most bytes of tensors that
-were there at once on the rank with the most, by lockstep's own profile of a step (torch's record of each allocation,
-and notes of the parameters, gradients and optimizer state that were there before).
-Predicted is the peak of the traced step, with no overhead added. Neither has what Python and torch's libraries take.
+Five small models are trained under plans of one to four processes, in rounds: a virtual machine is
+for minutes slower than at other times, so each round measures the machine anew, and trains each
+model once. The measured time is the median of the steps of all rounds. Logging steps do not count.
+The measured memory is the most bytes of tensors that were there at once on the rank with the most,
+by lockstep's own profile of a step (torch's record of each allocation, and notes of the parameters,
+gradients and optimizer state that were there before). Predicted is the peak of the traced step,
+with no overhead added. Neither has what Python and torch's libraries take.
 
-The machine is measured for each number of processes, as the command does, and the medians of the rounds count.
-Nothing is fitted to these models.
+The machine is measured for each number of processes, as the command does, and the medians of the
+rounds count. Nothing is fitted to these models.
 """
 
 from __future__ import annotations
@@ -52,12 +55,33 @@ STEPS, SKIPPED, PROFILED = 10, 2, 1
 PLANS: Mapping[int, Sequence[str]] = {
     1: ["replicate=1"],
     2: [
-        *("replicate=2", "shard=2", "tensor=2", "pipeline=2,schedule=gpipe", "pipeline=2,schedule=1f1b"),
+        *(
+            "replicate=2",
+            "shard=2",
+            "tensor=2",
+            "pipeline=2,schedule=gpipe",
+            "pipeline=2,schedule=1f1b",
+        ),
         *("pipeline=2,schedule=interleaved", "pipeline=2,schedule=zero-bubble"),
     ],
-    3: ["replicate=3", "shard=3", *(f"pipeline=3,schedule={name}" for name in ("gpipe", "1f1b", "interleaved", "zero-bubble"))],
+    3: [
+        "replicate=3",
+        "shard=3",
+        *(
+            f"pipeline=3,schedule={name}"
+            for name in ("gpipe", "1f1b", "interleaved", "zero-bubble")
+        ),
+    ],
     4: [
-        *("replicate=4", "shard=4", "tensor=4", "pipeline=4", "replicate=2,shard=2", "replicate=2,tensor=2", "shard=2,tensor=2"),
+        *(
+            "replicate=4",
+            "shard=4",
+            "tensor=4",
+            "pipeline=4",
+            "replicate=2,shard=2",
+            "replicate=2,tensor=2",
+            "shard=2,tensor=2",
+        ),
         *("replicate=2,pipeline=2", "shard=2,pipeline=2", "tensor=2,pipeline=2"),
     ],
 }
@@ -152,7 +176,11 @@ class ConvolutionBlock(nn.Sequential):
     """A convolution, a group norm and a ReLU."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(4, outputs), nn.ReLU())
+        super().__init__(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.GroupNorm(4, outputs),
+            nn.ReLU(),
+        )
 
 
 class RootMeanSquareNorm(nn.Module):
@@ -171,7 +199,9 @@ class Rotary(nn.Module):
 
     def __init__(self, head_width: int, length: int) -> None:
         super().__init__()
-        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, head_width, 2) / head_width))
+        angles = torch.outer(
+            torch.arange(length), 10000.0 ** (-torch.arange(0, head_width, 2) / head_width)
+        )
         self.register_buffer("cosine", angles.cos().repeat(1, 2), persistent=False)
         self.register_buffer("sine", angles.sin().repeat(1, 2), persistent=False)
 
@@ -186,8 +216,13 @@ class LlamaBlock(nn.Module):
     def __init__(self, width: int, heads: int, hidden: int, length: int) -> None:
         super().__init__()
         self.head_width = width // heads
-        self.attention_norm, self.feedforward_norm = RootMeanSquareNorm(width), RootMeanSquareNorm(width)
-        self.query, self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.attention_norm, self.feedforward_norm = (
+            RootMeanSquareNorm(width),
+            RootMeanSquareNorm(width),
+        )
+        self.query, self.key, self.value, self.output = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
         self.rotary = Rotary(self.head_width, length)
@@ -198,18 +233,27 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
     def attention(self, x: Tensor) -> Tensor:
-        query, key, value = (layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(self.rotary(query), self.rotary(key), value, is_causal=True)
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(
+            self.rotary(query), self.rotary(key), value, is_causal=True
+        )
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
 class Llama(nn.Module):
     """A language model like Llama."""
 
-    def __init__(self, *, layers: int, width: int, heads: int, hidden: int, length: int, tokens: int) -> None:
+    def __init__(
+        self, *, layers: int, width: int, heads: int, hidden: int, length: int, tokens: int
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
-        self.blocks = nn.Sequential(*(LlamaBlock(width, heads, hidden, length) for _ in range(layers)))
+        self.blocks = nn.Sequential(
+            *(LlamaBlock(width, heads, hidden, length) for _ in range(layers))
+        )
         self.head = nn.Sequential(RootMeanSquareNorm(width), nn.Linear(width, tokens, bias=False))
 
     def forward(self, text: Tensor) -> Tensor:
@@ -223,15 +267,30 @@ def rows(*shape: int) -> Callable[[], tuple[Tensor, Tensor]]:
 
 def texts(length: int, tokens: int) -> Callable[[], tuple[Tensor, Tensor]]:
     """Return a function that makes a data set of random texts."""
-    return lambda: (torch.randint(0, tokens, (512, length)), torch.randint(0, tokens, (512, length)))
+    return lambda: (
+        torch.randint(0, tokens, (512, length)),
+        torch.randint(0, tokens, (512, length)),
+    )
 
 
 PARTS = ["first", "blocks.*", "head"]
 HALVES = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 MODELS: Mapping[str, Model] = {
-    "mlp": Model(build=lambda: Perceptron(256, 512, 6), samples=rows(64), global_batch=512, microbatch=64, stages=PARTS, tensor=HALVES),
+    "mlp": Model(
+        build=lambda: Perceptron(256, 512, 6),
+        samples=rows(64),
+        global_batch=512,
+        microbatch=64,
+        stages=PARTS,
+        tensor=HALVES,
+    ),
     "wide mlp": Model(
-        build=lambda: Perceptron(768, 1536, 4), samples=rows(64), global_batch=128, microbatch=16, stages=PARTS, tensor=HALVES
+        build=lambda: Perceptron(768, 1536, 4),
+        samples=rows(64),
+        global_batch=128,
+        microbatch=16,
+        stages=PARTS,
+        tensor=HALVES,
     ),
     "gpt": Model(
         build=lambda: gpt.GPT(layers=4, width=128, heads=4, context=64, dropout=0.0),
@@ -246,7 +305,13 @@ MODELS: Mapping[str, Model] = {
             "blocks.*.perceptron.3": "rowwise",
         },
     ),
-    "convolutional": Model(build=lambda: Convolutional(32), samples=rows(3, 32, 32), global_batch=32, microbatch=4, stages=PARTS),
+    "convolutional": Model(
+        build=lambda: Convolutional(32),
+        samples=rows(3, 32, 32),
+        global_batch=32,
+        microbatch=4,
+        stages=PARTS,
+    ),
     "llama": Model(
         build=lambda: Llama(layers=4, width=128, heads=4, hidden=352, length=64, tokens=512),
         samples=texts(64, 512),
@@ -273,26 +338,47 @@ class StepTimes(ls.Hook):
     @property
     def seconds(self) -> list[float]:
         """The timed steps."""
-        return [b - a for a, b in zip(self.ends[SKIPPED : SKIPPED + STEPS], self.ends[SKIPPED + 1 :], strict=False)]
+        return [
+            b - a
+            for a, b in zip(
+                self.ends[SKIPPED : SKIPPED + STEPS], self.ends[SKIPPED + 1 :], strict=False
+            )
+        ]
 
 
-def measured(names: Sequence[str], processes: int, with_memory: bool) -> dict[str, tuple[list[float], int]]:
-    """Train each model under each plan, in this many processes. Returns the seconds of each step, and bytes, by model
-    and plan. Called by every rank."""
+def measured(
+    names: Sequence[str], processes: int, with_memory: bool
+) -> dict[str, tuple[list[float], int]]:
+    """Train each model under each plan, in this many processes. Returns the seconds of each step,
+    and bytes, by model and plan. Called by every rank."""
     cases = [(name, plan) for name in names for plan in MODELS[name].plans(processes)]
-    return {f"{name} {plan}": one_run(MODELS[name], plan, with_memory=with_memory) for name, plan in cases}
+    return {
+        f"{name} {plan}": one_run(MODELS[name], plan, with_memory=with_memory)
+        for name, plan in cases
+    }
 
 
 def one_run(model: Model, plan: str, *, with_memory: bool) -> tuple[list[float], int]:
-    """Train a model. Returns the seconds of each step on this rank, and the bytes of the rank with the most."""
+    """Train a model. Returns the seconds of each step on this rank, and the bytes of the rank with
+    the most."""
     times, last = StepTimes(), SKIPPED + STEPS + 1
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(os.devnull, "w") as nowhere,
+        redirect_stderr(nowhere),
+    ):
         run_dir = os.environ.get("LOCKSTEP_RUN_DIR") or folder
         hooks = [times, *([Profiler(range(last, last + PROFILED))] if with_memory else [])]
         recipe = model.recipe(last + PROFILED + 1)
-        result = ls.train(recipe, plan=plan, run_dir=f"{run_dir}/run", hooks=hooks, log_every=1000, resume="never")
+        result = ls.train(
+            recipe, plan=plan, run_dir=f"{run_dir}/run", hooks=hooks, log_every=1000, resume="never"
+        )
         memory = Path(result.run_dir) / "profile" / "memory.json"
-        ranks = json.loads(memory.read_text(encoding="utf-8"))["ranks"] if result.rank == 0 and memory.exists() else []
+        ranks = (
+            json.loads(memory.read_text(encoding="utf-8"))["ranks"]
+            if result.rank == 0 and memory.exists()
+            else []
+        )
     return times.seconds, max((each["peak_bytes"] for each in ranks), default=0)
 
 
@@ -321,8 +407,8 @@ class Row:
 
 
 def compared(names: Sequence[str], processes: int, rounds: int) -> list[Row]:
-    """Measure and predict all models under all plans of this many processes. In each round the machine is measured, and
-    each model trained under each plan."""
+    """Measure and predict all models under all plans of this many processes. In each round the
+    machine is measured, and each model trained under each plan."""
     threads = threads_per_process(processes)
     machines, runs = list[Measurements](), list[dict[str, tuple[list[float], int]]]()
     for number in range(rounds):
@@ -333,20 +419,26 @@ def compared(names: Sequence[str], processes: int, rounds: int) -> list[Row]:
     for name in names:
         for plan in MODELS[name].plans(processes):
             steps = [each for run in runs for each in run[f"{name} {plan}"][0]]
-            found.append(row(name, plan, machine, (statistics.median(steps), runs[0][f"{name} {plan}"][1])))
+            found.append(
+                row(name, plan, machine, (statistics.median(steps), runs[0][f"{name} {plan}"][1]))
+            )
     return found
 
 
 def middle(found: Sequence[Measurements]) -> Measurements:
     """Return the medians of several measurements."""
 
-    def curves(several: Sequence[Mapping[str, Mapping[float, float]]]) -> dict[str, dict[float, float]]:
+    def curves(
+        several: Sequence[Mapping[str, Mapping[float, float]]],
+    ) -> dict[str, dict[float, float]]:
         names = dict.fromkeys(name for each in several for name in each)
         return {name: medians([each[name] for each in several if name in each]) for name in names}
 
     def medians(several: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
         keys = dict.fromkeys(key for each in several for key in each)
-        return {key: statistics.median(each[key] for each in several if key in each) for key in keys}
+        return {
+            key: statistics.median(each[key] for each in several if key in each) for key in keys
+        }
 
     return Measurements(
         operations=curves([each.operations for each in found]),
@@ -360,7 +452,16 @@ def middle(found: Sequence[Measurements]) -> Measurements:
 def row(name: str, plan: str, machine: Machine, found: tuple[float, int]) -> Row:
     """Predict a model under a plan."""
     told = predict(MODELS[name].recipe(100), Plan.parse(plan), machine)
-    return Row(name, plan, machine.cluster.count, told.seconds, found[0], told.peak.bytes, found[1], dict(told.by_limit))
+    return Row(
+        name,
+        plan,
+        machine.cluster.count,
+        told.seconds,
+        found[0],
+        told.peak.bytes,
+        found[1],
+        dict(told.by_limit),
+    )
 
 
 def mean_error(errors: Sequence[float]) -> float:
@@ -370,9 +471,15 @@ def mean_error(errors: Sequence[float]) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
-    parser.add_argument("--processes", nargs="+", type=int, default=list(PLANS), choices=list(PLANS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL"
+    )
+    parser.add_argument(
+        "--processes", nargs="+", type=int, default=list(PLANS), choices=list(PLANS)
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -384,18 +491,47 @@ def main() -> None:
 
 def report(found: Sequence[Row], file: Path | None) -> None:
     """Print the rows that there are, and write them."""
-    table = Table("model", "plan", "predicted ms", "measured ms", "error", "predicted MiB", "measured MiB", "error")
+    table = Table(
+        "model",
+        "plan",
+        "predicted ms",
+        "measured ms",
+        "error",
+        "predicted MiB",
+        "measured MiB",
+        "error",
+    )
     for each in found:
-        times = f"{1e3 * each.predicted_seconds:.1f}", f"{1e3 * each.measured_seconds:.1f}", f"{each.time_error:+.0%}"
-        sizes = f"{each.predicted_bytes / 2**20:.1f}", f"{each.measured_bytes / 2**20:.1f}", f"{each.memory_error:+.0%}"
+        times = (
+            f"{1e3 * each.predicted_seconds:.1f}",
+            f"{1e3 * each.measured_seconds:.1f}",
+            f"{each.time_error:+.0%}",
+        )
+        sizes = (
+            f"{each.predicted_bytes / 2**20:.1f}",
+            f"{each.measured_bytes / 2**20:.1f}",
+            f"{each.memory_error:+.0%}",
+        )
         table.add_row(each.model, each.plan, *times, *sizes)
     console = Console(width=130)
     console.print(table)
-    times, sizes = mean_error([each.time_error for each in found]), mean_error([each.memory_error for each in found])
-    console.print(f"{len(found)} rows; mean absolute error of the step time {times:.1%}, of the memory {sizes:.1%}")
+    times, sizes = (
+        mean_error([each.time_error for each in found]),
+        mean_error([each.memory_error for each in found]),
+    )
+    console.print(
+        f"{len(found)} rows; mean absolute error of the step time {times:.1%}, of the memory"
+        f" {sizes:.1%}"
+    )
     if file:
-        rows_ = [{**asdict(each), "time_error": each.time_error, "memory_error": each.memory_error} for each in found]
-        file.write_text(json.dumps({"time": times, "memory": sizes, "rows": rows_}, indent=1) + "\n", encoding="utf-8")
+        rows_ = [
+            {**asdict(each), "time_error": each.time_error, "memory_error": each.memory_error}
+            for each in found
+        ]
+        file.write_text(
+            json.dumps({"time": times, "memory": sizes, "rows": rows_}, indent=1) + "\n",
+            encoding="utf-8",
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Measures the host's time of a step: Python, torch's dispatcher, autograd, DTensor, FSDP2's hooks and lockstep.
+"""Measures the host's time of a step: Python, torch's dispatcher, autograd, DTensor, FSDP2's hooks
+and lockstep.
 
     python benchmarks/planner_host.py [--write]
 
-Each step is that of lockstep's own engines, of a small transformer, in a world of two ranks of which one is there, with
-tensors of a few numbers: the operations of a real step, with no work in them. Its time on this CPU, over what its trace
-counts (kernels, microbatches, DTensor's dispatches, collectives by mesh axis), gives the host's time of each, by least
-squares over steps of several depths and numbers of microbatches. `--write` writes `planner/machines/host.toml`.
+Each step is that of lockstep's own engines, of a small transformer, in a world of two ranks of
+which one is there, with tensors of a few numbers: the operations of a real step, with no work in
+them. Its time on this CPU, over what its trace counts (kernels, microbatches, DTensor's dispatches,
+collectives by mesh axis), gives the host's time of each, by least squares over steps of several
+depths and numbers of microbatches. `--write` writes `planner/machines/host.toml`.
 
-A GPU adds the launch itself, which a CPU does not have: `LAUNCHED_SECONDS`, less what the same call takes here.
+A GPU adds the launch itself, which a CPU does not have: `LAUNCHED_SECONDS`, less what the same call
+takes here.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ from lockstep.training.hook import Run
 
 HOST_FILE = Path(lockstep.planner.__file__).parent / "machines" / "host.toml"
 LAUNCHED_SECONDS = 9.68e-6
-"""A small eager kernel (`x.add_(1)`) on the host of an H200, torch 2.11, 2026-11-26: the mean of 1,000 in a row."""
+"""A small eager kernel (`x.add_(1)`) on the host of an H200, torch 2.11, 2026-11-26: the mean of
+1,000 in a row."""
 STEPS, WARM = 60, 15
 BLOCKS, MICROBATCHES = (2, 8), (1, 4)
 WIDTH, HEAD, TOKENS = 16, 8, 4
@@ -77,7 +81,8 @@ class Step:
             microbatch=1,
             steps=STEPS,
             stages=["embedding", "blocks.*", "head"],
-            tensor={f"blocks.*.{name}": "colwise" for name in COLWISE} | {f"blocks.*.{name}": "rowwise" for name in ROWWISE},
+            tensor={f"blocks.*.{name}": "colwise" for name in COLWISE}
+            | {f"blocks.*.{name}": "rowwise" for name in ROWWISE},
         )
 
 
@@ -127,7 +132,10 @@ class TimedSession(LoneSession):
 def options_of(step: Step) -> tuple[Plan, TraceOptions]:
     """Return the plan, resolved, and how it is traced."""
     size = 1 if step.plan == "replicate=1" else 2
-    plan, options = Plan.parse(step.plan).resolve(size), TraceOptions(world_size=size, local_size=size)
+    plan, options = (
+        Plan.parse(step.plan).resolve(size),
+        TraceOptions(world_size=size, local_size=size),
+    )
     return plan, options
 
 
@@ -138,7 +146,9 @@ def seconds(step: Step) -> float:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         world = stack.enter_context(fake_world(0, options.world_size, options.local_size))
-        session = TimedSession(step.recipe(), plan, world, replace(options, is_fake=False), folder, clock)
+        session = TimedSession(
+            step.recipe(), plan, world, replace(options, is_fake=False), folder, clock
+        )
         stack.callback(gc.enable)
         gc.disable()
         with suppress(Ended), session:
@@ -170,7 +180,12 @@ def solve(rows: Sequence[tuple[Counter[str], float]], known: dict[str, float]) -
     """Return the seconds of what `known` lacks, by least squares of the relative error."""
     names = sorted({name for count, _ in rows for name in count} - set(known))
     left = np.array([[count[name] / measured for name in names] for count, measured in rows])
-    right = np.array([1 - sum(known[name] * count[name] for name in known) / measured for count, measured in rows])
+    right = np.array(
+        [
+            1 - sum(known[name] * count[name] for name in known) / measured
+            for count, measured in rows
+        ]
+    )
     found = np.linalg.lstsq(left, right, rcond=None)[0]
     return known | dict(zip(names, found.tolist(), strict=True))
 
@@ -187,17 +202,24 @@ def call_seconds(call: Callable[[], Any], repeats: int = 5000) -> float:
 
 
 def call_times() -> dict[str, float]:
-    """Return the times of a functional collective, as DTensor uses them, and of a message between stages."""
+    """Return the times of a functional collective, as DTensor uses them, and of a message between
+    stages."""
     with fake_world(0, 2, 2):
         tensor, world = torch.ones(4, 4), dist.group.WORLD
-        reduce = call_seconds(lambda: functional.wait_tensor(functional.all_reduce(tensor, "sum", world)), 500)
-        message = call_seconds(lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1)])[0].wait(), 500)
+        reduce = call_seconds(
+            lambda: functional.wait_tensor(functional.all_reduce(tensor, "sum", world)), 500
+        )
+        message = call_seconds(
+            lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1)])[0].wait(), 500
+        )
     return {"tensor collective": reduce, "pipeline collective": message}
 
 
 def main() -> None:
     """Print the table, and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write the planner's file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -209,31 +231,55 @@ def main() -> None:
         steps = [Step(plan, blocks, count) for blocks in BLOCKS for count in MICROBATCHES]
         measured |= {step: (counts(step), seconds(step)) for step in steps}
         known = solve([measured[step] for step in steps], known)
-    table = Table("plan", "blocks", "microbatches", "kernels", "measured", "by the counts", title="The host's time of a step")
+    table = Table(
+        "plan",
+        "blocks",
+        "microbatches",
+        "kernels",
+        "measured",
+        "by the counts",
+        title="The host's time of a step",
+    )
     for step, (count, taken) in measured.items():
         sum_of = sum(known[name] * count[name] for name in count)
         times = f"{taken * 1e3:.2f} ms", f"{sum_of * 1e3:.2f} ms"
-        table.add_row(step.plan, str(step.blocks), str(step.microbatches), str(count["kernel"]), *times)
+        table.add_row(
+            step.plan, str(step.blocks), str(step.microbatches), str(count["kernel"]), *times
+        )
     console = Console()
     console.print(table)
     for name, each in known.items():
         console.print(f"{name}: {each * 1e6:.1f} us", highlight=False)
-    console.print(f"x.add_(1) here: {here * 1e6:.2f} us, on the host of a GPU {LAUNCHED_SECONDS * 1e6:.2f} us", highlight=False)
+    console.print(
+        f"x.add_(1) here: {here * 1e6:.2f} us, on the host of a GPU"
+        f" {LAUNCHED_SECONDS * 1e6:.2f} us",
+        highlight=False,
+    )
     if options.write:
         HOST_FILE.write_text(toml_of(known, LAUNCHED_SECONDS - here), encoding="utf-8")
 
 
 def toml_of(known: dict[str, float], launch: float) -> str:
     """Return the planner's file."""
-    collectives = {name.removesuffix(" collective"): each for name, each in known.items() if name.endswith(" collective")}
+    collectives = {
+        name.removesuffix(" collective"): each
+        for name, each in known.items()
+        if name.endswith(" collective")
+    }
     lines = [
-        f"# The host's seconds in a step, measured by benchmarks/planner_host.py on one core of this kind, {date.today()}:",
+        (
+            "# The host's seconds in a step, measured by benchmarks/planner_host.py on one core of"
+            f" this kind, {date.today()}:"
+        ),
         f"# {cpu()}, torch {torch.__version__}. launch: what a GPU adds to the same call on a CPU.",
         f"launch = {launch:.3g}",
         f"kernel = {max(0.0, known['kernel']):.3g}",
         "",
         "[marks]",
-        *(f"{name} = {max(0.0, known[name]):.3g}" for name in ("microbatch", DISPATCH, REDUCED, "end")),
+        *(
+            f"{name} = {max(0.0, known[name]):.3g}"
+            for name in ("microbatch", DISPATCH, REDUCED, "end")
+        ),
         "",
         "[collectives]",
         *(f"{name} = {max(0.0, each):.3g}" for name, each in collectives.items()),
@@ -244,7 +290,14 @@ def toml_of(known: dict[str, float], launch: float) -> str:
 def cpu() -> str:
     """Return the processor's name."""
     told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    return next((line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")), "unknown")
+    return next(
+        (
+            line.partition(":")[2].strip()
+            for line in told.splitlines()
+            if line.startswith("model name")
+        ),
+        "unknown",
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Measures one rank of a very large world: set-up time, memory and time per step, beside a world of 16.
+"""Measures one rank of a very large world: set-up time, memory and time per step, beside a world of
+16.
 
     python benchmarks/scale.py [--sizes 16 1024 16384] [--rounds 5] [--json FILE]
 
-The other ranks are torch's fake process group: it answers every collective at once, as if all ranks had sent the same.
-So this is the cost of lockstep and torch on each rank, without the network. The model is an MLP (784-256-10) with 4
-samples per rank and AdamW: its steps take about a millisecond, so any overhead shows. The plans are `replicate` alone,
-and with `shard=8`. Each measurement is a process of its own; figures are medians over rounds.
+The other ranks are torch's fake process group: it answers every collective at once, as if all ranks
+had sent the same. So this is the cost of lockstep and torch on each rank, without the network. The
+model is an MLP (784-256-10) with 4 samples per rank and AdamW: its steps take about a millisecond,
+so any overhead shows. The plans are `replicate` alone, and with `shard=8`. Each measurement is a
+process of its own; figures are medians over rounds.
 
-Set-up is the time from `ls.train` to the first step, without torch's creation of meshes and process groups, which has
-its own column. Memory is the process's peak after all steps. A step is the mean of 300, so that logging counts.
+Set-up is the time from `ls.train` to the first step, without torch's creation of meshes and process
+groups, which has its own column. Memory is the process's peak after all steps. A step is the mean
+of 300, so that logging counts.
 
 Quote numbers only from a machine that did nothing else.
 """
@@ -119,24 +122,40 @@ def measure(size: int, plan: str) -> dict[str, float]:
 
 def measured(size: int, plan: str) -> dict[str, float]:
     command = [sys.executable, str(Path(__file__).resolve()), "--one", str(size), plan]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
+    )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def show(rows: list[dict[str, Any]], rounds: int) -> None:
-    table = Table(title=f"one rank, median of {rounds} rounds; in brackets: times that of the smallest world")
+    table = Table(
+        title=f"one rank, median of {rounds} rounds; in brackets: times that of the smallest world"
+    )
     for column in ("plan", "ranks", "set-up, s", "torch's groups, s", "memory, MiB", "step, ms"):
         table.add_column(column, justify="left" if column == "plan" else "right", no_wrap=True)
     for row in rows:
-        cells = [f"{row[name]:.2f}" + ("" if name == "groups_seconds" else f" ({row['ratio'][name]:.2f})") for name in FIGURES]
+        cells = [
+            f"{row[name]:.2f}"
+            + ("" if name == "groups_seconds" else f" ({row['ratio'][name]:.2f})")
+            for name in FIGURES
+        ]
         table.add_row(row["plan"], str(row["ranks"]), *cells)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 1024, 16384], help="ranks, multiples of 8; default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[16, 1024, 16384],
+        help="ranks, multiples of 8; default: %(default)s",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -153,10 +172,19 @@ def main() -> None:
     for (name, size), each in found.items():
         row = {figure: statistics.median(one[figure] for one in each) for figure in FIGURES}
         first = next((other for other in rows if other["plan"] == name), row)
-        rows.append({"plan": name, "ranks": size, **row, "ratio": {figure: row[figure] / (first[figure] or 1.0) for figure in FIGURES}})
+        rows.append(
+            {
+                "plan": name,
+                "ranks": size,
+                **row,
+                "ratio": {figure: row[figure] / (first[figure] or 1.0) for figure in FIGURES},
+            }
+        )
     show(rows, arguments.rounds)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"rows": rows, "torch": torch.__version__}, indent=1))
+        Path(arguments.json).write_text(
+            json.dumps({"rows": rows, "torch": torch.__version__}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Measures `assignment=measured` beside `assignment=equal` where one of two processes has half a core.
+"""Measures `assignment=measured` beside `assignment=equal` where one of two processes has half a
+core.
 
     python benchmarks/unequal.py [--steps 150] [--settle 40] [--json FILE]
 
-`ls.train` trains examples/gpt.py's model in bitwise numerics, twice at the same time: one run with either setting. They
-take turns of 5 steps, so that both see the same other load; the one whose turn it is not waits. A run has two processes
-of one thread, each pinned to a core of its own. Beside the second one, a loop that does nothing else is pinned to the
-same core, so that the scheduler gives each of them half of it. The first steps, in which speeds are measured, do not
-count (`--settle`). The ratio is the median over the turns of (seconds of equal) / (seconds of measured).
+`ls.train` trains examples/gpt.py's model in bitwise numerics, twice at the same time: one run with
+either setting. They take turns of 5 steps, so that both see the same other load; the one whose turn
+it is not waits. A run has two processes of one thread, each pinned to a core of its own. Beside the
+second one, a loop that does nothing else is pinned to the same core, so that the scheduler gives
+each of them half of it. The first steps, in which speeds are measured, do not count (`--settle`).
+The ratio is the median over the turns of (seconds of equal) / (seconds of measured).
 
-Quote numbers only from a machine that did nothing else: other work takes from both cores. Linux only.
+Quote numbers only from a machine that did nothing else: other work takes from both cores. Linux
+only.
 """
 
 from __future__ import annotations
@@ -78,7 +81,9 @@ class Turns(ls.Hook):
         until = time.monotonic() + PATIENCE_SECONDS
         while self._turn.read_text() != self._name and not self._done.exists():
             if time.monotonic() > until:
-                raise TimeoutError(f"the run with assignment={self._other} has not given up its turn")
+                raise TimeoutError(
+                    f"the run with assignment={self._other} has not given up its turn"
+                )
             time.sleep(0.002)
         self._signal("SIGCONT")
 
@@ -88,12 +93,14 @@ class Turns(ls.Hook):
 
 
 def train(folder: str, assignment: str, steps: int, cores: tuple[int, int]) -> dict[str, Any]:
-    """Train on one rank; the second one has half of its core. Returns the seconds of each step, and the fingerprint."""
+    """Train on one rank; the second one has half of its core. Returns the seconds of each step, and
+    the fingerprint."""
     rank = int(os.environ["RANK"])
     os.sched_setaffinity(0, {cores[rank]})
     torch.set_num_threads(1)
     windows = torch.randint(0, 256, (4096, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
-    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if rank == 1 else None  # on the same core
+    # on the same core
+    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if rank == 1 else None
     if loop is not None:
         loop.send_signal(signal.SIGSTOP)
     turns, run_dir = Turns(Path(folder), assignment, loop), Path(folder, assignment)
@@ -118,8 +125,15 @@ def train(folder: str, assignment: str, steps: int, cores: tuple[int, int]) -> d
         if loop is not None:
             loop.kill()
             loop.wait()
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    changes = [(event["first_step"], event["microbatches"]) for event in events if event["event"] == "assignment-changed"]
+    events = [
+        json.loads(line)
+        for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    changes = [
+        (event["first_step"], event["microbatches"])
+        for event in events
+        if event["event"] == "assignment-changed"
+    ]
     return {"seconds": turns.seconds, "fingerprint": result.fingerprint, "changes": changes}
 
 
@@ -135,23 +149,35 @@ def both(steps: int) -> dict[str, dict[str, Any]]:
         finally:
             for run in runs:
                 run.kill()
-        return {name: json.loads(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in SETTINGS}
+        return {
+            name: json.loads(Path(folder, f"{name}.json").read_text(encoding="utf-8"))
+            for name in SETTINGS
+        }
 
 
 def show(found: dict[str, dict[str, Any]], settle: int, load: float) -> dict[str, Any]:
     """Print the figures and return them."""
     steps = len(found[SETTINGS[0]]["seconds"])
     starts = range(settle, steps - TURN_STEPS + 1, TURN_STEPS)
-    turns = {name: [sum(found[name]["seconds"][start : start + TURN_STEPS]) for start in starts] for name in SETTINGS}
-    ratios = [equal / measured for equal, measured in zip(turns["equal"], turns["measured"], strict=True)]
-    table = Table(title=f"the second of 2 has half a core; {len(ratios)} turns, load before {load:.1f}")
+    turns = {
+        name: [sum(found[name]["seconds"][start : start + TURN_STEPS]) for start in starts]
+        for name in SETTINGS
+    }
+    ratios = [
+        equal / measured for equal, measured in zip(turns["equal"], turns["measured"], strict=True)
+    ]
+    table = Table(
+        title=f"the second of 2 has half a core; {len(ratios)} turns, load before {load:.1f}"
+    )
     for column in ("assignment", "steps/s", "microbatches at the end", "fingerprint"):
         table.add_column(column, no_wrap=True)
     for name in SETTINGS:
         speed = TURN_STEPS / statistics.median(turns[name])
         each = GLOBAL_BATCH // MICROBATCH // 2
         last = found[name]["changes"][-1][1] if found[name]["changes"] else [each, each]
-        table.add_row(name, f"{speed:.2f}", " ".join(map(str, last)), found[name]["fingerprint"][:16])
+        table.add_row(
+            name, f"{speed:.2f}", " ".join(map(str, last)), found[name]["fingerprint"][:16]
+        )
     low, middle, high = statistics.quantiles(ratios, n=4)
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
@@ -160,10 +186,19 @@ def show(found: dict[str, dict[str, Any]], settle: int, load: float) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--settle", type=int, default=40, help="first steps that do not count (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--settle",
+        type=int,
+        default=40,
+        help="first steps that do not count (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write the figures to this file"
+    )
     parser.add_argument("--one", choices=SETTINGS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -172,7 +207,9 @@ def main() -> None:
     if len(cores) < 2:
         parser.error("one core; each of the two processes is pinned to one of its own")
     if options.one is not None:
-        found = ls.spawn(train, nproc=2, args=(options.folder, options.one, options.steps, (cores[0], cores[1])))
+        found = ls.spawn(
+            train, nproc=2, args=(options.folder, options.one, options.steps, (cores[0], cores[1]))
+        )
         Path(options.folder, f"{options.one}.json").write_text(json.dumps(found), encoding="utf-8")
         return
     figures = show(both(options.steps), options.settle, load)

@@ -1,12 +1,13 @@
-"""Measures the cost of monitoring: progress notes, the hang watchdog, ranks.jsonl, and the replica audit every 100
-steps.
+"""Measures the cost of monitoring: progress notes, the hang watchdog, ranks.jsonl, and the replica
+audit every 100 steps.
 
     python benchmarks/watching.py [--nproc 2] [--rounds 9] [--steps 100] [--json FILE]
 
-`ls.train` trains examples/gpt.py's model in new processes of one thread, alternately with all monitoring, as in every
-run, and without. No user can switch it off: this script removes it from lockstep. The first 20 steps of each run do not
-count. The ratio is the median of the rounds' ratios. The table also has the cost of one progress note, and the share of
-a 5 ms step that its notes take.
+`ls.train` trains examples/gpt.py's model in new processes of one thread, alternately with all
+monitoring, as in every run, and without. No user can switch it off: this script removes it from
+lockstep. The first 20 steps of each run do not count. The ratio is the median of the rounds'
+ratios. The table also has the cost of one progress note, and the share of a 5 ms step that its
+notes take.
 
 Quote numbers only from a machine that did nothing else.
 """
@@ -88,15 +89,21 @@ def train(run_dir: str, steps: int, watched: bool, counts: bool) -> tuple[float,
         run_dir=run_dir,
         hooks=[clock],
     )
-    return (clock.times[-1] - clock.times[FIRST - 1]) / (steps - FIRST), 0.0 if entered is None else entered.count / steps
+    return (clock.times[-1] - clock.times[FIRST - 1]) / (steps - FIRST), (
+        0.0 if entered is None else entered.count / steps
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write the figures to this file"
+    )
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     load = os.getloadavg()[0]
@@ -105,17 +112,23 @@ def main() -> None:
 
         def run(number: int, watched: bool, counts: bool = False) -> tuple[float, float]:
             place = f"{folder}/{number}-{watched}-{counts}"
-            found: tuple[float, float] = ls.spawn(train, nproc=options.nproc, args=(place, options.steps, watched, counts))
+            found: tuple[float, float] = ls.spawn(
+                train, nproc=options.nproc, args=(place, options.steps, watched, counts)
+            )
             return found
 
         notes = run(-1, True, counts=True)[1]
         for number in range(options.rounds):
             for watched in (True, False) if number % 2 else (False, True):
                 seconds[watched].append(run(number, watched)[0])
-    ratio = statistics.median(on / off for on, off in zip(seconds[True], seconds[False], strict=True))
+    ratio = statistics.median(
+        on / off for on, off in zip(seconds[True], seconds[False], strict=True)
+    )
     phases = Phases()
     note = timeit.timeit(lambda: phases.enter("compute"), number=200_000) / 200_000
-    table = Table("", "", title=f"{options.nproc} processes, {options.rounds} rounds, load before {load:.1f}")
+    table = Table(
+        "", "", title=f"{options.nproc} processes, {options.rounds} rounds, load before {load:.1f}"
+    )
     table.add_row("a step with it", f"{statistics.median(seconds[True]) * 1e3:.2f} ms")
     table.add_row("a step without", f"{statistics.median(seconds[False]) * 1e3:.2f} ms")
     table.add_row("ratio", f"{ratio:.4f}")
@@ -123,7 +136,13 @@ def main() -> None:
     table.add_row("notes a step", f"{notes:.0f}, {notes * note / 0.005:.2%} of 5 ms")
     Console(width=None if sys.stdout.isatty() else 110).print(table)
     if options.json is not None:
-        figures = {"with": seconds[True], "without": seconds[False], "ratio": ratio, "note_seconds": note, "notes": notes}
+        figures = {
+            "with": seconds[True],
+            "without": seconds[False],
+            "ratio": ratio,
+            "note_seconds": note,
+            "notes": notes,
+        }
         options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 

@@ -2,9 +2,9 @@
 
 lockstep run --nproc 2 examples/cartpole.py
 
-Reinforcement learning has no dataset: the policy plays the games that it learns from. So this example is a loop on
-`ls.Session`, and its samples are environment indices. Each game is seeded by (seed, step, environment), so it does not
-depend on the rank that plays it.
+Reinforcement learning has no dataset: the policy plays the games that it learns from. So this
+example is a loop on `ls.Session`, and its samples are environment indices. Each game is seeded by
+(seed, step, environment), so it does not depend on the rank that plays it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Games(NamedTuple):
     """(time, game): True while the game runs."""
 
     def returns(self) -> Tensor:
-        """Return the games' returns, of shape (game,). CartPole gives a reward of 1 for each step."""
+        """Return the games' returns, of shape (game,). CartPole gives a reward of 1 for each
+        step."""
         return self.playing.float().sum(dim=0)
 
 
@@ -57,13 +58,22 @@ class Games(NamedTuple):
 def play(policy: Policy, seeds: list[int], device: torch.device, *, greedy: bool = False) -> Games:
     """Play one game for each seed. The policy is called once per time step, for all games."""
     environments = [gymnasium.make("CartPole-v1", disable_env_checker=True) for _ in seeds]
-    states = np.stack([environment.reset(seed=seed)[0] for environment, seed in zip(environments, seeds, strict=True)])
+    states = np.stack(
+        [
+            environment.reset(seed=seed)[0]
+            for environment, seed in zip(environments, seeds, strict=True)
+        ]
+    )
     playing = np.ones(len(environments), dtype=bool)
     history = []
     while playing.any():
         observations = torch.from_numpy(states.copy()).to(device)
         scores = policy.action(observations)
-        actions = scores.argmax(dim=1) if greedy else torch.multinomial(scores.softmax(dim=1), 1).squeeze(1)
+        actions = (
+            scores.argmax(dim=1)
+            if greedy
+            else torch.multinomial(scores.softmax(dim=1), 1).squeeze(1)
+        )
         history.append((observations, actions, torch.from_numpy(playing.copy()).to(device)))
         for number, action in enumerate(actions.tolist()):
             if playing[number]:
@@ -96,14 +106,28 @@ def seed_of(*parts: int) -> int:
 
 def main(argv: list[str] | None = None) -> float:
     """Return the mean return of 128 new games after the training, the same on every rank."""
-    parser = argparse.ArgumentParser(description="Learn to balance gymnasium's CartPole-v1 by policy gradient.")
+    parser = argparse.ArgumentParser(
+        description="Learn to balance gymnasium's CartPole-v1 by policy gradient."
+    )
     parser.add_argument(
-        "--steps", type=int, default=150, help="optimizer steps at most; training ends when the pole balances (default: %(default)s)"
+        "--steps",
+        type=int,
+        default=150,
+        help="optimizer steps at most; training ends when the pole balances (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--global-batch", type=int, default=16, help="games per step, over all processes (default: %(default)s)")
-    parser.add_argument("--microbatch", type=int, default=4, help="games played side by side (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-2, help="highest learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        default=16,
+        help="games per step, over all processes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--microbatch", type=int, default=4, help="games played side by side (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lr", type=float, default=1e-2, help="highest learning rate (default: %(default)s)"
+    )
     options = parser.parse_args(argv)
 
     with ls.Session(seed=options.seed) as session:
@@ -113,11 +137,20 @@ def main(argv: list[str] | None = None) -> float:
             schedule=ls.warmup_cosine(warmup=0, total=options.steps),
         )
         last_means: deque[float] = deque(maxlen=10)
-        steps = session.steps(None, global_batch=options.global_batch, microbatch=options.microbatch, steps=options.steps)
+        steps = session.steps(
+            None,
+            global_batch=options.global_batch,
+            microbatch=options.microbatch,
+            steps=options.steps,
+        )
         for step in steps:
             returns = [torch.empty(0)]
             for environments in step.microbatches():
-                games = play(policy, [seed_of(options.seed, step.index, number) for number in environments], session.device)
+                games = play(
+                    policy,
+                    [seed_of(options.seed, step.index, number) for number in environments],
+                    session.device,
+                )
                 step.backward(policy_gradient(policy, games))
                 returns.append(games.returns())
             step.commit(optimizer, clip_norm=1.0)
@@ -126,10 +159,16 @@ def main(argv: list[str] | None = None) -> float:
             if len(last_means) == 10 and sum(last_means) / 10 >= SOLVED:
                 session.stop(f"a mean return of {SOLVED:.0f} over the last 10 steps")
 
-        fresh = [seed_of(options.seed, options.steps, number) for number in range(session.rank, EVALUATION_GAMES, session.world_size)]
+        fresh = [
+            seed_of(options.seed, options.steps, number)
+            for number in range(session.rank, EVALUATION_GAMES, session.world_size)
+        ]
         mean_return = session.mean(play(policy, fresh, session.device, greedy=True).returns())
         if session.rank == 0:
-            print(f"mean return {mean_return:.1f} over {EVALUATION_GAMES} fresh games, after {step.index + 1} steps (500 is the most)")
+            print(
+                f"mean return {mean_return:.1f} over {EVALUATION_GAMES} fresh games, after"
+                f" {step.index + 1} steps (500 is the most)"
+            )
     return mean_return
 
 

@@ -21,12 +21,15 @@ HELD_OUT_EVERY = 5
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return training and held-out digits: images of shape (64,) in 0..1, and labels. Every fifth digit is held out."""
+    """Return training and held-out digits: images of shape (64,) in 0..1, and labels. Every fifth
+    digit is held out."""
     digits = load_digits()
     images = torch.from_numpy(digits.data).float() / 16
     labels = torch.from_numpy(digits.target)
     held_out = torch.arange(len(labels)) % HELD_OUT_EVERY == 0
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(
+        images[held_out], labels[held_out]
+    )
 
 
 def build_model(dropout: float) -> nn.Module:
@@ -34,19 +37,39 @@ def build_model(dropout: float) -> nn.Module:
 
 
 def accuracy(logits: Tensor, batch: list[Tensor]) -> Tensor:
-    """Return 1 for each correct digit and 0 for each wrong one; `ls.Mean` averages them over all samples."""
+    """Return 1 for each correct digit and 0 for each wrong one; `ls.Mean` averages them over all
+    samples."""
     return (logits.argmax(dim=1) == batch[1]).float()
 
 
 def main(argv: list[str] | None = None) -> ls.Result:
-    parser = argparse.ArgumentParser(description="Classify scikit-learn's handwritten digits with a small perceptron.")
+    parser = argparse.ArgumentParser(
+        description="Classify scikit-learn's handwritten digits with a small perceptron."
+    )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=int, default=30, help="passes over the training digits (default: %(default)s)")
+    length.add_argument(
+        "--epochs",
+        type=int,
+        default=30,
+        help="passes over the training digits (default: %(default)s)",
+    )
     length.add_argument("--steps", type=int, help="optimizer steps, instead of --epochs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--global-batch", type=int, default=64, help="digits per step, over all processes (default: %(default)s)")
-    parser.add_argument("--microbatch", type=int, default=8, help="digits in one forward and backward (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        default=64,
+        help="digits per step, over all processes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--microbatch",
+        type=int,
+        default=8,
+        help="digits in one forward and backward (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lr", type=float, default=3e-3, help="learning rate (default: %(default)s)"
+    )
     parser.add_argument("--dropout", type=float, default=0.2, help="(default: %(default)s)")
     options = parser.parse_args(argv)
 
@@ -62,11 +85,16 @@ def main(argv: list[str] | None = None) -> ls.Result:
         steps=options.steps,
         epochs=None if options.steps is not None else options.epochs,
         seed=options.seed,
-        evaluation=ls.Evaluation(data=held_out, every=100, metrics={"accuracy": ls.Mean(accuracy)}, microbatch=64),
+        evaluation=ls.Evaluation(
+            data=held_out, every=100, metrics={"accuracy": ls.Mean(accuracy)}, microbatch=64
+        ),
     )
     result = ls.train(recipe)
     if result.rank == 0:
-        print(f"accuracy {result.metrics['accuracy']:.4f} on {len(held_out)} held-out digits; fingerprint {result.fingerprint}")
+        print(
+            f"accuracy {result.metrics['accuracy']:.4f} on {len(held_out)} held-out digits;"
+            f" fingerprint {result.fingerprint}"
+        )
     return result
 
 

@@ -19,7 +19,16 @@ from torch.nn import functional as F
 
 import lockstep as ls
 
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+}
 TRAINING_BYTES = 8 * 2**20
 HELD_OUT_EVERY = 24
 HELD_OUT_BYTES = 8192
@@ -30,7 +39,11 @@ PROMPT = b"def "
 def read_text() -> tuple[bytes, bytes]:
     """Return the training text and the held-out text: the first 8 KiB of every 24th file."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not SKIPPED.intersection(path.relative_to(root).parts))
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not SKIPPED.intersection(path.relative_to(root).parts)
+    )
     held_out = b"".join(path.read_bytes()[:HELD_OUT_BYTES] for path in files[::HELD_OUT_EVERY])
     training = bytearray()
     for number, path in enumerate(files):
@@ -40,10 +53,13 @@ def read_text() -> tuple[bytes, bytes]:
 
 
 class Windows:
-    """A dataset of windows of context + 1 bytes. The model predicts each byte but the first from those before it."""
+    """A dataset of windows of context + 1 bytes. The model predicts each byte but the first from
+    those before it."""
 
     def __init__(self, text: bytes, context: int) -> None:
-        self.windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, context + 1, context)
+        self.windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(
+            0, context + 1, context
+        )
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -93,7 +109,11 @@ class Block(nn.Module):
     def attention(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         # (batch, length, 3 * width) -> three of (batch, heads, length, width / heads)
-        query, key, value = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.query_key_value(x)
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
 
@@ -113,7 +133,9 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """(batch, length) bytes as int64 -> (batch, length, 256) logits of each next byte."""
 
-    def __init__(self, *, layers: int, width: int, heads: int, context: int, dropout: float) -> None:
+    def __init__(
+        self, *, layers: int, width: int, heads: int, context: int, dropout: float
+    ) -> None:
         super().__init__()
         self.context = context
         self.embedding = Embedding(width, context, dropout)
@@ -130,7 +152,15 @@ class GPT(nn.Module):
         text = torch.tensor([list(prompt)])
         for _ in range(length):
             logits = self(text[:, -self.context :])[0, -1]
-            text = torch.cat([text, torch.multinomial((logits / TEMPERATURE).softmax(0), 1, generator=generator)[None]], dim=1)
+            text = torch.cat(
+                [
+                    text,
+                    torch.multinomial((logits / TEMPERATURE).softmax(0), 1, generator=generator)[
+                        None
+                    ],
+                ],
+                dim=1,
+            )
         return bytes(text[0].tolist())
 
 
@@ -140,22 +170,48 @@ def cross_entropy(logits: Tensor, batch: Tensor) -> Tensor:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a byte-level GPT on the source text of Python's own standard library.")
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level GPT on the source text of Python's own standard library."
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="optimizer steps (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--global-batch", type=int, default=16, help="windows of text per step, over all processes (default: %(default)s)")
-    parser.add_argument("--microbatch", type=int, default=4, help="windows in one forward and backward (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        default=16,
+        help="windows of text per step, over all processes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--microbatch",
+        type=int,
+        default=4,
+        help="windows in one forward and backward (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lr", type=float, default=4e-3, help="highest learning rate (default: %(default)s)"
+    )
     parser.add_argument("--dropout", type=float, default=0.0, help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--width", type=int, default=128, help="embedding dim (default: %(default)s)")
+    parser.add_argument(
+        "--width", type=int, default=128, help="embedding dim (default: %(default)s)"
+    )
     parser.add_argument("--heads", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--context", type=int, default=128, help="bytes that the model sees (default: %(default)s)")
-    parser.add_argument("--sample", type=int, default=500, help="bytes to generate at the end (default: %(default)s)")
+    parser.add_argument(
+        "--context", type=int, default=128, help="bytes that the model sees (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=500,
+        help="bytes to generate at the end (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
     if options.width % options.heads:
         parser.error(
-            f"--width {options.width} --heads {options.heads}: the heads divide the width; choose a width that is a multiple of --heads"
+            f"--width {options.width} --heads {options.heads}: the heads divide the width; choose a"
+            " width that is a multiple of --heads"
         )
     return options
 
@@ -165,7 +221,13 @@ def main(argv: list[str] | None = None) -> ls.Result:
     training, held_out = (Windows(text, options.context) for text in read_text())
 
     def build() -> GPT:
-        return GPT(layers=options.layers, width=options.width, heads=options.heads, context=options.context, dropout=options.dropout)
+        return GPT(
+            layers=options.layers,
+            width=options.width,
+            heads=options.heads,
+            context=options.context,
+            dropout=options.dropout,
+        )
 
     recipe = ls.Recipe(
         model=build,
@@ -175,7 +237,9 @@ def main(argv: list[str] | None = None) -> ls.Result:
         global_batch=options.global_batch,
         microbatch=options.microbatch,
         steps=options.steps,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True),
+        optimizer=lambda model: torch.optim.AdamW(
+            model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+        ),
         schedule=ls.warmup_cosine(warmup=min(100, options.steps // 10), total=options.steps),
         clip_norm=1.0,
         seed=options.seed,
@@ -199,8 +263,14 @@ def report(result: ls.Result, model: GPT, options: argparse.Namespace) -> None:
     model.eval()
     print(model.generate(PROMPT, options.sample, seed=options.seed).decode(errors="replace"))
     print("-" * 80)
-    print(f"held-out loss  {result.metrics['loss']:.3f} nats per byte (knowing nothing: {math.log(256):.3f})")
-    print(f"training       {result.steps} steps in {result.seconds:.0f} s, {result.samples_per_second:.0f} samples/s")
+    print(
+        f"held-out loss  {result.metrics['loss']:.3f} nats per byte (knowing nothing:"
+        f" {math.log(256):.3f})"
+    )
+    print(
+        f"training       {result.steps} steps in {result.seconds:.0f} s,"
+        f" {result.samples_per_second:.0f} samples/s"
+    )
     print(f"plan           {result.plan}")
     print(f"fingerprint    {result.fingerprint}")
     print(f"run directory  {result.run_dir}")

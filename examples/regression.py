@@ -19,8 +19,12 @@ def main(argv: list[str] | None = None) -> ls.Result:
     parser = argparse.ArgumentParser(description="Fit a linear model to 2048 points near a line.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--global-batch", type=int, default=64, help="samples per step, over all processes")
-    parser.add_argument("--microbatch", type=int, default=8, help="samples in one forward and backward")
+    parser.add_argument(
+        "--global-batch", type=int, default=64, help="samples per step, over all processes"
+    )
+    parser.add_argument(
+        "--microbatch", type=int, default=8, help="samples in one forward and backward"
+    )
     options = parser.parse_args(argv)
 
     generator = torch.Generator().manual_seed(options.seed)

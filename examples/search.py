@@ -23,12 +23,31 @@ def build_model(width: int, dropout: float) -> nn.Module:
 
 
 def main(argv: list[str] | None = None) -> ls.Result:
-    parser = argparse.ArgumentParser(description="The classifier of digits.py, with parameters that lockstep search chooses.")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=20, help="steps from one evaluation to the next (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description="The classifier of digits.py, with parameters that lockstep search chooses."
+    )
+    parser.add_argument(
+        "--steps", type=int, default=600, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=20,
+        help="steps from one evaluation to the next (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--global-batch", type=int, default=64, help="digits per step, over all processes (default: %(default)s)")
-    parser.add_argument("--microbatch", type=int, default=32, help="digits in one forward and backward (default: %(default)s)")
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        default=64,
+        help="digits per step, over all processes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--microbatch",
+        type=int,
+        default=32,
+        help="digits in one forward and backward (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
 
     lr = ls.param("lr", 1e-3, low=1e-5, high=1e-1, log=True)
@@ -45,11 +64,19 @@ def main(argv: list[str] | None = None) -> ls.Result:
         microbatch=options.microbatch,
         steps=options.steps,
         seed=options.seed,
-        evaluation=ls.Evaluation(data=held_out, every=options.every, metrics={"accuracy": ls.Mean(accuracy)}, microbatch=len(held_out)),
+        evaluation=ls.Evaluation(
+            data=held_out,
+            every=options.every,
+            metrics={"accuracy": ls.Mean(accuracy)},
+            microbatch=len(held_out),
+        ),
     )
     result = ls.train(recipe)
     if result.rank == 0:
-        print(f"accuracy {result.metrics['accuracy']:.4f} with lr={lr:g}, width={width}, dropout={dropout:g}")
+        print(
+            f"accuracy {result.metrics['accuracy']:.4f} with lr={lr:g}, width={width},"
+            f" dropout={dropout:g}"
+        )
     return result
 
 

@@ -1,17 +1,19 @@
-"""python tests/chaos.py [--runs 100] [--seed 0] [--folder DIR] [--recovery in-place] [--machines]: runs that are killed
-at a random moment, and go on.
+"""python tests/chaos.py [--runs 100] [--seed 0] [--folder DIR] [--recovery in-place] [--machines]:
+runs that are killed at a random moment, and go on.
 
-Each run is 60 steps of a small GPT in bitwise numerics on 2 to 4 processes. SIGKILL hits a worker, all workers or the
-launcher, at a random moment, for some amid a save that was made slow; then the same command is given with another plan,
-until the run ends. Every run must end with the fingerprint of the undisturbed one, every sample learned from exactly as
-often as there, and nothing left behind.
+Each run is 60 steps of a small GPT in bitwise numerics on 2 to 4 processes. SIGKILL hits a worker,
+all workers or the launcher, at a random moment, for some amid a save that was made slow; then the
+same command is given with another plan, until the run ends. Every run must end with the fingerprint
+of the undisturbed one, every sample learned from exactly as often as there, and nothing left
+behind.
 
-With --recovery in-place, one to three workers of a run are killed, also within 50 ms of one another, and the run goes
-on by itself: the other workers keep their processes. The lost ones are replaced, or, in half of the runs, not. With
---machines too, whole machines are killed or cut off, and may come back: three network namespaces.
+With --recovery in-place, one to three workers of a run are killed, also within 50 ms of one
+another, and the run goes on by itself: the other workers keep their processes. The lost ones are
+replaced, or, in half of the runs, not. With --machines too, whole machines are killed or cut off,
+and may come back: three network namespaces.
 
-What is done is written to DIR/done.jsonl, a line a run: the same command goes on after it. Exit status: 0 where all
-runs are right.
+What is done is written to DIR/done.jsonl, a line a run: the same command goes on after it. Exit
+status: 0 where all runs are right.
 """
 
 from __future__ import annotations
@@ -36,13 +38,27 @@ from doctor.network import network
 from lockstep.base.errors import USER_ERROR_STATUS
 from lockstep.testing import leaks
 
-PLANS = {"replicate=2": 2, "replicate=3": 3, "replicate=4": 4, "shard=2": 2, "shard=3": 3, "shard=4": 4, "replicate=2,shard=2": 4}
+PLANS = {
+    "replicate=2": 2,
+    "replicate=3": 3,
+    "replicate=4": 4,
+    "shard=2": 2,
+    "shard=3": 3,
+    "shard=4": 4,
+    "replicate=2,shard=2": 4,
+}
 """And the processes that they need."""
 FEWER = {"replicate=auto": (2, 4), "shard=auto": (2, 4), "replicate=auto,shard=2": (4, 4)}
 """Plans that also fit fewer processes, and how many are started."""
 ALONE = {"replicate=1": 1}
 """What a run may also go on with."""
-VICTIMS = ("a worker", "all workers", "the launcher", "a worker amid a save", "the launcher amid a save")
+VICTIMS = (
+    "a worker",
+    "all workers",
+    "the launcher",
+    "a worker amid a save",
+    "the launcher amid a save",
+)
 
 
 def one(seed: int, right: str, folder: Path) -> Chaos:
@@ -63,13 +79,20 @@ def one(seed: int, right: str, folder: Path) -> Chaos:
             status = launcher.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(launcher.pid, signal.SIGKILL)
-            chaos.wrong.append(f"the start under {chaos.plans[-1]} did not end within {END_SECONDS:.0f} s")
+            chaos.wrong.append(
+                f"the start under {chaos.plans[-1]} did not end within {END_SECONDS:.0f} s"
+            )
             break
         wait_for_the_end_of(folder)
         if (chaos.run_dir / "result.json").exists():
-            if status == -signal.SIGKILL:  # the launcher was killed after the end of the run: the next one removes what it left
+            # the launcher was killed after the end of the run: the next one removes what it left
+            if status == -signal.SIGKILL:
                 again = chaos.start(chaos.plans[-1], 1000).wait(END_SECONDS)
-                chaos.wrong += [f"status {again} of a start after the end"] if again != USER_ERROR_STATUS else []
+                chaos.wrong += (
+                    [f"status {again} of a start after the end"]
+                    if again != USER_ERROR_STATUS
+                    else []
+                )
             chaos.check(right)
             break
         if len(chaos.plans) > 1:
@@ -90,7 +113,9 @@ def in_place(seed: int, right: str, folder: Path) -> Chaos:
     before = leaks.take(["shared-memory"])
     plan = drawn.choice(list(PLANS if recovery == "in-place" else FEWER))
     count = PLANS[plan] if recovery == "in-place" else drawn.randint(*FEWER[plan])
-    launcher = chaos.start(plan, 1000, "--recovery", recovery, "--max-restarts", "9", "--nproc", str(count))
+    launcher = chaos.start(
+        plan, 1000, "--recovery", recovery, "--max-restarts", "9", "--nproc", str(count)
+    )
     first, killed = chaos.first_processes(count, [launcher]), set[int]()
     time.sleep(drawn.random() * 1.0)
     for _ in range(drawn.randint(1, 3)):
@@ -105,14 +130,18 @@ def in_place(seed: int, right: str, folder: Path) -> Chaos:
     if (chaos.run_dir / "result.json").exists():
         chaos.check(right)
         ended = set(first) - killed - chaos.last_processes()
-        if len(ended) > (plan == "replicate=auto,shard=2"):  # of three that are left, it has a place for two
-            chaos.wrong.append(f"processes {sorted(ended)} were not killed, and are not there at the end")
+        # of three that are left, it has a place for two
+        if len(ended) > (plan == "replicate=auto,shard=2"):
+            chaos.wrong.append(
+                f"processes {sorted(ended)} were not killed, and are not there at the end"
+            )
     chaos.wrong += [f"left behind: {found}" for found in leaks.remaining(before)]
     return chaos
 
 
 def machines_in_place(seed: int, right: str, folder: Path) -> Chaos:
-    """A run on three machines of which one or two are killed or cut off, and which recovers in place."""
+    """A run on three machines of which one or two are killed or cut off, and which recovers in
+    place."""
     drawn = random.Random(seed)
     chaos = Chaos(seed, folder, victim="")
     for name in ("seen", "tmp"):
@@ -122,14 +151,24 @@ def machines_in_place(seed: int, right: str, folder: Path) -> Chaos:
     if "shard=2" in plan:
         count = 2
     with network(3) as hosts:
-        options = ["--recovery", "in-place", "--max-restarts", "9", "--nproc", str(count), "--nnodes", "1:3"]
+        options = [
+            "--recovery",
+            "in-place",
+            "--max-restarts",
+            "9",
+            "--nproc",
+            str(count),
+            "--nnodes",
+            "1:3",
+        ]
         options += ["--rdzv", f"{hosts.address(3)}:29400"]
 
         def start(host: int) -> subprocess.Popen[bytes]:
             return chaos.start(plan, 1000, *options, before=hosts.inside(host), sleep=0.2)
 
         launchers = {host: start(host) for host in (3, 1, 2)}
-        late = list[subprocess.Popen[bytes]]()  # a machine that is cut off ends its run, and one that comes back may come too late
+        # a machine that is cut off ends its run, and one that comes back may come too late
+        late = list[subprocess.Popen[bytes]]()
         first = chaos.first_processes(3 * count, list(launchers.values()))
         kept = {child.pid for child in children(launchers[3].pid)} & set(first)
         time.sleep(drawn.random() * 1.0)
@@ -152,7 +191,10 @@ def machines_in_place(seed: int, right: str, folder: Path) -> Chaos:
     if (chaos.run_dir / "result.json").exists():
         chaos.check(right)
         if ended := kept - chaos.last_processes():
-            chaos.wrong.append(f"processes {sorted(ended)} of the machine that nothing happened to are not there at the end")
+            chaos.wrong.append(
+                f"processes {sorted(ended)} of the machine that nothing happened to are not there"
+                " at the end"
+            )
     chaos.wrong += [f"left behind: {found}" for found in leaks.remaining(before)]
     return chaos
 
@@ -169,14 +211,26 @@ def undisturbed(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Runs that are killed at a random moment, and go on.")
+    parser = argparse.ArgumentParser(
+        description="Runs that are killed at a random moment, and go on."
+    )
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the others follow")
     parser.add_argument("--recovery", choices=["restart", "in-place"], default="restart")
-    parser.add_argument("--machines", action="store_true", help="with --recovery in-place: of three machines; needs root")
-    parser.add_argument("--folder", type=Path, help="what was done before and is to go on; default: a temporary one")
+    parser.add_argument(
+        "--machines",
+        action="store_true",
+        help="with --recovery in-place: of three machines; needs root",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="what was done before and is to go on; default: a temporary one"
+    )
     given = parser.parse_args(arguments)
-    folder = given.folder if given.folder is not None else Path(tempfile.mkdtemp(prefix="lockstep-chaos-"))
+    folder = (
+        given.folder
+        if given.folder is not None
+        else Path(tempfile.mkdtemp(prefix="lockstep-chaos-"))
+    )
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "done.jsonl"
     done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -187,9 +241,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         shutil.rmtree(folder / str(seed), ignore_errors=True)
         began = time.monotonic()
-        kind = one if given.recovery == "restart" else machines_in_place if given.machines else in_place
+        kind = (
+            one
+            if given.recovery == "restart"
+            else machines_in_place
+            if given.machines
+            else in_place
+        )
         chaos = kind(seed, right, folder / str(seed))
-        row = {"seed": seed, "victim": chaos.victim, "plans": chaos.plans, "hit_at": chaos.hit_at, "resumed": chaos.resumed}
+        row = {
+            "seed": seed,
+            "victim": chaos.victim,
+            "plans": chaos.plans,
+            "hit_at": chaos.hit_at,
+            "resumed": chaos.resumed,
+        }
         row |= {"seconds": round(time.monotonic() - began, 1), "wrong": chaos.wrong}
         print(json.dumps(row), flush=True)
         with log.open("a") as opened:
@@ -198,7 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not chaos.wrong:
             shutil.rmtree(folder / str(seed))
     wrong = [row for row in done if row["wrong"]]
-    print(f"{len(done)} runs, {len(wrong)} wrong, {sum(bool(row['resumed']) for row in done)} went on from a checkpoint")
+    print(
+        f"{len(done)} runs, {len(wrong)} wrong, {sum(bool(row['resumed']) for row in done)} went on"
+        " from a checkpoint"
+    )
     if not wrong and given.folder is None:
         shutil.rmtree(folder)
     return 1 if wrong else 0

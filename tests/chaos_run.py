@@ -1,4 +1,5 @@
-"""One run of tests/chaos.py: its processes, how they are hit, and what must be true of it at the end."""
+"""One run of tests/chaos.py: its processes, how they are hit, and what must be true of it at the
+end."""
 
 from __future__ import annotations
 
@@ -43,16 +44,35 @@ class Chaos:
     def run_dir(self) -> Path:
         return self.folder / "run"
 
-    def start(self, plan: str, save_every: int, *options: str, before: Sequence[str] = (), sleep: float = 0.0) -> subprocess.Popen[bytes]:
+    def start(
+        self,
+        plan: str,
+        save_every: int,
+        *options: str,
+        before: Sequence[str] = (),
+        sleep: float = 0.0,
+    ) -> subprocess.Popen[bytes]:
         """`before`: put before the command. `sleep`: seconds that each step takes longer."""
         self.plans.append(plan)
-        line = [*before, sys.executable, "-m", "lockstep", "run", "--plan", f"{plan},numerics=bitwise", "--run-dir", str(self.run_dir)]
+        line = [
+            *before,
+            sys.executable,
+            "-m",
+            "lockstep",
+            "run",
+            "--plan",
+            f"{plan},numerics=bitwise",
+            "--run-dir",
+            str(self.run_dir),
+        ]
         line += ["--save-every", str(save_every), *options, str(SCRIPT), str(self.folder / "seen")]
         environment = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"}
         environment["CHAOS_SLEEP"] = str(sleep)
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "cache")  # which torch keeps
         with (self.folder / "output.txt").open("ab") as output:
-            return subprocess.Popen(line, env=environment, stdout=output, stderr=output, start_new_session=True)
+            return subprocess.Popen(
+                line, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
 
     def steps_done(self) -> int:
         """As metrics.jsonl tells; -1 where it tells nothing yet."""
@@ -65,14 +85,19 @@ class Chaos:
     def hit(self, launcher: subprocess.Popen[bytes], drawn: random.Random) -> bool:
         """Wait for a moment, and kill. Returns whether there was somebody to kill."""
         amid_a_save = "amid a save" in self.victim
-        moment = -1 if drawn.random() < 0.1 else drawn.choice([*range(0, STEPS - 10, 10)])  # metrics tell every ten steps
+        # metrics tell every ten steps
+        moment = -1 if drawn.random() < 0.1 else drawn.choice([*range(0, STEPS - 10, 10)])
         deadline = time.monotonic() + START_SECONDS
-        while launcher.poll() is None and time.monotonic() < deadline and self.steps_done() < moment:
+        while (
+            launcher.poll() is None and time.monotonic() < deadline and self.steps_done() < moment
+        ):
             time.sleep(0.005)
         time.sleep(drawn.random() * (0.05 if moment >= 0 else 6.0))
         stopped: list[psutil.Process] = []
         if amid_a_save:
-            while launcher.poll() is None and not list((self.run_dir / "checkpoints").glob(".step-*")):
+            while launcher.poll() is None and not list(
+                (self.run_dir / "checkpoints").glob(".step-*")
+            ):
                 time.sleep(0.001)
             stopped = [process for process in children(launcher.pid) if is_writer(process)]
             for process in stopped:
@@ -92,54 +117,87 @@ class Chaos:
             launcher.wait(END_SECONDS)
         return hits
 
-    def first_processes(self, count: int, launchers: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    def first_processes(
+        self, count: int, launchers: Sequence[subprocess.Popen[bytes]]
+    ) -> list[int]:
         """Wait until so many processes train, and return them."""
         first = list[int]()
         deadline = time.monotonic() + START_SECONDS
-        while len(first) < count and all(each.poll() is None for each in launchers) and time.monotonic() < deadline:
+        while (
+            len(first) < count
+            and all(each.poll() is None for each in launchers)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.005)
-            first = [int(path.stem.partition("-")[2]) for path in (self.folder / "seen").iterdir() if path.stat().st_size]
+            first = [
+                int(path.stem.partition("-")[2])
+                for path in (self.folder / "seen").iterdir()
+                if path.stat().st_size
+            ]
         return first
 
     def last_processes(self) -> set[int]:
         """Those that trained at the end of the run."""
-        last = max((self.folder / "seen").iterdir(), key=lambda path: path.stat().st_mtime).name.partition("-")[0]
-        return {int(path.stem.partition("-")[2]) for path in (self.folder / "seen").glob(f"{last}-*")}
+        last = max(
+            (self.folder / "seen").iterdir(), key=lambda path: path.stat().st_mtime
+        ).name.partition("-")[0]
+        return {
+            int(path.stem.partition("-")[2]) for path in (self.folder / "seen").glob(f"{last}-*")
+        }
 
-    def wait_for(self, launchers: Sequence[subprocess.Popen[bytes]], *, may_fail: bool = False) -> None:
+    def wait_for(
+        self, launchers: Sequence[subprocess.Popen[bytes]], *, may_fail: bool = False
+    ) -> None:
         """Wait until these have ended, as they should. `may_fail`: or with an error."""
         deadline = time.monotonic() + END_SECONDS
         for launcher in launchers:
             try:
-                if (status := launcher.wait(max(1.0, deadline - time.monotonic()))) and not may_fail:
+                if (
+                    status := launcher.wait(max(1.0, deadline - time.monotonic()))
+                ) and not may_fail:
                     self.wrong.append(f"a launcher ended with status {status}")
             except subprocess.TimeoutExpired:
                 os.killpg(launcher.pid, signal.SIGKILL)
                 self.wrong.append(f"a launcher did not end within {END_SECONDS:.0f} s")
 
     def check(self, right: str) -> None:
-        """Whether the run that has ended came to what the undisturbed one did, with nothing left behind."""
+        """Whether the run that has ended came to what the undisturbed one did, with nothing left
+        behind."""
         result = json.loads((self.run_dir / "result.json").read_text())
         if result["fingerprint"] != right:
-            self.wrong.append(f"fingerprint {result['fingerprint'][:16]}, and {right[:16]} undisturbed")
+            self.wrong.append(
+                f"fingerprint {result['fingerprint'][:16]}, and {right[:16]} undisturbed"
+            )
         self.wrong += wrongly_seen(self.folder / "seen", self.resumed)
         deadline = time.monotonic() + 10
         while (left := running(self.folder)) and time.monotonic() < deadline:
             time.sleep(0.1)
         self.wrong += [f"process left: {process}" for process in left]
         files = [path.name for path in self.run_dir.rglob("*")]
-        self.wrong += [f"left in the run directory: {name}" for name in files if name.startswith(".") or "partial" in name]
-        if (lock := self.run_dir / "lock").exists() and is_held(lock):  # a file alone, where the run was killed after its end
+        self.wrong += [
+            f"left in the run directory: {name}"
+            for name in files
+            if name.startswith(".") or "partial" in name
+        ]
+        # a file alone, where the run was killed after its end
+        if (lock := self.run_dir / "lock").exists() and is_held(lock):
             self.wrong.append("the lock is held")
         files = sorted(path.name for path in (self.folder / "tmp").iterdir())
-        if len(files) > self.killed_launchers or not all(name.startswith("lockstep-") for name in files):
+        if len(files) > self.killed_launchers or not all(
+            name.startswith("lockstep-") for name in files
+        ):
             self.wrong.append(f"temporary files left: {files}")
 
 
 def wrongly_seen(folder: Path, resumed: list[int]) -> list[str]:
-    """What the files of samples say that should not be. `resumed` gets the steps that starts of the run went on
-    from."""
-    lines = [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines() if line.endswith("]")]
+    """What the files of samples say that should not be. `resumed` gets the steps that starts of the
+    run went on from."""
+    lines = [
+        json.loads(line)
+        for path in folder.iterdir()
+        for line in path.read_text().splitlines()
+        if line.endswith("]")
+    ]
     begun: dict[str, int] = {}
     order: dict[str, float] = {}
     for path in folder.iterdir():
@@ -149,21 +207,34 @@ def wrongly_seen(folder: Path, resumed: list[int]) -> list[str]:
         if what == "from":
             begun[start] = max(begun.get(start, 0), value)
     # One that was lost before it learned from anything says nothing of where it began.
-    starts = sorted({start for start, what, _ in lines if what != "from"}, key=lambda start: order[start])
+    starts = sorted(
+        {start for start, what, _ in lines if what != "from"}, key=lambda start: order[start]
+    )
     resumed += [begun[start] for start in starts[1:]]
     wrong = []
     seen: Counter[int] = Counter()
     for start, following in zip(starts, [*starts[1:], None], strict=True):
         end = STEPS if following is None else begun[following]
-        learned = [(step, tuple(samples)) for name, step, samples in lines if name == start and step != "from"]
+        learned = [
+            (step, tuple(samples))
+            for name, step, samples in lines
+            if name == start and step != "from"
+        ]
         mine = {(step, samples) for step, samples in learned if begun[start] <= step < end}
         if (steps := sorted({step for step, _ in mine})) != list(range(begun[start], end)):
             wrong.append(f"steps {steps} were learned in a start from {begun[start]} to {end}")
         seen.update(sample for _, samples in mine for sample in samples)
     total = sum(seen.values())
     epochs, rest = divmod(STEPS * 28, 128)
-    if total != STEPS * 28 or set(seen.values()) - {epochs, epochs + 1} or sum(count == epochs + 1 for count in seen.values()) != rest:
-        wrong.append(f"{total} samples were learned from, and {STEPS * 28} should be; by how often: {Counter(seen.values())}")
+    if (
+        total != STEPS * 28
+        or set(seen.values()) - {epochs, epochs + 1}
+        or sum(count == epochs + 1 for count in seen.values()) != rest
+    ):
+        wrong.append(
+            f"{total} samples were learned from, and {STEPS * 28} should be; by how often:"
+            f" {Counter(seen.values())}"
+        )
     return wrong
 
 

@@ -59,14 +59,17 @@ PartitionName=urgent Nodes=ALL MaxTime=1:00:00 State=UP PriorityTier=10 PreemptM
 
 @contextmanager
 def cluster(folder: Path, nodes: int) -> Iterator[None]:
-    """Within it, Slurm's programs speak to a cluster of nodes n1, n2, ..., each with two CPUs and, it is told, two
-    GPUs.
+    """Within it, Slurm's programs speak to a cluster of nodes n1, n2, ..., each with two CPUs and,
+    it is told, two GPUs.
 
     Skips the test where the programs are not there.
     """
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing or os.geteuid() != 0:
-        pytest.skip(f"a Slurm of the tests' own needs root, and Debian's slurm-wlm and munge; missing: {', '.join(missing) or 'root'}")
+        pytest.skip(
+            "a Slurm of the tests' own needs root, and Debian's slurm-wlm and munge; missing:"
+            f" {', '.join(missing) or 'root'}"
+        )
     before = os.environ.get("SLURM_CONF")
     os.environ["SLURM_CONF"] = str(_configure(folder, nodes))
     try:
@@ -75,7 +78,12 @@ def cluster(folder: Path, nodes: int) -> Iterator[None]:
             _start(stack, "slurmctld", "-D")
             for number in range(1, nodes + 1):
                 _start(stack, "slurmd", "-D", "-N", f"n{number}")
-            _wait(lambda: asked("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").count("n") == nodes)
+            _wait(
+                lambda: (
+                    asked("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").count("n")
+                    == nodes
+                )
+            )
             yield
             subprocess.run(["scancel", "--full", "--user=root"], check=True)
             _wait(lambda: not asked("squeue", "-h"))
@@ -95,7 +103,8 @@ def _configure(folder: Path, nodes: int) -> Path:
     host = socket.gethostname().partition(".")[0]
     port, *ports = _free_ports(1 + nodes)
     lines = [
-        f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={each} CPUs=2 RealMemory=1000 Gres=gpu:2 State=UNKNOWN"
+        f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={each} CPUs=2"
+        " RealMemory=1000 Gres=gpu:2 State=UNKNOWN"
         for number, each in enumerate(ports, 1)
     ]
     for name in ("state", *(f"spool.n{number}" for number in range(1, nodes + 1))):
@@ -105,18 +114,31 @@ def _configure(folder: Path, nodes: int) -> Path:
     (folder / "key").write_bytes(secrets.token_bytes(1024))
     (folder / "key").chmod(0o600)
     path = folder / "slurm.conf"
-    path.write_text(_CONFIGURATION.format(host=host, port=port, folder=folder, nodes="\n".join(lines), grace=GRACE_SECONDS))
+    path.write_text(
+        _CONFIGURATION.format(
+            host=host, port=port, folder=folder, nodes="\n".join(lines), grace=GRACE_SECONDS
+        )
+    )
     return path
 
 
 def _munge(folder: Path) -> list[str]:
-    names = {"socket": "munge.socket", "key-file": "key", "log-file": "munged.log", "pid-file": "munged.pid", "seed-file": "munge.seed"}
+    names = {
+        "socket": "munge.socket",
+        "key-file": "key",
+        "log-file": "munged.log",
+        "pid-file": "munged.pid",
+        "seed-file": "munge.seed",
+    }
     return [f"--{option}={folder / name}" for option, name in names.items()]
 
 
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+        return [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for _ in range(count)
+        ]
 
 
 def _start(stack: ExitStack, *line: str) -> None:

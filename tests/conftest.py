@@ -1,5 +1,5 @@
-"""What every test gets: a pool of workers, a temporary folder of this session's own, and a look at what it left
-behind."""
+"""What every test gets: a pool of workers, a temporary folder of this session's own, and a look at
+what it left behind."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ PASSED = pytest.StashKey[bool]()
 FOLDER = pytest.StashKey[str]()
 WARM = pytest.StashKey[bool]()
 pools: list[WorkerPool] = []
-PRELOADED = ("lockstep.run", "lockstep.autotune.autotune", "lockstep.model.pipeline.torch_stage", "torch.distributed.checkpoint")
+PRELOADED = (
+    "lockstep.run",
+    "lockstep.autotune.autotune",
+    "lockstep.model.pipeline.torch_stage",
+    "torch.distributed.checkpoint",
+)
 """What most tests train with, which each of their ranks would import for itself."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the session a temporary folder in which nobody else writes; `tmp_path` stays where pytest keeps it."""
+    """Give the session a temporary folder in which nobody else writes; `tmp_path` stays where
+    pytest keeps it."""
     let_signals_end_what_tests_start()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     config.stash[FOLDER] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="lockstep-tests-")
@@ -42,11 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.stash[FOLDER], "torchinductor")
     os.mkdir(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     os.environ["XDG_CACHE_HOME"] = os.path.join(config.stash[FOLDER], "cache")
-    # Threads that spin while they wait for each other take the cores from the other processes: on two busy cores, 4
-    # times as long.
+    # Threads that spin while they wait for each other take the cores from the other processes: on
+    # two busy cores, 4 times as long.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an example takes says how busy the machine is
+    # how long an example takes says how busy the machine is
+    hypothesis.settings.register_profile("lockstep", deadline=None)
     hypothesis.settings.load_profile("lockstep")
 
 
@@ -73,8 +80,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files of whole commands, those with the most tests first. They take longest: pytest's workers then
-    end at about the same time."""
+    """Begin with the files of whole commands, those with the most tests first. They take longest:
+    pytest's workers then end at about the same time."""
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.parent.name != "cli", -counts[item.path]))
 
@@ -89,20 +96,23 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that passed and left a process, thread, port, descriptor, variable or file behind."""
+    """Fail a test that passed and left a process, thread, port, descriptor, variable or file
+    behind."""
     if not request.session.stash.get(WARM, False):
         loopback_store()  # libuv keeps the pipe that it opens here for the life of the process
         request.session.stash[WARM] = True
     before = leaks.take(exempt=_exempt())
     yield
-    if request.node.stash.get(PASSED, False) and (found := leaks.remaining(before, exempt=_exempt())):
+    if request.node.stash.get(PASSED, False) and (
+        found := leaks.remaining(before, exempt=_exempt())
+    ):
         pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[Any]:
-    """Let a test that times out kill what it started, so that nothing, such as `Popen.__exit__`, waits for that without
-    end."""
+    """Let a test that times out kill what it started, so that nothing, such as `Popen.__exit__`,
+    waits for that without end."""
     result = yield
     fail = signal.getsignal(signal.SIGALRM)
 
@@ -120,10 +130,14 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[Any]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Kill what a worker of pytest-xdist leaves behind when it crashes, or is ended by `faulthandler_timeout`."""
+    """Kill what a worker of pytest-xdist leaves behind when it crashes, or is ended by
+    `faulthandler_timeout`."""
     if error is None:
         return
-    mine = {"PYTEST_XDIST_WORKER": node.gateway.id, "PYTEST_XDIST_TESTRUNUID": node.workerinput["testrunuid"]}
+    mine = {
+        "PYTEST_XDIST_WORKER": node.gateway.id,
+        "PYTEST_XDIST_TESTRUNUID": node.workerinput["testrunuid"],
+    }
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().items() >= mine.items():
@@ -132,7 +146,9 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 def _started() -> list[psutil.Process]:
     """The descendants of this process, without those of the pool."""
-    children = [child for child in psutil.Process().children() if child.pid not in _exempt().processes]
+    children = [
+        child for child in psutil.Process().children() if child.pid not in _exempt().processes
+    ]
     return [process for child in children for process in (*child.children(recursive=True), child)]
 
 

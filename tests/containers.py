@@ -1,5 +1,6 @@
-"""Containers without an engine, for tests: what `docker run` makes of a kernel's parts. Namespaces of their own, a root
-that is an overlay over this machine's, 64 MB of /dev/shm, control groups with limits."""
+"""Containers without an engine, for tests: what `docker run` makes of a kernel's parts. Namespaces
+of their own, a root that is an overlay over this machine's, 64 MB of /dev/shm, control groups with
+limits."""
 
 from __future__ import annotations
 
@@ -45,24 +46,50 @@ def container(
     namespaces: Sequence[str] = OWN_NAMESPACES,
     before: Sequence[str] = (),
 ) -> Iterator[list[str]]:
-    """The words to put before a command that is to run in a container. `volume`: a folder of this machine, which is at
-    the same path in it. `limits`: of control groups, as in {"cpu.cfs_quota_us": "50000"}. `infiniband`: the name of a
-    device that it sees. `namespaces`: options of unshare; those that are left out are this machine's. `before`: to run
-    in another network namespace."""
-    if os.geteuid() != 0 or subprocess.run(["unshare", *namespaces, "true"], capture_output=True, check=False).returncode:
+    """The words to put before a command that is to run in a container. `volume`: a folder of this
+    machine, which is at the same path in it. `limits`: of control groups, as in
+    {"cpu.cfs_quota_us": "50000"}. `infiniband`: the name of a device that it sees. `namespaces`:
+    options of unshare; those that are left out are this machine's. `before`: to run in another
+    network namespace."""
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["unshare", *namespaces, "true"], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("namespaces need root, and the program unshare")
     layers = folder / "layers"
     layers.mkdir(parents=True)
     with control_groups(limits or {}) as (groups, join):
-        words = ["unshare", *namespaces, *(("--fork", "--kill-child") if "--pid" in namespaces else ())]
-        make = ["sh", "-c", _MAKE, "sh", str(layers), shm, str(volume or ""), " ".join(groups), infiniband]
+        words = [
+            "unshare",
+            *namespaces,
+            *(("--fork", "--kill-child") if "--pid" in namespaces else ()),
+        ]
+        make = [
+            "sh",
+            "-c",
+            _MAKE,
+            "sh",
+            str(layers),
+            shm,
+            str(volume or ""),
+            " ".join(groups),
+            infiniband,
+        ]
         yield [*join, *before, *words, *make]
 
 
 @contextmanager
 def control_groups(limits: dict[str, str]) -> Iterator[tuple[list[str], list[str]]]:
-    """The controllers of groups with these limits, and the words to put before a command that is to be in them."""
-    groups = {name.partition(".")[0]: CONTROL_GROUPS / name.partition(".")[0] / f"lockstep-test-{os.getpid()}" for name in limits}
+    """The controllers of groups with these limits, and the words to put before a command that is to
+    be in them."""
+    groups = {
+        name.partition(".")[0]: (
+            CONTROL_GROUPS / name.partition(".")[0] / f"lockstep-test-{os.getpid()}"
+        )
+        for name in limits
+    }
     try:
         for group in groups.values():
             try:
@@ -72,7 +99,15 @@ def control_groups(limits: dict[str, str]) -> Iterator[tuple[list[str], list[str
         for name, value in limits.items():
             (groups[name.partition(".")[0]] / name).write_text(value)
         files = " ".join(str(group / "cgroup.procs") for group in groups.values())
-        yield list(groups), ["sh", "-c", f'for file in {files}; do echo $$ > $file; done; exec "$@"', "sh"]
+        yield (
+            list(groups),
+            [
+                "sh",
+                "-c",
+                f'for file in {files}; do echo $$ > $file; done; exec "$@"',
+                "sh",
+            ],
+        )
     finally:
         for group in groups.values():
             for _ in range(100):

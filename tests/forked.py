@@ -1,9 +1,11 @@
-"""Python processes as forks of this one, which has imported torch: no test waits for that, 2 to 3 seconds a process.
+"""Python processes as forks of this one, which has imported torch: no test waits for that, 2 to 3
+seconds a process.
 
-`use()` changes what `subprocess` does with the command lines `lockstep ...`, `python SCRIPT ...` and `python -m MODULE
-...`, in this process and in those that it forks. The rest is as in a process that was started: streams, descriptors,
-working directory, environment, signals, arguments, path, exit status. What differs: /proc has this process's command
-line for it; strings have this process's hashes; modules that this process has imported stay imported.
+`use()` changes what `subprocess` does with the command lines `lockstep ...`, `python SCRIPT ...`
+and `python -m MODULE ...`, in this process and in those that it forks. The rest is as in a process
+that was started: streams, descriptors, working directory, environment, signals, arguments, path,
+exit status. What differs: /proc has this process's command line for it; strings have this process's
+hashes; modules that this process has imported stay imported.
 """
 
 from __future__ import annotations
@@ -33,11 +35,19 @@ from lockstep.recipe.sources import texts
 TESTS = Path(__file__).parent
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 READ_AT_THE_START = ("PYTHON", "LD_", "TORCH_", "MALLOC_", "MKL_", "KMP_")
-"""How the variables begin that Python, its libraries or torch read when they are started or imported."""
+"""How the variables begin that Python, its libraries or torch read when they are started or
+imported."""
 EXCEPT = {"PYTHONUNBUFFERED", "PYTHONWARNINGS", "PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 STARTED = ("pytest", "lockstep.search.warm_parent")
-"""Modules that run in processes of their own: the second forks, and must be a process that nothing has used before."""
-PRELOADED = ("torch._dynamo", "lockstep.run", "lockstep.launch.agent.run_workers", "lockstep.launch.worker", "lockstep.cli.main")
+"""Modules that run in processes of their own: the second forks, and must be a process that nothing
+has used before."""
+PRELOADED = (
+    "torch._dynamo",
+    "lockstep.run",
+    "lockstep.launch.agent.run_workers",
+    "lockstep.launch.worker",
+    "lockstep.cli.main",
+)
 """What most of the processes import."""
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
@@ -58,7 +68,13 @@ def use() -> Iterator[None]:
 def lockstep(*arguments: Any, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run `lockstep ARGUMENTS` in a fork."""
     with use():
-        return subprocess.run([LOCKSTEP, *map(str, arguments)], cwd=folder, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [LOCKSTEP, *map(str, arguments)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 def _fork(
@@ -89,15 +105,31 @@ def _fork(
 ) -> None:
     """Take the place of `subprocess.Popen._execute_child`."""
     given = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-    body = None if shell or isinstance(args, str | bytes) or not close_fds else _body([os.fsdecode(word) for word in args], env)
+    body = (
+        None
+        if shell or isinstance(args, str | bytes) or not close_fds
+        else _body([os.fsdecode(word) for word in args], env)
+    )
     if body is None or (cwd is not None and not os.path.isdir(cwd)):
         rest = (restore_signals, gid, gids, uid, umask, start_new_session, process_group)
-        before = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
+        before = (
+            args,
+            executable,
+            preexec_fn,
+            close_fds,
+            pass_fds,
+            cwd,
+            env,
+            startupinfo,
+            creationflags,
+            shell,
+        )
         _execute_child(process, *before, *given, *rest)
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    own = _own_modules()  # here: a look at all modules in the fork would copy the pages that they are on
+    # here: a look at all modules in the fork would copy the pages that they are on
+    own = _own_modules()
     number = os.fork()
     if number == 0:
         try:
@@ -106,8 +138,16 @@ def _fork(
             if cwd is not None:
                 os.chdir(cwd)
             _own_descriptors((p2cread, c2pwrite, errwrite), pass_fds)
-            sys.orig_argv[:] = [*([sys.executable] if args[0] == LOCKSTEP else []), *map(os.fsdecode, args)]
-            _own_environment({os.fsdecode(name): os.fsdecode(value) for name, value in (os.environ if env is None else env).items()})
+            sys.orig_argv[:] = [
+                *([sys.executable] if args[0] == LOCKSTEP else []),
+                *map(os.fsdecode, args),
+            ]
+            _own_environment(
+                {
+                    os.fsdecode(name): os.fsdecode(value)
+                    for name, value in (os.environ if env is None else env).items()
+                }
+            )
             _default_signals()
             if preexec_fn is not None:
                 preexec_fn()
@@ -122,7 +162,9 @@ def _fork(
 def _body(line: list[str], env: Mapping[str, str] | None) -> Callable[[], object] | None:
     """Return what the process does; None if it cannot be a fork."""
     if env is not None:
-        changed = {str(name) for name, value in (env.items() ^ os.environ.items()) if str(name) not in EXCEPT}
+        changed = {
+            str(name) for name, value in env.items() ^ os.environ.items() if str(name) not in EXCEPT
+        }
         if any(name.startswith(READ_AT_THE_START) for name in changed):
             return None
     if line[0] == LOCKSTEP:
@@ -180,19 +222,23 @@ def _own_descriptors(streams: Sequence[int], kept: Sequence[int]) -> None:
         os.set_inheritable(number, True)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(number, "w", buffering=1 if number == 2 or os.isatty(number) else -1, closefd=False)  # noqa: SIM115
+        stream = open(  # noqa: SIM115
+            number, "w", buffering=1 if number == 2 or os.isatty(number) else -1, closefd=False
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 def _own_environment(env: dict[str, str]) -> None:
-    """Use these variables, and write them where /proc/PID/environ has those of the process that was started, as far as
-    there is room: those first that differ."""
+    """Use these variables, and write them where /proc/PID/environ has those of the process that was
+    started, as far as there is room: those first that differ."""
     different = [name for name in env if os.environ.get(name) != env[name]]
     os.environ.clear()  # the C library's pointers into that memory go
     os.environ.update(env)
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
-    text = b"".join(os.fsencode(f"{name}={env[name]}") + b"\0" for name in dict.fromkeys([*different, *env]))
+    text = b"".join(
+        os.fsencode(f"{name}={env[name]}") + b"\0" for name in dict.fromkeys([*different, *env])
+    )
     ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
@@ -207,7 +253,11 @@ def _default_signals() -> None:
 
 
 def _own_modules() -> list[str]:
-    return [name for name, module in sys.modules.items() if str(getattr(module, "__dict__", {}).get("__file__")).startswith(str(TESTS))]
+    return [
+        name
+        for name, module in sys.modules.items()
+        if str(getattr(module, "__dict__", {}).get("__file__")).startswith(str(TESTS))
+    ]
 
 
 def _run(body: Callable[[], object], own: list[str]) -> NoReturn:

@@ -1,8 +1,8 @@
-"""python tests/matrix.py [MODEL ...]: verifies every model of tests/scripts/models.py under every plan, in fp32 and
-bf16.
+"""python tests/matrix.py [MODEL ...]: verifies every model of tests/scripts/models.py under every
+plan, in fp32 and bf16.
 
-Each model and precision is one verification: its plans share the reference and the perturbed runs. Exit status: 0 if
-all pass.
+Each model and precision is one verification: its plans share the reference and the perturbed runs.
+Exit status: 0 if all pass.
 """
 
 from __future__ import annotations
@@ -21,10 +21,29 @@ from lockstep.verify.verdict import Report
 SCRIPT = str(Path(__file__).parent / "scripts" / "models.py")
 
 PLANS = [
-    *("replicate=2", "replicate=3", "replicate=4", "shard=2", "shard=3", "shard=4", "replicate=2,shard=2"),
+    *(
+        "replicate=2",
+        "replicate=3",
+        "replicate=4",
+        "shard=2",
+        "shard=3",
+        "shard=4",
+        "replicate=2,shard=2",
+    ),
     *("tensor=2", "shard=2,tensor=2", "split=2"),
-    *("pipeline=2,schedule=gpipe", "pipeline=2", "pipeline=2,schedule=interleaved", "pipeline=2,schedule=zero-bubble", "pipeline=4"),
-    *("replicate=2,pipeline=2", "shard=2,pipeline=2", "tensor=2,pipeline=2", "replicate=2,tensor=2,pipeline=2"),
+    *(
+        "pipeline=2,schedule=gpipe",
+        "pipeline=2",
+        "pipeline=2,schedule=interleaved",
+        "pipeline=2,schedule=zero-bubble",
+        "pipeline=4",
+    ),
+    *(
+        "replicate=2,pipeline=2",
+        "shard=2,pipeline=2",
+        "tensor=2,pipeline=2",
+        "replicate=2,tensor=2,pipeline=2",
+    ),
 ]
 MODELS = (
     *("gpt", "gpt-dropout", "perceptron-batchnorm", "perceptron-syncbatchnorm", "convolutions"),
@@ -32,12 +51,12 @@ MODELS = (
 )
 _PIPELINES = [plan for plan in PLANS if "pipeline" in plan]
 REFUSED = [
-    # Their forwards do more than call one part after another. The models in stages are the same, written for a
-    # pipeline.
+    # Their forwards do more than call one part after another. The models in stages are the same,
+    # written for a pipeline.
     *((model, _PIPELINES, "that is no nn.Sequential") for model in ("gpt2", "llama")),
 ]
-"""Models, plans that lockstep refuses for them, and words of the error (tests/verify/test_matrix.py). All others must
-pass."""
+"""Models, plans that lockstep refuses for them, and words of the error
+(tests/verify/test_matrix.py). All others must pass."""
 PRECISIONS = ("fp32", "bf16")
 STEPS = 3
 ROW = "{:24} {:5} {:34} {:>10}  {:12} {:>5}"
@@ -46,20 +65,30 @@ ROW = "{:24} {:5} {:34} {:>10}  {:12} {:>5}"
 def faults(report: Report) -> list[str]:
     """Return a text for each mismatch."""
     found = [
-        f"{verdict.plan}: {f'{verdict.mismatch.text()}; {verdict.mismatch.why()}' if verdict.mismatch else verdict.error}"
+        f"{verdict.plan}:"
+        f" {f'{verdict.mismatch.text()}; {verdict.mismatch.why()}' if verdict.mismatch else verdict.error}"
         for verdict in report.verdicts
         if not verdict.passed
     ]
-    return found + ([f"another microbatch size: {report.microbatch_size_mismatch.text()}"] if report.microbatch_size_mismatch else [])
+    return found + (
+        [f"another microbatch size: {report.microbatch_size_mismatch.text()}"]
+        if report.microbatch_size_mismatch
+        else []
+    )
 
 
 def rows(model: str, precision: str, plans: Sequence[str], report: Report) -> Iterator[str]:
     """Return a table line for each plan."""
     for plan, verdict in zip(plans, report.verdicts, strict=True):
         compared = (*verdict.comparisons, *verdict.float64)
-        largest = max((each.largest.times_rounding for each in compared if each.largest is not None), default=0.0)
+        largest = max(
+            (each.largest.times_rounding for each in compared if each.largest is not None),
+            default=0.0,
+        )
         outcome = "passes" if verdict.passed else "FAILS" if verdict.ran else "DID NOT RUN"
-        yield ROW.format(model, precision, plan, f"{largest:.3g}", outcome, f"{verdict.seconds:.0f}")
+        yield ROW.format(
+            model, precision, plan, f"{largest:.3g}", outcome, f"{verdict.seconds:.0f}"
+        )
 
 
 def plans_of(model: str) -> list[str]:
@@ -68,26 +97,47 @@ def plans_of(model: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Verify every model under every plan, in fp32 and in bf16.")
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"only these: {', '.join(MODELS)}")
+    parser = argparse.ArgumentParser(
+        description="Verify every model under every plan, in fp32 and in bf16."
+    )
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"only these: {', '.join(MODELS)}"
+    )
     chosen = parser.parse_args().models or MODELS
     began, cells = time.monotonic(), 0
     wrong: list[str] = []
     print(ROW.format("model", "type", "plan", "× rounding", "verdict", "s"), flush=True)
-    with pools(preload=["transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"]) as workers:
+    with pools(
+        preload=[
+            "transformers.models.gpt2.modeling_gpt2",
+            "transformers.models.llama.modeling_llama",
+        ]
+    ) as workers:
         for model, precision in product(chosen, PRECISIONS):
             # The float64 step and the microbatch size check are the same in every precision.
             once = precision == "fp32"
             plans = plans_of(model)
-            report = verified([SCRIPT, model, precision], plans, workers, steps=STEPS, float64=once, check_microbatch_size=once)
+            report = verified(
+                [SCRIPT, model, precision],
+                plans,
+                workers,
+                steps=STEPS,
+                float64=once,
+                check_microbatch_size=once,
+            )
             print(*rows(model, precision, plans, report), sep="\n", flush=True)
             cells += len(report.verdicts)
             wrong += [f"{model} in {precision}, {fault}" for fault in faults(report)]
-            for note in report.notes + [f"{verdict.plan}: {note}" for verdict in report.verdicts for note in verdict.notes]:
+            for note in report.notes + [
+                f"{verdict.plan}: {note}" for verdict in report.verdicts for note in verdict.notes
+            ]:
                 print(f"  note: {note}")
     print(*wrong, sep="\n")
     minutes = (time.monotonic() - began) / 60
-    print(f"{cells} cells, {len(wrong)} wrong, {minutes:.0f} minutes. × rounding: multiple of what rounding alone does; above 10 fails")
+    print(
+        f"{cells} cells, {len(wrong)} wrong, {minutes:.0f} minutes. × rounding: multiple of what"
+        " rounding alone does; above 10 fails"
+    )
     return 1 if wrong else 0
 
 

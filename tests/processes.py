@@ -1,4 +1,5 @@
-"""Commands that tests start, with the signals that end them, and nothing of them left when a test fails."""
+"""Commands that tests start, with the signals that end them, and nothing of them left when a test
+fails."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from types import FrameType
 from typing import Any
 
 IGNORED_IN_THE_BACKGROUND = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
-"""Signals that `nohup`, or a shell that starts a job with `&`, has a process ignore. It passes that on to all that it
-starts."""
+"""Signals that `nohup`, or a shell that starts a job with `&`, has a process ignore. It passes that
+on to all that it starts."""
 
 
 def let_signals_end_what_tests_start() -> None:
-    """Give commands that this process starts the default action for signals that it ignores itself. It goes on ignoring
-    them.
+    """Give commands that this process starts the default action for signals that it ignores itself.
+    It goes on ignoring them.
 
     A handler, unlike SIG_IGN, does not outlive exec.
     """
@@ -32,10 +33,11 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def started(line: Sequence[str], **keywords: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A command that leads a process group of its own. Waited for at the end; killed with its group if the test fails
-    or times out.
+    """A command that leads a process group of its own. Waited for at the end; killed with its group
+    if the test fails or times out.
 
-    `subprocess.Popen` itself, as a context manager, waits without end, past the time limit of a test.
+    `subprocess.Popen` itself, as a context manager, waits without end, past the time limit of a
+    test.
     """
     process = subprocess.Popen(line, start_new_session=True, **keywords)
     try:

@@ -1,7 +1,7 @@
 """Print how large the parts of the package are: advice for whoever adds to them. `make sizes`.
 
-The largest of each kind, and the median and the 90th percentile of functions. Nothing fails: a limit that is met
-exactly shapes code for the limit, not for its reader.
+The largest of each kind, and the median and the 90th percentile of functions. Nothing fails: a
+limit that is met exactly shapes code for the limit, not for its reader.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def main() -> None:
                 kind.append((lines, f"{name}: {node.name}"))
     sizes = sorted(lines for lines, _ in functions)
     print(f"{len(files)} files, {sum(lines for lines, _ in files)} lines")
-    print(f"functions: median {statistics.median(sizes):g} lines, 90% at most {sizes[int(0.9 * len(sizes))]}")
+    print(
+        f"functions: median {statistics.median(sizes):g} lines, 90% at most"
+        f" {sizes[int(0.9 * len(sizes))]}"
+    )
     for kind, found in (("functions", functions), ("classes", classes), ("files", files)):
         print(f"largest {kind}, in lines")
         for lines, name in sorted(found, reverse=True)[:LARGEST]:

@@ -1,4 +1,5 @@
-"""The garbage collector is off while much is imported, and afterwards as the user had it. Objects are frozen once."""
+"""The garbage collector is off while much is imported, and afterwards as the user had it. Objects
+are frozen once."""
 
 from __future__ import annotations
 

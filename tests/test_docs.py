@@ -21,25 +21,40 @@ SLOW_PAGES = ("verify.md",)
 
 
 def examples(page: Path) -> str:
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE))
+    return "\n".join(
+        re.findall(
+            r"^```python\n(.*?)^```",
+            page.read_text(encoding="utf-8"),
+            flags=re.DOTALL | re.MULTILINE,
+        )
+    )
 
 
 def run(page: Path) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
-    with patch.multiple(declared, parameters={}, values={}, is_closed=False):  # as in a process of its own
+    # as in a process of its own
+    with patch.multiple(declared, parameters={}, values={}, is_closed=False):
         exec(compile(examples(page), str(page), "exec"), names)
     return names
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.command if page.name in SLOW_PAGES else ()) for page in PAGES if examples(page)],
+    [
+        pytest.param(page, marks=pytest.mark.command if page.name in SLOW_PAGES else ())
+        for page in PAGES
+        if examples(page)
+    ],
     ids=lambda page: page.name,
 )
-def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     if "from transformers" in examples(page):
-        pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
+        pytest.importorskip(
+            "transformers", reason="transformers is not installed (pip install -e .[dev])"
+        )
     run(page)
 
 
@@ -69,7 +84,9 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     for target, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", prose):
         found = page.parent / target if target else page
         assert found.exists(), f"{page.name} links to {target}"

@@ -1,4 +1,5 @@
-"""import-linter holds the floors (see pyproject.toml): here, that it sees what it is there to see."""
+"""import-linter holds the floors (see pyproject.toml): here, that it sees what it is there to
+see."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 PLANTS = {
-    "upward": ("lockstep/plan.py", "import lockstep.logging.metrics\n", "lockstep.plan is not allowed to import lockstep.logging"),
+    "upward": (
+        "lockstep/plan.py",
+        "import lockstep.logging.metrics\n",
+        "lockstep.plan is not allowed to import lockstep.logging",
+    ),
     "upward in a function": (
         "lockstep/comm/world.py",
         "def planted():\n    from lockstep.training import step\n    return step\n",
@@ -21,25 +26,46 @@ PLANTS = {
     ),
     "upward, for type checking only": (
         "lockstep/plan.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lockstep.run import Result\n",
+        (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lockstep.run import"
+            " Result\n"
+        ),
         "lockstep.plan is not allowed to import lockstep.run",
     ),
-    "sibling": ("lockstep/data/loader.py", "import lockstep.logging\n", "lockstep.data is not allowed to import lockstep.logging"),
+    "sibling": (
+        "lockstep/data/loader.py",
+        "import lockstep.logging\n",
+        "lockstep.data is not allowed to import lockstep.logging",
+    ),
     "without a floor": ("lockstep/helpers.py", "", "helpers"),
-    "torch in a pure module": ("lockstep/tree.py", "import torch\n", "lockstep.tree is not allowed to import torch"),
-    "a test dependency": ("lockstep/logging/metrics.py", "import psutil\n", "lockstep is not allowed to import psutil"),
+    "torch in a pure module": (
+        "lockstep/tree.py",
+        "import torch\n",
+        "lockstep.tree is not allowed to import torch",
+    ),
+    "a test dependency": (
+        "lockstep/logging/metrics.py",
+        "import psutil\n",
+        "lockstep is not allowed to import psutil",
+    ),
 }
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache", "--no-logo"]
     environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "COLUMNS": "200"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    shutil.copytree(ROOT / "src" / "lockstep", tmp_path / "src" / "lockstep", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "src" / "lockstep",
+        tmp_path / "src" / "lockstep",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 

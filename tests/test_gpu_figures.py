@@ -20,7 +20,9 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_the_page_has_the_figures_of_the_file(rows: list[dict[str, Any]]) -> None:
-    assert PAGE["section"](rows) in (PROJECT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert PAGE["section"](rows) in (PROJECT / "docs" / "performance.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(("device", "is_shown"), [("H200", True), ("H100", False)])

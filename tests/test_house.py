@@ -19,7 +19,10 @@ PAGE = ROOT / "docs" / "architecture.md"
 @cache
 def trees() -> dict[str, ast.Module]:
     """The syntax tree of each module, by its path in the package."""
-    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    return {
+        str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
+        for path in PACKAGE.rglob("*.py")
+    }
 
 
 def class_names() -> Iterator[str]:
@@ -48,7 +51,8 @@ def test_docstrings_begin_with_what_the_thing_is_or_does() -> None:
 
 
 def test_no_text_names_a_file_that_an_installation_does_not_have() -> None:
-    """Neither a message nor a docstring, which `help` shows: the pages of docs have titles, and a website."""
+    """Neither a message nor a docstring, which `help` shows: the pages of docs have titles, and a
+    website."""
     texts = [
         (path, node.value)
         for path, tree in trees().items()
@@ -65,21 +69,30 @@ def names_in(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+            names |= {
+                f"{node.name}.{each.name}"
+                for each in node.body
+                if isinstance(each, ast.FunctionDef)
+            }
     return names
 
 
 def test_every_file_on_the_page_of_the_architecture_exists() -> None:
     files = re.findall(r"`([\w/]+\.py|[\w/]+/)`", PAGE.read_text(encoding="utf-8"))
     assert len(files) > 20
-    assert not [name for name in files if not (PACKAGE / name).exists() and not (ROOT / name).exists()]
+    assert not [
+        name for name in files if not (PACKAGE / name).exists() and not (ROOT / name).exists()
+    ]
 
 
 def test_every_function_on_the_page_of_the_architecture_exists() -> None:
-    """In a row, or a sentence, with one file, each `Class.method` and `function` is one of that file's."""
+    """In a row, or a sentence, with one file, each `Class.method` and `function` is one of that
+    file's."""
     checked = 0
     for line in re.sub(r"\n(?![|\n#])", " ", PAGE.read_text(encoding="utf-8")).split("\n"):
-        for file, names in re.findall(r"`([\w/]+\.py)`(?: \|| ?\()((?:[^`]*`\w+(?:\.\w+)?`)+?)(?= ?[|:)])", line):
+        for file, names in re.findall(
+            r"`([\w/]+\.py)`(?: \|| ?\()((?:[^`]*`\w+(?:\.\w+)?`)+?)(?= ?[|:)])", line
+        ):
             known = names_in(trees()[file])
             for name in re.findall(r"`(\w+(?:\.\w+)?)`", names):
                 checked += 1
@@ -89,7 +102,8 @@ def test_every_function_on_the_page_of_the_architecture_exists() -> None:
 
 @pytest.mark.parametrize("plan", ["replicate", "shard", "pipeline"])
 def test_a_microbatch_passes_five_files_under(plan: str) -> None:
-    """The three files of every plan, an executor and a reducer (or the other one that the plan may use)."""
+    """The three files of every plan, an executor and a reducer (or the other one that the plan may
+    use)."""
     text = PAGE.read_text(encoding="utf-8")
     way = text[text.index("## A microbatch's way") : text.index("### Under `replicate=2`")]
     section = text[text.index(f"### Under `{plan}=2`") :].split("\n#")[0]

@@ -14,13 +14,27 @@ from lockstep.base.errors import USER_ERROR_STATUS
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "numpy", "rich", "safetensors", "psutil")
-PURE = ("base.errors", "base.events", "keys", "recipe", "plan", "schedule", "assignment", "tree", "order")
+PURE = (
+    "base.errors",
+    "base.events",
+    "keys",
+    "recipe",
+    "plan",
+    "schedule",
+    "assignment",
+    "tree",
+    "order",
+)
 
 
 def modules_after(code: str) -> set[str]:
     """The top-level modules that a fresh interpreter holds after `code`."""
-    script = f"import sys\n{code}\nprint('\\n'.join({{name.partition('.')[0] for name in sys.modules}}))"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    script = (
+        f"import sys\n{code}\nprint('\\n'.join({{name.partition('.')[0] for name in sys.modules}}))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     names = set(ended.stdout.split())
     assert "sys" in names, "the interpreter ended before it could say"
     return names
@@ -36,14 +50,27 @@ def test_a_pure_module_does_not_import_torch(name: str) -> None:
 
 
 def test_pure_names_of_the_public_face_do_not_import_torch() -> None:
-    code = "import lockstep as ls; ls.Recipe, ls.Plan, ls.Evaluation, ls.Loss, ls.Sum, ls.Mean, ls.Gathered, ls.Weights, ls.warmup_cosine"
+    code = (
+        "import lockstep as ls; ls.Recipe, ls.Plan, ls.Evaluation, ls.Loss, ls.Sum, ls.Mean,"
+        " ls.Gathered, ls.Weights, ls.warmup_cosine"
+    )
     assert "torch" not in modules_after(code)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["doctor", "--help"], ["--version"], ["run", "no-such-script.py"]], ids=" ".join
+    "arguments",
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["doctor", "--help"],
+        ["--version"],
+        ["run", "no-such-script.py"],
+    ],
+    ids=" ".join,
 )
-def test_what_the_command_answers_without_training_it_answers_without_torch(arguments: list[str]) -> None:
+def test_what_the_command_answers_without_training_it_answers_without_torch(
+    arguments: list[str],
+) -> None:
     code = f"""
 sys.argv = ["lockstep", *{arguments!r}]
 from lockstep.cli.main import main
@@ -79,17 +106,27 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_an_uncaught_user_error_is_one_line_and_status_2() -> None:
     script = "import lockstep\nlockstep.Plan.parse('shard=0')"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == USER_ERROR_STATUS
     assert ended.stderr.startswith("lockstep: PlanError: shard=0;")
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name
+)
 def test_an_example_uses_the_public_face_alone(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert not [name for name in names if name.startswith("lockstep.")], f"{path.name}:{node.lineno} imports {names}"  # type: ignore[attr-defined]
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ls":
+        assert not [name for name in names if name.startswith("lockstep.")], (
+            f"{path.name}:{node.lineno} imports {names}"
+        )  # type: ignore[attr-defined]
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "ls"
+        ):
             assert node.attr in lockstep.__all__, f"{path.name}:{node.lineno} uses ls.{node.attr}"

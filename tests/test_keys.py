@@ -33,4 +33,10 @@ def test_one_bit_of_a_part_changes_about_half_of_the_key(part, bit):
 def test_mix_is_the_published_splitmix64():
     golden = 0x9E3779B97F4A7C15
     outputs = [mix((1234567 + i * golden) & MASK) for i in range(1, 6)]
-    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert outputs == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]

@@ -1,4 +1,5 @@
-"""Each kind of thing that code can leave behind is found, named, and gone from the report once it is gone."""
+"""Each kind of thing that code can leave behind is found, named, and gone from the report once it
+is gone."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ import pytest
 
 from lockstep.testing import leaks
 
-LISTENER = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+LISTENER = (
+    "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1],"
+    " flush=True); input()"
+)
 
 
 @contextmanager
@@ -55,7 +59,9 @@ def a_port() -> Iterator[str]:
 
 @contextmanager
 def a_port_of_a_child() -> Iterator[str]:
-    with subprocess.Popen([sys.executable, "-c", LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         yield f"port: {process.stdout.readline().strip()} is listened on by process {process.pid}"
         process.communicate("\n")
@@ -188,19 +194,36 @@ def test_a_descriptor_in_a_cycle_is_collected_first() -> None:
 
 def test_exempt_processes_are_left_out_with_their_descendants() -> None:
     before = leaks.take()
-    with subprocess.Popen(["sh", "-c", "sleep 3600 & echo started; wait"], stdout=subprocess.PIPE, process_group=0) as shell:
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 3600 & echo started; wait"], stdout=subprocess.PIPE, process_group=0
+    ) as shell:
         assert shell.stdout is not None
         shell.stdout.readline()
         exempt = leaks.Exempt(processes=[shell.pid], descriptors=[shell.stdout.fileno()])
         assert leaks.remaining(before, exempt, timeout_seconds=0) == []
-        assert len([line for line in leaks.remaining(before, timeout_seconds=0) if line.startswith("process: ")]) == 2
+        assert (
+            len(
+                [
+                    line
+                    for line in leaks.remaining(before, timeout_seconds=0)
+                    if line.startswith("process: ")
+                ]
+            )
+            == 2
+        )
         os.killpg(shell.pid, 9)
 
 
 def test_the_interpreters_own_resource_tracker_is_no_leak() -> None:
     before = leaks.take()
-    with subprocess.Popen([sys.executable, "-c", "input()", "multiprocessing.resource_tracker"], stdin=subprocess.PIPE) as process:
-        assert [line for line in leaks.remaining(before, timeout_seconds=0) if line.startswith("process: ")] == []
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()", "multiprocessing.resource_tracker"], stdin=subprocess.PIPE
+    ) as process:
+        assert [
+            line
+            for line in leaks.remaining(before, timeout_seconds=0)
+            if line.startswith("process: ")
+        ] == []
         process.communicate(b"\n")
 
 
@@ -208,7 +231,8 @@ def test_the_interpreters_own_resource_tracker_is_no_leak() -> None:
     "name",
     [
         pytest.param("path", id="under its name"),
-        pytest.param("'/dev/shm/of-before'", id="under a name since removed"),  # as the process that makes a semaphore does
+        # as the process that makes a semaphore does
+        pytest.param("'/dev/shm/of-before'", id="under a name since removed"),
     ],
 )
 def test_shared_memory_that_a_stranger_maps_is_no_leak(name: str) -> None:
@@ -227,7 +251,9 @@ input()
     before = leaks.take(["shared-memory"])
     with a_shared_memory_segment() as text:
         path = text.removeprefix("shared-memory: ")
-        with subprocess.Popen([*orphan, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
+        with subprocess.Popen(
+            [*orphan, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as shell:
             assert shell.stdout is not None
             assert shell.stdout.readline() == b"mapped\n"
             shell.wait()
@@ -260,9 +286,21 @@ def test_the_session_fails_a_test_that_passes_and_leaves_something(tmp_path: Pat
         (tmp_path / name).write_text((Path(__file__).parent / name).read_text())
     (tmp_path / "test_it.py").write_text(TESTS_OF_A_SESSION)
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-c", os.devnull]
-    command = [sys.executable, "-m", "pytest", *options, "-o", f"pythonpath={tmp_path}", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *options,
+        "-o",
+        f"pythonpath={tmp_path}",
+        str(tmp_path),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert "1 failed, 2 passed, 1 error" in ended.stdout, ended.stdout + ended.stderr
     _, _, report = ended.stdout.partition("ERROR at teardown of test_leaky")
-    for text in ("thread: left-over", "temporary-file: ", "environment: LOCKSTEP_TEST='left' was set"):
+    for text in (
+        "thread: left-over",
+        "temporary-file: ",
+        "environment: LOCKSTEP_TEST='left' was set",
+    ):
         assert text in report

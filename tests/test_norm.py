@@ -1,5 +1,5 @@
-"""The global norm of gradients: torch's, the same however they are cut, and read by one of the ranks that hold the
-same."""
+"""The global norm of gradients: torch's, the same however they are cut, and read by one of the
+ranks that hold the same."""
 
 from __future__ import annotations
 
@@ -24,11 +24,18 @@ SHAPES = [(40, 7), (40,), (3, 2**16), (1, 5), (), (0, 4), (700, 200)]
 
 
 def mesh(rank: int = 0, size: int = 1, *, bitwise: bool = False) -> Mesh:
-    world = join(rank=rank, size=size, local_rank=rank, local_size=size, timeout=timedelta(minutes=1))
+    world = join(
+        rank=rank, size=size, local_rank=rank, local_size=size, timeout=timedelta(minutes=1)
+    )
     return Mesh.of(world, Plan.parse("numerics=bitwise" if bitwise else "").resolve(size))
 
 
-@given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5), min_size=1, max_size=5), st.floats(0.01, 1000))
+@given(
+    st.lists(
+        st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5), min_size=1, max_size=5
+    ),
+    st.floats(0.01, 1000),
+)
 def test_clipping_is_torchs_to_within_its_epsilon(rows: list[list[float]], limit: float) -> None:
     gradients = [torch.tensor(row) for row in rows]
     parameters = [nn.Parameter(torch.zeros(len(row))) for row in rows]
@@ -49,7 +56,9 @@ def test_the_norm_of_no_gradients_is_0(bitwise: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_squares_are_summed_in_float64_and_leave_the_gradient_as_it_is(dtype: torch.dtype) -> None:
+def test_the_squares_are_summed_in_float64_and_leave_the_gradient_as_it_is(
+    dtype: torch.dtype,
+) -> None:
     for shape in SHAPES:
         part = torch.full(shape, 3.0, dtype=dtype)
         (sums,) = gradient_norm.squares_of_rows([part])
@@ -67,7 +76,9 @@ def test_the_squares_of_a_row_do_not_depend_on_the_rows_beside_it(shape: tuple[i
     try:
         for compute in (gradient_norm.squares_of_rows, gradient_norm.squares_by_halves):
             (together,) = compute([gradient])
-            torch.testing.assert_close(together, torch.cat(compute(gradient.split(1))), rtol=0, atol=0)
+            torch.testing.assert_close(
+                together, torch.cat(compute(gradient.split(1))), rtol=0, atol=0
+            )
             torch.testing.assert_close(together, gradient.double().square().sum(1))
     finally:
         torch.set_num_threads(threads)
@@ -80,21 +91,30 @@ def test_halves_are_added_as_they_are_written_here() -> None:
         half = -(-len(numbers) // 2)
         if len(numbers) < 2:
             return sum(numbers)
-        return by_hand([a + b for a, b in zip_longest(numbers[:half], numbers[half:], fillvalue=0.0)])
+        return by_hand(
+            [a + b for a, b in zip_longest(numbers[:half], numbers[half:], fillvalue=0.0)]
+        )
 
     matrices = [
-        torch.randn(rows, width, generator=torch.Generator().manual_seed(width)) for rows, width in ((1, 1), (3, 0), (2, 7), (5, 1025))
+        torch.randn(rows, width, generator=torch.Generator().manual_seed(width))
+        for rows, width in ((1, 1), (3, 0), (2, 7), (5, 1025))
     ]
     found = gradient_norm.squares_by_halves(matrices)
     expected = [[by_hand(row) for row in matrix.double().square().tolist()] for matrix in matrices]
     assert [each.tolist() for each in found] == expected
-    assert any(each.tolist() != matrix.double().square().sum(1).tolist() for each, matrix in zip(found, matrices, strict=True))
+    assert any(
+        each.tolist() != matrix.double().square().sum(1).tolist()
+        for each, matrix in zip(found, matrices, strict=True)
+    )
 
 
 @given(st.lists(st.integers(0, 100), max_size=20).map(tuple), st.integers(1, 5))
 def test_gradients_are_shared_out_about_evenly(sizes: tuple[int, ...], ranks: int) -> None:
     takers = gradient_norm.balanced_assignment(sizes, ranks)
-    loads = [sum(size for size, taker in zip(sizes, takers, strict=True) if taker == rank) for rank in range(ranks)]
+    loads = [
+        sum(size for size, taker in zip(sizes, takers, strict=True) if taker == rank)
+        for rank in range(ranks)
+    ]
     assert sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
@@ -104,8 +124,8 @@ def test_the_largest_gradient_is_shared_out_first() -> None:
 
 
 def norms(bitwise: bool, hosts: str, odd: float | None) -> tuple[float, float, float, list[int]]:
-    """As one process has it, as these have it together, as they check it; and the sizes of the gradients that this one
-    read for it."""
+    """As one process has it, as these have it together, as they check it; and the sizes of the
+    gradients that this one read for it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     segment.process_id_space = lambda: [hosts[rank], 1]  # type: ignore[attr-defined]
     gradient_norm.MIN_SHARED_BYTES = 8
@@ -149,7 +169,9 @@ def test_ranks_that_share_memory_read_some_of_the_gradients_each_for_the_same_no
 
 
 @pytest.mark.parametrize("odd", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_on_the_rank_that_reads_it_is_so_for_all(pool: WorkerPool, odd: float) -> None:
+def test_a_gradient_that_is_not_finite_on_the_rank_that_reads_it_is_so_for_all(
+    pool: WorkerPool, odd: float
+) -> None:
     for _, together, checked, _ in pool.run(2, norms, False, "aa", odd):
         assert not math.isfinite(together)
         assert not math.isfinite(checked)

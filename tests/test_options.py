@@ -1,4 +1,5 @@
-"""Launch options: declared once, the same on the command line, in the environment and in a worker."""
+"""Launch options: declared once, the same on the command line, in the environment and in a
+worker."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from lockstep.base.errors import LaunchError
 from lockstep.cli.arguments.launch import options_from
 from lockstep.cli.run import command
 from lockstep.launch.environment import Environment
-from lockstep.options import LaunchOptions, RunOptions, check_shared_options, flag, option_of, variable
+from lockstep.options import (
+    LaunchOptions,
+    RunOptions,
+    check_shared_options,
+    flag,
+    option_of,
+    variable,
+)
 
 GIVEN: dict[str, Any] = {
     "plan": "replicate=2",
@@ -68,11 +76,21 @@ def test_what_a_launcher_passes_on_its_workers_read() -> None:
 
 
 def test_what_is_written_as_arguments_the_command_line_reads() -> None:
-    on_command_line = {each.name for each in fields(LaunchOptions) if option_of(each).on_command_line}
-    options = LaunchOptions(**{name: value for name, value in (GIVEN | LAUNCHER).items() if name in on_command_line})
-    with command.make_context("run", [*options.arguments(), "train.py", "--plan", "its own"]) as context:
+    on_command_line = {
+        each.name for each in fields(LaunchOptions) if option_of(each).on_command_line
+    }
+    options = LaunchOptions(
+        **{name: value for name, value in (GIVEN | LAUNCHER).items() if name in on_command_line}
+    )
+    with command.make_context(
+        "run", [*options.arguments(), "train.py", "--plan", "its own"]
+    ) as context:
         given = dict(context.params)
-    assert (given.pop("is_module"), given.pop("script"), given.pop("arguments")) == (False, "train.py", ("--plan", "its own"))
+    assert (given.pop("is_module"), given.pop("script"), given.pop("arguments")) == (
+        False,
+        "train.py",
+        ("--plan", "its own"),
+    )
     assert options_from(given) == options
 
 
@@ -80,32 +98,56 @@ def test_without_options_all_have_their_defaults(monkeypatch: pytest.MonkeyPatch
     for name in GIVEN:
         monkeypatch.delenv(variable(name), raising=False)
     with command.make_context("run", ["train.py"]) as context:
-        given = {name: value for name, value in context.params.items() if flag(name) in command_flags()}
+        given = {
+            name: value for name, value in context.params.items() if flag(name) in command_flags()
+        }
     assert options_from(given) == LaunchOptions()
 
 
-def test_a_variable_is_an_option_and_the_command_line_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_is_an_option_and_the_command_line_goes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LOCKSTEP_SAVE_EVERY", "7")
     monkeypatch.setenv("LOCKSTEP_RESUME", "must")
     monkeypatch.setenv("LOCKSTEP_PLAN", "")
     with command.make_context("run", ["--resume", "never", "train.py"]) as context:
-        assert (context.params["save_every"], context.params["resume"], context.params["plan"]) == ("7", "never", None)
+        assert (context.params["save_every"], context.params["resume"], context.params["plan"]) == (
+            "7",
+            "never",
+            None,
+        )
 
 
 def command_flags() -> set[str]:
-    return {name for parameter in command.params if isinstance(parameter, click.Option) for name in parameter.opts}
+    return {
+        name
+        for parameter in command.params
+        if isinstance(parameter, click.Option)
+        for name in parameter.opts
+    }
 
 
 def test_an_option_that_is_not_the_same_on_all_ranks_is_named() -> None:
-    everyone = [RunOptions(plan=plan, run_dir=str(rank)).shared() for rank, plan in enumerate(("shard=2", "shard=2"))]
+    everyone = [
+        RunOptions(plan=plan, run_dir=str(rank)).shared()
+        for rank, plan in enumerate(("shard=2", "shard=2"))
+    ]
     check_shared_options(everyone)
     changed = [RunOptions().shared(), RunOptions(allow_change=frozenset({"steps"})).shared()]
-    with pytest.raises(LaunchError, match=r"^LOCKSTEP_ALLOW_CHANGE is \[\] for rank 0 and \['steps'\] for rank 1; all processes of a run"):
+    with pytest.raises(
+        LaunchError,
+        match=(
+            r"^LOCKSTEP_ALLOW_CHANGE is \[\] for rank 0 and \['steps'\] for rank 1; all processes"
+            r" of a run"
+        ),
+    ):
         check_shared_options(changed)
 
 
 def test_workers_are_told_moments_and_absolute_paths() -> None:
-    told = LaunchOptions(run_dir="a", stop_after="1m", nproc="3").for_workers(default_run_dir="/runs/b", now_seconds=100.0)
+    told = LaunchOptions(run_dir="a", stop_after="1m", nproc="3").for_workers(
+        default_run_dir="/runs/b", now_seconds=100.0
+    )
     assert told.run_dir is not None
     assert told.run_dir.endswith("/a")
     assert told == RunOptions(run_dir=told.run_dir, stop_at=160.0, default_run_dir="/runs/b")
@@ -117,7 +159,10 @@ def test_machines_compare_what_they_must_be_given_alike() -> None:
 
 
 def test_options_do_not_import_torch() -> None:
-    subprocess.run([sys.executable, "-c", "import lockstep.options, sys; assert 'torch' not in sys.modules"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import lockstep.options, sys; assert 'torch' not in sys.modules"],
+        check=True,
+    )
 
 
 @pytest.mark.parametrize("given", [{}, {"max_restarts": 1, "local_rank_argument": True}])
@@ -136,8 +181,17 @@ def test_an_empty_backend_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"plan": "replicate=4"}, "--recovery shrink with --plan replicate=4, which fits one number of processes; .*replicate=auto"),
-        ({"nnodes": "1:2", "rdzv": "host:29400"}, "--recovery shrink with --nnodes 1:2; .*--recovery in-place goes on without a machine"),
+        (
+            {"plan": "replicate=4"},
+            (
+                "--recovery shrink with --plan replicate=4, which fits one number of processes;"
+                " .*replicate=auto"
+            ),
+        ),
+        (
+            {"nnodes": "1:2", "rdzv": "host:29400"},
+            "--recovery shrink with --nnodes 1:2; .*--recovery in-place goes on without a machine",
+        ),
     ],
 )
 def test_a_run_that_could_not_shrink_is_refused(given: dict[str, Any], text: str) -> None:

@@ -53,7 +53,13 @@ def test_orders_never_change_between_versions():
     assert samples(37) == [29, 11, 35, 24, 13]
     assert samples(1000) == [608, 737, 490, 730, 636]
     assert samples(10**12) == [652091481436, 357070635231, 653132815908, 956882882134, 78778932405]
-    assert samples(2**62) == [2401871995258298326, 2783275072139779088, 4511647291240821125, 4595680444779043080, 2058222127579985098]
+    assert samples(2**62) == [
+        2401871995258298326,
+        2783275072139779088,
+        4511647291240821125,
+        4595680444779043080,
+        2058222127579985098,
+    ]
 
 
 def test_seeds_and_epochs_have_orders_of_their_own():
@@ -62,10 +68,12 @@ def test_seeds_and_epochs_have_orders_of_their_own():
     assert epochs_of(1000, 1, 1)[0].tolist() not in (first, second)
 
 
-# Samples in one epoch are drawn without replacement, so a table of places by samples varies less than independent draws
-# would by the factor (n - 1) / n, and has (n - 1)**2 degrees of freedom. Pairs are taken from one place an epoch, so
-# they are independent.
-STATISTICS = pytest.mark.parametrize(("length", "epochs"), [(3, 100_000), (5, 200_000), (16, 100_000), (37, 50_000), (1000, 2000)])
+# Samples in one epoch are drawn without replacement, so a table of places by samples varies less
+# than independent draws would by the factor (n - 1) / n, and has (n - 1)**2 degrees of freedom.
+# Pairs are taken from one place an epoch, so they are independent.
+STATISTICS = pytest.mark.parametrize(
+    ("length", "epochs"), [(3, 100_000), (5, 200_000), (16, 100_000), (37, 50_000), (1000, 2000)]
+)
 
 
 @STATISTICS
@@ -86,7 +94,9 @@ def test_every_pair_of_samples_is_equally_likely_at_adjacent_places(length, epoc
     distances = (samples[rows, places + 1] - samples[rows, places]) % length
     assert chisquare(np.bincount(distances, minlength=length)[1:]).pvalue > 1e-6
     if length < 1000:
-        counts = np.bincount(samples[rows, places] * length + samples[rows, places + 1], minlength=length**2)
+        counts = np.bincount(
+            samples[rows, places] * length + samples[rows, places + 1], minlength=length**2
+        )
         assert chisquare(counts.reshape(length, length)[~np.eye(length, dtype=bool)]).pvalue > 1e-6
 
 
@@ -94,7 +104,12 @@ def test_every_pair_of_samples_is_equally_likely_at_adjacent_places(length, epoc
 def test_every_permutation_of_a_tiny_dataset_is_equally_likely(length):
     places = length ** np.arange(length)
     counts = np.bincount(epochs_of(length, 3, 200_000) @ places, minlength=length**length)
-    assert chisquare(counts[[sum(np.array(each) * places) for each in permutations(range(length))]]).pvalue > 1e-6
+    assert (
+        chisquare(
+            counts[[sum(np.array(each) * places) for each in permutations(range(length))]]
+        ).pvalue
+        > 1e-6
+    )
 
 
 @pytest.mark.parametrize("length", [5, 37, 1000])
@@ -119,5 +134,8 @@ def test_4096_positions_take_less_than_a_megabyte_at_any_length(length):
 
 @pytest.mark.parametrize("length", [0, -1])
 def test_an_order_of_nothing_is_refused(length):
-    with pytest.raises(DataError, match=rf"length={length}; an order is of at least one sample; give data that are not empty"):
+    with pytest.raises(
+        DataError,
+        match=rf"length={length}; an order is of at least one sample; give data that are not empty",
+    ):
         Order(length, 0)

@@ -1,4 +1,5 @@
-"""A process that ends with its parent also ends if the parent was gone before it could ask for that."""
+"""A process that ends with its parent also ends if the parent was gone before it could ask for
+that."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def begin_loader_worker(parent: int) -> None:
 
 
 @pytest.mark.parametrize("begin", [die_with_parent, begin_launched_worker, begin_loader_worker])
-def test_a_process_whose_parent_has_ended_before_it_asks_to_end_with_it_ends(begin: Callable[[int], None]) -> None:
+def test_a_process_whose_parent_has_ended_before_it_asks_to_end_with_it_ends(
+    begin: Callable[[int], None],
+) -> None:
     reader, writer = os.pipe()
     if (parent := os.fork()) == 0:
         own = os.getpid()
@@ -80,7 +83,9 @@ LAUNCHES = (
 def test_one_that_is_not_alone_is_killed_at_once(tmp_path: Path) -> None:
     (tmp_path / "others").touch()
     (tmp_path / "busy").touch()
-    with subprocess.Popen([sys.executable, "-c", LAUNCHES], cwd=tmp_path, stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHES], cwd=tmp_path, stdout=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None
         assert os.read(parent.stdout.fileno(), 6) == b"ready;"
         parent.send_signal(signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""What benchmarks/peers makes of times and losses. The comparison itself needs an environment of its own: `make
-peers`."""
+"""What benchmarks/peers makes of times and losses. The comparison itself needs an environment of
+its own: `make peers`."""
 
 import importlib.util
 import subprocess
@@ -20,7 +20,8 @@ def figures():
 
 
 def test_a_ratio_is_taken_round_by_round(figures):
-    """The machine is ten times slower in the middle round, for both; and one round of the baseline's is disturbed."""
+    """The machine is ten times slower in the middle round, for both; and one round of the
+    baseline's is disturbed."""
     ratio = figures.Ratio.of([20.0, 2.0, 20.0, 20.0, 20.0], [10.0, 1.0, 10.0, 2.0, 10.0])
     assert ratio.median == 2.0
     assert (ratio.low, ratio.high) == (2.0, 6.0)
@@ -48,5 +49,7 @@ def test_curves_of_other_lengths_are_not_compared(figures):
 
 
 def test_help_needs_no_other_framework():
-    shown = subprocess.run([sys.executable, PEERS, "--help"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, PEERS, "--help"], capture_output=True, text=True, check=True
+    ).stdout
     assert "make peers" in shown

@@ -51,14 +51,20 @@ def test_the_mini_language_says_what_the_keywords_say(text: str, plan: Plan) -> 
 )
 def test_a_plan_reads_back_what_it_writes(**settings: Any) -> None:
     is_sharded = settings["shard"] > 1
-    fitting = {"offload": settings["offload"] and is_sharded, "assignment": "equal" if is_sharded else settings["assignment"]}
+    fitting = {
+        "offload": settings["offload"] and is_sharded,
+        "assignment": "equal" if is_sharded else settings["assignment"],
+    }
     if fitting["offload"] and settings["numerics"] == "bitwise":
         fitting["threads"] = None
     plan = Plan(**{**settings, **fitting})
     assert Plan.parse(str(plan)) == plan
 
 
-@given(split=st.integers(1, 9) | st.lists(st.integers(1, 9), min_size=2).map(tuple), data_parallel=st.integers(1, 9))
+@given(
+    split=st.integers(1, 9) | st.lists(st.integers(1, 9), min_size=2).map(tuple),
+    data_parallel=st.integers(1, 9),
+)
 def test_so_does_a_plan_for_one_process(split: Any, data_parallel: int) -> None:
     for plan in (Plan(split=split, numerics="bitwise"), Plan(data_parallel=data_parallel)):
         assert Plan.parse(str(plan)) == plan
@@ -71,8 +77,14 @@ def test_auto_fills_what_is_left(world_size: int, numerics: Any) -> None:
     assert plan.resolve(world_size) == plan
 
 
-@given(world_size=st.integers(1, 60), shard=st.integers(1, 8), replicate=st.integers(1, 8) | st.just("auto"))
-def test_the_sizes_that_a_plan_fits_are_those_that_it_resolves_for(world_size: int, shard: int, replicate: Any) -> None:
+@given(
+    world_size=st.integers(1, 60),
+    shard=st.integers(1, 8),
+    replicate=st.integers(1, 8) | st.just("auto"),
+)
+def test_the_sizes_that_a_plan_fits_are_those_that_it_resolves_for(
+    world_size: int, shard: int, replicate: Any
+) -> None:
     def fits(size: int) -> bool:
         try:
             plan.resolve(size)
@@ -104,15 +116,28 @@ def test_a_plan_is_frozen_and_takes_keywords_only() -> None:
         (
             3,
             "replicate=2",
-            "plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and must multiply to the number of processes; "
-            "change the plan, or the number of processes to 2",
+            (
+                "plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and"
+                " must multiply to the number of processes; change the plan, or the number of"
+                " processes to 2"
+            ),
         ),
-        (1, "replicate=4,numerics=bitwise", "plan 'replicate=4,numerics=bitwise' with 1 processes; the axes multiply to 4"),
-        (2, "split=2", "plan 'replicate=1,numerics=fast,split=2' with 2 processes; the axes multiply to 1"),
+        (
+            1,
+            "replicate=4,numerics=bitwise",
+            "plan 'replicate=4,numerics=bitwise' with 1 processes; the axes multiply to 4",
+        ),
+        (
+            2,
+            "split=2",
+            "plan 'replicate=1,numerics=fast,split=2' with 2 processes; the axes multiply to 1",
+        ),
         (2, "shard=1", "plan 'replicate=1,numerics=fast' with 2 processes; the axes multiply to 1"),
     ],
 )
-def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int, text: str, message: str) -> None:
+def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
+    world_size: int, text: str, message: str
+) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.parse(text).resolve(world_size)
     assert str(caught.value).startswith(message)
@@ -123,68 +148,197 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(world_size: int
     [
         (
             "replica=2",
-            "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor, pipeline, numerics, sharding, offload, "
-            "checkpointing, microbatch_splits, schedule, compile, split, data_parallel, transport, assignment, threads, workers, "
-            "prefetch",
+            (
+                "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor,"
+                " pipeline, numerics, sharding, offload, checkpointing, microbatch_splits,"
+                " schedule, compile, split, data_parallel, transport, assignment, threads, workers,"
+                " prefetch"
+            ),
         ),
-        ("replicate=2,replicate=2", "'replicate' is given twice in plan 'replicate=2,replicate=2'; give it once"),
-        ("replicate=0", "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto"),
-        ("replicate=-2", "replicate=-2; the size of a mesh axis is a whole number of at least 1, or auto"),
-        ("replicate=two", "replicate='two' in plan 'replicate=two'; the value is a whole number or auto"),
-        ("replicate=2.0", "replicate='2.0' in plan 'replicate=2.0'; the value is a whole number or auto"),
-        ("replicate", "'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise"),
+        (
+            "replicate=2,replicate=2",
+            "'replicate' is given twice in plan 'replicate=2,replicate=2'; give it once",
+        ),
+        (
+            "replicate=0",
+            "replicate=0; the size of a mesh axis is a whole number of at least 1, or auto",
+        ),
+        (
+            "replicate=-2",
+            "replicate=-2; the size of a mesh axis is a whole number of at least 1, or auto",
+        ),
+        (
+            "replicate=two",
+            "replicate='two' in plan 'replicate=two'; the value is a whole number or auto",
+        ),
+        (
+            "replicate=2.0",
+            "replicate='2.0' in plan 'replicate=2.0'; the value is a whole number or auto",
+        ),
+        (
+            "replicate",
+            (
+                "'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as"
+                " replicate=2,numerics=bitwise"
+            ),
+        ),
         ("replicate=", "'replicate=' in plan 'replicate='; a plan is made of name=value pairs"),
         ("2", "'2' in plan '2'; a plan is made of name=value pairs"),
-        ("pipeline=2,numerics=bitwise", "pipeline=2 with numerics=bitwise; a stage sums its microbatches' gradients as they arrive"),
+        (
+            "pipeline=2,numerics=bitwise",
+            (
+                "pipeline=2 with numerics=bitwise; a stage sums its microbatches' gradients as they"
+                " arrive"
+            ),
+        ),
         (
             "pipeline=2,shard=2,schedule=zero-bubble",
-            "schedule=zero-bubble with shard=2; it computes gradients of weights after the backward",
+            (
+                "schedule=zero-bubble with shard=2; it computes gradients of weights after the"
+                " backward"
+            ),
         ),
-        ("tensor=2,numerics=bitwise", "tensor=2 with numerics=bitwise; it splits the sums inside a layer"),
+        (
+            "tensor=2,numerics=bitwise",
+            "tensor=2 with numerics=bitwise; it splits the sums inside a layer",
+        ),
         ("tensor=2,compile=yes", "tensor=2 with compile=yes; its layers inspect their tensors"),
         ("shard=2,sharding=half", "sharding=half; known are full, gradients"),
-        ("pipeline=2,schedule=2f2b", "schedule=2f2b; known are gpipe, 1f1b, interleaved, zero-bubble"),
-        ("context=2", "'context=2' in plan 'context=2'; 'context' is not built yet; this version knows replicate, shard"),
+        (
+            "pipeline=2,schedule=2f2b",
+            "schedule=2f2b; known are gpipe, 1f1b, interleaved, zero-bubble",
+        ),
+        (
+            "context=2",
+            (
+                "'context=2' in plan 'context=2'; 'context' is not built yet; this version knows"
+                " replicate, shard"
+            ),
+        ),
         ("offload=cpu,shard=2", "offload=cpu; it is yes or no (in Python True or False)"),
         ("offload=yes", "offload=yes with shard=1; CPU offload applies to sharded parameters"),
-        ("offload=yes,shard=2,numerics=bitwise,threads=2", "threads=2 with offload=yes and numerics=bitwise; the optimizer then computes"),
-        ("offload=yes,shard=1,replicate=2", "offload=yes with shard=1; CPU offload applies to sharded parameters"),
+        (
+            "offload=yes,shard=2,numerics=bitwise,threads=2",
+            "threads=2 with offload=yes and numerics=bitwise; the optimizer then computes",
+        ),
+        (
+            "offload=yes,shard=1,replicate=2",
+            "offload=yes with shard=1; CPU offload applies to sharded parameters",
+        ),
         ("compile=1", "compile=1; it is yes or no (in Python True or False)"),
         ("checkpointing=all", "checkpointing=all; known are none, selective, full"),
         ("transport=tcp", "transport=tcp; known are auto, torch"),
         ("assignment=fair", "assignment=fair; known are equal, measured"),
-        ("assignment=measured,shard=2", "assignment=measured with shard=2; its ranks compute in rounds of one microbatch each"),
-        ("assignment=measured,tensor=2,replicate=2", "assignment=measured with tensor=2; its ranks wait for each other inside each layer"),
-        ("assignment=measured,pipeline=2", "assignment=measured with pipeline=2; each microbatch passes through all of its ranks"),
-        ("assignment=measured,split=3+5", "assignment=measured with split=3+5; one process computes all microbatches"),
-        ("assignment=measured,data_parallel=2", "assignment=measured with data_parallel=2; one process computes all microbatches"),
+        (
+            "assignment=measured,shard=2",
+            "assignment=measured with shard=2; its ranks compute in rounds of one microbatch each",
+        ),
+        (
+            "assignment=measured,tensor=2,replicate=2",
+            "assignment=measured with tensor=2; its ranks wait for each other inside each layer",
+        ),
+        (
+            "assignment=measured,pipeline=2",
+            "assignment=measured with pipeline=2; each microbatch passes through all of its ranks",
+        ),
+        (
+            "assignment=measured,split=3+5",
+            "assignment=measured with split=3+5; one process computes all microbatches",
+        ),
+        (
+            "assignment=measured,data_parallel=2",
+            "assignment=measured with data_parallel=2; one process computes all microbatches",
+        ),
         ("numerics=exact", "numerics=exact; known are fast, bitwise"),
         ("numerics=auto", "numerics=auto; known are fast, bitwise"),
-        ("split=0", "split=0; it is a number of devices, at least 1, or the layers on each device, such as 3+5"),
+        (
+            "split=0",
+            (
+                "split=0; it is a number of devices, at least 1, or the layers on each device, such"
+                " as 3+5"
+            ),
+        ),
         ("split=0+0", "split=(0, 0); it is a number of devices"),
         ("split=3+", "split='' in plan 'split=3+'; the value is a whole number"),
         ("split=auto", "split='auto' in plan 'split=auto'; the value is a whole number"),
-        ("split=2,replicate=2", "split=2 with replicate=2; split is for one process with several devices"),
-        ("split=1+2,shard=auto", "split=1+2 with shard=auto; split is for one process with several devices"),
-        ("data_parallel=2,replicate=2", "data_parallel=2 with replicate=2; data_parallel is for one process with several devices"),
+        (
+            "split=2,replicate=2",
+            "split=2 with replicate=2; split is for one process with several devices",
+        ),
+        (
+            "split=1+2,shard=auto",
+            "split=1+2 with shard=auto; split is for one process with several devices",
+        ),
+        (
+            "data_parallel=2,replicate=2",
+            (
+                "data_parallel=2 with replicate=2; data_parallel is for one process with several"
+                " devices"
+            ),
+        ),
         ("data_parallel=0", "data_parallel=0; it counts GPUs of one process and is at least 1"),
-        ("data_parallel=2,split=2", "data_parallel=2 with split=2; it computes each microbatch in parts"),
-        ("data_parallel=2,numerics=bitwise", "data_parallel=2 with numerics=bitwise; it computes each microbatch in parts"),
-        ("data_parallel=2,compile=yes", "data_parallel=2 with compile=yes; it computes each microbatch in parts"),
-        ("data_parallel=2,checkpointing=full", "data_parallel=2 with checkpointing=full; it computes each microbatch in parts"),
-        ("microbatch_splits=-1", "microbatch_splits=-1; it counts how often each microbatch is halved and is 0 to 32"),
+        (
+            "data_parallel=2,split=2",
+            "data_parallel=2 with split=2; it computes each microbatch in parts",
+        ),
+        (
+            "data_parallel=2,numerics=bitwise",
+            "data_parallel=2 with numerics=bitwise; it computes each microbatch in parts",
+        ),
+        (
+            "data_parallel=2,compile=yes",
+            "data_parallel=2 with compile=yes; it computes each microbatch in parts",
+        ),
+        (
+            "data_parallel=2,checkpointing=full",
+            "data_parallel=2 with checkpointing=full; it computes each microbatch in parts",
+        ),
+        (
+            "microbatch_splits=-1",
+            "microbatch_splits=-1; it counts how often each microbatch is halved and is 0 to 32",
+        ),
         (
             "microbatch_splits=99999999999999999999",
-            "microbatch_splits=99999999999999999999; it counts how often each microbatch is halved and is 0 to 32",
+            (
+                "microbatch_splits=99999999999999999999; it counts how often each microbatch is"
+                " halved and is 0 to 32"
+            ),
         ),
         ("workers=-1", "workers=-1; it counts loader processes a rank and is 0 to 1024, or auto"),
-        ("workers=1025", "workers=1025; it counts loader processes a rank and is 0 to 1024, or auto"),
-        ("workers=some", "workers='some' in plan 'workers=some'; the value is a whole number or auto"),
-        ("microbatch_splits=auto", "microbatch_splits='auto' in plan 'microbatch_splits=auto'; the value is a whole number"),
+        (
+            "workers=1025",
+            "workers=1025; it counts loader processes a rank and is 0 to 1024, or auto",
+        ),
+        (
+            "workers=some",
+            "workers='some' in plan 'workers=some'; the value is a whole number or auto",
+        ),
+        (
+            "microbatch_splits=auto",
+            (
+                "microbatch_splits='auto' in plan 'microbatch_splits=auto'; the value is a whole"
+                " number"
+            ),
+        ),
         ("threads=0", "threads=0; it counts intra-op threads a process and is 1 to 1024, or auto"),
-        ("threads=100000", "threads=100000; it counts intra-op threads a process and is 1 to 1024, or auto"),
-        ("prefetch=0", "prefetch=0; it counts microbatches that a loader process makes ahead, 1 to 1024, or auto"),
-        ("prefetch=10000000000", "prefetch=10000000000; it counts microbatches that a loader process makes ahead, 1 to 1024, or auto"),
+        (
+            "threads=100000",
+            "threads=100000; it counts intra-op threads a process and is 1 to 1024, or auto",
+        ),
+        (
+            "prefetch=0",
+            (
+                "prefetch=0; it counts microbatches that a loader process makes ahead, 1 to 1024,"
+                " or auto"
+            ),
+        ),
+        (
+            "prefetch=10000000000",
+            (
+                "prefetch=10000000000; it counts microbatches that a loader process makes ahead, 1"
+                " to 1024, or auto"
+            ),
+        ),
     ],
 )
 def test_what_makes_no_plan_is_refused_when_it_is_read(text: str, message: str) -> None:
@@ -205,7 +359,9 @@ def test_what_makes_no_plan_is_refused_when_it_is_read(text: str, message: str) 
         ({"numerics": None}, "numerics=None; known are fast, bitwise"),
     ],
 )
-def test_what_makes_no_plan_is_refused_when_it_is_made(changes: dict[str, Any], message: str) -> None:
+def test_what_makes_no_plan_is_refused_when_it_is_made(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(**changes)
     assert str(caught.value).startswith(message)

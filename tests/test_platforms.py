@@ -1,7 +1,8 @@
-"""macOS and Windows: one process trains, saves, resumes and reports there; what needs Linux is refused in words.
+"""macOS and Windows: one process trains, saves, resumes and reports there; what needs Linux is
+refused in words.
 
-`native` runs on whatever system this is: the workflow has it run on macOS and Windows. The others show on Linux what
-can be shown there (tests/scripts/other_system.py).
+`native` runs on whatever system this is: the workflow has it run on macOS and Windows. The others
+show on Linux what can be shown there (tests/scripts/other_system.py).
 """
 
 from __future__ import annotations
@@ -21,9 +22,21 @@ LINUX_ALONE = pytest.mark.skipif(sys.platform != "linux", reason="it plays anoth
 
 def found_on(system: str, folder: Path) -> dict[str, Any]:
     # The processes that multiprocessing starts on Windows cannot be had on Linux.
-    played = {"native": [], "darwin": [SCRIPTS / "other_system.py", "darwin"], "win32": [SCRIPTS / "other_system.py", "win32"]}[system]
-    command = [sys.executable, *played, PORTABLE, folder, *(["--without-workers"] if system == "win32" else [])]
-    ended = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True, check=False)
+    played = {
+        "native": [],
+        "darwin": [SCRIPTS / "other_system.py", "darwin"],
+        "win32": [SCRIPTS / "other_system.py", "win32"],
+    }[system]
+    command = [
+        sys.executable,
+        *played,
+        PORTABLE,
+        folder,
+        *(["--without-workers"] if system == "win32" else []),
+    ]
+    ended = subprocess.run(
+        list(map(str, command)), cwd=folder, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     assert "could not be deleted" not in ended.stdout + ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
@@ -31,8 +44,13 @@ def found_on(system: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("system", ["native", pytest.param("darwin", marks=LINUX_ALONE), pytest.param("win32", marks=LINUX_ALONE)])
-def test_one_process_trains_and_what_needs_linux_is_refused_in_words(system: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "system",
+    ["native", pytest.param("darwin", marks=LINUX_ALONE), pytest.param("win32", marks=LINUX_ALONE)],
+)
+def test_one_process_trains_and_what_needs_linux_is_refused_in_words(
+    system: str, tmp_path: Path
+) -> None:
     found = found_on(system, tmp_path)
     platform = found["platform"]
     assert platform == (sys.platform if system == "native" else system)
@@ -44,10 +62,15 @@ def test_one_process_trains_and_what_needs_linux_is_refused_in_words(system: str
     assert found["imported"] > 200
     if system != "win32":
         assert found["workers"] == found["whole"]
-        pickles = "LaunchError: loader workers on" in found["lambda"] and "plan workers=0" in found["lambda"]
+        pickles = (
+            "LaunchError: loader workers on" in found["lambda"]
+            and "plan workers=0" in found["lambda"]
+        )
         assert pickles if platform != "linux" else found["lambda"] == "no error"
     if platform != "linux":
-        assert found["doctor"].startswith(f"LaunchError: lockstep doctor on {platform}; it reads Linux's /proc")
+        assert found["doctor"].startswith(
+            f"LaunchError: lockstep doctor on {platform}; it reads Linux's /proc"
+        )
     if platform == "win32":
         refused = {
             "run": "lockstep run",

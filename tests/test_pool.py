@@ -1,4 +1,5 @@
-"""What `lockstep.testing.pool` promises: group, environment, fresh processes, and an end to every kind of failure."""
+"""What `lockstep.testing.pool` promises: group, environment, fresh processes, and an end to every
+kind of failure."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from lockstep.testing import leaks, pool as pool_module
 from lockstep.testing.pool import WorkerFailed, WorkerPool
 from lockstep.testing.worker import FAILED, import_for
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "GLOO_SOCKET_IFNAME",
+)
 FOREVER = 3600.0
 
 
@@ -44,11 +52,21 @@ def sum_of_ranks() -> float:
 
 def world() -> tuple[int, int, dict[str, str], bool]:
     variables = {name: os.environ[name] for name in VARIABLES}
-    return distributed.get_rank(), distributed.get_world_size(), variables, os.environ["MASTER_PORT"].isdecimal()
+    return (
+        distributed.get_rank(),
+        distributed.get_world_size(),
+        variables,
+        os.environ["MASTER_PORT"].isdecimal(),
+    )
 
 
 def surroundings() -> tuple[str | None, str, int, torch.dtype]:
-    return os.environ.get("LOCKSTEP_TEST"), os.getcwd(), torch.get_num_threads(), torch.get_default_dtype()
+    return (
+        os.environ.get("LOCKSTEP_TEST"),
+        os.getcwd(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+    )
 
 
 def draw() -> tuple[float, float, float]:
@@ -165,7 +183,9 @@ def lenient() -> Iterator[WorkerPool]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ranks_form_one_group_and_results_come_in_rank_order(pool: WorkerPool, world_size: int) -> None:
+def test_ranks_form_one_group_and_results_come_in_rank_order(
+    pool: WorkerPool, world_size: int
+) -> None:
     assert pool.run(world_size, sum_of_ranks) == [sum(range(world_size))] * world_size
     assert [rank for rank, *_ in pool.run(world_size, world)] == list(range(world_size))
 
@@ -181,7 +201,9 @@ def test_a_function_may_make_its_own_group_from_the_environment(pool: WorkerPool
     assert pool.run(2, join_as_torchrun_does) == [1.0, 1.0]
 
 
-def test_workers_share_the_callers_environment_and_folder(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_workers_share_the_callers_environment_and_folder(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("LOCKSTEP_TEST", "from the test")
     monkeypatch.chdir(tmp_path)
     assert pool.run(1, surroundings) == [("from the test", str(tmp_path), 1, torch.float32)]
@@ -204,8 +226,11 @@ def test_arguments_and_results_may_be_tensors(pool: WorkerPool) -> None:
 
 
 @pytest.mark.slow
-def test_the_output_of_workers_is_the_tests_own(pool: WorkerPool, capfd: pytest.CaptureFixture[str]) -> None:
-    # The nursery holds the descriptors of when it was made, so a pool made inside the capture is what capfd sees.
+def test_the_output_of_workers_is_the_tests_own(
+    pool: WorkerPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # The nursery holds the descriptors of when it was made, so a pool made inside the capture is
+    # what capfd sees.
     with WorkerPool(max_workers=1) as inner:
         inner.run(1, say, "a line from a rank")
     assert "a line from a rank" in capfd.readouterr().out
@@ -255,7 +280,9 @@ def hang_on_the_last_rank() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_rank_that_is_killed_is_named_before_those_that_complain(pool: WorkerPool, number: signal.Signals) -> None:
+def test_a_rank_that_is_killed_is_named_before_those_that_complain(
+    pool: WorkerPool, number: signal.Signals
+) -> None:
     with pytest.raises(WorkerFailed, match=f"^rank 1 of 2 was killed by {number.name}") as caught:
         pool.run(2, rank_1_dies, number)
     assert caught.value.rank == 1
@@ -263,7 +290,9 @@ def test_a_rank_that_is_killed_is_named_before_those_that_complain(pool: WorkerP
     assert pool.run(2, sum_of_ranks) == [1.0, 1.0]
 
 
-def test_a_death_goes_before_a_complaint_that_arrived_earlier(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_goes_before_a_complaint_that_arrived_earlier(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     receive = pool_module._receive
@@ -276,7 +305,10 @@ def test_a_death_goes_before_a_complaint_that_arrived_earlier(pool: WorkerPool, 
 
     monkeypatch.setattr(pool_module, "_receive", receive_and_tell)
     monkeypatch.setattr(pool_module, "DEATH_SECONDS", 30.0)
-    with pytest.raises(WorkerFailed, match=r"^rank 1 of 2 was killed by SIGKILL(.|\n)*rank 0 then raised(.|\n)*in barrier"):
+    with pytest.raises(
+        WorkerFailed,
+        match=r"^rank 1 of 2 was killed by SIGKILL(.|\n)*rank 0 then raised(.|\n)*in barrier",
+    ):
         pool.run(2, rank_1_hangs_up_and_dies_when_told, str(fifo))
 
 
@@ -295,11 +327,17 @@ def test_a_result_that_cannot_be_pickled_is_a_failure_of_its_rank(pool: WorkerPo
 def test_what_a_rank_leaves_behind_is_named(pool: WorkerPool) -> None:
     with pytest.raises(WorkerFailed, match=r"^rank 0 of 1 left behind:") as caught:
         pool.run(1, leave_a_process_a_thread_and_a_variable)
-    for text in (r"process: \d+ \(S\): sleep", "thread: left-over", "environment: LOCKSTEP_TEST='left' was set"):
+    for text in (
+        r"process: \d+ \(S\): sleep",
+        "thread: left-over",
+        "environment: LOCKSTEP_TEST='left' was set",
+    ):
         assert re.search(text, str(caught.value))
 
 
-def test_processes_that_a_rank_started_end_with_its_run(lenient: WorkerPool, tmp_path: Path) -> None:
+def test_processes_that_a_rank_started_end_with_its_run(
+    lenient: WorkerPool, tmp_path: Path
+) -> None:
     path = tmp_path / "process"
     with pytest.raises(WorkerFailed, match="did not answer"):
         lenient.run(1, start_a_process_and_hang, str(path), timeout_seconds=1)
@@ -313,7 +351,9 @@ def test_a_run_interrupted_while_ranks_work_leaves_the_pool_usable(pool: WorkerP
 
 
 @pytest.mark.slow
-def test_a_run_interrupted_while_it_forks_leaves_the_pool_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_interrupted_while_it_forks_leaves_the_pool_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     send = socket.send_fds
 
     def send_and_be_interrupted(*arguments: Any) -> None:
@@ -334,7 +374,9 @@ def test_modules_named_to_be_preloaded_are_there(lenient: WorkerPool) -> None:
 
 
 @pytest.mark.command
-def test_a_module_that_cannot_be_preloaded_fails_the_first_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_module_that_cannot_be_preloaded_fails_the_first_run(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with (
         WorkerPool(max_workers=1, preload=["no_such_module"]) as pool,
         pytest.raises(WorkerError, match="nursery process ended with status 1"),
@@ -343,7 +385,9 @@ def test_a_module_that_cannot_be_preloaded_fails_the_first_run(capfd: pytest.Cap
     assert "No module named 'no_such_module'" in capfd.readouterr().err
 
 
-def test_a_module_is_imported_from_its_file_whatever_else_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_imported_from_its_file_whatever_else_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "module_of_a_test.py").write_text(f"FOLDER = {folder!r}")
@@ -363,9 +407,23 @@ def test_a_module_is_imported_from_its_file_whatever_else_has_its_name(tmp_path:
 @pytest.mark.command
 def test_the_page_on_testing_runs(tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "docs" / "testing.md").read_text()
-    for name, block in re.findall(r"^```py\n# (\w+\.py)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+    for name, block in re.findall(
+        r"^```py\n# (\w+\.py)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE
+    ):
         (tmp_path / name).write_text(block)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        str(tmp_path),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 passed" in ended.stdout
@@ -396,7 +454,9 @@ def test_a_closed_pool_has_left_nothing(tmp_path: Path) -> None:
 def test_workers_end_when_the_process_that_made_the_pool_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         nursery, worker = (int(number) for number in process.stdout.readline().split())
         process.kill()
@@ -419,7 +479,8 @@ if __name__ == "__main__":
 
 
 def assert_ends(process: int) -> None:
-    """Wait, as long as the test's own timeout lets it, for the end of a process that is not a child of this one."""
+    """Wait, as long as the test's own timeout lets it, for the end of a process that is not a child
+    of this one."""
     try:
         descriptor = os.pidfd_open(process)
     except ProcessLookupError:
@@ -429,7 +490,10 @@ def assert_ends(process: int) -> None:
 
 
 def test_a_world_larger_than_the_pool_is_refused(pool: WorkerPool) -> None:
-    with pytest.raises(LaunchError, match=r"world_size=5; this pool runs 1 to max_workers=4 ranks; make a larger pool"):
+    with pytest.raises(
+        LaunchError,
+        match=r"world_size=5; this pool runs 1 to max_workers=4 ranks; make a larger pool",
+    ):
         pool.run(5, sum_of_ranks)
     with pytest.raises(LaunchError, match=r"world_size=0; this pool runs 1 to max_workers=4 ranks"):
         pool.run(0, sum_of_ranks)
@@ -440,5 +504,7 @@ def test_a_world_larger_than_the_pool_is_refused(pool: WorkerPool) -> None:
 
 
 def test_a_function_that_is_not_at_module_level_is_refused(pool: WorkerPool) -> None:
-    with pytest.raises(LaunchError, match=r"cannot be pickled .* define it at the top level of a module"):
+    with pytest.raises(
+        LaunchError, match=r"cannot be pickled .* define it at the top level of a module"
+    ):
         pool.run(1, lambda: None)

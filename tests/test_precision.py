@@ -18,8 +18,12 @@ from lockstep.training.optim import gradient_norm
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_forward_computes_in_what_was_asked_for_and_parameters_stay(name: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_the_forward_computes_in_what_was_asked_for_and_parameters_stay(
+    name: Any, dtype: torch.dtype
+) -> None:
     layer = nn.Linear(3, 2)
     with precision.autocast(name, CPU):
         assert layer(torch.ones(1, 3)).dtype is dtype
@@ -59,7 +63,12 @@ def test_a_precision_that_is_slow_on_this_cpu_says_so(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    expected = f"this CPU has no {name} matrix instructions: expect {name} to be many times slower than fp32" if slow else None
+    expected = (
+        f"this CPU has no {name} matrix instructions: expect {name} to be many times slower than"
+        " fp32"
+        if slow
+        else None
+    )
     assert precision.slow_on_this_cpu(name, CPU) == expected
     assert precision.slow_on_this_cpu(name, CUDA) is None
 
@@ -77,7 +86,11 @@ def test_a_precision_that_is_slow_on_this_cpu_says_so(
     ],
 )
 def test_products_in_fp32_that_leave_a_gpus_tf32_unused_say_so(
-    monkeypatch: pytest.MonkeyPatch, name: Any, capability: tuple[int, int] | None, chosen: str, slow: bool
+    monkeypatch: pytest.MonkeyPatch,
+    name: Any,
+    capability: tuple[int, int] | None,
+    chosen: str,
+    slow: bool,
 ) -> None:
     monkeypatch.setattr(accelerator, "compute_capability", lambda _: capability)
     torch.backends.cuda.matmul.fp32_precision = chosen
@@ -89,10 +102,14 @@ def test_products_in_fp32_that_leave_a_gpus_tf32_unused_say_so(
 
 def test_torch_keeps_a_choice_of_tf32_where_it_is_looked_for() -> None:
     choose = "; ".join(
-        f"torch.set_float32_matmul_precision({text!r}); print(torch.backends.cuda.matmul.fp32_precision)" for text in ("high", "highest")
+        f"torch.set_float32_matmul_precision({text!r});"
+        " print(torch.backends.cuda.matmul.fp32_precision)"
+        for text in ("high", "highest")
     )
     code = f"import torch; print(torch.backends.cuda.matmul.fp32_precision); {choose}"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert found.split() == ["none", "tf32", "ieee"]
 
 

@@ -29,7 +29,12 @@ def test_signals_that_this_process_ignores_end_what_it_starts(number: signal.Sig
         print(child.returncode)
     """
     ended = subprocess.run(
-        [sys.executable, "-c", dedent(source)], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", dedent(source)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
     )
     assert (ended.stdout, ended.stderr) == (f"{-number}\n", "")
 
@@ -76,15 +81,32 @@ def test_a_test_that_times_out_kills_what_it_started_and_lets_the_next_run(tmp_p
     for name in ("conftest.py", "forked.py", "processes.py"):
         (tmp_path / name).write_text((Path(__file__).parent / name).read_text())
     (tmp_path / "test_it.py").write_text(TESTS_THAT_HANG)
-    limits = ["timeout=1", "timeout_method=signal", "faulthandler_timeout=4", "faulthandler_exit_on_timeout=true"]
+    limits = [
+        "timeout=1",
+        "timeout_method=signal",
+        "faulthandler_timeout=4",
+        "faulthandler_exit_on_timeout=true",
+    ]
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-n", "1", "-c", os.devnull]
-    command = [sys.executable, "-m", "pytest", *options, *(word for limit in limits for word in ("-o", limit)), str(tmp_path)]
-    with started(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path) as session:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *options,
+        *(word for limit in limits for word in ("-o", limit)),
+        str(tmp_path),
+    ]
+    with started(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
+    ) as session:
         assert session.stdout is not None
         output = session.stdout.read()
     assert "2 failed, 1 passed" in output, output
     assert "Timeout (>1.0s)" in output
-    assert "worker 'gw0' crashed while running 'test_it.py::test_is_where_no_signal_reaches_it'" in output
+    assert (
+        "worker 'gw0' crashed while running 'test_it.py::test_is_where_no_signal_reaches_it'"
+        in output
+    )
     for name in ("waits", "deaf"):
         with suppress(psutil.NoSuchProcess):
             psutil.Process(int((tmp_path / name).read_text())).wait(timeout=10)
@@ -96,5 +118,11 @@ def test_the_end_of_a_forked_command_waits_for_its_threads(tmp_path: Path) -> No
         "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
     )
     with forked.use():
-        ended = subprocess.run([sys.executable, str(tmp_path / "work.py")], capture_output=True, text=True, timeout=50, check=False)
+        ended = subprocess.run(
+            [sys.executable, str(tmp_path / "work.py")],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "thread\nend\n", "")

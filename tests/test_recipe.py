@@ -22,7 +22,15 @@ def nothing(*_: Any) -> None:
 
 
 def recipe(**changes: Any) -> ls.Recipe:
-    given = {"model": nothing, "data": [1, 2, 3], "loss": nothing, "optimizer": nothing, "global_batch": 8, "microbatch": 4, "steps": 5}
+    given = {
+        "model": nothing,
+        "data": [1, 2, 3],
+        "loss": nothing,
+        "optimizer": nothing,
+        "global_batch": 8,
+        "microbatch": 4,
+        "steps": 5,
+    }
     return ls.Recipe(**{**given, **changes})
 
 
@@ -52,29 +60,89 @@ class Shapeless:
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [
-        (recipe, {"global_batch": 0}, "Recipe.global_batch=0; it counts samples and must be a whole number of at least 1"),
-        (recipe, {"weights": 5}, "weights is 5 (a int); it is a path, ls.Weights(path, names=..., missing=...), or None"),
-        (weights, {"path": ""}, "Weights(''); it takes the path of a file or of a Hugging Face folder as a str"),
-        (weights, {"missing": "drop"}, "Weights(missing='drop'); it is 'refuse', or 'keep' to keep the model's initial values"),
-        (weights, {"names": ["a"]}, "Weights(names=['a']); it maps names in the file to names in the model: {'module.*': '*'}"),
-        (weights, {"names": {"a": 1}}, "Weights.names has 'a': 1; a name is a str, and None skips a tensor"),
-        (weights, {"names": {"a.*": "b"}}, "Weights.names has 'a.*': 'b'; `*` is the same text on both sides; write it once on each"),
-        (weights, {"names": {"*.a.*": None}}, "Weights.names has '*.a.*': None; `*` is the same text on both sides"),
+        (
+            recipe,
+            {"global_batch": 0},
+            "Recipe.global_batch=0; it counts samples and must be a whole number of at least 1",
+        ),
+        (
+            recipe,
+            {"weights": 5},
+            "weights is 5 (a int); it is a path, ls.Weights(path, names=..., missing=...), or None",
+        ),
+        (
+            weights,
+            {"path": ""},
+            "Weights(''); it takes the path of a file or of a Hugging Face folder as a str",
+        ),
+        (
+            weights,
+            {"missing": "drop"},
+            "Weights(missing='drop'); it is 'refuse', or 'keep' to keep the model's initial values",
+        ),
+        (
+            weights,
+            {"names": ["a"]},
+            (
+                "Weights(names=['a']); it maps names in the file to names in the model:"
+                " {'module.*': '*'}"
+            ),
+        ),
+        (
+            weights,
+            {"names": {"a": 1}},
+            "Weights.names has 'a': 1; a name is a str, and None skips a tensor",
+        ),
+        (
+            weights,
+            {"names": {"a.*": "b"}},
+            (
+                "Weights.names has 'a.*': 'b'; `*` is the same text on both sides; write it once on"
+                " each"
+            ),
+        ),
+        (
+            weights,
+            {"names": {"*.a.*": None}},
+            "Weights.names has '*.a.*': None; `*` is the same text on both sides",
+        ),
         (recipe, {"global_batch": -8}, "Recipe.global_batch=-8; it counts samples"),
         (recipe, {"global_batch": 8.0}, "Recipe.global_batch=8.0; it counts samples"),
         (recipe, {"global_batch": True}, "Recipe.global_batch=True; it counts samples"),
-        (recipe, {"microbatch": 0}, "Recipe.microbatch=0; it counts samples and must be a whole number of at least 1"),
+        (
+            recipe,
+            {"microbatch": 0},
+            "Recipe.microbatch=0; it counts samples and must be a whole number of at least 1",
+        ),
         (
             recipe,
             {"microbatch": 9},
-            "microbatch=9 is larger than global_batch=8; a global batch is made of whole microbatches; give microbatch=8 or less, or a "
-            "larger global_batch",
+            (
+                "microbatch=9 is larger than global_batch=8; a global batch is made of whole"
+                " microbatches; give microbatch=8 or less, or a larger global_batch"
+            ),
         ),
-        (recipe, {"steps": None}, "steps=None and epochs=None; a recipe has one length; give exactly one of the two"),
-        (recipe, {"epochs": 2}, "steps=5 and epochs=2; a recipe has one length; give exactly one of the two"),
-        (recipe, {"steps": 0}, "Recipe.steps=0; it counts steps and must be a whole number of at least 1"),
+        (
+            recipe,
+            {"steps": None},
+            "steps=None and epochs=None; a recipe has one length; give exactly one of the two",
+        ),
+        (
+            recipe,
+            {"epochs": 2},
+            "steps=5 and epochs=2; a recipe has one length; give exactly one of the two",
+        ),
+        (
+            recipe,
+            {"steps": 0},
+            "Recipe.steps=0; it counts steps and must be a whole number of at least 1",
+        ),
         (recipe, {"steps": None, "epochs": 0}, "Recipe.epochs=0; it counts epochs"),
-        (recipe, {"clip_norm": 0.0}, "clip_norm=0.0; a maximum norm is positive and finite; None turns clipping off"),
+        (
+            recipe,
+            {"clip_norm": 0.0},
+            "clip_norm=0.0; a maximum norm is positive and finite; None turns clipping off",
+        ),
         (recipe, {"clip_norm": -1}, "clip_norm=-1; a maximum norm is positive"),
         (recipe, {"clip_norm": math.inf}, "clip_norm=inf; a maximum norm is positive and finite"),
         (recipe, {"clip_norm": math.nan}, "clip_norm=nan; a maximum norm is positive and finite"),
@@ -83,47 +151,93 @@ class Shapeless:
         (
             recipe,
             {"gradient_compression": "int4"},
-            "gradient_compression='int4'; known are none, bf16, fp16, int8 and powersgd:RANK, such as powersgd:4",
+            (
+                "gradient_compression='int4'; known are none, bf16, fp16, int8 and powersgd:RANK,"
+                " such as powersgd:4"
+            ),
         ),
         (recipe, {"gradient_compression": None}, "gradient_compression=None; known are none"),
-        (recipe, {"gradient_compression": "int8:2"}, "gradient_compression='int8:2'; known are none"),
+        (
+            recipe,
+            {"gradient_compression": "int8:2"},
+            "gradient_compression='int8:2'; known are none",
+        ),
         (
             recipe,
             {"gradient_compression": "powersgd"},
-            "gradient_compression='powersgd'; the rank of powersgd is a whole number of at least 1 after a colon",
+            (
+                "gradient_compression='powersgd'; the rank of powersgd is a whole number of at"
+                " least 1 after a colon"
+            ),
         ),
         (
             recipe,
             {"gradient_compression": "powersgd:0"},
-            "gradient_compression='powersgd:0'; the rank of powersgd is a whole number of at least 1",
+            (
+                "gradient_compression='powersgd:0'; the rank of powersgd is a whole number of at"
+                " least 1"
+            ),
         ),
-        (recipe, {"gradient_compression": "powersgd:-1"}, "gradient_compression='powersgd:-1'; the rank of powersgd is"),
-        (recipe, {"gradient_compression": "powersgd:two"}, "gradient_compression='powersgd:two'; the rank of powersgd is"),
+        (
+            recipe,
+            {"gradient_compression": "powersgd:-1"},
+            "gradient_compression='powersgd:-1'; the rank of powersgd is",
+        ),
+        (
+            recipe,
+            {"gradient_compression": "powersgd:two"},
+            "gradient_compression='powersgd:two'; the rank of powersgd is",
+        ),
         (recipe, {"seed": -1}, "seed=-1; a seed is a whole number from 0 to 2**63 - 1"),
         (recipe, {"seed": 2**63}, "seed=9223372036854775808; a seed is a whole number"),
         (recipe, {"seed": 1.5}, "seed=1.5; a seed is a whole number"),
         (
             recipe,
             {"model": nn.Linear(2, 2)},
-            "Recipe.model is a Linear, not a function that makes one; every process builds its own, after",
+            (
+                "Recipe.model is a Linear, not a function that makes one; every process builds its"
+                " own, after"
+            ),
         ),
-        (recipe, {"optimizer": torch.optim.SGD([torch.ones(1)])}, "Recipe.optimizer is a SGD, not a function that makes one; every"),
+        (
+            recipe,
+            {"optimizer": torch.optim.SGD([torch.ones(1)])},
+            "Recipe.optimizer is a SGD, not a function that makes one; every",
+        ),
         (recipe, {"model": 3}, "Recipe.model is 3 (a int); it must be a function"),
         (recipe, {"loss": None}, "Recipe.loss is None (a NoneType); it must be a function"),
-        (recipe, {"optimizer": "adam"}, "Recipe.optimizer is 'adam' (a str); it must be a function"),
+        (
+            recipe,
+            {"optimizer": "adam"},
+            "Recipe.optimizer is 'adam' (a str); it must be a function",
+        ),
         (recipe, {"inputs": 1}, "Recipe.inputs is 1 (a int); it must be a function or None"),
         (recipe, {"weight": 1}, "Recipe.weight is 1 (a int); it must be a function or None"),
         (recipe, {"collate": 1}, "Recipe.collate is 1 (a int); it must be a function or None"),
-        (recipe, {"schedule": 0.1}, "Recipe.schedule is 0.1 (a float); it must be a function or None"),
+        (
+            recipe,
+            {"schedule": 0.1},
+            "Recipe.schedule is 0.1 (a float); it must be a function or None",
+        ),
         (
             recipe,
             {"evaluation": [1]},
-            "evaluation is [1] (a list); give ls.Evaluation(data=..., every=..., metrics=...), "
-            "several by name {'valid': ls.Evaluation(...)}, or None",
+            (
+                "evaluation is [1] (a list); give ls.Evaluation(data=..., every=..., metrics=...), "
+                "several by name {'valid': ls.Evaluation(...)}, or None"
+            ),
         ),
-        (evaluation, {"every": 0}, "Evaluation.every=0; it counts steps and must be a whole number of at least 1"),
+        (
+            evaluation,
+            {"every": 0},
+            "Evaluation.every=0; it counts steps and must be a whole number of at least 1",
+        ),
         (evaluation, {"microbatch": 0}, "Evaluation.microbatch=0; it counts samples"),
-        (evaluation, {"metrics": {"accuracy": nothing}}, "Evaluation.metrics['accuracy'] is <function"),
+        (
+            evaluation,
+            {"metrics": {"accuracy": nothing}},
+            "Evaluation.metrics['accuracy'] is <function",
+        ),
         (
             evaluation,
             {"metrics": {"loss": ls.Mean(nothing)}},
@@ -132,7 +246,10 @@ class Shapeless:
         (
             evaluation,
             {"metrics": {"loss/a": ls.Mean(nothing)}},
-            "Evaluation.metrics has a metric named 'loss/a'; that name belongs to the recipe's loss or a term; choose another",
+            (
+                "Evaluation.metrics has a metric named 'loss/a'; that name belongs to the recipe's"
+                " loss or a term; choose another"
+            ),
         ),
         (
             evaluation,
@@ -155,23 +272,45 @@ def test_a_recipe_that_contradicts_itself_is_refused_when_it_is_made(
         (
             recipe,
             [],
-            "Recipe.data is empty (its len() is 0); training needs at least one sample; check the path or the filter that made it",
+            (
+                "Recipe.data is empty (its len() is 0); training needs at least one sample; check"
+                " the path or the filter that made it"
+            ),
         ),
-        (recipe, iter([1]), "Recipe.data is a list_iterator; it must be a map-style dataset, with len(data) and data[i]"),
+        (
+            recipe,
+            iter([1]),
+            (
+                "Recipe.data is a list_iterator; it must be a map-style dataset, with len(data) and"
+                " data[i]"
+            ),
+        ),
         (recipe, None, "Recipe.data is a NoneType; it must be a map-style dataset"),
         (recipe, {1, 2}, "Recipe.data is a set; it must be a map-style dataset"),
-        (recipe, Shapeless(), "Recipe.data is a Shapeless; it must be a map-style dataset, with len(data)"),
+        (
+            recipe,
+            Shapeless(),
+            "Recipe.data is a Shapeless; it must be a map-style dataset, with len(data)",
+        ),
         (evaluation, [], "Evaluation.data is empty (its len() is 0)"),
     ],
 )
-def test_data_that_are_no_dataset_are_refused_when_the_recipe_is_made(make: Callable[..., Any], data: Any, message: str) -> None:
+def test_data_that_are_no_dataset_are_refused_when_the_recipe_is_made(
+    make: Callable[..., Any], data: Any, message: str
+) -> None:
     with pytest.raises(DataError) as caught:
         make(data=data)
     assert str(caught.value).startswith(message)
 
 
 def test_a_metric_of_another_kind_is_told_which_kinds_there_are() -> None:
-    with pytest.raises(RecipeError, match=r"a metric is ls\.Mean\(values\) if it is a mean over samples \(accuracy\), or ls\.Gathered\("):
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"a metric is ls\.Mean\(values\) if it is a mean over samples \(accuracy\), or"
+            r" ls\.Gathered\("
+        ),
+    ):
         evaluation(metrics={"accuracy": 0.9})
 
 
@@ -188,7 +327,9 @@ def test_a_recipe_is_frozen_and_takes_keywords_only() -> None:
 
 def test_a_recipe_describes_itself_in_json() -> None:
     metrics = {"accuracy": ls.Mean(nothing), "auc": ls.Gathered(nothing, sum)}
-    described = recipe(evaluation=evaluation(metrics=metrics, every=3), weight=nothing, clip_norm=1.0).describe()
+    described = recipe(
+        evaluation=evaluation(metrics=metrics, every=3), weight=nothing, clip_norm=1.0
+    ).describe()
     assert json.loads(json.dumps(described)) == described
     assert described["global_batch"] == 8
     assert described["clip_norm"] == 1.0

@@ -1,4 +1,5 @@
-"""Digests of a recipe's functions: they differ if a function does something else, not if it only looks different."""
+"""Digests of a recipe's functions: they differ if a function does something else, not if it only
+looks different."""
 
 from __future__ import annotations
 
@@ -109,7 +110,9 @@ def test_so_does_a_schedule_of_ours(other: dict[str, Any]) -> None:
     assert digest(warmup_cosine(**same)) != digest(warmup_cosine(**{**same, **other}))  # type: ignore[arg-type]
 
 
-def test_so_does_a_function_of_a_library_with_its_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_does_a_function_of_a_library_with_its_numbers_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(contents, "is_users", lambda module: False)
 
     def made(number: float, found: object) -> Callable[[], object]:
@@ -168,11 +171,14 @@ def test_tensors_and_objects_count_with_their_values(one: str, other: str) -> No
     from torch import nn
 
     names = {"np": np, "torch": torch, "nn": nn}
-    assert digest(loss_with(eval(one, names))) == digest(loss_with(eval(one, names)))  # of trained parameters, the shape counts
+    # of trained parameters, the shape counts
+    assert digest(loss_with(eval(one, names))) == digest(loss_with(eval(one, names)))
     assert digest(loss_with(eval(one, names))) != digest(loss_with(eval(other, names)))
 
 
-def test_the_source_of_a_module_counts_without_comments_and_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_of_a_module_counts_without_comments_and_docstrings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def found(name: str, text: str) -> str:
         path = tmp_path / f"{name}.py"
         path.write_text(text)
@@ -188,7 +194,13 @@ def test_the_source_of_a_module_counts_without_comments_and_docstrings(tmp_path:
             texts.cache_clear()
 
     first = found("edited_a", "x = 1\ndef f():\n    return x\n")
-    assert found("edited_b", '"""A module."""\nx = 1  # one\n\ndef f():\n    """Return x."""\n    return x\n') == first
+    assert (
+        found(
+            "edited_b",
+            '"""A module."""\nx = 1  # one\n\ndef f():\n    """Return x."""\n    return x\n',
+        )
+        == first
+    )
     assert found("edited_c", "x = 2\ndef f():\n    return x\n") != first
     assert found("edited_d", "not python") != first
 

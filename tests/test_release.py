@@ -1,4 +1,5 @@
-"""What stands beside the code for a release: CITATION.cff, the issue templates, the workflow, CONTRIBUTING.md."""
+"""What stands beside the code for a release: CITATION.cff, the issue templates, the workflow,
+CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ import yaml
 import lockstep
 
 ROOT = Path(__file__).parent.parent
-TEMPLATES = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+TEMPLATES = sorted(
+    path
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+    if path.name != "config.yml"
+)
 HEADINGS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
 """Those of Keep a Changelog."""
 
@@ -22,24 +27,42 @@ def loaded(path: Path) -> Any:
 
 
 def targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    return set(
+        re.findall(
+            r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
+    )
 
 
 def test_the_citation_has_what_the_schema_requires_and_no_version_of_its_own() -> None:
     citation = loaded(ROOT / "CITATION.cff")
-    assert (citation["cff-version"], citation["type"], citation["license"]) == ("1.2.0", "software", "Apache-2.0")
+    assert (citation["cff-version"], citation["type"], citation["license"]) == (
+        "1.2.0",
+        "software",
+        "Apache-2.0",
+    )
     assert citation["message"]
     assert citation["title"].startswith("lockstep")
     assert all(author.keys() & {"name", "family-names"} for author in citation["authors"])
-    assert not citation.keys() & {"version", "date-released"}, "the version is in lockstep.base.version alone"
+    assert not citation.keys() & {
+        "version",
+        "date-released",
+    }, "the version is in lockstep.base.version alone"
 
 
 def test_the_version_is_in_one_place() -> None:
-    places = [path for path in (ROOT / "src").rglob("*.py") if f'"{lockstep.__version__}"' in path.read_text(encoding="utf-8")]
+    places = [
+        path
+        for path in (ROOT / "src").rglob("*.py")
+        if f'"{lockstep.__version__}"' in path.read_text(encoding="utf-8")
+    ]
     assert [path.name for path in places] == ["version.py"]
     assert (
         lockstep.__version__
-        not in (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[build-system]")[1].split("[project.opt")[0]
+        not in (ROOT / "pyproject.toml")
+        .read_text(encoding="utf-8")
+        .split("[build-system]")[1]
+        .split("[project.opt")[0]
     )
 
 
@@ -47,7 +70,10 @@ def test_the_version_is_in_one_place() -> None:
 def test_an_issue_template_is_a_form(path: Path) -> None:
     form = loaded(path)
     assert {"name", "description", "body"} <= form.keys()
-    assert all(field["type"] == "textarea" and field["id"] and field["attributes"]["label"] for field in form["body"])
+    assert all(
+        field["type"] == "textarea" and field["id"] and field["attributes"]["label"]
+        for field in form["body"]
+    )
 
 
 @pytest.mark.parametrize("name", ["bug.yml", "slow.yml"])
@@ -77,7 +103,9 @@ def test_every_make_target_in_contributing_exists() -> None:
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
 def test_links_and_files_of_a_page_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    paths = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text) + re.findall(r"(?:^|[`\s])((?:src|tests|docs)/[\w./-]+\.(?:py|md))", text)
+    paths = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text) + re.findall(
+        r"(?:^|[`\s])((?:src|tests|docs)/[\w./-]+\.(?:py|md))", text
+    )
     assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
 

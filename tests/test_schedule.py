@@ -29,7 +29,9 @@ def test_with_nothing_but_a_warmup_it_rises_and_stops() -> None:
 
 
 @given(warmup=st.integers(0, 50), rest=st.integers(1, 100), floor=st.floats(0, 1))
-def test_it_stays_between_the_floor_and_1_and_never_rises_after_the_warmup(warmup: int, rest: int, floor: float) -> None:
+def test_it_stays_between_the_floor_and_1_and_never_rises_after_the_warmup(
+    warmup: int, rest: int, floor: float
+) -> None:
     schedule = ls.warmup_cosine(warmup=warmup, total=warmup + rest, floor=floor)
     values = [schedule(step) for step in range(warmup + rest + 2)]
     assert all(0 < value <= 1 for value in values[:warmup])
@@ -41,10 +43,19 @@ def test_it_stays_between_the_floor_and_1_and_never_rises_after_the_warmup(warmu
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"warmup": 11, "total": 10}, "warmup=11 and total=10; both count steps, and 0 <= warmup <= total, with total at least 1"),
+        (
+            {"warmup": 11, "total": 10},
+            (
+                "warmup=11 and total=10; both count steps, and 0 <= warmup <= total, with total at"
+                " least 1"
+            ),
+        ),
         ({"warmup": -1, "total": 10}, "warmup=-1 and total=10; both count steps"),
         ({"warmup": 0, "total": 0}, "warmup=0 and total=0; both count steps"),
-        ({"warmup": 0, "total": 10, "floor": 1.5}, "floor=1.5; it is a multiplier of the learning rate from 0 to 1"),
+        (
+            {"warmup": 0, "total": 10, "floor": 1.5},
+            "floor=1.5; it is a multiplier of the learning rate from 0 to 1",
+        ),
         ({"warmup": 0, "total": 10, "floor": math.nan}, "floor=nan; it is a multiplier"),
     ],
 )

@@ -1,4 +1,5 @@
-"""`ls.Stream.files` and `ls.Stream.of`: shards of what libraries stream, each sample once an epoch."""
+"""`ls.Stream.files` and `ls.Stream.of`: shards of what libraries stream, each sample once an
+epoch."""
 
 from __future__ import annotations
 
@@ -23,8 +24,14 @@ def read(path: tuple[int, int], start: int) -> Iterator[Sample]:
     return ((number, sample) for sample in range(start, length))
 
 
-@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=8), shards=st.integers(1, 6), counted=st.booleans())
-def test_uneven_files_are_balanced_and_each_sample_is_in_one_shard(counts: list[int], shards: int, counted: bool) -> None:
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    shards=st.integers(1, 6),
+    counted=st.booleans(),
+)
+def test_uneven_files_are_balanced_and_each_sample_is_in_one_shard(
+    counts: list[int], shards: int, counted: bool
+) -> None:
     paths = list(enumerate(counts))
     if sum(counts) < shards:
         with pytest.raises(DataError, match="each shard has at least one sample"):
@@ -32,7 +39,9 @@ def test_uneven_files_are_balanced_and_each_sample_is_in_one_shard(counts: list[
         return
     stream = ls.Stream.files(paths, read, shards=shards, counts=None if counted else counts)
     parts = [list(stream.open(shard, 0, 0)) for shard in range(shards)]
-    assert sorted(sample for part in parts for sample in part) == [sample for path in paths for sample in read(path, 0)]
+    assert sorted(sample for part in parts for sample in part) == [
+        sample for path in paths for sample in read(path, 0)
+    ]
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for shard, part in enumerate(parts):
         for start in range(len(part) + 1):
@@ -63,7 +72,11 @@ class Numbers(IterableDataset[Any]):
 
 def test_an_iterable_is_split_by_taking_every_nth_sample() -> None:
     stream = ls.Stream.of(Numbers(), shards=3)
-    assert [list(stream.open(shard, 2, 0)) for shard in range(3)] == [[200, 203, 206, 209], [201, 204, 207], [202, 205, 208]]
+    assert [list(stream.open(shard, 2, 0)) for shard in range(3)] == [
+        [200, 203, 206, 209],
+        [201, 204, 207],
+        [202, 205, 208],
+    ]
     assert list(stream.open(0, 0, 2)) == [6, 9]
 
 
@@ -84,7 +97,9 @@ class Streaming:
         return Streaming(self.parts, self.epoch, count)
 
     def __iter__(self) -> Iterator[str]:
-        return islice((f"{text}{self.epoch}" for part in self.parts for text in part), self.skipped, None)
+        return islice(
+            (f"{text}{self.epoch}" for part in self.parts for text in part), self.skipped, None
+        )
 
 
 def test_a_dataset_of_hugging_face_shards_and_skips_by_itself() -> None:
@@ -106,9 +121,17 @@ def test_what_the_library_itself_gives() -> None:
 @pytest.mark.parametrize(
     ("data", "shards", "message"),
     [
-        ([1, 2, 3], 1, "Stream.of(list), which has a length and random access; give it as data itself"),
+        (
+            [1, 2, 3],
+            1,
+            "Stream.of(list), which has a length and random access; give it as data itself",
+        ),
         (3, 1, "Stream.of(int), which cannot be iterated over"),
-        (Streaming([["a"]] * 4), 3, "of a dataset of 4 files or parts; each shard has equally many; give a divisor of 4"),
+        (
+            Streaming([["a"]] * 4),
+            3,
+            "of a dataset of 4 files or parts; each shard has equally many; give a divisor of 4",
+        ),
     ],
 )
 def test_what_is_no_stream_is_refused(data: Any, shards: int, message: str) -> None:

@@ -24,7 +24,8 @@ def tree_nodes(a, b):
 
 @st.composite
 def splits(draw):
-    """A count of leaves and the bounds of a contiguous share for each of some ranks; shares may be empty."""
+    """A count of leaves and the bounds of a contiguous share for each of some ranks; shares may be
+    empty."""
     count = draw(st.integers(1, 200))
     inner = draw(st.lists(st.integers(0, count), max_size=9))
     return count, list(pairwise([0, *sorted(inner), count]))
@@ -53,9 +54,16 @@ def test_any_split_over_ranks_gives_the_expression_of_one_process(split):
 @given(splits(), st.integers(0, 2**32))
 def test_any_split_over_ranks_gives_the_bits_of_one_process_when_added_in_place(split, seed):
     count, shares = split
-    leaves = np.random.default_rng(seed).standard_normal((count, 3)).astype(np.float32) * np.float32(1e3)
+    leaves = np.random.default_rng(seed).standard_normal((count, 3)).astype(
+        np.float32
+    ) * np.float32(1e3)
     expected = whole(0, count, np.add, leaves)
-    assert fold_over_ranks(count, shares, lambda a, b: np.add(a, b, out=a), list(leaves.copy())).tobytes() == expected.tobytes()
+    assert (
+        fold_over_ranks(
+            count, shares, lambda a, b: np.add(a, b, out=a), list(leaves.copy())
+        ).tobytes()
+        == expected.tobytes()
+    )
 
 
 @given(splits())
@@ -66,11 +74,18 @@ def test_a_cover_is_made_of_nodes_of_the_tree_and_no_two_of_them_could_be_one(sp
         covered = cover(start, stop, count)
         assert set(covered) <= nodes
         assert [leaf for a, b in covered for leaf in range(a, b)] == list(range(start, stop))
-        assert not any((a, d) in nodes for i, (a, _) in enumerate(covered) for _, d in covered[i + 1 :])
+        assert not any(
+            (a, d) in nodes for i, (a, _) in enumerate(covered) for _, d in covered[i + 1 :]
+        )
 
 
 def test_equal_shares_of_a_power_of_two_are_one_node_each():
-    assert [cover(start, start + 4, 16) for start in (0, 4, 8, 12)] == [[(0, 4)], [(4, 8)], [(8, 12)], [(12, 16)]]
+    assert [cover(start, start + 4, 16) for start in (0, 4, 8, 12)] == [
+        [(0, 4)],
+        [(4, 8)],
+        [(8, 12)],
+        [(12, 16)],
+    ]
 
 
 def test_the_tree_over_seven_leaves():
@@ -87,7 +102,9 @@ def test_a_counter_holds_few_values_at_a_time(start, leaves):
         assert len(counter.values) <= 2 * count.bit_length()
 
 
-@pytest.mark.parametrize("nodes", [[(0, 2)], [(0, 2), (3, 4)], [(2, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 5)], []])
+@pytest.mark.parametrize(
+    "nodes", [[(0, 2)], [(0, 2), (3, 4)], [(2, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 5)], []]
+)
 def test_nodes_that_do_not_make_up_the_tree_are_refused(nodes):
     with pytest.raises(ValueError, match="node"):
         fold(nodes, [1] * len(nodes), 4, int.__add__)

@@ -1,5 +1,5 @@
-"""Which tier a case is in: with more than 3 processes on 2 cores it is slow (`make slow`), but for one or two that
-stand for their kind."""
+"""Which tier a case is in: with more than 3 processes on 2 cores it is slow (`make slow`), but for
+one or two that stand for their kind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ MOST = 3
 """Processes of a case that runs with every change."""
 
 
-def tiered(plans: Mapping[str, int], *, always: Collection[str] = (), most: int = MOST) -> list[Any]:
-    """The plans, which need so many processes each, to parametrize with. `always`: those that are not slow whatever
-    they need."""
-    return [pytest.param(plan, marks=tier(processes, most) if plan not in always else ()) for plan, processes in plans.items()]
+def tiered(
+    plans: Mapping[str, int], *, always: Collection[str] = (), most: int = MOST
+) -> list[Any]:
+    """The plans, which need so many processes each, to parametrize with. `always`: those that are
+    not slow whatever they need."""
+    return [
+        pytest.param(plan, marks=tier(processes, most) if plan not in always else ())
+        for plan, processes in plans.items()
+    ]
 
 
 def spread(first: Iterable[Any], second: Iterable[Any], every: int) -> list[Any]:
-    """All pairs, to parametrize with. Not slow are those on every `every`-th diagonal: each value of both is in some of
-    them."""
+    """All pairs, to parametrize with. Not slow are those on every `every`-th diagonal: each value
+    of both is in some of them."""
     return [
         pytest.param(one, other, marks=() if (place + row) % every == 0 else pytest.mark.slow)
         for row, one in enumerate(first)
@@ -30,11 +35,14 @@ def spread(first: Iterable[Any], second: Iterable[Any], every: int) -> list[Any]
 
 
 def paired(plans: Mapping[str, int]) -> list[Any]:
-    """Each plan before each, to parametrize with. Not slow are those of a ring of small ones: each of them before the
-    next."""
+    """Each plan before each, to parametrize with. Not slow are those of a ring of small ones: each
+    of them before the next."""
     small = [plan for plan, processes in plans.items() if processes <= 2]
     ring = set(zip(small, [*small[1:], small[0]], strict=True))
-    return [pytest.param(*pair, marks=() if pair in ring else pytest.mark.slow) for pair in product(plans, plans)]
+    return [
+        pytest.param(*pair, marks=() if pair in ring else pytest.mark.slow)
+        for pair in product(plans, plans)
+    ]
 
 
 def tier(processes: int, most: int = MOST) -> Any:

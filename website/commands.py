@@ -24,14 +24,37 @@ def render(name: str, command: click.Command) -> str:
     context = click.Context(command, info_name=f"lockstep {name}", **command.context_settings)
     usage = " ".join(["lockstep", name, *command.collect_usage_pieces(context)])
     first, *others = _paragraphs(command)
-    options = [_option(each, context) for each in command.get_params(context) if isinstance(each, click.Option)]
-    return "\n\n".join([f"# lockstep {name}", first, f"```text\n{usage}\n```", *others, "## Options", *options]) + "\n"
+    options = [
+        _option(each, context)
+        for each in command.get_params(context)
+        if isinstance(each, click.Option)
+    ]
+    return (
+        "\n\n".join(
+            [f"# lockstep {name}", first, f"```text\n{usage}\n```", *others, "## Options", *options]
+        )
+        + "\n"
+    )
 
 
 def render_index() -> str:
     """The page that lists the commands."""
-    rows = [f"| [`lockstep {name}`]({name}.md) | {_paragraphs(command)[0]} |" for name, command in commands().items()]
-    return "\n".join(["# Commands", "", "| command | |", "|---|---|", *rows, "", "Each has `--help`, with the text of its page.", ""])
+    rows = [
+        f"| [`lockstep {name}`]({name}.md) | {_paragraphs(command)[0]} |"
+        for name, command in commands().items()
+    ]
+    return "\n".join(
+        [
+            "# Commands",
+            "",
+            "| command | |",
+            "|---|---|",
+            *rows,
+            "",
+            "Each has `--help`, with the text of its page.",
+            "",
+        ]
+    )
 
 
 def _paragraphs(command: click.Command) -> list[str]:

@@ -1,4 +1,5 @@
-"""The check of a built site: every link and anchor leads somewhere, and no page fetches anything from elsewhere."""
+"""The check of a built site: every link and anchor leads somewhere, and no page fetches anything
+from elsewhere."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class PageLinks(HTMLParser):
 
 
 def broken(site: Path) -> list[str]:
-    """A sentence for each link of the site that leads nowhere, and for each thing that a page would fetch from
-    elsewhere."""
+    """A sentence for each link of the site that leads nowhere, and for each thing that a page would
+    fetch from elsewhere."""
     pages = {path.resolve(): PageLinks(path) for path in sorted(site.rglob("*.html"))}
     found = []
     for path, page in pages.items():

@@ -31,7 +31,10 @@ SHOWN = _shown()
 def on_files(files: Files, config: Any) -> Files:
     """Add the reference, the commands, the examples and the changes."""
     made = {f"api/{name}.md": reference.render(page) for name, page in reference.PAGES.items()}
-    made |= {f"commands/{name}.md": commands.render(name, command) for name, command in commands.commands().items()}
+    made |= {
+        f"commands/{name}.md": commands.render(name, command)
+        for name, command in commands.commands().items()
+    }
     made["commands/index.md"] = commands.render_index()
     for path, page in made.items():
         files.append(File.generated(config, path, content=page))
@@ -51,7 +54,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if path.startswith("moving-in/") or path == "index.md":
         page.meta["hide"] = ["toc"] if path != "index.md" else ["toc", "navigation"]
     if path.startswith(("api/", "examples/")) or path == "changes.md":
-        page.meta["search"] = {"boost": 0.2 if path.startswith("examples/") else 0.4}  # below the pages that explain
+        # below the pages that explain
+        page.meta["search"] = {"boost": 0.2 if path.startswith("examples/") else 0.4}
         return markdown
     if path.startswith("commands/"):
         return markdown
@@ -66,7 +70,8 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 
 def _address(code: str, folder: str) -> str | None:
-    """The address of the reference of a name, `ls.train(...)`, or of a command, `lockstep run ...`."""
+    """The address of the reference of a name, `ls.train(...)`, or of a command, `lockstep run
+    ...`."""
     found = re.match(r"(ls\.|lockstep )(\w+)", code)
     if found is None:
         return None
@@ -80,12 +85,15 @@ def _address(code: str, folder: str) -> str | None:
 
 
 def on_post_build(config: Any) -> None:
-    """Fail if a link leads nowhere, if a page would fetch something from elsewhere, or if a public name is missing."""
+    """Fail if a link leads nowhere, if a page would fetch something from elsewhere, or if a public
+    name is missing."""
     site = Path(config.site_dir)
     (site / "404.html").unlink()  # its links are for a server's root folder
     found = broken(site)
     for file, page in reference.PAGES.items():
         anchors = PageLinks(site / "api" / f"{file}.html").anchors
-        found += [f"api/{file}.html: {name} is not in it" for name in page.names if name not in anchors]
+        found += [
+            f"api/{file}.html: {name} is not in it" for name in page.names if name not in anchors
+        ]
     if found:
         raise PluginError("\n".join(found))

@@ -1,10 +1,12 @@
 """Checks lockstep on one GPU, and measures it there, within ten minutes.
 
-    python benchmarks/gpu [--out FILE] [--only NAME,...] [--skip NAME,...] [--seconds 560] [--cpu] [--list]
+    python benchmarks/gpu [--out FILE] [--only NAME,...] [--skip NAME,...]
+        [--seconds 560] [--cpu] [--list]
 
-Each check is a process of its own with its own time limit. One JSON line for each goes to FILE as it ends; a summary is
-printed at the end. Checks come in the order of their importance; those of a stage run beside one another, except where
-time is measured. Several ranks share the one GPU. See README.md beside this file.
+Each check is a process of its own with its own time limit. One JSON line for each goes to FILE as
+it ends; a summary is printed at the end. Checks come in the order of their importance; those of a
+stage run beside one another, except where time is measured. Several ranks share the one GPU. See
+README.md beside this file.
 """
 
 from __future__ import annotations
@@ -38,11 +40,35 @@ class Stage:
 
 STAGES = [
     Stage(1, 60, {"facts": 60}),
-    Stage(4, 250, {"bits": 90, "nccl2": 120, "kill": 80, "kernels": 60, "gloo2": 90, "plan": 150, "hang": 60}
-          | {"raises": 80, "nccl4": 110, "peer": 140, "pipelines": 60, "oom": 80, "example": 90, "verify": 140, "doctor": 70, "here": 120}),
-    Stage(1, 300, {"speed:lockstep-eager": 60, "speed:hand-eager": 60, "speed:lockstep-bitwise": 60}
-          | {"stall": 60, "times:bitwise": 40, "waits": 50, "speed:lockstep-compile": 90, "speed:hand-compile": 90}),
-]  # fmt: skip
+    Stage(
+        4,
+        250,
+        {"bits": 90, "nccl2": 120, "kill": 80, "kernels": 60, "gloo2": 90, "plan": 150, "hang": 60}
+        | {
+            "raises": 80,
+            "nccl4": 110,
+            "peer": 140,
+            "pipelines": 60,
+            "oom": 80,
+            "example": 90,
+            "verify": 140,
+            "doctor": 70,
+            "here": 120,
+        },
+    ),
+    Stage(
+        1,
+        300,
+        {"speed:lockstep-eager": 60, "speed:hand-eager": 60, "speed:lockstep-bitwise": 60}
+        | {
+            "stall": 60,
+            "times:bitwise": 40,
+            "waits": 50,
+            "speed:lockstep-compile": 90,
+            "speed:hand-compile": 90,
+        },
+    ),
+]
 SLOWER_ON_CPU = 4
 
 
@@ -126,7 +152,8 @@ def environment(folder: Path, results: Path, limit: float, *, cpu: bool) -> dict
 
 
 def end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End a check's process and all that it started, in other sessions too: `mark` is in their environment."""
+    """End a check's process and all that it started, in other sessions too: `mark` is in their
+    environment."""
     try:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(5)
@@ -134,7 +161,9 @@ def end(process: subprocess.Popen[bytes], mark: str) -> None:
         pass
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdecimal() and mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if entry.name.isdecimal() and mark.encode() in (entry / "environ").read_bytes().split(
+                b"\0"
+            ):
                 os.kill(int(entry.name), signal.SIGKILL)
         except OSError:
             continue
@@ -147,21 +176,38 @@ def forecast(rows: list[Row]) -> list[Row]:
     plans = {each["plan"]: each for each in found.get("lockstep plan", {}).get("plans", [])}
     compared: list[Row] = []
     for mode, plan in (("eager", "replicate=1"), ("compile", "replicate=1,compile=yes")):
-        own, hand, foretold = found.get(f"lockstep {mode}"), found.get(f"hand {mode}"), plans.get(plan)
+        own, hand, foretold = (
+            found.get(f"lockstep {mode}"),
+            found.get(f"hand {mode}"),
+            plans.get(plan),
+        )
         if own and hand:
             ratio = round(hand["step_seconds"] / own["step_seconds"], 4)
-            compared.append({"what": f"{mode}: speed to the loop by hand", "ratio": ratio, "ok": ratio >= 0.98, "short": str(ratio)})
+            compared.append(
+                {
+                    "what": f"{mode}: speed to the loop by hand",
+                    "ratio": ratio,
+                    "ok": ratio >= 0.98,
+                    "short": str(ratio),
+                }
+            )
         if own and foretold and "reserved_gb" in own:
             time_ratio = round(foretold["seconds"] / own["step_seconds"], 3)
             gb = (foretold["needed_bytes"] - foretold["overhead_bytes"]) / 1e9
             memory_ratio = round(gb / own["reserved_gb"], 3)
-            compared.append({"what": f"{mode}: foretold to measured", "seconds": time_ratio, "memory": memory_ratio}
-                            | {"ok": abs(time_ratio - 1) <= 0.15 and abs(memory_ratio - 1) <= 0.08}
-                            | {"short": f"time {time_ratio}, memory {memory_ratio}"})  # fmt: skip
+            ratios = {"seconds": time_ratio, "memory": memory_ratio}
+            compared.append(
+                {"what": f"{mode}: foretold to measured"}
+                | ratios
+                | {"ok": abs(time_ratio - 1) <= 0.15 and abs(memory_ratio - 1) <= 0.08}
+                | {"short": f"time {time_ratio}, memory {memory_ratio}"}
+            )
     eager, bitwise = found.get("lockstep eager"), found.get("lockstep bitwise")
     if eager and bitwise:
         ratio = round(eager["step_seconds"] / bitwise["step_seconds"], 4)
-        compared.append({"what": "bitwise to fast", "ratio": ratio, "ok": ratio >= 0.9, "short": str(ratio)})
+        compared.append(
+            {"what": "bitwise to fast", "ratio": ratio, "ok": ratio >= 0.9, "short": str(ratio)}
+        )
     return compared
 
 
@@ -174,23 +220,39 @@ def summary(rows: list[Row]) -> None:
         said = []
         for found in row.get("found", []):
             if found.get("ok") is False:
-                said.append(f"NO: {found['what']} {found.get('short', '')} {str(found.get('error', ''))[:90]}".strip())
+                said.append(
+                    f"NO: {found['what']} {found.get('short', '')}"
+                    f" {str(found.get('error', ''))[:90]}".strip()
+                )
             elif found.get("short"):
                 said.append(f"{found['what']}: {found['short']}")
-        print(f"{row['check']:<24} {state:<10} {row.get('seconds', 0):>6} s  {'; '.join(said)[:600]}")
+        print(
+            f"{row['check']:<24} {state:<10} {row.get('seconds', 0):>6} s  {'; '.join(said)[:600]}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.jsonl"), help="default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu_check.jsonl"), help="default: %(default)s"
+    )
     parser.add_argument("--only", default="", help="names of checks, with commas")
     parser.add_argument("--skip", default="")
     parser.add_argument("--seconds", type=float, help="in all; default: 560, or 3600 with --cpu")
     parser.add_argument("--cpu", action="store_true", help="try the script itself, with tiny sizes")
-    parser.add_argument("--list", action="store_true", help="print the checks and their time limits")
+    parser.add_argument(
+        "--list", action="store_true", help="print the checks and their time limits"
+    )
     options = parser.parse_args()
     only, skip = ({*filter(None, names.split(","))} for names in (options.only, options.skip))
-    known = {name for stage in STAGES for check in stage.checks for name in (check, check.partition(":")[0])}
+    known = {
+        name
+        for stage in STAGES
+        for check in stage.checks
+        for name in (check, check.partition(":")[0])
+    }
     if unknown := sorted((only | skip) - known):
         parser.error(f"no checks {', '.join(unknown)}; --list prints those that there are")
     if options.list:
@@ -200,17 +262,35 @@ def main() -> None:
     if not options.cpu and not torch.cuda.is_available():
         print("no GPU here: nothing was measured (--cpu tries the script itself)")
         return
-    if missing := [name for name in ("lockstep", "rich", "blake3", "crc32c", "safetensors", "click", "fsspec") if not find_spec(name)]:
+    if missing := [
+        name
+        for name in ("lockstep", "rich", "blake3", "crc32c", "safetensors", "click", "fsspec")
+        if not find_spec(name)
+    ]:
         raise SystemExit(f"not installed: {', '.join(missing)}. {HERE / 'README.md'} says how")
     options.out.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        checks = Checks(options.out, Path(folder), cpu=options.cpu, seconds=options.seconds or (3600 if options.cpu else 560))
+        checks = Checks(
+            options.out,
+            Path(folder),
+            cpu=options.cpu,
+            seconds=options.seconds or (3600 if options.cpu else 560),
+        )
         checks.write({"started": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "torch": torch.__version__})
         for stage in STAGES:
             names = {name: {name, name.partition(":")[0]} for name in stage.checks}
-            checks.run(stage, [name for name, known in names.items() if (not only or only & known) and not skip & known])
+            checks.run(
+                stage,
+                [
+                    name
+                    for name, known in names.items()
+                    if (not only or only & known) and not skip & known
+                ],
+            )
         if not options.cpu and (compared := forecast(checks.rows)):
-            checks.write({"check": "compared", "ok": all(row["ok"] for row in compared), "found": compared})
+            checks.write(
+                {"check": "compared", "ok": all(row["ok"] for row in compared), "found": compared}
+            )
         summary(checks.rows)
         print(f"in all {time.monotonic() - checks.began:.0f} s; everything is in {options.out}")
 

@@ -58,7 +58,11 @@ def main() -> None:
             )
         except Exception as error:
             on_purpose = bool(hooks)
-            report(given, ok=None if on_purpose else False, error=f"{type(error).__name__}: {error}"[:600])
+            report(
+                given,
+                ok=None if on_purpose else False,
+                error=f"{type(error).__name__}: {error}"[:600],
+            )
             if on_purpose or torch.distributed.is_initialized():
                 raise
             traceback.print_exc()
@@ -69,7 +73,9 @@ def main() -> None:
                 fingerprint=result.fingerprint[:16],
                 loss=result.loss,
                 plan=result.plan,
-                peak_mb=torch.cuda.max_memory_allocated() >> 20 if torch.cuda.is_available() else None,
+                peak_mb=(
+                    torch.cuda.max_memory_allocated() >> 20 if torch.cuda.is_available() else None
+                ),
                 seconds=round(time.monotonic() - began, 2),
                 events=[event.name for event in result.events][:20],
             )

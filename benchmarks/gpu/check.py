@@ -1,4 +1,5 @@
-"""Runs one check: `python check.py NAME[:ARGUMENT-...]`. Its results go to the file $GPU_CHECK_RESULTS."""
+"""Runs one check: `python check.py NAME[:ARGUMENT-...]`. Its results go to the file
+$GPU_CHECK_RESULTS."""
 
 from __future__ import annotations
 

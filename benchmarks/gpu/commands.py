@@ -15,7 +15,15 @@ def example() -> None:
     where = folder("example")
     prints = []
     for turn in ("first", "second"):
-        given = [str(PROJECT / "examples" / "gpt.py"), "--steps", "10", "--dropout", "0.1", "--global-batch", "16"]
+        given = [
+            str(PROJECT / "examples" / "gpt.py"),
+            "--steps",
+            "10",
+            "--dropout",
+            "0.1",
+            "--global-batch",
+            "16",
+        ]
         plan = ["--plan", "numerics=bitwise", "--run-dir", str(where / turn)]
         _, text, _ = run(1, *plan, *given, "--microbatch", "4", "--sample", "20")
         found = re.search(r"fingerprint\s+(\w+)", text)
@@ -27,11 +35,24 @@ def example() -> None:
 
 def verify() -> None:
     plans = ["replicate=2,numerics=bitwise", "shard=2"]
-    given = ["--steps", "2", "--no-float64", "--jobs", "4", "--json", str(HERE / "small.py"), "--plans", *plans]
+    given = [
+        "--steps",
+        "2",
+        "--no-float64",
+        "--jobs",
+        "4",
+        "--json",
+        str(HERE / "small.py"),
+        "--plans",
+        *plans,
+    ]
     status, text, _ = lockstep("verify", *given, **SHARED)
     try:
         said = json.loads(text[text.index("{") :])
-        verdicts = [{name: value for name, value in row.items() if not isinstance(value, list | dict)} for row in said["plans"]]
+        verdicts = [
+            {name: value for name, value in row.items() if not isinstance(value, list | dict)}
+            for row in said["plans"]
+        ]
         report("lockstep verify", ok=status == 0, status=status, verdicts=verdicts)
     except (ValueError, KeyError):
         report("lockstep verify", ok=False, status=status, error=text[-800:])
@@ -39,9 +60,19 @@ def verify() -> None:
 
 def doctor() -> None:
     """Status 1 is information: ranks that share a device talk through sockets, which is slow."""
-    status, text, _ = lockstep("doctor", "--nproc", "2", "--run-dir", str(folder("doctor")), **SHARED)
-    bad = [line.strip()[:160] for line in text.splitlines() if re.search(r"\b(failed|wrong)\b", line)]
-    report("lockstep doctor", ok=None if status == 1 else status == 0, status=status, bad=bad[:12], short=f"status {status}")
+    status, text, _ = lockstep(
+        "doctor", "--nproc", "2", "--run-dir", str(folder("doctor")), **SHARED
+    )
+    bad = [
+        line.strip()[:160] for line in text.splitlines() if re.search(r"\b(failed|wrong)\b", line)
+    ]
+    report(
+        "lockstep doctor",
+        ok=None if status == 1 else status == 0,
+        status=status,
+        bad=bad[:12],
+        short=f"status {status}",
+    )
 
 
 def here() -> None:
@@ -53,7 +84,13 @@ def here() -> None:
         given = ["--on", on, str(HERE / "small.py"), "--plans", plan]
         status, text, _ = lockstep("plan", *given, seconds=limit)
         ok = status == 0 or (status == 2 and "doctor --write" in text)
-        report(f"lockstep plan --on {on!r}", ok=ok, status=status, says=text[-900:], short=f"status {status}")
+        report(
+            f"lockstep plan --on {on!r}",
+            ok=ok,
+            status=status,
+            says=text[-900:],
+            short=f"status {status}",
+        )
 
 
 def oom() -> None:
@@ -62,5 +99,17 @@ def oom() -> None:
     status, _, _ = run(1, "--max-restarts", "3", str(HERE / "oom.py"), GPU_CHECK_OOM=str(where))
     seen = events(where / "run")
     changed = any(each.startswith("plan-changed") for each in seen)
-    short = "not tried without a GPU" if CPU else "the plan was changed" if changed else "the plan was NOT changed"
-    report("out of memory", ok=status == 0 and (CPU or changed), status=status, events=seen, short=short)
+    short = (
+        "not tried without a GPU"
+        if CPU
+        else "the plan was changed"
+        if changed
+        else "the plan was NOT changed"
+    )
+    report(
+        "out of memory",
+        ok=status == 0 and (CPU or changed),
+        status=status,
+        events=seen,
+        short=short,
+    )

@@ -26,12 +26,22 @@ def kernels() -> None:
     )
 
 
-SHAPES = [(10, 64), (64, 147), (100, 512), (17, 4096), (8, 50304), (3, 100000), (1024, 4096), (128, 16384)]
+SHAPES = [
+    (10, 64),
+    (64, 147),
+    (100, 512),
+    (17, 4096),
+    (8, 50304),
+    (3, 100000),
+    (1024, 4096),
+    (128, 16384),
+]
 SHAPES += [(16, 262144), (4096, 1024)]
 
 
 def norms() -> None:
-    """The clipping norm is summed row by row: a row's sum must not depend on how many rows a rank has."""
+    """The clipping norm is summed row by row: a row's sum must not depend on how many rows a rank
+    has."""
     from lockstep.training.optim.gradient_norm import squares_of_rows
 
     torch.manual_seed(0)
@@ -40,15 +50,27 @@ def norms() -> None:
         full = torch.randn(shape, device="cuda")
         (whole,) = squares_of_rows([full])
         for ranks in (2, 3, 4, 8):
-            parts = torch.cat([squares for part in full.chunk(ranks) for squares in squares_of_rows([part])])
+            parts = torch.cat(
+                [squares for part in full.chunk(ranks) for squares in squares_of_rows([part])]
+            )
             if not torch.equal(whole, parts):
                 wrong[f"{shape} over {ranks}"] = int((whole != parts).sum())
-    report("row sums of the norm do not depend on the shard", ok=not wrong, wrong=wrong, short=f"{len(wrong)} of 40 differ")
+    report(
+        "row sums of the norm do not depend on the shard",
+        ok=not wrong,
+        wrong=wrong,
+        short=f"{len(wrong)} of 40 differ",
+    )
 
 
 def updates() -> None:
-    """Under numerics=bitwise an optimizer updates a part of a tensor as it would update the whole."""
-    cases = ((1000003, (0, 333335, 666670, 1000003)), (4096, (0, 1365, 2730, 4096)), (65537, (0, 1, 7, 65537)))
+    """Under numerics=bitwise an optimizer updates a part of a tensor as it would update the
+    whole."""
+    cases = (
+        (1000003, (0, 333335, 666670, 1000003)),
+        (4096, (0, 1365, 2730, 4096)),
+        (65537, (0, 1, 7, 65537)),
+    )
 
     def stepped(value: Tensor, gradient: Tensor, how: str) -> Tensor:
         parameter = torch.nn.Parameter(value.clone())
@@ -86,7 +108,10 @@ def attention() -> None:
     )
 
     def gradients(backend: SDPBackend | None, dtype: torch.dtype) -> Tensor:
-        q, k, v = (torch.randn(4, 16, 2048, 64, device="cuda", dtype=dtype).requires_grad_() for _ in range(3))
+        q, k, v = (
+            torch.randn(4, 16, 2048, 64, device="cuda", dtype=dtype).requires_grad_()
+            for _ in range(3)
+        )
         with sdpa_kernel(backend) if backend else torch.enable_grad():
             F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum().backward()
         return torch.cat([each.grad.flatten() for each in (q, k, v)])
@@ -105,7 +130,8 @@ def attention() -> None:
 
 
 def operations() -> None:
-    """Which usual operations repeat, with and without deterministic algorithms, and which are refused."""
+    """Which usual operations repeat, with and without deterministic algorithms, and which are
+    refused."""
     index = torch.randint(0, 50, (20000,), device="cuda")
     source = torch.randn(20000, 64, device="cuda")
     image = torch.randn(2, 8, 32, 32, device="cuda")
@@ -126,11 +152,17 @@ def operations() -> None:
     cases: dict[str, Callable[[], Tensor]] = {
         "embedding": embedding,
         "index_add_": lambda: torch.zeros(50, 64, device="cuda").index_add_(0, index, source),
-        "scatter_add_": lambda: torch.zeros(50, 64, device="cuda").scatter_add_(0, index[:, None].expand(-1, 64), source),
+        "scatter_add_": (
+            lambda: torch.zeros(50, 64, device="cuda").scatter_add_(
+                0, index[:, None].expand(-1, 64), source
+            )
+        ),
         "index": lambda: gradient(lambda x: x[index[:2000]], source[:50]),
         "cumsum": lambda: source.cumsum(0),
         "cross_entropy": lambda: gradient(lambda x: F.cross_entropy(x, index % 64), source),
-        "interpolate, bilinear": lambda: gradient(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), image),
+        "interpolate, bilinear": lambda: gradient(
+            lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), image
+        ),
         "adaptive_avg_pool2d": lambda: gradient(lambda x: F.adaptive_avg_pool2d(x, 7), image),
         "max_pool2d": lambda: gradient(lambda x: F.max_pool2d(x, 3, 2), image),
         "grid_sample": lambda: gradient(sampled, image),
@@ -151,7 +183,9 @@ def operations() -> None:
             f"operations, deterministic={deterministic}",
             ok="DIFFERS" not in found.values() if deterministic else None,
             found=found,
-            short=", ".join(f"{name}: {value[:8]}" for name, value in found.items() if value != "repeats"),
+            short=", ".join(
+                f"{name}: {value[:8]}" for name, value in found.items() if value != "repeats"
+            ),
         )
     torch.use_deterministic_algorithms(False)
 
@@ -161,10 +195,23 @@ def alignment() -> None:
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         for m, k, n in ((1024, 256, 1024), (1024, 1000, 512), (4096, 768, 3072)):
-            x, w, b = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((m, k), (n, k), (n,)))
+            x, w, b = (
+                torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((m, k), (n, k), (n,))
+            )
             plain = F.linear(x, w, b)
             for shift in (1, 4, 8):
-                moved = torch.empty(w.numel() + shift, device="cuda", dtype=dtype)[shift:].view(n, k).copy_(w)
-                found[f"{str(dtype)[6:]} {m}x{k}x{n}, moved by {shift}"] = torch.equal(plain, F.linear(x, moved, b))
+                moved = (
+                    torch.empty(w.numel() + shift, device="cuda", dtype=dtype)[shift:]
+                    .view(n, k)
+                    .copy_(w)
+                )
+                found[f"{str(dtype)[6:]} {m}x{k}x{n}, moved by {shift}"] = torch.equal(
+                    plain, F.linear(x, moved, b)
+                )
     off = [name for name, same in found.items() if not same]
-    report("products do not depend on alignment", ok=None, differ=off, short=f"{len(off)} of {len(found)} differ")
+    report(
+        "products do not depend on alignment",
+        ok=None,
+        differ=off,
+        short=f"{len(off)} of {len(found)} differ",
+    )

@@ -27,8 +27,16 @@ def facts() -> None:
         shm_mb=shm.f_bavail * shm.f_frsize >> 20,
     )
     c10d = torch._C._distributed_c10d
-    recorders = [name for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json") if hasattr(c10d, name)]
-    report("torch", version=torch.__version__, cuda=torch.version.cuda, recorders=recorders, short=torch.__version__)
+    recorders = [
+        name for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json") if hasattr(c10d, name)
+    ]
+    report(
+        "torch",
+        version=torch.__version__,
+        cuda=torch.version.cuda,
+        recorders=recorders,
+        short=torch.__version__,
+    )
     if CPU or not torch.cuda.is_available():
         report("gpu", ok=None if CPU else False, error="torch.cuda.is_available() is False")
         return
@@ -148,7 +156,9 @@ def copies() -> None:
     }
     runtime = torch.cuda.cudart()
     if int(status := runtime.cudaHostRegister(mapped.data_ptr(), size, 0)) == 0:
-        found["shared file, registered"] = size / fastest(lambda: mapped.copy_(source, non_blocking=True), 2)
+        found["shared file, registered"] = size / fastest(
+            lambda: mapped.copy_(source, non_blocking=True), 2
+        )
         runtime.cudaHostUnregister(mapped.data_ptr())
     gb_s = {name: round(rate / 1e9, 1) for name, rate in found.items()}
     report("copies to the host", register_status=int(status), gb_s=gb_s, short=f"{gb_s} GB/s")

@@ -23,11 +23,15 @@ class Block(nn.Module):
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
         return x + self.dropout(self.mlp(self.norm_2(x)))
@@ -54,7 +58,16 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, *, layers: int, width: int, heads: int, context: int, vocabulary: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        context: int,
+        vocabulary: int,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.embedding = Embedding(vocabulary, width, context)
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
@@ -65,7 +78,8 @@ class GPT(nn.Module):
 
 
 class Tokens:
-    """Random tokens, of which a few are frequent: the embedding's backward adds many rows to the same one."""
+    """Random tokens, of which a few are frequent: the embedding's backward adds many rows to the
+    same one."""
 
     def __init__(self, vocabulary: int, context: int, samples: int) -> None:
         draws = torch.rand(samples, context + 1, generator=torch.Generator().manual_seed(0))
@@ -95,13 +109,22 @@ def recipe(
     **changes: Any,
 ) -> ls.Recipe:
     size = TINY if CPU else size
-    settings = {"steps": 8, "global_batch": 16, "microbatch": 4, "precision": "fp32", "clip_norm": 1.0, **changes}
+    settings = {
+        "steps": 8,
+        "global_batch": 16,
+        "microbatch": 4,
+        "precision": "fp32",
+        "clip_norm": 1.0,
+        **changes,
+    }
     return ls.Recipe(
         model=lambda: GPT(**size, dropout=dropout),
         data=Tokens(size["vocabulary"], size["context"], samples),
         inputs=lambda batch: batch[:, :-1],
         loss=cross_entropy,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=fused),
+        optimizer=lambda model: torch.optim.AdamW(
+            model.parameters(), lr=1e-3, weight_decay=0.1, fused=fused
+        ),
         blocks=["blocks.*"],
         stages=["embedding", "blocks.*", "head"],
         tensor={"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"},

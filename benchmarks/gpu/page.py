@@ -1,4 +1,5 @@
-"""Puts the figures of a GPU into a page, between its markers: `python page.py FIGURES.jsonl docs/performance.md`."""
+"""Puts the figures of a GPU into a page, between its markers: `python page.py FIGURES.jsonl
+docs/performance.md`."""
 
 from __future__ import annotations
 
@@ -9,23 +10,41 @@ from typing import Any
 
 BEGIN, END = "<!-- benchmarks/gpu begins -->", "<!-- benchmarks/gpu ends -->"
 SIDES = {"hand": "the loop by hand", "lockstep": "`ls.train`"}
-PLANS = {"eager": "replicate=1", "compile": "replicate=1,compile=yes", "bitwise": "replicate=1,numerics=bitwise"}
+PLANS = {
+    "eager": "replicate=1",
+    "compile": "replicate=1,compile=yes",
+    "bitwise": "replicate=1,numerics=bitwise",
+}
 
 Row = dict[str, Any]
 
 
 def table(found: dict[str, Row]) -> list[str]:
-    """Return the lines of a table: speed and memory. What `lockstep plan` foretold, if of this kind of device."""
+    """Return the lines of a table: speed and memory. What `lockstep plan` foretold, if of this kind
+    of device."""
     plan = found.get("lockstep plan", {})
     of_this = plan.get("device", "").partition("-")[0] in found["gpu"]["name"].split()
     plans = {each["plan"]: each for each in plan["plans"]} if of_this else {}
-    heads = ["", "ms a step", "tokens/s", "MFU", "GB allocated", "GB reserved", *(["foretold: ms", "GB"] if plans else [])]
+    heads = [
+        "",
+        "ms a step",
+        "tokens/s",
+        "MFU",
+        "GB allocated",
+        "GB reserved",
+        *(["foretold: ms", "GB"] if plans else []),
+    ]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for mode, setting in PLANS.items():
         for side, name in SIDES.items():
             if (row := found.get(f"{side} {mode}")) is None:
                 continue
-            cells = [f"{name}, {mode}", f"{row['step_seconds'] * 1e3:.1f}", f"{row['tokens_per_second']:,}", f"{row['mfu']:.1%}"]
+            cells = [
+                f"{name}, {mode}",
+                f"{row['step_seconds'] * 1e3:.1f}",
+                f"{row['tokens_per_second']:,}",
+                f"{row['mfu']:.1%}",
+            ]
             cells += [f"{row['peak_gb']:.1f}", f"{row['reserved_gb']:.1f}"]
             if side == "lockstep" and (foretold := plans.get(setting)):
                 gb = (foretold["needed_bytes"] - foretold["overhead_bytes"]) / 1e9
@@ -37,7 +56,8 @@ def table(found: dict[str, Row]) -> list[str]:
 
 def section(rows: list[Row]) -> str:
     """Return the text between the markers, from the lines of a file of figures."""
-    found = {each["what"]: each for row in reversed(rows) for each in row.get("found", [])}  # the first of each name
+    # the first of each name
+    found = {each["what"]: each for row in reversed(rows) for each in row.get("found", [])}
     began = next(row for row in rows if "started" in row)
     parameters = found["lockstep eager"]["parameters"] / 1e6
     place = f"one {found['gpu']['name']}, torch {began['torch']}, {began['started'][:10]}"
@@ -47,7 +67,13 @@ def section(rows: list[Row]) -> str:
         parts += ["", "| waits of the host in a step | |", "|---|---|"]
         parts += [f"| {name.partition(': ')[2]} | {short} |" for name, short in waits.items()]
     if stall := found.get("checkpoint stall"):
-        parts += ["", f"A checkpoint of {stall['bytes'] / 1e9:.1f} GB stops training for {stall['stopped_seconds'][-1]:.2f} s,"]
+        parts += [
+            "",
+            (
+                f"A checkpoint of {stall['bytes'] / 1e9:.1f} GB stops training for"
+                f" {stall['stopped_seconds'][-1]:.2f} s,"
+            ),
+        ]
         parts += [f"{stall['ratio']} times what its bytes take over PCIe."]
     return "\n".join([BEGIN, *parts, END])
 

@@ -56,11 +56,18 @@ def folder(name: str) -> Path:
 
 
 def rows_of(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
+    )
 
 
-def command(*arguments: str, seconds: float = 1e9, **environment: str) -> tuple[int | str, str, list[Row]]:
-    """Run a command until the check's time ends, or `seconds`. Return its status, its output, and its results."""
+def command(
+    *arguments: str, seconds: float = 1e9, **environment: str
+) -> tuple[int | str, str, list[Row]]:
+    """Run a command until the check's time ends, or `seconds`. Return its status, its output, and
+    its results."""
     place = Path(mkdtemp(dir=os.environ["GPU_CHECK_FOLDER"]))
     results, output = place / "results", place / "output"
     with output.open("w") as file:

@@ -1,5 +1,5 @@
-"""A GPT of 354 million parameters: `ls.train` beside a loop by hand, in speed, memory, waits of the host, and a
-checkpoint's stall. Also the script that `lockstep plan` predicts."""
+"""A GPT of 354 million parameters: `ls.train` beside a loop by hand, in speed, memory, waits of the
+host, and a checkpoint's stall. Also the script that `lockstep plan` predicts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,33 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.logging.flops import peak_of
 
-SIZE = TINY if CPU else {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "vocabulary": 50304}
+SIZE = (
+    TINY
+    if CPU
+    else {"layers": 24, "width": 1024, "heads": 16, "context": 1024, "vocabulary": 50304}
+)
 GLOBAL, MICRO, WARMUP, STEPS = (4, 2, 2, 4) if CPU else (32, 16, 6, 20)
-PLANS = {"eager": "replicate=1", "compile": "replicate=1,compile=yes", "bitwise": "replicate=1,numerics=bitwise"}
+PLANS = {
+    "eager": "replicate=1",
+    "compile": "replicate=1,compile=yes",
+    "bitwise": "replicate=1,numerics=bitwise",
+}
 
 
 def large(**changes: Any) -> ls.Recipe:
-    given = {"size": SIZE, "dropout": 0.0, "samples": 512, "global_batch": GLOBAL, "microbatch": MICRO}
+    given = {
+        "size": SIZE,
+        "dropout": 0.0,
+        "samples": 512,
+        "global_batch": GLOBAL,
+        "microbatch": MICRO,
+    }
     return recipe(**{**given, "steps": WARMUP + STEPS, "precision": "bf16", **changes})
 
 
 def flops_a_token(parameters: int) -> float:
-    """Return the FLOPs of a forward and a backward (Chowdhery et al., PaLM, 2022, appendix B), attention unmasked."""
+    """Return the FLOPs of a forward and a backward (Chowdhery et al., PaLM, 2022, appendix B),
+    attention unmasked."""
     without_positions = parameters - SIZE["context"] * SIZE["width"]
     return 6 * without_positions + 12 * SIZE["layers"] * SIZE["width"] * SIZE["context"]
 
@@ -56,7 +71,13 @@ class Clock(ls.Hook):
 
 def trained(mode: str) -> tuple[float, float, int]:
     clock = Clock()
-    ls.train(large(), plan=PLANS[mode], run_dir=folder(f"speed-{mode}") / "run", hooks=[clock], log_every=10)
+    ls.train(
+        large(),
+        plan=PLANS[mode],
+        run_dir=folder(f"speed-{mode}") / "run",
+        hooks=[clock],
+        log_every=10,
+    )
     return clock.seconds, clock.first, clock.parameters
 
 
@@ -65,7 +86,10 @@ def by_hand(mode: str, device: torch.device) -> tuple[float, float, int]:
     model = GPT(**SIZE).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     forward = torch.compile(model) if mode == "compile" else model
-    data, generator = Tokens(SIZE["vocabulary"], SIZE["context"], 512), torch.Generator().manual_seed(1)
+    data, generator = (
+        Tokens(SIZE["vocabulary"], SIZE["context"], 512),
+        torch.Generator().manual_seed(1),
+    )
 
     def following() -> Tensor:
         batch = data.__getitems__(torch.randint(len(data), (MICRO,), generator=generator).tolist())
@@ -98,7 +122,14 @@ def speed(side: str, mode: str) -> None:
     tokens = GLOBAL * SIZE["context"] / seconds
     peak = None if CPU else peak_of(device, "bf16")
     mfu = None if peak is None else round(tokens * flops_a_token(parameters) / peak, 4)
-    gb = {} if CPU else {"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "reserved_gb": torch.cuda.max_memory_reserved() / 1e9}
+    gb = (
+        {}
+        if CPU
+        else {
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+        }
+    )
     report(
         f"{side} {mode}",
         step_seconds=seconds,
@@ -107,14 +138,24 @@ def speed(side: str, mode: str) -> None:
         parameters=parameters,
         first_step_seconds=round(first, 2),
         **{name: round(value, 2) for name, value in gb.items()},
-        short=f"{seconds * 1e3:.1f} ms a step, MFU {mfu}, {gb.get('peak_gb', 0):.1f} GB, first step {first:.1f} s",
+        short=(
+            f"{seconds * 1e3:.1f} ms a step, MFU {mfu}, {gb.get('peak_gb', 0):.1f} GB, first step"
+            f" {first:.1f} s"
+        ),
     )
 
 
 def plan() -> None:
     """What `lockstep plan` says of the training that `speed` measures. It needs no GPU."""
     name = "" if CPU else torch.cuda.get_device_name()
-    device = next((each for each in ("H200", "H100", "A100-80GB", "A100-40GB", "L40S", "A10G") if each.split("-")[0] in name), "H100")
+    device = next(
+        (
+            each
+            for each in ("H200", "H100", "A100-80GB", "A100-40GB", "L40S", "A10G")
+            if each.split("-")[0] in name
+        ),
+        "H100",
+    )
     given = [str(HERE / "speed.py"), "--plans", *PLANS.values()]
     began = time.monotonic()
     status, text, _ = lockstep("plan", "--on", f"1 x {device}", "--json", *given)
@@ -123,8 +164,17 @@ def plan() -> None:
     except (ValueError, KeyError):
         report("lockstep plan", ok=False, status=status, error=text[-800:])
         return
-    brief = [{name: value for name, value in each.items() if isinstance(value, str | int | float)} for each in plans]
-    report("lockstep plan", ok=status == 0, device=device, seconds=round(time.monotonic() - began, 1), plans=brief)
+    brief = [
+        {name: value for name, value in each.items() if isinstance(value, str | int | float)}
+        for each in plans
+    ]
+    report(
+        "lockstep plan",
+        ok=status == 0,
+        device=device,
+        seconds=round(time.monotonic() - began, 1),
+        plans=brief,
+    )
 
 
 # Waits of the host
@@ -151,24 +201,41 @@ def profiler() -> torch.profiler.profile:
 
 
 def report_waits(name: str, profiled: torch.profiler.profile, steps: int = 3) -> None:
-    """Report the calls into CUDA, and what ran on the device, per step. The profiler's own end waits once."""
+    """Report the calls into CUDA, and what ran on the device, per step. The profiler's own end
+    waits once."""
     calls: dict[str, float] = {}
     for event in profiled.events():
         if event.name.startswith("cu") and event.device_type.name == "CPU":
             calls[event.name] = calls.get(event.name, 0) + 1 / steps
     kernels = sum(event.device_type.name == "CUDA" for event in profiled.events()) / steps
-    waits = {call: round(count, 2) for call, count in calls.items() if call.startswith(WAITS) and "Async" not in call}
+    waits = {
+        call: round(count, 2)
+        for call, count in calls.items()
+        if call.startswith(WAITS) and "Async" not in call
+    }
     waits["cudaDeviceSynchronize"] = round(waits.get("cudaDeviceSynchronize", 0) - 1 / steps, 2)
     waits = {call: count for call, count in waits.items() if count > 0}
     rounded = {call: round(count, 2) for call, count in sorted(calls.items())}
     short = ", ".join(f"{call[4:]} {count}" for call, count in waits.items()) or "none"
-    report(f"host waits in a step: {name}", waits=waits, calls=rounded, kernels=round(kernels, 1), short=short)
+    report(
+        f"host waits in a step: {name}",
+        waits=waits,
+        calls=rounded,
+        kernels=round(kernels, 1),
+        short=short,
+    )
 
 
 def times(mode: str) -> None:
     """The kernels that take the most time in a step of the large model."""
     hook = Profiled(first=6, last=6)
-    ls.train(large(steps=8), plan=PLANS[mode], run_dir=folder(f"times-{mode}") / "run", hooks=[hook], log_every=100)
+    ls.train(
+        large(steps=8),
+        plan=PLANS[mode],
+        run_dir=folder(f"times-{mode}") / "run",
+        hooks=[hook],
+        log_every=100,
+    )
     spent: dict[str, list[float]] = {}
     for event in hook.profiler.events():
         if event.device_type.name == "CUDA":
@@ -184,7 +251,9 @@ def times(mode: str) -> None:
 def profiled_training(name: str, plan: str, **changes: Any) -> None:
     hook = Profiled()
     where = folder(f"waits-{name.replace(' ', '-')}")
-    ls.train(recipe(steps=12, **changes), plan=plan, run_dir=where / "run", hooks=[hook], log_every=100)
+    ls.train(
+        recipe(steps=12, **changes), plan=plan, run_dir=where / "run", hooks=[hook], log_every=100
+    )
     report_waits(name, hook.profiler)
 
 
@@ -217,7 +286,10 @@ def waits() -> None:
         "fp16": ("", {"precision": "fp16"}),
     }
     for name, (plan, changes) in cases.items():
-        attempt(name, lambda name=name, plan=plan, changes=changes: profiled_training(name, plan, **changes))
+        attempt(
+            name,
+            lambda name=name, plan=plan, changes=changes: profiled_training(name, plan, **changes),
+        )
     attempt("by hand", profiled_by_hand)
 
 
@@ -228,10 +300,19 @@ def stall() -> None:
     """How long a save stops training, beside the time that its bytes take over PCIe."""
     where = folder("stall") / "run"
     steps = WARMUP + STEPS
-    ls.train(large(steps=steps), plan="", run_dir=where, saving=ls.Saving(every=max(2, steps // 3)), log_every=10)
+    ls.train(
+        large(steps=steps),
+        plan="",
+        run_dir=where,
+        saving=ls.Saving(every=max(2, steps // 3)),
+        log_every=10,
+    )
     saves = [row for row in rows_of(where / "events.jsonl") if row["event"] == "checkpoint-saved"]
     stopped = [row["stopped_seconds"] for row in saves]
-    size = max(sum(file.stat().st_size for file in each.rglob("*")) for each in (where / "checkpoints").iterdir())
+    size = max(
+        sum(file.stat().st_size for file in each.rglob("*"))
+        for each in (where / "checkpoints").iterdir()
+    )
     if CPU:
         report("checkpoint stall", ok=None, stopped_seconds=stopped, bytes=size)
         return

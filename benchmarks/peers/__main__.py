@@ -1,30 +1,33 @@
-"""Trains the same workloads with a hand-written loop, a tutorial's loop, other frameworks and lockstep, and compares
-speed.
+"""Trains the same workloads with a hand-written loop, a tutorial's loop, other frameworks and
+lockstep, and compares speed.
 
-    make peers                       # in a virtual environment of its own: everything, about two hours on 2 cores
+    make peers                       # everything, in a virtual environment: two hours on 2 cores
     python benchmarks/peers [--only mlp wide gpt accumulate images start import] [--processes 1 2 4]
                             [--launch equal own] [--contenders with_fabric ...]
                             [--casts 3] [--rounds 5] [--steps N] [--json FILE]
 
-All contenders of a row are alive at once, each in its own processes. They take turns in an order that is shuffled every
-round; all others are stopped meanwhile (see conductor.py). A turn ends when the last process has finished its last
-step. The first step and the first turn do not count. A ratio is the median over rounds of a contender's steps/s over
-those of the careful hand-written loop in the same round; beside it is the interquartile range of these ratios. `cpu` is
-the same ratio by processor time of the training processes, which does not count waiting. After some rounds all
-processes end and a new cast starts, because a process can be fast or slow for its whole life: its allocator may, for
-example, return a step's memory to the system and fault it in again.
+All contenders of a row are alive at once, each in its own processes. They take turns in an order
+that is shuffled every round; all others are stopped meanwhile (see conductor.py). A turn ends when
+the last process has finished its last step. The first step and the first turn do not count. A ratio
+is the median over rounds of a contender's steps/s over those of the careful hand-written loop in
+the same round; beside it is the interquartile range of these ratios. `cpu` is the same ratio by
+processor time of the training processes, which does not count waiting. After some rounds all
+processes end and a new cast starts, because a process can be fast or slow for its whole life: its
+allocator may, for example, return a step's memory to the system and fault it in again.
 
-All train the same model from the same initial values on the same samples in each step, with AdamW and clipping. Each
-uses what its documentation recommends for speed; the first line of its file in contenders/ says what. lockstep is
-`ls.train` with its defaults. The mean loss over all processes in each of the first 100 steps must be the hand-written
-loop's within a relative 1e-5. A contender with other losses has no ratio, and the benchmark ends with status 1.
-Accelerate and the Trainer of Hugging Face distribute batches of one order themselves, and Ignite its samples. So a
-process may have other samples of a step than in the hand-written loop, while the whole step is the same.
+All train the same model from the same initial values on the same samples in each step, with AdamW
+and clipping. Each uses what its documentation recommends for speed; the first line of its file in
+contenders/ says what. lockstep is `ls.train` with its defaults. The mean loss over all processes in
+each of the first 100 steps must be the hand-written loop's within a relative 1e-5. A contender with
+other losses has no ratio, and the benchmark ends with status 1. Accelerate and the Trainer of
+Hugging Face distribute batches of one order themselves, and Ignite its samples. So a process may
+have other samples of a step than in the hand-written loop, while the whole step is the same.
 
-launch=equal: all start with `torchrun` (python for 1 process) and cores ÷ processes threads; it is an error if a
-contender computes with another number. launch=own: each starts with its own launcher and the threads that this gives.
-`start`: seconds from the launcher's start until every process has finished a step of `mlp`, in new processes each
-round. `import`: seconds of a new interpreter that only imports. The ratios of these two are ratios of seconds.
+launch=equal: all start with `torchrun` (python for 1 process) and cores ÷ processes threads; it is
+an error if a contender computes with another number. launch=own: each starts with its own launcher
+and the threads that this gives. `start`: seconds from the launcher's start until every process has
+finished a step of `mlp`, in new processes each round. `import`: seconds of a new interpreter that
+only imports. The ratios of these two are ratios of seconds.
 
 Quote numbers only from a machine that did nothing else.
 """
@@ -55,13 +58,16 @@ from rich.table import Table
 from workloads import SEED, SIZES, Task, prepare
 
 CHECKED = 100
-"""Steps whose losses are compared. Later losses differ by rounding alone: by 1e-3 after 1000 steps of `mlp`."""
+"""Steps whose losses are compared. Later losses differ by rounding alone: by 1e-3 after 1000 steps
+of `mlp`."""
 TOLERANCE = 1e-5
 LAUNCHES = ("equal", "own")
 NEEDED = ("accelerate", "lightning", "transformers", "ignite", "lockstep", "PIL")
 
 
-def speeds(workload: str, processes: int, launch: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def speeds(
+    workload: str, processes: int, launch: str, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Return a row for each contender with its steps/s."""
     turn = options.steps or SIZES[workload].turn
     turns: dict[str, list[Turn]] = {name: [] for name in options.contenders}
@@ -73,16 +79,24 @@ def speeds(workload: str, processes: int, launch: str, options: argparse.Namespa
             with started(options.contenders, task) as found:
                 contenders = {name: contender for name, (contender, _) in found.items()}
                 check_threads(contenders, task)
-                for name, own in take_turns(contenders, options.rounds, turn, random.Random(cast)).items():
+                for name, own in take_turns(
+                    contenders, options.rounds, turn, random.Random(cast)
+                ).items():
                     turns[name] += own
-                curves = {name: contender.finish()[:CHECKED] for name, contender in contenders.items()}
+                curves = {
+                    name: contender.finish()[:CHECKED] for name, contender in contenders.items()
+                }
             for name, contender in contenders.items():
                 threads[name] = contender.threads[0]
                 distances[name] = max(distances[name], furthest(curves[name], curves[BASELINE]))
     for name, own in turns.items():
         same = distances[name] <= TOLERANCE
         by_wall, by_processor = (
-            Ratio.of([1 / getattr(each, by) for each in own], [1 / getattr(each, by) for each in turns[BASELINE]]) for by in Turn._fields
+            Ratio.of(
+                [1 / getattr(each, by) for each in own],
+                [1 / getattr(each, by) for each in turns[BASELINE]],
+            )
+            for by in Turn._fields
         )
         yield {
             "case": workload,
@@ -105,14 +119,20 @@ def prepared(workload: str, processes: int, launch: str, folder: str, *, steps: 
 
 
 def check_threads(contenders: dict[str, Contender], task: Task) -> None:
-    """Raise `ContenderError` if a contender computes with another number of threads than it should."""
+    """Raise `ContenderError` if a contender computes with another number of threads than it
+    should."""
     meant = equal_threads(task.processes)
     for name, contender in contenders.items():
         if not task.own_launcher and set(contender.threads) != {meant}:
-            raise ContenderError(f"{name}: its processes compute with {contender.threads} threads, not with {meant}; nothing to compare")
+            raise ContenderError(
+                f"{name}: its processes compute with {contender.threads} threads, not with {meant};"
+                " nothing to compare"
+            )
 
 
-def take_turns(contenders: dict[str, Contender], rounds: int, steps: int, chance: random.Random) -> dict[str, list[Turn]]:
+def take_turns(
+    contenders: dict[str, Contender], rounds: int, steps: int, chance: random.Random
+) -> dict[str, list[Turn]]:
     """Return the measured rounds. Round 0 does not count."""
     names = list(contenders)
     turns: dict[str, list[Turn]] = {name: [] for name in names}
@@ -141,14 +161,19 @@ def starts(processes: int, launch: str, options: argparse.Namespace) -> Iterator
 
 
 def imports(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Return a row for each contender with the seconds of an interpreter that imports what it needs."""
+    """Return a row for each contender with the seconds of an interpreter that imports what it
+    needs."""
     names, chance = options.contenders, random.Random(SEED)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     compile_lockstep()
     for _ in range(options.rounds):
         for name in chance.sample(names, len(names)):
             began = time.perf_counter()
-            subprocess.run([sys.executable, "-c", CONTENDERS[name].imports], check=True, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                [sys.executable, "-c", CONTENDERS[name].imports],
+                check=True,
+                stderr=subprocess.DEVNULL,
+            )
             seconds[name].append(time.perf_counter() - began)
     yield from timed_rows("import", 1, "equal", seconds)
 
@@ -162,7 +187,9 @@ def compile_lockstep() -> None:
     compileall.compile_dir(folder, quiet=1)
 
 
-def timed_rows(case: str, processes: int, launch: str, seconds: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
+def timed_rows(
+    case: str, processes: int, launch: str, seconds: dict[str, list[float]]
+) -> Iterator[dict[str, Any]]:
     for name, own in seconds.items():
         ratio = Ratio.of(own, seconds[BASELINE])._asdict()
         row = {"case": case, "processes": processes, "launch": launch, "contender": name}
@@ -178,10 +205,21 @@ def show(rows: list[dict[str, Any]], rounds: int) -> None:
         table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)
     for row in rows:
         ratio, cells = row["ratio"], [CONTENDERS[row["contender"]].label]
-        cells += [f"{row['seconds']:.3f}"] if timed else [str(row["threads"]), f"{row['steps_per_second']:.2f}"]
-        cells += [f"{ratio['median']:.3f}", f"{ratio['low']:.3f}-{ratio['high']:.3f}"] if ratio else ["-", "other losses"]
+        cells += (
+            [f"{row['seconds']:.3f}"]
+            if timed
+            else [str(row["threads"]), f"{row['steps_per_second']:.2f}"]
+        )
+        cells += (
+            [f"{ratio['median']:.3f}", f"{ratio['low']:.3f}-{ratio['high']:.3f}"]
+            if ratio
+            else ["-", "other losses"]
+        )
         if not timed:
-            cells += [f"{row['processor_ratio']['median']:.3f}" if ratio else "-", f"{row['loss_distance']:.1e}"]
+            cells += [
+                f"{row['processor_ratio']['median']:.3f}" if ratio else "-",
+                f"{row['loss_distance']:.1e}",
+            ]
         table.add_row(*cells)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
 
@@ -191,23 +229,44 @@ SPEED_COLUMNS = ("contender", "threads", "steps/s", "ratio", "quartiles", "cpu",
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python benchmarks/peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python benchmarks/peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cases = (*SIZES, "start", "import")
     parser.add_argument("--only", nargs="+", choices=cases, default=cases)
     parser.add_argument("--processes", nargs="+", type=int, choices=(1, 2, 4), default=(1, 2, 4))
     parser.add_argument("--launch", nargs="+", choices=LAUNCHES, default=LAUNCHES)
     parser.add_argument(
-        "--contenders", nargs="+", choices=tuple(CONTENDERS), default=tuple(CONTENDERS), help="contenders beside the hand-written loop"
+        "--contenders",
+        nargs="+",
+        choices=tuple(CONTENDERS),
+        default=tuple(CONTENDERS),
+        help="contenders beside the hand-written loop",
     )
-    parser.add_argument("--casts", type=int, default=3, help="how often all contenders start again in new processes (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each cast, and of start and import (default: %(default)s)")
+    parser.add_argument(
+        "--casts",
+        type=int,
+        default=3,
+        help="how often all contenders start again in new processes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="rounds of each cast, and of start and import (default: %(default)s)",
+    )
     parser.add_argument("--steps", type=int, help="steps of a turn (default: each workload's own)")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows, with every turn, to this file")
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write the rows, with every turn, to this file"
+    )
     options = parser.parse_args()
     options.contenders = list(dict.fromkeys((BASELINE, *options.contenders)))
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        parser.error(f"not installed here: {', '.join(missing)}; `make peers` makes an environment with all of them, and starts this in it")
+        parser.error(
+            f"not installed here: {', '.join(missing)}; `make peers` makes an environment with all"
+            " of them, and starts this in it"
+        )
     return options
 
 
@@ -229,10 +288,20 @@ def main() -> None:
                 rows += found
                 if options.json:
                     Path(options.json).write_text(
-                        json.dumps({"casts": options.casts, "rounds": options.rounds, "cores": os.cpu_count(), "rows": rows}, indent=2)
+                        json.dumps(
+                            {
+                                "casts": options.casts,
+                                "rounds": options.rounds,
+                                "cores": os.cpu_count(),
+                                "rows": rows,
+                            },
+                            indent=2,
+                        )
                     )
     if strayed := [f"{row['contender']} on {row['case']}" for row in rows if row["ratio"] is None]:
-        raise SystemExit(f"other losses than the hand-written loop's: {', '.join(strayed)}: nothing to compare")
+        raise SystemExit(
+            f"other losses than the hand-written loop's: {', '.join(strayed)}: nothing to compare"
+        )
 
 
 if __name__ == "__main__":

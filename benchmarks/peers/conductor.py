@@ -1,8 +1,9 @@
 """Starts contenders, each with its own processes, and lets them run in turns.
 
-All contenders of a row are alive at once, and one of them runs. At the end of its turn all of its processes (launcher,
-training processes, loader workers) are stopped by SIGSTOP; they continue by SIGCONT at its next turn. So no contender
-works during another's turn, for example by reading data ahead.
+All contenders of a row are alive at once, and one of them runs. At the end of its turn all of its
+processes (launcher, training processes, loader workers) are stopped by SIGSTOP; they continue by
+SIGCONT at its next turn. So no contender works during another's turn, for example by reading data
+ahead.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class ContenderError(Exception):
 
 
 class Turn(NamedTuple):
-    """Seconds of a turn: wall time until the last process is done, and processor time of all processes."""
+    """Seconds of a turn: wall time until the last process is done, and processor time of all
+    processes."""
 
     wall: float
     processor: float
@@ -51,7 +53,8 @@ class Contender:
         self._log = Path(self._folder.name, "log")
         self._channels: list[Any] = []
         self._family: list[psutil.Process] = []
-        """Processes as last seen. The children of a launcher that has ended have no parent, but must still be ended."""
+        """Processes as last seen. The children of a launcher that has ended have no parent, but
+        must still be ended."""
 
     def start(self) -> float:
         """Return the seconds until all processes have finished the first step."""
@@ -63,14 +66,21 @@ class Contender:
             listener.settimeout(0.2)
             began = time.perf_counter()
             self._process = subprocess.Popen(
-                arguments, env=environment, cwd=self._folder.name, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                arguments,
+                env=environment,
+                cwd=self._folder.name,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
             while len(self._channels) < self._task.processes:
                 self._accept(listener, began)
         hellos = [self._hear(channel) for channel in self._channels]
         seconds = time.perf_counter() - began
         if sorted(hello["rank"] for hello in hellos) != list(range(self._task.processes)):
-            raise self._failed(f"its processes are not {self._task.processes} that know of each other: {hellos}")
+            raise self._failed(
+                f"its processes are not {self._task.processes} that know of each other: {hellos}"
+            )
         self.threads = [hello["threads"] for hello in hellos]
         self._freeze()
         return seconds
@@ -132,7 +142,9 @@ class Contender:
         return heard
 
     def _failed(self, what: str) -> ContenderError:
-        return ContenderError(f"{self.name}: {what}. The end of what it printed:\n{self._log.read_text()[-4000:]}")
+        return ContenderError(
+            f"{self.name}: {what}. The end of what it printed:\n{self._log.read_text()[-4000:]}"
+        )
 
     def _tree(self) -> list[psutil.Process]:
         try:

@@ -1,5 +1,5 @@
-"""The script that every launcher starts: python contend.py CONTENDER ADDRESS TASK, with TASK as JSON. See
-`conductor`."""
+"""The script that every launcher starts: python contend.py CONTENDER ADDRESS TASK, with TASK as
+JSON. See `conductor`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 def main() -> None:
     contender, address, task = sys.argv[1:]
-    # Loaders and launchers start further processes, which import this file again or import what they need by name.
+    # Loaders and launchers start further processes, which import this file again or import what
+    # they need by name.
     sys.path.insert(0, str(Path(__file__).resolve().parent / "contenders"))
     module = importlib.import_module(contender)
 

@@ -23,6 +23,9 @@ class Ratio(NamedTuple):
 
 
 def furthest(losses: Sequence[float], baseline: Sequence[float]) -> float:
-    """Return the largest relative distance between two loss curves; infinite if a loss is not a number."""
-    distances = [abs(mine - other) / abs(other) for mine, other in zip(losses, baseline, strict=True)]
+    """Return the largest relative distance between two loss curves; infinite if a loss is not a
+    number."""
+    distances = [
+        abs(mine - other) / abs(other) for mine, other in zip(losses, baseline, strict=True)
+    ]
     return max(distance if distance == distance else float("inf") for distance in distances)

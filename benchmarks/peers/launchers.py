@@ -27,12 +27,14 @@ class Contender:
 CONTENDERS = {
     "by_hand": Contender("by hand, careful", "import torch, torch.distributed"),
     "tutorial": Contender("tutorials' loop", "import torch, torch.distributed"),
-    # `accelerate launch` starts several processes on GPUs, or on CPUs by MPI; otherwise its documentation uses
-    # torchrun.
+    # `accelerate launch` starts several processes on GPUs, or on CPUs by MPI; otherwise its
+    # documentation uses torchrun.
     "with_accelerate": Contender("Accelerate", "from accelerate import Accelerator"),
     "with_fabric": Contender("Fabric", "from lightning.fabric import Fabric", "itself"),
     "with_lightning": Contender("Lightning Trainer", "import lightning", "itself"),
-    "with_hugging_face": Contender("HF Trainer", "from transformers import Trainer, TrainingArguments"),
+    "with_hugging_face": Contender(
+        "HF Trainer", "from transformers import Trainer, TrainingArguments"
+    ),
     "with_ignite": Contender("Ignite", "import ignite.distributed, ignite.engine", "itself"),
     # Names `train`, because lockstep imports names when they are first used.
     "with_lockstep": Contender("lockstep", "import lockstep; lockstep.train", "lockstep"),
@@ -46,8 +48,8 @@ def equal_threads(processes: int) -> int:
 def command(name: str, address: str, task: Task) -> tuple[list[str], dict[str, str]]:
     """Return the command that starts a contender, and its environment.
 
-    Equal: one process starts with python, several with torchrun, each with cores ÷ processes threads. Own: its own
-    launcher, which sets the threads.
+    Equal: one process starts with python, several with torchrun, each with cores ÷ processes
+    threads. Own: its own launcher, which sets the threads.
     """
     size = task.processes
     environment = {key: value for key, value in os.environ.items() if key not in THREADS}

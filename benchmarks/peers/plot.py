@@ -1,10 +1,11 @@
-"""Draws the ratios that `python benchmarks/peers --json FILE` measured. Several files are drawn together.
+"""Draws the ratios that `python benchmarks/peers --json FILE` measured. Several files are drawn
+together.
 
-    python benchmarks/peers/plot.py build/benchmarks/peers.json [FILE ...] build/benchmarks/peers.svg
+    python benchmarks/peers/plot.py peers.json [FILE ...] peers.svg
 
-There is a panel for each workload and number of processes. Each contender has a line with the median and the middle
-half of its ratios of steps/s to the hand-written loop. Filled markers: equal threads; hollow: its own launcher. The
-figure is readable on white and on black.
+There is a panel for each workload and number of processes. Each contender has a line with the
+median and the middle half of its ratios of steps/s to the hand-written loop. Filled markers: equal
+threads; hollow: its own launcher. The figure is readable on white and on black.
 """
 
 from __future__ import annotations
@@ -31,16 +32,46 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     compared = [row for row in rows if "steps_per_second" in row and row["ratio"] is not None]
     cases = list(dict.fromkeys(row["case"] for row in compared))
     counts = sorted({row["processes"] for row in compared})
-    names = [name for name in CONTENDERS if name != BASELINE and any(row["contender"] == name for row in compared)]
-    mpl.rcParams.update({"text.color": GREY, "axes.labelcolor": GREY, "axes.edgecolor": GREY, "xtick.color": GREY, "ytick.color": GREY})
+    names = [
+        name
+        for name in CONTENDERS
+        if name != BASELINE and any(row["contender"] == name for row in compared)
+    ]
+    mpl.rcParams.update(
+        {
+            "text.color": GREY,
+            "axes.labelcolor": GREY,
+            "axes.edgecolor": GREY,
+            "xtick.color": GREY,
+            "ytick.color": GREY,
+        }
+    )
     size = (1.5 + 2.7 * len(counts), 0.6 + 1.75 * len(cases))
-    figure, panels = pyplot.subplots(len(cases), len(counts), figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
+    figure, panels = pyplot.subplots(
+        len(cases),
+        len(counts),
+        figsize=size,
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
     for case, line in zip(cases, panels, strict=True):
         for count, panel in zip(counts, line, strict=True):
-            fill(panel, [row for row in compared if (row["case"], row["processes"]) == (case, count)], names)
+            fill(
+                panel,
+                [row for row in compared if (row["case"], row["processes"]) == (case, count)],
+                names,
+            )
             panel.set_title(f"{case}, {count} process{'es' if count > 1 else ''}", fontsize=9)
-    figure.supxlabel("steps/s, relative to the careful hand-written loop (filled: equal threads; hollow: own launcher)", fontsize=9)
-    figure.savefig(path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.supxlabel(
+        "steps/s, relative to the careful hand-written loop (filled: equal threads; hollow: own"
+        " launcher)",
+        fontsize=9,
+    )
+    figure.savefig(
+        path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None
+    )
 
 
 def fill(panel: Any, rows: list[dict[str, Any]], names: list[str]) -> None:

@@ -1,6 +1,7 @@
-"""A workload as a script for `lockstep verify`: that what is timed trains the model that one process does.
+"""A workload as a script for `lockstep verify`: that what is timed trains the model that one
+process does.
 
-    build/peers/bin/lockstep verify benchmarks/peers/under_verify.py wide --plans replicate=2 replicate=4
+    lockstep verify benchmarks/peers/under_verify.py wide --plans replicate=2 replicate=4
 
 Its data are in build/benchmarks/NAME, made by the first process that looks for them there.
 """
@@ -27,7 +28,9 @@ STEPS = 100
 
 def prepared(workload: str) -> Task:
     folder = HERE.parents[1] / "build" / "benchmarks" / workload
-    task = Task(workload, processes=1, steps=STEPS, folder=str(folder), scratch="", own_launcher=True)
+    task = Task(
+        workload, processes=1, steps=STEPS, folder=str(folder), scratch="", own_launcher=True
+    )
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = tempfile.mkdtemp(dir=folder.parent)

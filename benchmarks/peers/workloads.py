@@ -1,7 +1,8 @@
 """The workloads: each is defined once and used by all contenders.
 
-The order of samples is lockstep's. It is computed beforehand and given to all others as a list over the whole run:
-there is one epoch. An image's augmentation depends on its index alone. Models start from the values in one file.
+The order of samples is lockstep's. It is computed beforehand and given to all others as a list over
+the whole run: there is one epoch. An image's augmentation depends on its index alone. Models start
+from the values in one file.
 """
 
 from __future__ import annotations
@@ -122,15 +123,22 @@ class Workload:
         return np.load(Path(self.task.folder) / "order.npy")
 
     def loader(self, rank: int | None = None) -> DataLoader[Any]:
-        """Return the microbatches of process `rank`: a contiguous part of each step's samples, as lockstep assigns
-        them.
+        """Return the microbatches of process `rank`: a contiguous part of each step's samples, as
+        lockstep assigns them.
 
-        None: those of all processes, one after another, for frameworks that distribute a loader's batches themselves.
+        None: those of all processes, one after another, for frameworks that distribute a loader's
+        batches themselves.
         """
         order = self.order()
         if rank is not None:
             order = order.reshape(self.task.steps, self.task.processes, -1)[:, rank].reshape(-1)
-        return DataLoader(self.data, sampler=Given(order), batch_size=self.microbatch, num_workers=self.workers, collate_fn=self.collate)
+        return DataLoader(
+            self.data,
+            sampler=Given(order),
+            batch_size=self.microbatch,
+            num_workers=self.workers,
+            collate_fn=self.collate,
+        )
 
 
 class Given(Sampler[int]):
@@ -147,10 +155,13 @@ class Given(Sampler[int]):
 
 
 class Pictures:
-    """A dataset of encoded images. `__getitem__` decodes, crops and mirrors an image by its index."""
+    """A dataset of encoded images. `__getitem__` decodes, crops and mirrors an image by its
+    index."""
 
     def __init__(self, folder: Path) -> None:
-        self.encoded, self.ends, self.labels = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("encoded", "ends", "labels"))
+        self.encoded, self.ends, self.labels = (
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("encoded", "ends", "labels")
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -161,8 +172,14 @@ class Pictures:
         begin = self.ends[index - 1] if index else 0
         picture = Image.open(io.BytesIO(self.encoded[begin : self.ends[index]].tobytes()))
         chance = random.Random(int(index))
-        left, top, side = chance.randrange(PICTURE // 2), chance.randrange(PICTURE // 2), chance.randint(PICTURE // 4, PICTURE // 2)
-        picture = picture.resize((CROP, CROP), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
+        left, top, side = (
+            chance.randrange(PICTURE // 2),
+            chance.randrange(PICTURE // 2),
+            chance.randint(PICTURE // 4, PICTURE // 2),
+        )
+        picture = picture.resize(
+            (CROP, CROP), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side)
+        )
         if chance.random() < 0.5:
             picture = ImageOps.mirror(picture)
         pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float().div_(255).sub_(0.5)
@@ -208,7 +225,11 @@ def _draw(folder: Path, chance: np.random.Generator) -> None:
         coarse.resize((PICTURE, PICTURE), Image.Resampling.BICUBIC).save(file, "jpeg", quality=90)
         encoded += file.getvalue()
         ends.append(len(encoded))
-    for name, array in (("encoded", np.frombuffer(encoded, np.uint8)), ("ends", np.array(ends)), ("labels", labels)):
+    for name, array in (
+        ("encoded", np.frombuffer(encoded, np.uint8)),
+        ("ends", np.array(ends)),
+        ("labels", labels),
+    ):
         np.save(folder / f"{name}.npy", array)
 
 
@@ -218,18 +239,36 @@ def load(task: Task) -> Workload:
     if task.workload in ("gpt", "accumulate"):
         gpt = _gpt()
         data = gpt.Windows((folder / "text").read_bytes(), CONTEXT)
-        build = functools.partial(gpt.GPT, layers=4, width=128, heads=4, context=CONTEXT, dropout=0.0)
-        return Workload(task, build, data, _as_it_is, lambda batch: batch[:, :-1], gpt.cross_entropy)
+        build = functools.partial(
+            gpt.GPT, layers=4, width=128, heads=4, context=CONTEXT, dropout=0.0
+        )
+        return Workload(
+            task, build, data, _as_it_is, lambda batch: batch[:, :-1], gpt.cross_entropy
+        )
     data = Pictures(folder) if task.workload == "images" else _rows(folder)
-    build = {"mlp": functools.partial(_perceptron, 784, 256, 10), "wide": functools.partial(_perceptron, 1024, 4096, 1024)}.get(
-        task.workload, _convolutions
+    build = {
+        "mlp": functools.partial(_perceptron, 784, 256, 10),
+        "wide": functools.partial(_perceptron, 1024, 4096, 1024),
+    }.get(task.workload, _convolutions)
+    return Workload(
+        task,
+        build,
+        data,
+        None,
+        lambda batch: batch[0],
+        lambda logits, batch: F.cross_entropy(logits, batch[1]),
     )
-    return Workload(task, build, data, None, lambda batch: batch[0], lambda logits, batch: F.cross_entropy(logits, batch[1]))
 
 
 def _rows(folder: Path) -> TensorDataset:
-    # Memory-mapped, so that all contenders share one copy. "c": torch needs arrays that can be written to.
-    return TensorDataset(*(torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in ("features", "labels")))
+    # Memory-mapped, so that all contenders share one copy. "c": torch needs arrays that can be
+    # written to.
+    return TensorDataset(
+        *(
+            torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c"))
+            for name in ("features", "labels")
+        )
+    )
 
 
 def _perceptron(features: int, width: int, classes: int) -> nn.Module:

@@ -1,4 +1,5 @@
-"""Errors of the cost model on published rows: by source with a fit that did not see it, sweeps, memory, collectives."""
+"""Errors of the cost model on published rows: by source with a fit that did not see it, sweeps,
+memory, collectives."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ class Pair:
 
 def times(rows: Sequence[Row], fitted: Callable[[str], Fitted]) -> list[Pair]:
     """Return the step times of the rows, each with the numbers that `fitted` has for its source."""
-    return [Pair(row, predict(row, fitted(row.repository)).seconds, row.seconds) for row in rows if row.seconds]
+    return [
+        Pair(row, predict(row, fitted(row.repository)).seconds, row.seconds)
+        for row in rows
+        if row.seconds
+    ]
 
 
 def memories(rows: Sequence[Row]) -> list[Pair]:
@@ -46,7 +51,9 @@ def memories(rows: Sequence[Row]) -> list[Pair]:
     return [
         Pair(row, predicted_memory(row) / GIB, row.memory_gib)
         for row in rows
-        if row.memory_gib and (row.checkpointing or software_of(row).default_checkpointing) and not row.checkpointing.startswith("auto")
+        if row.memory_gib
+        and (row.checkpointing or software_of(row).default_checkpointing)
+        and not row.checkpointing.startswith("auto")
     ]
 
 
@@ -57,20 +64,38 @@ def predicted_memory(row: Row) -> float:
 
 
 def out_of_memory(rows: Sequence[Row]) -> list[tuple[Row, float, bool]]:
-    """Return the rows that ran out of memory, their predicted GiB, and whether that is more than the device has."""
+    """Return the rows that ran out of memory, their predicted GiB, and whether that is more than
+    the device has."""
     found = [(row, predicted_memory(row)) for row in rows if row.out_of_memory]
     return [(row, size / GIB, size > device_of(row).memory_bytes) for row, size in found]
 
 
-def constant_efficiency(rows: Sequence[Row], pairs: Sequence[Pair], held_out: bool = True) -> list[Pair]:
-    """Return step times by one constant MFU for each device: the median over the rows, or the other sources' rows."""
-    rates = [(row, _model_flops(row) / row.seconds / row.world / _peak(row)) for row in rows if row.seconds]
+def constant_efficiency(
+    rows: Sequence[Row], pairs: Sequence[Pair], held_out: bool = True
+) -> list[Pair]:
+    """Return step times by one constant MFU for each device: the median over the rows, or the other
+    sources' rows."""
+    rates = [
+        (row, _model_flops(row) / row.seconds / row.world / _peak(row))
+        for row in rows
+        if row.seconds
+    ]
     found = []
     for pair in pairs:
-        others = [(row, rate) for row, rate in rates if not held_out or row.repository != pair.row.repository]
+        others = [
+            (row, rate)
+            for row, rate in rates
+            if not held_out or row.repository != pair.row.repository
+        ]
         same = [rate for row, rate in others if device_of(row) == device_of(pair.row)]
         rate = statistics.median(same or [rate for _, rate in others])
-        found.append(Pair(pair.row, _model_flops(pair.row) / rate / pair.row.world / _peak(pair.row), pair.measured))
+        found.append(
+            Pair(
+                pair.row,
+                _model_flops(pair.row) / rate / pair.row.world / _peak(pair.row),
+                pair.measured,
+            )
+        )
     return found
 
 
@@ -97,27 +122,40 @@ COVERED = 0.8
 
 
 def interval(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Return the interval of measured over predicted: its quantiles, so far apart that quantiles of the other sources
-    hold 80% of a source's rows, both over all rows and as the mean of the sources."""
-    return quantiles(pairs, next(each for each in (1 + step / 100 for step in range(10_000)) if min(coverage(pairs, each)) >= COVERED))
+    """Return the interval of measured over predicted: its quantiles, so far apart that quantiles of
+    the other sources hold 80% of a source's rows, both over all rows and as the mean of the
+    sources."""
+    return quantiles(
+        pairs,
+        next(
+            each
+            for each in (1 + step / 100 for step in range(10_000))
+            if min(coverage(pairs, each)) >= COVERED
+        ),
+    )
 
 
 def coverage(pairs: Sequence[Pair], widening: float) -> tuple[float, float]:
-    """Return the part of all rows, and the mean over sources of the part of theirs, that the quantiles of the other
-    sources hold, if they are so many times as far apart."""
+    """Return the part of all rows, and the mean over sources of the part of theirs, that the
+    quantiles of the other sources hold, if they are so many times as far apart."""
     held: dict[str, list[bool]] = {}
     for source, own in by_source(pairs).items():
         low, high = quantiles([pair for pair in pairs if pair.row.repository != source], widening)
         held[source] = [low <= pair.measured / pair.predicted <= high for pair in own]
     every = [each for several in held.values() for each in several]
-    return statistics.fmean(every), statistics.fmean(statistics.fmean(several) for several in held.values())
+    return statistics.fmean(every), statistics.fmean(
+        statistics.fmean(several) for several in held.values()
+    )
 
 
 def quantiles(pairs: Sequence[Pair], widening: float = 1.0) -> tuple[float, float]:
-    """Return the 10% and 90% quantiles of measured over predicted, so many times as far apart, in their logarithm; a
-    source of n rows counts as sqrt(n)."""
+    """Return the 10% and 90% quantiles of measured over predicted, so many times as far apart, in
+    their logarithm; a source of n rows counts as sqrt(n)."""
     counts = {source: len(each) for source, each in by_source(pairs).items()}
-    ratios = sorted((pair.measured / pair.predicted, 1 / math.sqrt(counts[pair.row.repository])) for pair in pairs)
+    ratios = sorted(
+        (pair.measured / pair.predicted, 1 / math.sqrt(counts[pair.row.repository]))
+        for pair in pairs
+    )
     whole, passed, low, high = sum(weight for _, weight in ratios), 0.0, ratios[0][0], ratios[-1][0]
     for ratio, weight in ratios:
         low = ratio if passed <= 0.1 * whole else low
@@ -140,22 +178,55 @@ class Sweep:
 
 
 def sweeps(pairs: Sequence[Pair]) -> list[Sweep]:
-    """Return the published sweeps: the same source, devices, model and batch, in at least three layouts."""
-    groups: dict[tuple[object, ...], dict[tuple[object, ...], list[Pair]]] = defaultdict(lambda: defaultdict(list))
+    """Return the published sweeps: the same source, devices, model and batch, in at least three
+    layouts."""
+    groups: dict[tuple[object, ...], dict[tuple[object, ...], list[Pair]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for pair in pairs:
         row = pair.row
-        model = (row.source, row.gpu, row.world, row.layers, row.hidden, row.heads, row.vocab, row.seq, row.batch, row.dtype)
-        layout = (row.tp, row.pp, row.cp, row.replicas, row.shards, row.microbatch, row.virtual, row.checkpointing, row.compiled)
+        model = (
+            row.source,
+            row.gpu,
+            row.world,
+            row.layers,
+            row.hidden,
+            row.heads,
+            row.vocab,
+            row.seq,
+            row.batch,
+            row.dtype,
+        )
+        layout = (
+            row.tp,
+            row.pp,
+            row.cp,
+            row.replicas,
+            row.shards,
+            row.microbatch,
+            row.virtual,
+            row.checkpointing,
+            row.compiled,
+        )
         groups[model][layout].append(pair)
-    return [_sweep(model, list(layouts.values())) for model, layouts in groups.items() if len(layouts) >= 3]
+    return [
+        _sweep(model, list(layouts.values()))
+        for model, layouts in groups.items()
+        if len(layouts) >= 3
+    ]
 
 
 def _sweep(model: tuple[object, ...], layouts: list[list[Pair]]) -> Sweep:
-    points = [(each[0].predicted, statistics.median(pair.measured for pair in each)) for each in layouts]
+    points = [
+        (each[0].predicted, statistics.median(pair.measured for pair in each)) for each in layouts
+    ]
     best, chosen = min(measured for _, measured in points), min(points)[1]
     both = [(a, b) for i, a in enumerate(points) for b in points[:i] if a[1] != b[1]]
     right = statistics.fmean((a[0] < b[0]) == (a[1] < b[1]) for a, b in both)
-    name = f"{str(model[0]).split(':')[0]}: {model[2]} devices, {model[3]} layers of {model[4]}, {model[5]} heads, batch {model[8]}"
+    name = (
+        f"{str(model[0]).split(':')[0]}: {model[2]} devices, {model[3]} layers of {model[4]},"
+        f" {model[5]} heads, batch {model[8]}"
+    )
     return Sweep(name, len(points), chosen / best - 1, right)
 
 
@@ -174,7 +245,11 @@ class Reduced:
     @property
     def error(self) -> float:
         cluster = parse_target(f"{self.ranks} x {self.gpu}")
-        return collective_seconds(Collective("all_reduce", self.ranks, 1, self.size), cluster) / self.seconds - 1
+        return (
+            collective_seconds(Collective("all_reduce", self.ranks, 1, self.size), cluster)
+            / self.seconds
+            - 1
+        )
 
 
 def all_reduces() -> list[Reduced]:
@@ -184,18 +259,31 @@ def all_reduces() -> list[Reduced]:
         for cells in csv.DictReader(file):
             size, ranks = int(cells["bytes"] or GIB), int(cells["gpus"])
             rate = 2 * size * (ranks - 1) / ranks / 1e9
-            seconds = float(cells["time_us"]) * 1e-6 if cells["time_us"] else rate / float(cells["busbw_GBps"])
+            seconds = (
+                float(cells["time_us"]) * 1e-6
+                if cells["time_us"]
+                else rate / float(cells["busbw_GBps"])
+            )
             if cells["gpu"] != "see source":
-                source = cells["source"].split("@")[0] + ("" if cells["bytes"] else " (size not stated)")
-                found.append(Reduced(source, cells["gpu"], int(cells["nodes"]), ranks, size, seconds))
+                source = cells["source"].split("@")[0] + (
+                    "" if cells["bytes"] else " (size not stated)"
+                )
+                found.append(
+                    Reduced(source, cells["gpu"], int(cells["nodes"]), ranks, size, seconds)
+                )
     return found
 
 
 def collectives() -> dict[str, tuple[int, float]]:
-    """Return the number and the mean absolute error of the published all-reduces, by source and devices."""
+    """Return the number and the mean absolute error of the published all-reduces, by source and
+    devices."""
     errors = defaultdict(list)
     for each in all_reduces():
-        devices = f"2 to 8 {each.gpu}" if each.source.startswith("VIA") else f"{each.nodes} x {each.ranks // each.nodes} {each.gpu}"
+        devices = (
+            f"2 to 8 {each.gpu}"
+            if each.source.startswith("VIA")
+            else f"{each.nodes} x {each.ranks // each.nodes} {each.gpu}"
+        )
         errors[f"{devices}: {each.source}"].append(each.error)
     return {where: (len(each), statistics.fmean(map(abs, each))) for where, each in errors.items()}
 
@@ -203,7 +291,12 @@ def collectives() -> dict[str, tuple[int, float]]:
 def summary(pairs: Sequence[Pair]) -> Mapping[str, float]:
     """Return the errors over all rows, and over the sources."""
     sources = [mean_error(each) for each in by_source(pairs).values()]
-    return {"rows": len(pairs), "mean": mean_error(pairs), "median_source": statistics.median(sources), "bias": bias(pairs)}
+    return {
+        "rows": len(pairs),
+        "mean": mean_error(pairs),
+        "median_source": statistics.median(sources),
+        "bias": bias(pairs),
+    }
 
 
 def _model_flops(row: Row) -> float:

@@ -1,4 +1,5 @@
-"""The devices and networks that published rows were measured on, as the planner's data sheets know them."""
+"""The devices and networks that published rows were measured on, as the planner's data sheets know
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from lockstep.planner.machines.hardware import Cluster, Device, load_device, loa
 from published.rows import DATA, Row
 
 NO_SHEET = re.compile(r"PCIE|NVL(?!INK|\d)|MIG\b", re.IGNORECASE)
-"""Variants of a device with another power, clock or link than that of the data sheet of this name."""
+"""Variants of a device with another power, clock or link than that of the data sheet of this
+name."""
 SHEETS = (
     (r"H100.*(HBM2E|9[456] ?GI?B)", "H100-HBM2e"),
     (r"A100.*40 ?GI?B", "A100-40GB"),
@@ -23,7 +25,8 @@ SHEETS = (
     ("RTX ?[45]090|RTX ?A6000", ""),
     ("H100|H200|GB200|B200|V100|A6000|A10G|L40S|L4|T4|A800|H800|H20|MI300X|MI325X", ""),
 )
-"""The first pattern found as a word of the text, and the device's name in the data sheets; empty: the text found."""
+"""The first pattern found as a word of the text, and the device's name in the data sheets; empty:
+the text found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,17 @@ class Facts:
 @cache
 def known_facts(path: Path = DATA / "clusters.toml") -> tuple[Facts, ...]:
     """Return the facts in the file."""
-    return tuple(Facts(**table) for table in tomllib.loads(path.read_text(encoding="utf-8"))["clusters"])
+    return tuple(
+        Facts(**table) for table in tomllib.loads(path.read_text(encoding="utf-8"))["clusters"]
+    )
 
 
 def facts_of(source: str, gpu: str) -> Facts | None:
     """Return what is known of the machines of a source's rows with this device."""
-    return next((each for each in known_facts() if source.startswith(each.source) and each.gpus in gpu), None)
+    return next(
+        (each for each in known_facts() if source.startswith(each.source) and each.gpus in gpu),
+        None,
+    )
 
 
 def device_name(source: str, gpu: str) -> str | None:
@@ -74,7 +82,8 @@ def device_of(row: Row) -> Device:
 
 @cache
 def cluster_of(row: Row) -> Cluster:
-    """Return the row's cluster: with its network where that is stated, else that of the vendor's systems."""
+    """Return the row's cluster: with its network where that is stated, else that of the vendor's
+    systems."""
     device, facts = device_of(row), facts_of(row.source, row.gpu)
     between = load_link(facts.link if facts and facts.link else device.between)
     stated = row.node_bytes_per_second
@@ -82,4 +91,10 @@ def cluster_of(row: Row) -> Cluster:
         stated = facts.network_gbit_per_node / 8 * 1e9
     if stated:
         between = replace(between, bytes_per_second=stated / device.devices_per_node)
-    return Cluster(device, row.world, min(row.world, device.devices_per_node), load_link(device.inside), between)
+    return Cluster(
+        device,
+        row.world,
+        min(row.world, device.devices_per_node),
+        load_link(device.inside),
+        between,
+    )

@@ -1,4 +1,5 @@
-"""Peak memory of a published step on one rank: state, activations by checkpointing, logits, and slack."""
+"""Peak memory of a published step on one rank: state, activations by checkpointing, logits, and
+slack."""
 
 from __future__ import annotations
 
@@ -25,11 +26,17 @@ def state_bytes(row: Row, software: Software) -> tuple[float, float]:
     local = local_parameters(row)
     if software.sharding < 3:
         share = row.data * row.cp if software.sharding == 1 else 1
-        return local * (HALF + software.master_bytes / share) + software.buffer_bytes, local * software.gradient_bytes
+        return (
+            local * (HALF + software.master_bytes / share) + software.buffer_bytes,
+            local * software.gradient_bytes,
+        )
     held = local * (software.master_bytes + software.weight_bytes) / row.shards
     largest = max(transformer.layer_parameters(row), row.vocab * row.hidden) / row.tp
     gathered = 2 * largest * HALF if row.shards > 1 and row.pp == 1 else HALF * local
-    return held + gathered, local * software.gradient_bytes / row.shards + largest * software.reduce_bytes
+    return (
+        held + gathered,
+        local * software.gradient_bytes / row.shards + largest * software.reduce_bytes,
+    )
 
 
 def token_bytes(row: Row, software: Software) -> float:
@@ -47,7 +54,8 @@ def token_bytes(row: Row, software: Software) -> float:
 
 
 def activation_bytes(row: Row, software: Software, checkpointing: str) -> tuple[float, float]:
-    """Activations of all the microbatches that the fullest stage has in flight, and of the layer in work."""
+    """Activations of all the microbatches that the fullest stage has in flight, and of the layer in
+    work."""
     whole = token_bytes(row, software) * row.tokens
     boundary = HALF * row.hidden * row.tokens / (row.tp if software.sequence_parallel else 1)
     if checkpointing.startswith("part:"):
@@ -62,7 +70,8 @@ def activation_bytes(row: Row, software: Software, checkpointing: str) -> tuple[
 
 
 def flights(row: Row) -> float:
-    """Microbatches whose activations the first stage holds at once; interleaving adds part of a round."""
+    """Microbatches whose activations the first stage holds at once; interleaving adds part of a
+    round."""
     extra = (row.pp - 1) / row.virtual if row.virtual > 1 else 0.0
     return min(float(row.microbatches), row.pp + extra)
 
@@ -73,7 +82,9 @@ def memory_bytes(row: Row, software: Software, checkpointing: str | None = None)
     Gradients that no earlier microbatch and no buffer holds come to be while activations go.
     """
     held, gradients = state_bytes(row, software)
-    kept, working = activation_bytes(row, software, checkpointing if checkpointing is not None else row.checkpointing)
+    kept, working = activation_bytes(
+        row, software, checkpointing if checkpointing is not None else row.checkpointing
+    )
     scores = row.tokens * row.vocab / row.tp * software.logits_bytes
     lasting = row.microbatches > 1 or software.sharding == 1
     at_loss = held + kept + max(scores, working) + (gradients if lasting else 0.0)
@@ -81,7 +92,8 @@ def memory_bytes(row: Row, software: Software, checkpointing: str | None = None)
 
 
 def fitting_checkpointing(row: Row, software: Software, limit: float) -> str:
-    """Return the least checkpointing that fits, for rows that state none: `none`, or a part of the layers."""
+    """Return the least checkpointing that fits, for rows that state none: `none`, or a part of the
+    layers."""
     for part in range(11):
         kind = f"part:{part / 10}" if part else "none"
         if memory_bytes(row, software, kind) <= 0.95 * limit:
@@ -89,13 +101,25 @@ def fitting_checkpointing(row: Row, software: Software, limit: float) -> str:
     return "full"
 
 
-def _selective(row: Row, software: Software, checkpointing: str, whole: float, boundary: float) -> float:
-    kind = checkpointing if "op" in checkpointing or "layer" in checkpointing else software.half_checkpointing
+def _selective(
+    row: Row, software: Software, checkpointing: str, whole: float, boundary: float
+) -> float:
+    kind = (
+        checkpointing
+        if "op" in checkpointing or "layer" in checkpointing
+        else software.half_checkpointing
+    )
     if kind == "attention":
-        scores = row.heads * row.seq * (2 * HALF + software.dropout) / row.tp * row.tokens if software.attention == "unfused" else 0.0
+        scores = (
+            row.heads * row.seq * (2 * HALF + software.dropout) / row.tp * row.tokens
+            if software.attention == "unfused"
+            else 0.0
+        )
         return whole - scores
     if "layer" in kind:
         return (whole + boundary) / 2
     qkv = row.head * (row.heads + 2 * row.kv_heads)
-    products = (qkv + row.hidden * 2 + row.ffn * (2 if row.gated else 1)) * HALF / row.tp * row.tokens
+    products = (
+        (qkv + row.hidden * 2 + row.ffn * (2 if row.gated else 1)) * HALF / row.tp * row.tokens
+    )
     return boundary + products / 2 + row.hidden * HALF / row.tp * row.tokens

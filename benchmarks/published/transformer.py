@@ -14,12 +14,20 @@ HALF = 2
 """Bytes of a number in bf16 or fp16."""
 
 
-ACTIVATION = {(True, True): (6, 10), (True, False): (10, 18), (False, True): (4, 6), (False, False): (4, 6)}
-"""Bytes an activation function's kernels move for a number, forward and backward, by gated and fused."""
+ACTIVATION = {
+    (True, True): (6, 10),
+    (True, False): (10, 18),
+    (False, True): (4, 6),
+    (False, False): (4, 6),
+}
+"""Bytes an activation function's kernels move for a number, forward and backward, by gated and
+fused."""
 COMPOSED_ACTIVATION = (36, 52)
-"""The same for a GELU by its formula: nine kernels, such as x ** 3 and tanh, and the gradients of each."""
+"""The same for a GELU by its formula: nine kernels, such as x ** 3 and tanh, and the gradients of
+each."""
 COMPOSED_SOFTMAX = (28, 32)
-"""Bytes for a score: scaled and masked in half precision, cast to fp32 as autocast does, softmax, and cast back."""
+"""Bytes for a score: scaled and masked in half precision, cast to fp32 as autocast does, softmax,
+and cast back."""
 
 
 def layer_parameters(row: Row) -> int:
@@ -49,10 +57,20 @@ def forward(row: Row, software: Software) -> list[Operation]:
 @cache
 def backward(row: Row, software: Software) -> list[Operation]:
     """The backward pass of one layer, without what checkpointing computes again."""
-    products = [each for each in forward(row, software) if each.kind == "matmul" and not each.name.startswith("attention")]
+    products = [
+        each
+        for each in forward(row, software)
+        if each.kind == "matmul" and not each.name.startswith("attention")
+    ]
     both = [half for each in products for half in gradients(each)]
     if software.sharding < 3:
-        both.append(_memory("accumulate", 2 * software.gradient_bytes * layer_parameters(row) // row.tp, "backward"))
+        both.append(
+            _memory(
+                "accumulate",
+                2 * software.gradient_bytes * layer_parameters(row) // row.tp,
+                "backward",
+            )
+        )
     return both + _attention(row, software, "backward") + _element_wise(row, software, "backward")
 
 
@@ -68,11 +86,19 @@ def recomputed(row: Row, software: Software, checkpointing: str) -> list[tuple[O
     if kind.startswith("part:"):
         return [(each, float(kind[5:])) for each in again]
     if "op" in kind or kind == "matmuls":
-        return [(each, 0.5 if each.kind == "matmul" else 1.0) for each in again if each.kind != "attention"]
+        return [
+            (each, 0.5 if each.kind == "matmul" else 1.0)
+            for each in again
+            if each.kind != "attention"
+        ]
     if "layer" in kind:
         return [(each, 0.5) for each in again]
     if kind == "attention":
-        return [(each, 1.0) for each in again if each.name.startswith("attention") and software.attention == "unfused"]
+        return [
+            (each, 1.0)
+            for each in again
+            if each.name.startswith("attention") and software.attention == "unfused"
+        ]
     return []
 
 
@@ -80,7 +106,11 @@ def head(row: Row, software: Software) -> list[Operation]:
     """The output layer and the loss, forward and backward."""
     product = _product(row, "logits", row.tokens, row.vocab // row.tp, row.hidden)
     each = 14 if software.fused_loss else 32
-    return [product, *gradients(product), _memory("loss", each * row.tokens * row.vocab // row.tp, "forward")]
+    return [
+        product,
+        *gradients(product),
+        _memory("loss", each * row.tokens * row.vocab // row.tp, "forward"),
+    ]
 
 
 def update(row: Row, software: Software) -> list[Operation]:
@@ -100,7 +130,16 @@ def gradients(product: Operation) -> list[Operation]:
 def _product(row: Row, name: str, m: int, n: int, k: int, batch: int = 1) -> Operation:
     moved = HALF * batch * (m * k + k * n + m * n)
     aligned = gcd(HALF * n, HALF * k, ALIGNED)
-    return Operation("matmul", row.dtype, 2 * batch * m * n * k, moved, (batch, m, n, k), "forward", name, aligned)
+    return Operation(
+        "matmul",
+        row.dtype,
+        2 * batch * m * n * k,
+        moved,
+        (batch, m, n, k),
+        "forward",
+        name,
+        aligned,
+    )
 
 
 def _memory(name: str, moved: int, phase: str) -> Operation:
@@ -114,12 +153,24 @@ def _attention(row: Row, software: Software, phase: str) -> list[Operation]:
         moved = HALF * 4 * batch * queries * row.head
         times, scale = (1.0, 1) if phase == "forward" else (2.5, 2)
         shape = (batch, queries, row.seq, row.head)
-        return [Operation("attention", row.dtype, int(flops * times), moved * scale, shape, phase, software.attention)]  # type: ignore[arg-type]
+        return [
+            Operation(
+                "attention",
+                row.dtype,
+                int(flops * times),
+                moved * scale,
+                shape,
+                phase,
+                software.attention,
+            )
+        ]  # type: ignore[arg-type]
     scores = _product(row, "attention scores", queries, row.seq, row.head, batch)
     values = _product(row, "attention values", queries, row.head, row.seq, batch)
     ahead = 4 + (5 if software.dropout else 0)
     moved = COMPOSED_SOFTMAX if software.composed and not software.fused else (ahead, ahead * 3 / 2)
-    softmax = _memory("attention softmax", int(batch * queries * row.seq * moved[phase != "forward"]), phase)
+    softmax = _memory(
+        "attention softmax", int(batch * queries * row.seq * moved[phase != "forward"]), phase
+    )
     if phase == "forward":
         return [scores, values, softmax]
     return [*gradients(scores), *gradients(values), softmax]
@@ -127,7 +178,8 @@ def _attention(row: Row, software: Software, phase: str) -> list[Operation]:
 
 def _element_wise(row: Row, software: Software, phase: str) -> list[Operation]:
     """Norms and residual sums, rotation and activation. Bytes a token, counted kernel by kernel."""
-    fused, ahead = software.fused or not row.gated, phase == "forward"  # LayerNorm and GELU are one kernel each
+    # LayerNorm and GELU are one kernel each
+    fused, ahead = software.fused or not row.gated, phase == "forward"
     t, h = row.tokens // (row.tp if software.sequence_parallel else 1), row.hidden
     norm = (4 if fused else 34) if ahead else (8 if fused else 50)
     dropout = (1 if ahead else 5) * software.dropout

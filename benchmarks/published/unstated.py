@@ -1,4 +1,5 @@
-"""What published rows leave open and a prediction needs: microbatch and interleaving, as one who tunes would choose."""
+"""What published rows leave open and a prediction needs: microbatch and interleaving, as one who
+tunes would choose."""
 
 from __future__ import annotations
 
@@ -12,13 +13,18 @@ from published.step import predict
 
 
 def with_schedule(row: Row) -> Row:
-    """Return the row with its own microbatch, or the fastest power of two that fits, with the fastest interleaving."""
+    """Return the row with its own microbatch, or the fastest power of two that fits, with the
+    fastest interleaving."""
     if row.microbatch:
         return row
     most = max(1, row.batch // row.data)
     sizes = [1 << power for power in range(most.bit_length()) if most % (1 << power) == 0]
     layers = -(-row.layers // row.pp)
-    choices = [replace(row, microbatch=size, virtual=chunks) for size in sizes for chunks in _chunks(row, layers, most // size)]
+    choices = [
+        replace(row, microbatch=size, virtual=chunks)
+        for size in sizes
+        for chunks in _chunks(row, layers, most // size)
+    ]
     fitting = [each for each in choices if _fits(each)] or choices[:1]
     return min(fitting, key=lambda each: predict(each).seconds)
 

@@ -22,7 +22,8 @@ probe = x[:4]
 
 
 class Watch(ls.Hook):
-    """Logs the largest gradient, evaluates when the training loss has halved, and writes some outputs."""
+    """Logs the largest gradient, evaluates when the training loss has halved, and writes some
+    outputs."""
 
     def __init__(self) -> None:
         self.halved_at: float | None = None
@@ -40,13 +41,16 @@ class Watch(ls.Hook):
             run.event("loss-halved", loss=run.loss, valid=run.evaluate()["loss"])
 
     def after_evaluation(self, run: Any, metrics: dict[str, float]) -> None:
-        metrics["loss_squared"] = metrics["loss"] ** 2  # a metric of one's own, for Saving(best=) too
+        # a metric of one's own, for Saving(best=) too
+        metrics["loss_squared"] = metrics["loss"] ** 2
         run.model.eval()
         with torch.no_grad():
             outputs = run.model(probe)  # on every rank: under shard the forward has collectives
         run.model.train()
         if run.rank == 0:
-            (run.dir / f"outputs-{run.step}.json").write_text(json.dumps(outputs.flatten().tolist()))
+            (run.dir / f"outputs-{run.step}.json").write_text(
+                json.dumps(outputs.flatten().tolist())
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"halved_at": self.halved_at}

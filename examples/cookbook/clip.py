@@ -1,4 +1,5 @@
-"""CLIP: two towers, and a contrastive loss over the global batch, whatever the microbatch and the number of processes.
+"""CLIP: two towers, and a contrastive loss over the global batch, whatever the microbatch and the
+number of processes.
 
 lockstep run --nproc 2 examples/cookbook/clip.py
 """
@@ -16,8 +17,11 @@ import lockstep as ls
 
 generator = torch.Generator().manual_seed(0)
 meaning = torch.randn(160, 4, generator=generator)
-images = meaning @ torch.randn(4, 12, generator=generator) + 0.1 * torch.randn(160, 12, generator=generator)
-captions = (meaning @ torch.randn(4, 20, generator=generator) > 0).long()  # words that are there, or not
+images = meaning @ torch.randn(4, 12, generator=generator) + 0.1 * torch.randn(
+    160, 12, generator=generator
+)
+# words that are there, or not
+captions = (meaning @ torch.randn(4, 20, generator=generator) > 0).long()
 
 
 class TwoTowers(nn.Module):
@@ -30,7 +34,11 @@ class TwoTowers(nn.Module):
 
     def forward(self, image: Tensor, caption: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         words = self.words(2 * torch.arange(20) + caption).mean(1)
-        return F.normalize(self.image(image)), F.normalize(self.text(words)), self.scale.exp().expand(len(image))
+        return (
+            F.normalize(self.image(image)),
+            F.normalize(self.text(words)),
+            self.scale.exp().expand(len(image)),
+        )
 
 
 def contrast(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Text to image: one diffusion step with two frozen models (text encoder, autoencoder) and one that learns.
+"""Text to image: one diffusion step with two frozen models (text encoder, autoencoder) and one that
+learns.
 
 lockstep run --nproc 2 examples/cookbook/diffusion.py
 """
@@ -40,8 +41,8 @@ class Denoiser(nn.Module):
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """The frozen models and the noise belong to the loss; lockstep seeds torch's generators by (seed, step,
-    microbatch), so that the noise does not depend on the processes."""
+    """The frozen models and the noise belong to the loss; lockstep seeds torch's generators by
+    (seed, step, microbatch), so that the noise does not depend on the processes."""
     image, prompt = batch
     with torch.no_grad():
         latents, text = autoencoder(image), text_encoder(prompt).mean(1)

@@ -33,7 +33,10 @@ def losses(output: Tensor, batch: Any) -> dict[str, Tensor]:
     """The teacher is no part of the recipe's model, so it is neither trained nor sharded."""
     with torch.no_grad():
         soft = F.softmax(teacher(batch[0]) / TEMPERATURE, dim=1)
-    distilled = F.kl_div(F.log_softmax(output / TEMPERATURE, dim=1), soft, reduction="batchmean") * TEMPERATURE**2
+    distilled = (
+        F.kl_div(F.log_softmax(output / TEMPERATURE, dim=1), soft, reduction="batchmean")
+        * TEMPERATURE**2
+    )
     return {"teacher": distilled, "labels": 0.1 * F.cross_entropy(output, batch[1])}
 
 

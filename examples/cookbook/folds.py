@@ -1,5 +1,5 @@
-"""Cross-validation: k trainings in one script, each in its own run directory. Killed, the same command goes on where it
-was.
+"""Cross-validation: k trainings in one script, each in its own run directory. Killed, the same
+command goes on where it was.
 
 lockstep run --nproc 2 examples/cookbook/folds.py
 """
@@ -43,7 +43,9 @@ def recipe_of(fold: int) -> ls.Recipe:
 
 def train(run_dir: str = "runs/folds", **options: Any) -> str:
     options = {"saving": ls.Saving(every="epoch"), **options}
-    results = [ls.train(recipe_of(fold), run_dir=f"{run_dir}/{fold}", **options) for fold in range(FOLDS)]
+    results = [
+        ls.train(recipe_of(fold), run_dir=f"{run_dir}/{fold}", **options) for fold in range(FOLDS)
+    ]
     accuracies = torch.tensor([result.metrics["accuracy"] for result in results])
     if ls.rank() == 0:
         print(f"accuracy {accuracies.mean():.3f} ± {accuracies.std():.3f} over {FOLDS} folds")

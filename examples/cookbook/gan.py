@@ -33,13 +33,17 @@ def train(**options: Any) -> str:
         for step in session.steps(data, global_batch=64, microbatch=16, steps=40):
             for (real,) in step.microbatches():
                 fake = artist(torch.randn(len(real), 4)).detach()
-                step.backward(F.softplus(critic(fake)).mean() + F.softplus(-critic(real)).mean(), move_critic)
+                step.backward(
+                    F.softplus(critic(fake)).mean() + F.softplus(-critic(real)).mean(), move_critic
+                )
             step.commit(move_critic)
             if step.index % 2:
                 step.skip(move_artist)  # its momentum stays as it is
                 continue
             for (real,) in step.microbatches():
-                step.backward(F.softplus(-critic(artist(torch.randn(len(real), 4)))).mean(), move_artist)
+                step.backward(
+                    F.softplus(-critic(artist(torch.randn(len(real), 4)))).mean(), move_artist
+                )
             step.commit(move_artist, clip_norm=1.0)
         return ls.fingerprint(artist) + ls.fingerprint(critic)
 

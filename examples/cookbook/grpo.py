@@ -1,5 +1,5 @@
-"""GRPO: reinforcement learning of a language model; each prompt is answered several times, and each answer is compared
-with the others of its prompt.
+"""GRPO: reinforcement learning of a language model; each prompt is answered several times, and each
+answer is compared with the others of its prompt.
 
 lockstep run --nproc 2 --run-dir runs/grpo examples/cookbook/grpo.py
 """
@@ -47,7 +47,8 @@ def policy() -> nn.Module:
 
 @torch.no_grad()
 def write(model: nn.Module, texts: Tensor) -> Tensor:
-    """Answer each prompt. Under `shard` forwards have collectives, so all answers have one length: cut them later."""
+    """Answer each prompt. Under `shard` forwards have collectives, so all answers have one length:
+    cut them later."""
     while texts.shape[1] < LENGTH:
         texts = torch.cat([texts, torch.multinomial(model(texts)[:, -1].softmax(1), 1)], 1)
     return texts
@@ -70,16 +71,21 @@ def loss(model: nn.Module, texts: Tensor, rewards: Tensor) -> ls.Loss:
     with torch.no_grad():
         ratio = log_probabilities(reference, texts)
     distance = ratio - words
-    losses = -(words - words.detach()).exp() * advantages.view(-1, 1) + KL * (distance.exp() - distance - 1)
+    losses = -(words - words.detach()).exp() * advantages.view(-1, 1) + KL * (
+        distance.exp() - distance - 1
+    )
     return ls.Loss(losses.sum(), losses.numel())
 
 
 def train(**options: Any) -> str:
     with ls.Session(seed=0, **options) as session:
-        model, optimizer = session.prepare(policy, lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3))
+        model, optimizer = session.prepare(
+            policy, lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3)
+        )
         for step in session.steps(prompts, global_batch=16, microbatch=4, steps=20):
             earned = [torch.empty(0)]
-            for (texts,) in step.microbatches():  # each with its random numbers: who computes it does not matter
+            # each with its random numbers: who computes it does not matter
+            for (texts,) in step.microbatches():
                 written = write(model, texts.repeat_interleave(ANSWERS, 0))
                 earned.append(rewards(written).cpu())
                 step.backward(loss(model, written, rewards(written)))

@@ -1,4 +1,5 @@
-"""LoRA on a Llama by peft: the base model is frozen, and the adapters are saved in peft's own format.
+"""LoRA on a Llama by peft: the base model is frozen, and the adapters are saved in peft's own
+format.
 
 lockstep run --nproc 2 examples/cookbook/lora.py
 """
@@ -15,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lockstep as ls
 
 config = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
     use_cache=False,
 )  # fmt: skip
 adapters = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
@@ -25,7 +27,8 @@ data = [{"input_ids": row} for row in words]
 
 
 def build() -> Any:
-    base = LlamaForCausalLM(config)  # in life: weights="folder" in the recipe, or from_pretrained here
+    # in life: weights="folder" in the recipe, or from_pretrained here
+    base = LlamaForCausalLM(config)
     return get_peft_model(base, adapters)
 
 
@@ -33,8 +36,12 @@ recipe = ls.Recipe(
     model=build,
     data=data,
     inputs=dict,
-    loss=lambda output, batch: F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()),
-    optimizer=lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+    loss=lambda output, batch: F.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
+    ),
+    optimizer=lambda model: torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2
+    ),
     global_batch=16,
     microbatch=4,
     steps=10,

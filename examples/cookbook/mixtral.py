@@ -14,7 +14,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import lockstep as ls
 
 config = MixtralConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
     num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, use_cache=False,
 )  # fmt: skip
 words = torch.randint(64, (96, 12), generator=torch.Generator().manual_seed(0))
@@ -23,9 +24,11 @@ data = [{"input_ids": row} for row in words]
 
 
 def losses(output: Any, batch: Any) -> dict[str, Any]:
-    """The balance is a product of means over one microbatch's tokens: it depends on the microbatch, as in every
-    framework, and lockstep says so once; not on the number of processes."""
-    entropy = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+    """The balance is a product of means over one microbatch's tokens: it depends on the microbatch,
+    as in every framework, and lockstep says so once; not on the number of processes."""
+    entropy = F.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
+    )
     return {"words": entropy, "balance": 0.02 * output.aux_loss}
 
 

@@ -1,4 +1,5 @@
-"""Optimizers: two of them, a group without weight decay, a body that thaws, and a rate that falls on a plateau.
+"""Optimizers: two of them, a group without weight decay, a body that thaws, and a rate that falls
+on a plateau.
 
 lockstep run --nproc 2 examples/cookbook/optimizers.py
 """
@@ -23,7 +24,9 @@ y = torch.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(10, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32), nn.GELU())
+        self.body = nn.Sequential(
+            nn.Linear(10, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32), nn.GELU()
+        )
         self.head = nn.Linear(32, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +38,10 @@ def optimizers(model: Any) -> list[torch.optim.Optimizer]:
     matrices = [parameter for parameter in model.body.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.body.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return [torch.optim.AdamW(groups, lr=3e-3), torch.optim.SGD(model.head.parameters(), lr=0.03, momentum=0.9)]
+    return [
+        torch.optim.AdamW(groups, lr=3e-3),
+        torch.optim.SGD(model.head.parameters(), lr=0.03, momentum=0.9),
+    ]
 
 
 class Thaw(ls.Hook):
@@ -54,7 +60,8 @@ recipe = ls.Recipe(
     inputs=lambda batch: batch[0],
     loss=lambda output, batch: F.mse_loss(output, batch[1]),
     optimizer=optimizers,
-    schedule=lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=1),  # of the evaluation's loss
+    # of the evaluation's loss
+    schedule=lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=1),
     global_batch=32,
     microbatch=8,
     steps=40,

@@ -1,5 +1,5 @@
-"""A physics-informed network: the loss is how far the network is from solving a differential equation, by second
-derivatives of its output.
+"""A physics-informed network: the loss is how far the network is from solving a differential
+equation, by second derivatives of its output.
 
 lockstep run --nproc 2 examples/cookbook/physics.py
 """
@@ -20,7 +20,8 @@ points = torch.rand(512, 2, generator=generator)
 is_edge = torch.rand(512, generator=generator) < 0.25
 side = torch.randint(4, (512,), generator=generator)
 rows = is_edge.nonzero().flatten()
-points[rows, side[rows] % 2] = (side[rows] // 2).float()  # on one of the four edges of the unit square
+# on one of the four edges of the unit square
+points[rows, side[rows] % 2] = (side[rows] // 2).float()
 grid = torch.cartesian_prod(torch.linspace(0, 1, 12), torch.linspace(0, 1, 12))
 
 
@@ -36,13 +37,21 @@ def losses(model: nn.Module, batch: Any) -> dict[str, ls.Sum]:
         points = points.clone().requires_grad_()
         output = model(points)
         (slope,) = torch.autograd.grad(output.sum(), points, create_graph=True)
-        bends = [torch.autograd.grad(slope[:, i].sum(), points, create_graph=True)[0][:, i] for i in range(2)]
+        bends = [
+            torch.autograd.grad(slope[:, i].sum(), points, create_graph=True)[0][:, i]
+            for i in range(2)
+        ]
     residual = sum(bends) + 2 * math.pi**2 * solution(points.detach())[:, 0]
-    return {"equation": ls.Sum(residual[~is_edge].square().sum()), "edges": ls.Sum(100 * output[is_edge].square().sum())}
+    return {
+        "equation": ls.Sum(residual[~is_edge].square().sum()),
+        "edges": ls.Sum(100 * output[is_edge].square().sum()),
+    }
 
 
 recipe = ls.Recipe(
-    model=lambda: nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)),
+    model=lambda: nn.Sequential(
+        nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+    ),
     data=TensorDataset(points, is_edge),
     loss=losses,
     weight=lambda batch: {"equation": (~batch[1]).sum(), "edges": batch[1].sum()},

@@ -1,4 +1,5 @@
-"""A training loop that was written for DDP: DistributedSampler, no_sync, clipping, GradScaler and barriers are gone.
+"""A training loop that was written for DDP: DistributedSampler, no_sync, clipping, GradScaler and
+barriers are gone.
 
 lockstep run --nproc 2 examples/cookbook/ported.py
 """
@@ -30,7 +31,8 @@ def train(**options: Any) -> str:
             lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
             schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30),
         )
-        for step in session.steps(data, global_batch=50, microbatch=10, epochs=5):  # was: loader, sampler.set_epoch, accumulation
+        # was: loader, sampler.set_epoch, accumulation
+        for step in session.steps(data, global_batch=50, microbatch=10, epochs=5):
             correct = []
             for features, labels in step.microbatches(dummies=True):
                 with session.autocast():
@@ -39,7 +41,8 @@ def train(**options: Any) -> str:
                 step.backward(loss)  # was: scaler.scale(loss / accumulation).backward() in no_sync
                 if not step.is_dummy:  # under `shard`, a forward whose batch another process counts
                     correct.append(logits.argmax(1) == labels)
-            step.commit(optimizer, clip_norm=1.0)  # was: unscale_, clip_grad_norm_, step, update, zero_grad, scheduler.step
+            # was: unscale_, clip_grad_norm_, step, update, zero_grad, scheduler.step
+            step.commit(optimizer, clip_norm=1.0)
             step.log({"accuracy": session.mean(torch.cat(correct) if correct else torch.empty(0))})
         return ls.fingerprint(model)
 

@@ -25,14 +25,17 @@ def build() -> nn.Module:
 
 
 def play(policy: nn.Module, seed: int, device: torch.device) -> Tensor:
-    """Rows of state, action, its log-probability, return and advantage: the same on whichever rank plays."""
+    """Rows of state, action, its log-probability, return and advantage: the same on whichever rank
+    plays."""
     draw = partial(torch.rand, generator=torch.Generator(device).manual_seed(seed), device=device)
     states, played = draw(POLES, 2) * 0.2 - 0.1, []
     for _ in range(TIME + 1):
         logits, values = policy(states).T
         actions = (draw(POLES) < logits.sigmoid()).float()
         angle, turn = states.T
-        moved = torch.stack([angle + 0.05 * turn, turn + 0.05 * (10 * angle.sin() + 12 * actions - 6)], dim=1)
+        moved = torch.stack(
+            [angle + 0.05 * turn, turn + 0.05 * (10 * angle.sin() + 12 * actions - 6)], dim=1
+        )
         stands = moved[:, 0].abs() < 0.5
         played.append((states, actions, Bernoulli(logits=logits).log_prob(actions), values, stands))
         states = torch.where(stands[:, None], moved, draw(POLES, 2) * 0.2 - 0.1)
@@ -45,7 +48,8 @@ def play(policy: nn.Module, seed: int, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def collect(session: ls.Session, policy: nn.Module, iteration: int) -> Tensor:
-    """The rows of all groups, on every rank. Each plays equally many groups: under shard, forwards have collectives."""
+    """The rows of all groups, on every rank. Each plays equally many groups: under shard, forwards
+    have collectives."""
     ranks = session.context.mesh.data
     share = -(-GROUPS // ranks.size)
     mine = range(ranks.rank * share, (ranks.rank + 1) * share)
@@ -55,7 +59,9 @@ def collect(session: ls.Session, policy: nn.Module, iteration: int) -> Tensor:
 
 def train(**options: Any) -> str:
     with ls.Session(seed=0, **options) as session:
-        policy, optimizer = session.prepare(build, lambda policy: torch.optim.Adam(policy.parameters(), lr=3e-3))
+        policy, optimizer = session.prepare(
+            build, lambda policy: torch.optim.Adam(policy.parameters(), lr=3e-3)
+        )
         rollouts = nn.Module()
         rollouts.register_buffer("rows", torch.zeros(ROWS, 6, device=session.device))
         session.include("rollouts", rollouts)  # a resumed run goes on with the same ones
@@ -63,7 +69,10 @@ def train(**options: Any) -> str:
             if step.index % STEPS == 0:
                 rollouts.rows.copy_(collect(session, policy, step.index // STEPS))
             for chosen in step.microbatches():
-                states, (actions, before, returns, advantages) = rollouts.rows[chosen, :2], rollouts.rows[chosen, 2:].T
+                states, (actions, before, returns, advantages) = (
+                    rollouts.rows[chosen, :2],
+                    rollouts.rows[chosen, 2:].T,
+                )
                 logits, values = policy(states).T
                 ratio = (Bernoulli(logits=logits).log_prob(actions) - before).exp()
                 gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)

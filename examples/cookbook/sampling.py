@@ -45,8 +45,16 @@ common: dict[str, Any] = {
     "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
     "evaluation": ls.Evaluation(data=data[:50], collate=pad, microbatch=10),
 }
-by_tokens = ls.Recipe(**common, epochs=2, batch_sampler=ls.samplers.by_length(LENGTHS, tokens=200, microbatches=4))
-balanced = ls.Recipe(**common, epochs=2, global_batch=40, microbatch=10, sampler=ls.samplers.balanced(LABELS, samples=200))
+by_tokens = ls.Recipe(
+    **common, epochs=2, batch_sampler=ls.samplers.by_length(LENGTHS, tokens=200, microbatches=4)
+)
+balanced = ls.Recipe(
+    **common,
+    epochs=2,
+    global_batch=40,
+    microbatch=10,
+    sampler=ls.samplers.balanced(LABELS, samples=200),
+)
 
 
 def train(recipe: ls.Recipe = by_tokens, **options: Any) -> str:

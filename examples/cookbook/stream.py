@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 import lockstep as ls
 
-folder = Path(os.environ.get("COOKBOOK_DATA") or Path(tempfile.gettempdir(), "lockstep-cookbook-stream"))
+folder = Path(
+    os.environ.get("COOKBOOK_DATA") or Path(tempfile.gettempdir(), "lockstep-cookbook-stream")
+)
 COUNTS = [50, 7, 120, 31, 64]  # lines of each file
 
 
@@ -50,7 +52,8 @@ def recipe() -> ls.Recipe:
     paths = [str(folder / f"{number}.jsonl") for number in range(len(COUNTS))]
     return ls.Recipe(
         model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)),
-        data=ls.Stream.files(paths, read, shards=8, counts=COUNTS, window=16),  # 8 shards of 34 samples each
+        # 8 shards of 34 samples each
+        data=ls.Stream.files(paths, read, shards=8, counts=COUNTS, window=16),
         inputs=lambda batch: batch[0],
         loss=lambda output, batch: F.mse_loss(output, batch[1]),
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),

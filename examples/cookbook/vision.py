@@ -1,7 +1,8 @@
-"""Vision: random augmentation, MixUp, a moving average of the weights, and the best checkpoint by its accuracy.
+"""Vision: random augmentation, MixUp, a moving average of the weights, and the best checkpoint by
+its accuracy.
 
-lockstep run --nproc 2 examples/cookbook/vision.py
-lockstep verify examples/cookbook/vision.py --whole-microbatch-loss --plans replicate=2  # MixUp mixes a microbatch
+lockstep run --nproc 2 examples/cookbook/vision.py lockstep verify examples/cookbook/vision.py
+--whole-microbatch-loss --plans replicate=2  # MixUp mixes a microbatch
 """
 
 from dataclasses import replace
@@ -32,7 +33,8 @@ class Images(Dataset[Any]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        noise = 0.1 * torch.randn(1, 8, 8) if self.augmented else 0.0  # seeded by lockstep for each sample and epoch
+        # seeded by lockstep for each sample and epoch
+        noise = 0.1 * torch.randn(1, 8, 8) if self.augmented else 0.0
         return self.images[index] + noise, int(self.labels[index])
 
 
@@ -41,11 +43,20 @@ def mixup(samples: list[Any]) -> tuple[Tensor, Tensor]:
     images, labels = default_collate(samples)
     targets = F.one_hot(labels, CLASSES).float()
     share, order = torch.distributions.Beta(0.4, 0.4).sample(), torch.randperm(len(images))
-    return share * images + (1 - share) * images[order], share * targets + (1 - share) * targets[order]
+    return (
+        share * images + (1 - share) * images[order],
+        share * targets + (1 - share) * targets[order],
+    )
 
 
 def network() -> nn.Module:
-    features = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.AdaptiveAvgPool2d(2)]
+    features = [
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.AdaptiveAvgPool2d(2),
+    ]
     return nn.Sequential(*features, nn.Flatten(), nn.Linear(32, CLASSES))
 
 
@@ -53,13 +64,16 @@ def correct(output: Tensor, batch: Any) -> Tensor:
     return output.argmax(1) == batch[1]
 
 
-held_out = ls.Evaluation(data=Images(100, seed=2, augmented=False), every=20, metrics={"accuracy": ls.Mean(correct)})
+held_out = ls.Evaluation(
+    data=Images(100, seed=2, augmented=False), every=20, metrics={"accuracy": ls.Mean(correct)}
+)
 recipe = ls.Recipe(
     model=network,
     data=Images(320, seed=1, augmented=True),
     collate=mixup,
     inputs=lambda batch: batch[0],
-    loss=lambda output, batch: F.cross_entropy(output, batch[1]),  # targets of classes, or their shares
+    # targets of classes, or their shares
+    loss=lambda output, batch: F.cross_entropy(output, batch[1]),
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
     schedule=ls.warmup_cosine(warmup=5, total=40),
     global_batch=32,

@@ -10,14 +10,18 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 WORTHWHILE = 1.05
-"""Factor by which a step must become shorter for ranks to be given other numbers of microbatches: times are noisy."""
+"""Factor by which a step must become shorter for ranks to be given other numbers of microbatches:
+times are noisy."""
 
 
-def batch_span(step: int, *, length: int, global_batch: int, epochs: bool, drop_last: bool = False) -> tuple[int, int]:
-    """Return the positions [start, stop) of the global batch of `step` (from 0), for a dataset of `length` samples.
+def batch_span(
+    step: int, *, length: int, global_batch: int, epochs: bool, drop_last: bool = False
+) -> tuple[int, int]:
+    """Return the positions [start, stop) of the global batch of `step` (from 0), for a dataset of
+    `length` samples.
 
-    `epochs`: the last batch of each epoch may be short, or with `drop_last` is left out. False: all have
-    `global_batch` samples, and may span two epochs.
+    `epochs`: the last batch of each epoch may be short, or with `drop_last` is left out. False: all
+    have `global_batch` samples, and may span two epochs.
     """
     if not epochs:
         return step * global_batch, (step + 1) * global_batch
@@ -26,8 +30,16 @@ def batch_span(step: int, *, length: int, global_batch: int, epochs: bool, drop_
     return start, min(start + global_batch, (epoch + 1) * length)
 
 
-def total_steps(*, length: int, global_batch: int, steps: int | None, epochs: int | None, drop_last: bool = False) -> int:
-    """Return the number of optimizer steps of a recipe that gives exactly one of `steps` and `epochs`."""
+def total_steps(
+    *,
+    length: int,
+    global_batch: int,
+    steps: int | None,
+    epochs: int | None,
+    drop_last: bool = False,
+) -> int:
+    """Return the number of optimizer steps of a recipe that gives exactly one of `steps` and
+    `epochs`."""
     if steps is not None:
         return steps
     if epochs is None:
@@ -36,7 +48,8 @@ def total_steps(*, length: int, global_batch: int, steps: int | None, epochs: in
 
 
 def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list[tuple[int, int]]:
-    """Split a batch of `size` samples into spans [start, stop) of `microbatch` samples; the last one has the rest.
+    """Split a batch of `size` samples into spans [start, stop) of `microbatch` samples; the last
+    one has the rest.
 
     None: one nearly equal span per rank, none of them empty.
     """
@@ -46,22 +59,28 @@ def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list
 
 
 def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int, int]]:
-    """Split each of the `spans` into `parts` nearly equal ones, or into single samples if it has fewer."""
+    """Split each of the `spans` into `parts` nearly equal ones, or into single samples if it has
+    fewer."""
     return [
         (start + part.start, start + part.stop)
         for start, stop in spans
-        for part in (contiguous_range(stop - start, i, min(stop - start, parts)) for i in range(min(stop - start, parts)))
+        for part in (
+            contiguous_range(stop - start, i, min(stop - start, parts))
+            for i in range(min(stop - start, parts))
+        )
     ]
 
 
 def stream_shard(step: int, microbatch: int, *, microbatches: int, shards: int) -> int:
-    """Return the shard of a stream from which a microbatch reads. `shards` is a multiple of a step's `microbatches`."""
+    """Return the shard of a stream from which a microbatch reads. `shards` is a multiple of a
+    step's `microbatches`."""
     return microbatch + microbatches * (step % (shards // microbatches))
 
 
 @lru_cache(maxsize=64)
 def contiguous_range(count: int, rank: int, world_size: int) -> range:
-    """Return the part of range(count) that `rank` has: in rank order, sizes at most 1 apart, larger ones first."""
+    """Return the part of range(count) that `rank` has: in rank order, sizes at most 1 apart, larger
+    ones first."""
     each, larger = divmod(count, world_size)
     start = rank * each + min(rank, larger)
     return range(start, start + each + (rank < larger))
@@ -69,13 +88,17 @@ def contiguous_range(count: int, rank: int, world_size: int) -> range:
 
 @lru_cache(maxsize=256)
 def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Return how many of `count` microbatches each rank has, so that the slowest is done as early as possible.
+    """Return how many of `count` microbatches each rank has, so that the slowest is done as early
+    as possible.
 
-    `speeds`: microbatches a second of each rank, above 0. Each rank has at least one if there are enough. With equal
-    speeds the sizes are those of `contiguous_range`.
+    `speeds`: microbatches a second of each rank, above 0. Each rank has at least one if there are
+    enough. With equal speeds the sizes are those of `contiguous_range`.
     """
     sizes = [int(count >= len(speeds))] * len(speeds)
-    next_end = [((size + 1) / speed, rank) for rank, (size, speed) in enumerate(zip(sizes, speeds, strict=True))]
+    next_end = [
+        ((size + 1) / speed, rank)
+        for rank, (size, speed) in enumerate(zip(sizes, speeds, strict=True))
+    ]
     heapq.heapify(next_end)
     for _ in range(count - sum(sizes)):
         _, rank = next_end[0]  # the rank that would be done first with one more
@@ -87,43 +110,56 @@ def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def _shared_out(count: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
     """Return the contiguous ranges of range(count), in rank order, whose sizes are `shares`."""
-    return tuple(range(start, stop) for start, stop in pairwise(accumulate(shares(count, speeds), initial=0)))
+    return tuple(
+        range(start, stop) for start, stop in pairwise(accumulate(shares(count, speeds), initial=0))
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchAssignment:
     """The ranks that compute the microbatches of a step.
 
-    Contiguous: each rank has a contiguous range of microbatches, and waits when it is done. Round-robin: microbatch i
-    belongs to rank (i mod ranks), and all ranks compute in every round, because their forwards contain collectives; a
-    rank that has no microbatch left computes a dummy.
+    Contiguous: each rank has a contiguous range of microbatches, and waits when it is done.
+    Round-robin: microbatch i belongs to rank (i mod ranks), and all ranks compute in every round,
+    because their forwards contain collectives; a rank that has no microbatch left computes a dummy.
     """
 
     ranks: int
     round_robin: bool = False
     """True: round-robin. False: contiguous."""
     slices: int = 0
-    """Slices that each microbatch is split into (a short last one perhaps into fewer). 0: microbatches are not split.
+    """Slices that each microbatch is split into (a short last one perhaps into fewer). 0:
+    microbatches are not split.
 
-    The first `slices` ranks then compute one slice each of microbatch i in round i, and the methods count slices.
+    The first `slices` ranks then compute one slice each of microbatch i in round i, and the methods
+    count slices.
     """
     speeds: tuple[float, ...] = ()
-    """Microbatches a second of each rank; a contiguous range is then as long as its rank is fast. (): all are equal."""
+    """Microbatches a second of each rank; a contiguous range is then as long as its rank is fast.
+    (): all are equal."""
 
     def indices(self, count: int, rank: int) -> range:
         """Return the microbatches of `count` that belong to the rank, perhaps none."""
         if self.round_robin:
             return range(rank, count, self.per_round) if rank < self.per_round else range(0)
-        return _shared_out(count, self.speeds)[rank] if self.speeds else contiguous_range(count, rank, self.ranks)
+        return (
+            _shared_out(count, self.speeds)[rank]
+            if self.speeds
+            else contiguous_range(count, rank, self.ranks)
+        )
 
     def at_speeds(self, seconds: Sequence[float], count: int) -> MicrobatchAssignment | None:
-        """Return the contiguous assignment for ranks that take `seconds` for a microbatch; None if a step of `count`
-        microbatches would not be `WORTHWHILE` times as fast, or a rank's time is not known yet (NaN)."""
+        """Return the contiguous assignment for ranks that take `seconds` for a microbatch; None if
+        a step of `count` microbatches would not be `WORTHWHILE` times as fast, or a rank's time is
+        not known yet (NaN)."""
         if not all(0 < each < math.inf for each in seconds):
             return None
         found = MicrobatchAssignment(self.ranks, speeds=tuple(1 / each for each in seconds))
         before, after = (
-            max(len(share) * each for share, each in zip(assigned.indices_by_rank(count), seconds, strict=True))
+            max(
+                len(share) * each
+                for share, each in zip(assigned.indices_by_rank(count), seconds, strict=True)
+            )
             for assigned in (self, found)
         )
         return found if before > WORTHWHILE * after else None
@@ -146,11 +182,14 @@ class MicrobatchAssignment:
         computed = [(index, False) for index in self.indices(count, rank)]
         if self.round_robin:
             rounds = -(-count // self.per_round)
-            computed += [(computed[-1][0] if computed else rank % count, True)] * (rounds - len(computed))
+            computed += [(computed[-1][0] if computed else rank % count, True)] * (
+                rounds - len(computed)
+            )
         return computed
 
     def gathered_positions(self, count: int) -> list[int]:
-        """Return the position of microbatch 0, 1, … in the concatenation of all ranks' `indices` (a gather)."""
+        """Return the position of microbatch 0, 1, … in the concatenation of all ranks' `indices` (a
+        gather)."""
         concatenated = [index for indices in self.indices_by_rank(count) for index in indices]
         return sorted(range(count), key=concatenated.__getitem__)
 

@@ -1,4 +1,5 @@
-"""lockstep's own hooks, in the one order in which they are called, with the reason for each place."""
+"""lockstep's own hooks, in the one order in which they are called, with the reason for each
+place."""
 
 from __future__ import annotations
 
@@ -42,19 +43,36 @@ class HouseHooks:
         recovery: Recovery | None = None,
     ) -> None:
         """`hooks`: the user's."""
-        environment, request, bare = opened.environment, opened.request, opened.context.overrides.bare
+        environment, request, bare = (
+            opened.environment,
+            opened.request,
+            opened.context.overrides.bare,
+        )
         user_hooks = [*opened.hooks, *hooks]  # a probe sees what no hook of the user has changed
-        setting = check_out_of_memory(environment.out_of_memory or "retry", "LOCKSTEP_OUT_OF_MEMORY")
-        timeouts = None if bare else WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)
+        setting = check_out_of_memory(
+            environment.out_of_memory or "retry", "LOCKSTEP_OUT_OF_MEMORY"
+        )
+        timeouts = (
+            None if bare else WatchdogTimeouts.parse(environment.hang_after, environment.on_hang)
+        )
         steps = None if environment.profile is None else steps_of(environment.profile)
         audit = ReplicaAudit(every=environment.compare_every or 0, hooks=hooks)
         self._is_reported = environment.launcher in ("lockstep", "spawn")  # by the launcher
         self.metrics = Metrics()
         self.loss_check = LossCheck()
         self.evaluation = EvaluationHook(evaluations, self.metrics) if evaluations else None
-        self.checkpointing = Checkpointing(request.saving, request.resume, request.checkpoints(opened.context), request.allow_change, audit)
+        self.checkpointing = Checkpointing(
+            request.saving,
+            request.resume,
+            request.checkpoints(opened.context),
+            request.allow_change,
+            audit,
+        )
         self.out_of_memory = OutOfMemory(
-            opened.given_plan, opened.taken_fallbacks, setting, is_restarted=environment.launcher == "lockstep"
+            opened.given_plan,
+            opened.taken_fallbacks,
+            setting,
+            is_restarted=environment.launcher == "lockstep",
         )
         self.hang = HangHook(timeouts, opened.context, self.checkpointing.rescue, recovery)
         evaluating = [] if self.evaluation is None else [self.evaluation]
@@ -76,11 +94,13 @@ class HouseHooks:
             CarriedState(),
             # Ends torch's filling of new tensors.
             *fills,
-            # Begins a trace before any other hook of the step, and ends it before lockstep's own work between steps.
+            # Begins a trace before any other hook of the step, and ends it before lockstep's own
+            # work between steps.
             *([] if steps is None else [Profiler(steps)]),
             # The user's hooks see the step as the script left it.
             *user_hooks,
-            # Measures what the user's hooks have made of the model, and before a save, which keeps the metrics.
+            # Measures what the user's hooks have made of the model, and before a save, which keeps
+            # the metrics.
             *evaluating,
             # Adds its numbers to the line that `Metrics` writes.
             Stragglers(),
@@ -99,13 +119,14 @@ class HouseHooks:
         ]
 
     def end_with(self, run: Run, error: BaseException) -> None:
-        """Record the error that ends the run, call the hooks, and add to the error what the user can do."""
+        """Record the error that ends the run, call the hooks, and add to the error what the user
+        can do."""
         if isinstance(error, Preempted):
             run.event("preempted", reason=error.reason)
             if not self._is_reported:
                 run.context.recorder.message(
-                    f"saved after step {run.step} and ended ({error.reason}); a start with the same run directory, "
-                    f"{run.context.run_dir}, resumes from there"
+                    f"saved after step {run.step} and ended ({error.reason}); a start with the same"
+                    f" run directory, {run.context.run_dir}, resumes from there"
                 )
             return
         run.event("run-failed", **error_details(error))

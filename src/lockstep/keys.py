@@ -1,4 +1,5 @@
-"""The 64-bit keys from which every random stream starts: the same on every machine, rank and process."""
+"""The 64-bit keys from which every random stream starts: the same on every machine, rank and
+process."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ MIX_SECOND = 0x94D049BB133111EB
 
 
 class RandomStream(IntEnum):
-    """The use of a random stream. It is the second part of a key, after the seed, so no two uses share a stream."""
+    """The use of a random stream. It is the second part of a key, after the seed, so no two uses
+    share a stream."""
 
     MODEL = 1
     """Initial weights."""
     ORDER = 2
     """The permutation of samples: (seed, ORDER), then the epoch."""
     SAMPLE = 3
-    """One sample's augmentation: (seed, SAMPLE, epoch, sample); of a stream: (seed, SAMPLE, epoch, shard, sample)."""
+    """One sample's augmentation: (seed, SAMPLE, epoch, sample); of a stream: (seed, SAMPLE, epoch,
+    shard, sample)."""
     COLLATE = 4
     """Collating a microbatch: (seed, COLLATE, step, microbatch)."""
     FORWARD = 5
@@ -28,22 +31,27 @@ class RandomStream(IntEnum):
     WINDOW = 7
     """The permutation of one window of a stream: (seed, WINDOW, shard, epoch, window)."""
     SAMPLER = 8
-    """A sampler's call: (seed, SAMPLER, epoch); of `ls.samplers`: (seed, SAMPLER, epoch or number of a part)."""
+    """A sampler's call: (seed, SAMPLER, epoch); of `ls.samplers`: (seed, SAMPLER, epoch or number
+    of a part)."""
     HOOK = 9
-    """A call of a user's hook: (seed, HOOK, steps done, place among the hooks, number of the method)."""
+    """A call of a user's hook: (seed, HOOK, steps done, place among the hooks, number of the
+    method)."""
     GRADIENT_HOOK = 10
-    """The calls of the hooks on the gradients of a model: (seed, GRADIENT_HOOK, steps done, number of the model)."""
+    """The calls of the hooks on the gradients of a model: (seed, GRADIENT_HOOK, steps done, number
+    of the model)."""
 
 
 def mix(state: int) -> int:
-    """Return splitmix64's finalizer of `state` (Steele, Lea and Flood, 2014): a bijection of 0..2**64-1."""
+    """Return splitmix64's finalizer of `state` (Steele, Lea and Flood, 2014): a bijection of
+    0..2**64-1."""
     state = (state ^ (state >> 30)) * MIX_FIRST & MASK
     state = (state ^ (state >> 27)) * MIX_SECOND & MASK
     return state ^ (state >> 31)
 
 
 def key(*parts: int) -> int:
-    """Return an integer in 0..2**64-1 that depends on every part and on their order. Parts are taken modulo 2**64."""
+    """Return an integer in 0..2**64-1 that depends on every part and on their order. Parts are
+    taken modulo 2**64."""
     state = 0
     for part in parts:
         state = mix(((state + GOLDEN) ^ part) & MASK)

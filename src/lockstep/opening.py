@@ -1,4 +1,5 @@
-"""Open a run: join the processes, agree on the plan, open the run directory, and fix all of it in one `Context`."""
+"""Open a run: join the processes, agree on the plan, open the run directory, and fix all of it in
+one `Context`."""
 
 from __future__ import annotations
 
@@ -36,7 +37,13 @@ from lockstep.logging.run_directory import device_kind
 from lockstep.model.parallelize import check_devices
 from lockstep.options import check_run_dir, check_shared_options, variable
 from lockstep.plan import Plan
-from lockstep.recipe.checks import Precision, check_compression, check_count, check_precision, check_seed
+from lockstep.recipe.checks import (
+    Precision,
+    check_compression,
+    check_count,
+    check_precision,
+    check_seed,
+)
 from lockstep.recipe.code import Digests
 from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Evaluation
@@ -74,7 +81,8 @@ class RunRequest:
     recipe: dict[str, Any] | None
     code: Mapping[str, str]
     code_and_objects: Digests
-    """Digests of the functions of the recipe; compared with those of the run that is resumed, and of other ranks."""
+    """Digests of the functions of the recipe; compared with those of the run that is resumed, and
+    of other ranks."""
     saving: Saving
     resume: Resume
     allow_change: frozenset[str]
@@ -91,8 +99,8 @@ class RunRequest:
         evaluations: Mapping[str, Evaluation] | None,
         **given: Any,
     ) -> RunRequest:
-        """The request with these arguments of `Session`. `evaluations`: the recipe's; None: a loop of one's own. Raises
-        the children of `UserError` for wrong values."""
+        """The request with these arguments of `Session`. `evaluations`: the recipe's; None: a loop
+        of one's own. Raises the children of `UserError` for wrong values."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
         check_compression(given["gradient_compression"])
@@ -101,7 +109,10 @@ class RunRequest:
         if saving is not None and saving.best is not None:
             _check_best(saving.best, evaluations)
         if not isinstance(plan, Plan | str | None):
-            raise PlanError(f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as 'replicate=2,numerics=bitwise'")
+            raise PlanError(
+                f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as"
+                " 'replicate=2,numerics=bitwise'"
+            )
         return cls(
             plan=Plan.parse(plan) if isinstance(plan, str) else plan,
             saving=Saving() if saving is None else saving,
@@ -126,19 +137,31 @@ class RunRequest:
         )
 
     def check_same_as(self, ended: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` if a run that has ended was of another recipe. `ended`: its run.json."""
-        recipe, code, versions = ended.get("recipe"), ended.get("code"), ended.get("environment", {}).get("versions", {})
+        """Raise `CheckpointError` if a run that has ended was of another recipe. `ended`: its
+        run.json."""
+        recipe, code, versions = (
+            ended.get("recipe"),
+            ended.get("code"),
+            ended.get("environment", {}).get("versions", {}),
+        )
         if not isinstance(recipe, Mapping) or not isinstance(code, Mapping) or self.recipe is None:
             return
         measured = frozenset(name for name, value in self.recipe.items() if value == "auto")
         found = differences(recipe, self.recipe, allow_change=self.allow_change | measured)
         if versions.get("python") == platform.python_version():
-            edited = [name for name, digest in self.code.items() if code.get(name, digest) != digest]
-            found += [f"{name}: its code has changed, or a value that it uses" for name in edited if name not in self.allow_change]
+            edited = [
+                name for name, digest in self.code.items() if code.get(name, digest) != digest
+            ]
+            found += [
+                f"{name}: its code has changed, or a value that it uses"
+                for name in edited
+                if name not in self.allow_change
+            ]
         if found:
             raise CheckpointError(
-                "the recipe is not that of the run that has ended in its run directory, and that the script comes to again: "
-                f"{'; '.join(found)}; train with the one that it had, choose another run directory, or remove the run's"
+                "the recipe is not that of the run that has ended in its run directory, and that"
+                f" the script comes to again: {'; '.join(found)}; train with the one that it had,"
+                " choose another run directory, or remove the run's"
             )
 
     def checkpoints(self, context: Context) -> Storage:
@@ -146,9 +169,17 @@ class RunRequest:
         return open_storage(self.saving.folder or context.run_dir / "checkpoints")
 
     def context(
-        self, *, world: World, mesh: Mesh, plan: Plan, recorder: Recorder, overrides: Overrides, recovered_from: str | None = None
+        self,
+        *,
+        world: World,
+        mesh: Mesh,
+        plan: Plan,
+        recorder: Recorder,
+        overrides: Overrides,
+        recovered_from: str | None = None,
     ) -> Context:
-        """The context of a run that is open, with this request's settings, or those of `overrides`."""
+        """The context of a run that is open, with this request's settings, or those of
+        `overrides`."""
         return Context(
             world=world,
             mesh=mesh,
@@ -166,12 +197,28 @@ class RunRequest:
         )
 
     def compared(self, launched: str | None) -> dict[str, Any]:
-        """JSON of all that the script must give alike on all ranks. Its plan counts only if none is `launched`."""
-        learned = {"seed": self.seed, "precision": self.precision, "gradient_compression": self.gradient_compression, **(self.recipe or {})}
-        executed = {"plan": launched or str(self.plan or Plan()), "log_every": self.log_every, "resume": self.resume}
+        """JSON of all that the script must give alike on all ranks. Its plan counts only if none is
+        `launched`."""
+        learned = {
+            "seed": self.seed,
+            "precision": self.precision,
+            "gradient_compression": self.gradient_compression,
+            **(self.recipe or {}),
+        }
+        executed = {
+            "plan": launched or str(self.plan or Plan()),
+            "log_every": self.log_every,
+            "resume": self.resume,
+        }
         parameters = {f"parameters.{name}": value for name, value in declared.values.items()}
         learned.pop("parameters", None)  # they stand one by one, before what is made of them
-        return {**parameters, **learned, **executed, "saving": str(self.saving), "allow_change": sorted(self.allow_change)}
+        return {
+            **parameters,
+            **learned,
+            **executed,
+            "saving": str(self.saving),
+            "allow_change": sorted(self.allow_change),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +237,14 @@ class Opened:
     """Those after earlier failures of the run."""
 
 
-def open_run(request: RunRequest, termination: Termination, stack: ExitStack, recovery: Recovery | None = None) -> Opened:
-    """Every rank calls it. `stack` closes what it opens. `recovery`: that of the run, if it can recover in place.
-    Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
+def open_run(
+    request: RunRequest,
+    termination: Termination,
+    stack: ExitStack,
+    recovery: Recovery | None = None,
+) -> Opened:
+    """Every rank calls it. `stack` closes what it opens. `recovery`: that of the run, if it can
+    recover in place. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
     check_torch(torch.__version__)
     _refuse_own_loop(os.environ)
     set_task_variables(os.environ)
@@ -200,7 +252,9 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
     note_options_read()
     overrides, hooks = read_probe(os.environ)
     if recovery is None:
-        refuse_recovery("the script has its own loop, and only that of ls.train can be entered again")
+        refuse_recovery(
+            "the script has its own loop, and only that of ls.train can be entered again"
+        )
     world, devices = _join(request, environment, recovers=recovery is not None)
     asked = request.over(environment)
     given = (asked.plan or Plan()).resolve(world.size)
@@ -219,7 +273,8 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
         request.run_dir,
         world,
         resume=asked.resume,
-        launched=environment.run_dir or (environment.default_run_dir if request.run_dir is None else None),
+        launched=environment.run_dir
+        or (environment.default_run_dir if request.run_dir is None else None),
         loggers=() if overrides.bare else request.loggers,
         extend=not asked.allow_change.isdisjoint({"steps", "epochs"}),
         restarted=environment.restarted is not None or environment.restarts > 0,
@@ -249,37 +304,54 @@ def open_run(request: RunRequest, termination: Termination, stack: ExitStack, re
 def _refuse_own_loop(environ: Mapping[str, str]) -> None:
     if variable("instead_of_training") in environ:
         raise RecipeError(
-            "lockstep plan on a script with its own loop; a step is planned from a recipe, whose model, loss and data it knows; call "
-            "ls.train(recipe)"
+            "lockstep plan on a script with its own loop; a step is planned from a recipe, whose"
+            " model, loss and data it knows; call ls.train(recipe)"
         )
 
 
 def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> None:
-    """Raise `CheckpointError` if no evaluation during training can measure the metric of `Saving.best`."""
+    """Raise `CheckpointError` if no evaluation during training can measure the metric of
+    `Saving.best`."""
     if evaluations is None:
         raise CheckpointError(
-            f"Saving(best={metric!r}) in a loop of your own, which has no evaluations; it names a metric of Recipe.evaluation; call "
-            "ls.train with a recipe, or keep the best model in the loop: session.full_state_dict()"
+            f"Saving(best={metric!r}) in a loop of your own, which has no evaluations; it names a"
+            " metric of Recipe.evaluation; call ls.train with a recipe, or keep the best model in"
+            " the loop: session.full_state_dict()"
         )
     if all(each.every is None for each in evaluations.values()):
         raise CheckpointError(
-            f"Saving(best={metric!r}) without Recipe.evaluation, or with every=None; it is a metric of evaluations; give "
-            "ls.Evaluation(every=...)"
+            f"Saving(best={metric!r}) without Recipe.evaluation, or with every=None; it is a metric"
+            " of evaluations; give ls.Evaluation(every=...)"
         )
 
 
 def _check_allow_change(asked: RunRequest) -> None:
-    """Raise `CheckpointError` if `allow_change` names what is not compared when a run is resumed."""
+    """Raise `CheckpointError` if `allow_change` names what is not compared when a run is
+    resumed."""
     fields = {*NUMBERS, *SETTINGS, "optimizer", "data", *(asked.recipe or {})}
-    if unknown := sorted(name for name in asked.allow_change if name.partition(".")[0] not in fields):
-        of = "fields of the recipe, which are" if asked.recipe else "what is compared when the run is resumed:"
-        raise CheckpointError(f"allow_change={unknown[0]!r}; it names {of} {', '.join(sorted(fields))}")
+    if unknown := sorted(
+        name for name in asked.allow_change if name.partition(".")[0] not in fields
+    ):
+        of = (
+            "fields of the recipe, which are"
+            if asked.recipe
+            else "what is compared when the run is resumed:"
+        )
+        raise CheckpointError(
+            f"allow_change={unknown[0]!r}; it names {of} {', '.join(sorted(fields))}"
+        )
 
 
-def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> tuple[World, Sequence[Mapping[str, str]]]:
-    """Join the process group. Returns the kind of each rank's device, too. Raises if the ranks were launched, or
-    called, with other settings."""
-    joins = partial(join_over, launcher_store(os.environ)) if recovers and environment.world_size > 1 else join
+def _join(
+    request: RunRequest, environment: Environment, *, recovers: bool
+) -> tuple[World, Sequence[Mapping[str, str]]]:
+    """Join the process group. Returns the kind of each rank's device, too. Raises if the ranks were
+    launched, or called, with other settings."""
+    joins = (
+        partial(join_over, launcher_store(os.environ))
+        if recovers and environment.world_size > 1
+        else join
+    )
     world = joins(
         rank=environment.rank,
         size=environment.world_size,
@@ -288,7 +360,13 @@ def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> t
         backend=environment.backend,
         share_devices=environment.share_devices,
     )
-    mine = [environment.shared(), sources(), request.compared(environment.plan), request.code_and_objects, device_kind(world.device)]
+    mine = [
+        environment.shared(),
+        sources(),
+        request.compared(environment.plan),
+        request.code_and_objects,
+        device_kind(world.device),
+    ]
     launched, versions, given, code, devices = zip(*world.gather_values(mine), strict=True)
     check_shared_options(launched)
     if edited := sorted({name for other in versions for name in other_sources(versions[0], other)}):
@@ -300,8 +378,8 @@ def _join(request: RunRequest, environment: Environment, *, recovers: bool) -> t
 
 
 def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark | None]) -> None:
-    """Write run.json, and events and messages on how this run differs from what was asked for in `request`. `devices`:
-    remarks on those of the ranks."""
+    """Write run.json, and events and messages on how this run differs from what was asked for in
+    `request`. `devices`: remarks on those of the ranks."""
     context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(
         plan=context.plan,
@@ -316,16 +394,29 @@ def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark 
     if environment.launcher in ("lockstep", "spawn"):
         recorder.event("generators-seeded", 0, seed=SEED)
     if environment.restarted is not None and not environment.in_place:
-        why_not = {} if environment.not_in_place is None else {"not_in_place": environment.not_in_place}
-        recorder.event("restarted", 0, reason=environment.restarted, restarts=environment.restarts, **why_not)
+        why_not = (
+            {} if environment.not_in_place is None else {"not_in_place": environment.not_in_place}
+        )
+        recorder.event(
+            "restarted", 0, reason=environment.restarted, restarts=environment.restarts, **why_not
+        )
     launched_plan = str(opened.given_plan) if environment.plan is not None else None
     for name, by_script, launched in (
         ("plan", request.plan and resolved(request.plan, context.world.size), launched_plan),
         ("run_dir", request.run_dir, environment.run_dir),
     ):
         if by_script and launched and by_script != launched:
-            recorder.event("launcher-overrides-script", 0, what=name, script=by_script, launcher=launched)
-    for remark in filter(None, (*devices, lost_with_container(recorder.path), *remarks(context.plan, context.mesh, context.precision))):
+            recorder.event(
+                "launcher-overrides-script", 0, what=name, script=by_script, launcher=launched
+            )
+    for remark in filter(
+        None,
+        (
+            *devices,
+            lost_with_container(recorder.path),
+            *remarks(context.plan, context.mesh, context.precision),
+        ),
+    ):
         recorder.event(remark.event, 0, **remark.details)
         if remark.line is not None:
             recorder.message(remark.line)

@@ -1,8 +1,9 @@
 """The options of a launch, each declared once.
 
-The command line of `lockstep run`, the environment that a launcher gives to its workers and what a worker reads from it
-are all derived from the fields of `RunOptions` and `LaunchOptions`. A field `save_every` is `--save-every` on the
-command line and LOCKSTEP_SAVE_EVERY in the environment. An option of the launcher goes before what the script says.
+The command line of `lockstep run`, the environment that a launcher gives to its workers and what a
+worker reads from it are all derived from the fields of `RunOptions` and `LaunchOptions`. A field
+`save_every` is `--save-every` on the command line and LOCKSTEP_SAVE_EVERY in the environment. An
+option of the launcher goes before what the script says.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from lockstep.recipe.parameters import read_assignments, split_assignment
 from lockstep.saving import OutOfMemory, Resume, interval
 
 OnHang = Literal["end", "report"]
-"""`end`: report the hang, save the last complete step, exit with status 76. `report`: report it and keep waiting."""
+"""`end`: report the hang, save the last complete step, exit with status 76. `report`: report it and
+keep waiting."""
 Recovery = Literal["in-place", "shrink", "restart"]
 
 TIMES_USUAL = 20.0
@@ -28,7 +30,8 @@ TIMES_USUAL = 20.0
 LEAST_STEP_SECONDS = 60.0
 """Smallest timeout of `STEP_PHASES`."""
 LEAST_OTHER_SECONDS = 300.0
-"""Smallest timeout of all other phases: data, saves and evaluations depend on disks, networks and users' code."""
+"""Smallest timeout of all other phases: data, saves and evaluations depend on disks, networks and
+users' code."""
 FIRST_SECONDS = 540.0
 """Timeout of a phase that has never ended yet. Gloo and NCCL give up after 600 seconds."""
 STEP_PHASES = ("compute", "exchange", "update", "waiting for the device")
@@ -44,7 +47,8 @@ class WatchdogTimeouts:
 
     @classmethod
     def parse(cls, hang_after: str | None, on_hang: str | None) -> WatchdogTimeouts | None:
-        """Read the values of `--hang-after` and `--on-hang`. Return None for "off". Raises `LaunchError`.
+        """Read the values of `--hang-after` and `--on-hang`. Return None for "off". Raises
+        `LaunchError`.
 
         `hang_after`: "auto" (also None), "off", or a time. `on_hang`: see `OnHang`; None is "end".
         """
@@ -52,22 +56,32 @@ class WatchdogTimeouts:
             raise LaunchError(f"--on-hang={on_hang!r}; it is one of {', '.join(get_args(OnHang))}")
         if hang_after == "off":
             return None
-        fixed = None if hang_after in (None, "auto") else seconds(str(hang_after), "--hang-after", LaunchError)
+        fixed = (
+            None
+            if hang_after in (None, "auto")
+            else seconds(str(hang_after), "--hang-after", LaunchError)
+        )
         return cls(fixed, cast(OnHang, on_hang or "end"))
 
     def limit_seconds(self, phase: str, usual_seconds: float | None) -> float:
-        """The timeout of a phase. `usual_seconds`: how long it took recently; None if it has never ended yet."""
+        """The timeout of a phase. `usual_seconds`: how long it took recently; None if it has never
+        ended yet."""
         if self.fixed_seconds is not None:
             return self.fixed_seconds
         if usual_seconds is None:
             return FIRST_SECONDS
-        return max(LEAST_STEP_SECONDS if phase in STEP_PHASES else LEAST_OTHER_SECONDS, TIMES_USUAL * usual_seconds)
+        return max(
+            LEAST_STEP_SECONDS if phase in STEP_PHASES else LEAST_OTHER_SECONDS,
+            TIMES_USUAL * usual_seconds,
+        )
 
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables with the number of processes that mpirun has started: of Open MPI, of MPICH and Intel, of MVAPICH2."""
+"""Variables with the number of processes that mpirun has started: of Open MPI, of MPICH and Intel,
+of MVAPICH2."""
 COMPARE_EVERY = 100
-"""Steps from one comparison of the replicas to the next, unless `--compare-every` says otherwise."""
+"""Steps from one comparison of the replicas to the next, unless `--compare-every` says
+otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +91,8 @@ class Option:
     help: str
     """Meaning, unit and default, as `--help` shows them."""
     kind: type = str
-    """`str`, `int`, `float` (seconds since 1970), `bool`, `frozenset` (names, separated by commas), or `tuple` (texts:
-    the option is given once for each; in the environment, a JSON list)."""
+    """`str`, `int`, `float` (seconds since 1970), `bool`, `frozenset` (names, separated by commas),
+    or `tuple` (texts: the option is given once for each; in the environment, a JSON list)."""
     metavar: str | None = None
     """Placeholder for the value in `--help`; None for flags and for `choices`."""
     choices: Sequence[str] = ()
@@ -88,14 +102,17 @@ class Option:
     most: int | None = None
     """Largest value of an `int`. None: no limit."""
     worker_default: Any = None
-    """The value that a worker uses if the option was not given, for fields whose own default is None."""
+    """The value that a worker uses if the option was not given, for fields whose own default is
+    None."""
     on_command_line: bool = True
     """False if only launchers set it, in the environment."""
     shared: bool = True
-    """True if all ranks must have been given the same: the option decides which collectives they call."""
+    """True if all ranks must have been given the same: the option decides which collectives they
+    call."""
 
     def read(self, text: str, name: str) -> Any:
-        """The value of a variable called `name`. Raises `LaunchError` if the text does not fit the kind."""
+        """The value of a variable called `name`. Raises `LaunchError` if the text does not fit the
+        kind."""
         if self.kind is int:
             return non_negative_int(text, name)
         if self.kind is frozenset:
@@ -104,13 +121,18 @@ class Option:
             return read_assignments(text, name)
         if self.kind is bool:
             if text not in ("0", "1"):
-                raise LaunchError(f"{name}={text!r}; it is 1 for yes, or 0; correct what sets it, or unset it")
+                raise LaunchError(
+                    f"{name}={text!r}; it is 1 for yes, or 0; correct what sets it, or unset it"
+                )
             return text == "1"
         if self.kind is float:
             try:
                 return float(text)
             except ValueError:
-                raise LaunchError(f"{name}={text!r}; it is a time in seconds since 1970; correct what sets it, or unset it") from None
+                raise LaunchError(
+                    f"{name}={text!r}; it is a time in seconds since 1970; correct what sets it, or"
+                    " unset it"
+                ) from None
         return text
 
     def write(self, value: Any) -> str:
@@ -144,69 +166,91 @@ def variable(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options that a launcher gives to the processes of a run. Workers find them in their environment.
+    """Options that a launcher gives to the processes of a run. Workers find them in their
+    environment.
 
-    The variables hold under every launcher, and for `lockstep run` too, where its command line goes before them. A
-    field that has its default was not given.
+    The variables hold under every launcher, and for `lockstep run` too, where its command line goes
+    before them. A field that has its default was not given.
     """
 
     plan: str | None = _option(
-        None, 'How the recipe is executed, such as "replicate=2,numerics=bitwise". Default: the plan of the script.', metavar="PLAN"
+        None,
+        'How the recipe is executed, such as "replicate=2,numerics=bitwise". Default: the plan of'
+        " the script.",
+        metavar="PLAN",
     )
     run_dir: str | None = _option(
-        None, "The run directory, which the run writes to. Default: that of the script, or a new one.", metavar="DIR", shared=False
+        None,
+        "The run directory, which the run writes to. Default: that of the script, or a new one.",
+        metavar="DIR",
+        shared=False,
     )
     resume: str | None = _option(
         None,
-        "If DIR holds an unfinished run: continue it (auto) or refuse (never). must refuses if it holds none. Default: auto, or what the "
-        "script says.",
+        "If DIR holds an unfinished run: continue it (auto) or refuse (never). must refuses if it"
+        " holds none. Default: auto, or what the script says.",
         choices=get_args(Resume),
     )
     save_every: str | None = _option(
         None,
-        "Steps (500) or time (10m) from one checkpoint to the next, or epoch: one after each. Default: 10m, or what the script says.",
+        "Steps (500) or time (10m) from one checkpoint to the next, or epoch: one after each."
+        " Default: 10m, or what the script says.",
         metavar="STEPS|TIME|epoch",
     )
     out_of_memory: str | None = _option(
         None,
-        "What changes in the plan when memory runs out. retry (default): what needs less memory; under numerics=bitwise nothing that "
-        "changes bits. halve: that too. same-bits: under any numerics nothing that changes bits. stop: nothing.",
+        "What changes in the plan when memory runs out. retry (default): what needs less memory;"
+        " under numerics=bitwise nothing that changes bits. halve: that too. same-bits: under any"
+        " numerics nothing that changes bits. stop: nothing.",
         choices=get_args(OutOfMemory),
     )
     hang_after: str | None = _option(
         None,
-        "How long a process may make no progress before the watchdog acts. auto (default): a multiple of what each phase usually takes.",
+        "How long a process may make no progress before the watchdog acts. auto (default): a"
+        " multiple of what each phase usually takes.",
         metavar="TIME|auto|off",
     )
     on_hang: str | None = _option(
-        None, "The watchdog reports a hang and ends the run (end, default), or reports it and waits on.", choices=get_args(OnHang)
+        None,
+        "The watchdog reports a hang and ends the run (end, default), or reports it and waits on.",
+        choices=get_args(OnHang),
     )
     compare_every: int | None = _option(
         None,
-        f"Steps from one comparison of the replicas to the next. 0: never. Default: {COMPARE_EVERY}.",
+        "Steps from one comparison of the replicas to the next. 0: never. Default:"
+        f" {COMPARE_EVERY}.",
         kind=int,
         metavar="STEPS",
         worker_default=COMPARE_EVERY,
     )
     profile: str | None = _option(
-        None, "Trace steps A to B - 1 on every rank, on one clock, and report where their time and memory went.", metavar="steps=A:B"
+        None,
+        "Trace steps A to B - 1 on every rank, on one clock, and report where their time and memory"
+        " went.",
+        metavar="steps=A:B",
     )
     check: bool = _option(
-        False, "Compare every collective across ranks before it is called. Slow; meant for finding the cause of a hang.", kind=bool
+        False,
+        "Compare every collective across ranks before it is called. Slow; meant for finding the"
+        " cause of a hang.",
+        kind=bool,
     )
     backend: str | None = _option(
         None,
-        "Backend of torch.distributed for the tensors on the device. Default: torch's own for it: nccl, xccl, or on CPUs gloo.",
+        "Backend of torch.distributed for the tensors on the device. Default: torch's own for it:"
+        " nccl, xccl, or on CPUs gloo.",
         metavar="NAME",
     )
     share_devices: bool = _option(
         False,
-        "Let several processes compute on one GPU, to try a plan on fewer GPUs than it needs. Slow; the numbers are the same.",
+        "Let several processes compute on one GPU, to try a plan on fewer GPUs than it needs. Slow;"
+        " the numbers are the same.",
         kind=bool,
     )
     allow_change: frozenset[str] = _option(
         frozenset(),
-        "Fields of the recipe that may differ from those of the run that is continued: steps,schedule.",
+        "Fields of the recipe that may differ from those of the run that is continued:"
+        " steps,schedule.",
         kind=frozenset,
         metavar="FIELDS",
     )
@@ -217,33 +261,70 @@ class RunOptions:
         metavar="NAME=VALUE",
     )
     stop_at: float | None = _option(
-        None, "When the run saves and ends, in seconds since 1970.", kind=float, on_command_line=False, shared=False
+        None,
+        "When the run saves and ends, in seconds since 1970.",
+        kind=float,
+        on_command_line=False,
+        shared=False,
     )
     default_run_dir: str | None = _option(
-        None, "The run directory if neither the launcher nor the script names one.", on_command_line=False, shared=False
+        None,
+        "The run directory if neither the launcher nor the script names one.",
+        on_command_line=False,
+        shared=False,
     )
     evaluate: str | None = _option(
-        None, "The weights that ls.train evaluates instead of training: a file, or a Hugging Face folder.", on_command_line=False
+        None,
+        "The weights that ls.train evaluates instead of training: a file, or a Hugging Face"
+        " folder.",
+        on_command_line=False,
     )
-    in_place: bool = _option(False, "Whether the latest start was a recovery in place.", kind=bool, on_command_line=False, shared=False)
-    not_in_place: str | None = _option(None, "Why the latest start was not a recovery in place.", on_command_line=False, shared=False)
+    in_place: bool = _option(
+        False,
+        "Whether the latest start was a recovery in place.",
+        kind=bool,
+        on_command_line=False,
+        shared=False,
+    )
+    not_in_place: str | None = _option(
+        None,
+        "Why the latest start was not a recovery in place.",
+        on_command_line=False,
+        shared=False,
+    )
     restarted: str | None = _option(
-        None, "Why the launcher started the workers again. Not set at their first start.", on_command_line=False, shared=False
+        None,
+        "Why the launcher started the workers again. Not set at their first start.",
+        on_command_line=False,
+        shared=False,
     )
 
     def to_environment(self) -> dict[str, str]:
         """The variables of the options that were given."""
         given = ((each, getattr(self, each.name)) for each in fields(RunOptions))
-        return {variable(each.name): option_of(each).write(value) for each, value in given if value != each.default}
+        return {
+            variable(each.name): option_of(each).write(value)
+            for each, value in given
+            if value != each.default
+        }
 
     def shared(self) -> dict[str, str]:
-        """The options that must be the same on all ranks: the value, as text, by the variable's name."""
-        found = {each.name: getattr(self, each.name) for each in fields(RunOptions) if option_of(each).shared}
-        return {variable(name): str(sorted(value) if isinstance(value, frozenset) else value) for name, value in found.items()}
+        """The options that must be the same on all ranks: the value, as text, by the variable's
+        name."""
+        found = {
+            each.name: getattr(self, each.name)
+            for each in fields(RunOptions)
+            if option_of(each).shared
+        }
+        return {
+            variable(name): str(sorted(value) if isinstance(value, frozenset) else value)
+            for name, value in found.items()
+        }
 
 
 def read_options(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The values of the fields of `RunOptions` that the environment holds, or their defaults. Raises `LaunchError`."""
+    """The values of the fields of `RunOptions` that the environment holds, or their defaults.
+    Raises `LaunchError`."""
     found = {}
     for each in fields(RunOptions):
         option = option_of(each)
@@ -255,7 +336,8 @@ def read_options(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise `LaunchError` if a rank was given another option than rank 0. `everyone`: `RunOptions.shared` of each rank.
+    """Raise `LaunchError` if a rank was given another option than rank 0. `everyone`:
+    `RunOptions.shared` of each rank.
 
     Every rank calls it with the same values, so that all of them raise or none does.
     """
@@ -263,72 +345,112 @@ def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
         for name, value in given.items():
             if value != everyone[0][name]:
                 raise LaunchError(
-                    f"{name} is {everyone[0][name]} for rank 0 and {value} for rank {rank}; all processes of a run get the same; "
-                    "set it for all of them, or for none"
+                    f"{name} is {everyone[0][name]} for rank 0 and {value} for rank {rank}; all"
+                    " processes of a run get the same; set it for all of them, or for none"
                 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions(RunOptions):
-    """All options of `lockstep run`: those for its workers, and those that only the launcher needs."""
+    """All options of `lockstep run`: those for its workers, and those that only the launcher
+    needs."""
 
     nproc: str = _option(
         "auto",
-        "Processes to start on this machine. auto (default): as many as the plan has, or one per GPU, or 1. gpu: one per GPU.",
+        "Processes to start on this machine. auto (default): as many as the plan has, or one per"
+        " GPU, or 1. gpu: one per GPU.",
         metavar="N|auto|gpu",
     )
     stop_after: str | None = _option(
-        None, "Save and end this long after the start of the command, such as 55m, with exit status 75.", metavar="TIME"
+        None,
+        "Save and end this long after the start of the command, such as 55m, with exit status 75.",
+        metavar="TIME",
     )
     max_restarts: int = _option(
-        0, "Start the processes again after a failure, at most R times in the whole run. Default: 0.", kind=int, metavar="R"
+        0,
+        "Start the processes again after a failure, at most R times in the whole run. Default: 0.",
+        kind=int,
+        metavar="R",
     )
     recovery: str = _option(
         "restart",
-        "What --max-restarts does. in-place: where it can be done, the processes that are left wait for a new one and go on with it. "
-        "shrink: they go on without the lost one. restart (default): all are started again.",
+        "What --max-restarts does. in-place: where it can be done, the processes that are left wait"
+        " for a new one and go on with it. shrink: they go on without the lost one. restart"
+        " (default): all are started again.",
         choices=get_args(Recovery),
     )
     nnodes: str | None = _option(
         None,
-        "Machines: N, or at least A and at most B. Give the same command on each. Default: 1, or the nodes of the Slurm job.",
+        "Machines: N, or at least A and at most B. Give the same command on each. Default: 1, or"
+        " the nodes of the Slurm job.",
         metavar="N|A:B",
     )
-    rdzv: str | None = _option(None, "Where the machines meet: the address of one of them and a free port there.", metavar="HOST:PORT")
+    rdzv: str | None = _option(
+        None,
+        "Where the machines meet: the address of one of them and a free port there.",
+        metavar="HOST:PORT",
+    )
     node_rank: int | None = _option(
-        None, "Instead of --rdzv, with the next two: the number of this machine, from 0.", kind=int, metavar="R"
+        None,
+        "Instead of --rdzv, with the next two: the number of this machine, from 0.",
+        kind=int,
+        metavar="R",
     )
     master_addr: str | None = _option(None, "The address of machine 0.", metavar="HOST")
-    master_port: int | None = _option(None, "A free port of machine 0.", kind=int, least=1, most=65535, metavar="PORT")
-    interface: str | None = _option(None, "The network interface to use. Default: the one that leads to the rendezvous.", metavar="NAME")
-    strict: bool = _option(False, "Fail, with status 2, if the script takes none of the options that are for it.", kind=bool)
-    local_rank_argument: bool = _option(False, "Give SCRIPT --local_rank=N, as torch.distributed.launch does.", kind=bool)
+    master_port: int | None = _option(
+        None, "A free port of machine 0.", kind=int, least=1, most=65535, metavar="PORT"
+    )
+    interface: str | None = _option(
+        None,
+        "The network interface to use. Default: the one that leads to the rendezvous.",
+        metavar="NAME",
+    )
+    strict: bool = _option(
+        False,
+        "Fail, with status 2, if the script takes none of the options that are for it.",
+        kind=bool,
+    )
+    local_rank_argument: bool = _option(
+        False, "Give SCRIPT --local_rank=N, as torch.distributed.launch does.", kind=bool
+    )
 
     def _check_recovery(self, plan: Plan | None) -> None:
         given = f"--recovery {self.recovery}"
         if self.recovery == "restart":
             return
         if self.max_restarts == 0:
-            raise LaunchError(f"{given} with --max-restarts 0; each recovery counts as a restart; give --max-restarts 3, say")
+            raise LaunchError(
+                f"{given} with --max-restarts 0; each recovery counts as a restart; give"
+                " --max-restarts 3, say"
+            )
         if self.local_rank_argument:
-            raise LaunchError(f"{given} with --local-rank-argument; a process gets its rank after its start, or another one; leave out one")
+            raise LaunchError(
+                f"{given} with --local-rank-argument; a process gets its rank after its start, or"
+                " another one; leave out one"
+            )
         if self.recovery == "shrink" and self.nnodes not in (None, "1"):
             raise LaunchError(
-                f"{given} with --nnodes {self.nnodes}; over several machines --recovery in-place goes on without a machine that is lost, "
-                "and replaces a single process; give that one"
+                f"{given} with --nnodes {self.nnodes}; over several machines --recovery in-place"
+                " goes on without a machine that is lost, and replaces a single process; give"
+                " that one"
             )
         if self.recovery == "shrink" and plan is not None and not plan.fits_several_sizes:
             raise LaunchError(
-                f"{given} with --plan {self.plan}, which fits one number of processes; a run that loses a process goes on with fewer; give "
-                "replicate=auto or shard=auto, or --recovery in-place"
+                f"{given} with --plan {self.plan}, which fits one number of processes; a run that"
+                " loses a process goes on with fewer; give replicate=auto or shard=auto, or"
+                " --recovery in-place"
             )
 
     def validate(self) -> Plan | None:
-        """Return the plan, if one was given. Raises a `UserError` for a value that cannot be read."""
+        """Return the plan, if one was given. Raises a `UserError` for a value that cannot be
+        read."""
         plan = Plan.parse(self.plan) if self.plan is not None else None
         check_run_dir(self.run_dir, flag("run_dir"))
         if self.backend == "":
-            raise LaunchError("--backend ''; it is the name of a backend of torch.distributed, such as gloo; leave it out for torch's own")
+            raise LaunchError(
+                "--backend ''; it is the name of a backend of torch.distributed, such as gloo;"
+                " leave it out for torch's own"
+            )
         if self.save_every is not None:
             interval(self.save_every, flag("save_every"))
         if self.stop_after is not None:
@@ -340,23 +462,42 @@ class LaunchOptions(RunOptions):
         return plan
 
     def for_workers(self, *, default_run_dir: str, now_seconds: float) -> RunOptions:
-        """The options for workers: absolute paths, and `--stop-after` as a moment. `now_seconds`: since 1970."""
-        values = {each.name: getattr(self, each.name) for each in fields(RunOptions)} | {"default_run_dir": default_run_dir}
+        """The options for workers: absolute paths, and `--stop-after` as a moment. `now_seconds`:
+        since 1970."""
+        values = {each.name: getattr(self, each.name) for each in fields(RunOptions)} | {
+            "default_run_dir": default_run_dir
+        }
         if self.run_dir is not None:
             values["run_dir"] = os.path.abspath(self.run_dir)
         if self.stop_after is not None:
-            values["stop_at"] = now_seconds + seconds(self.stop_after, flag("stop_after"), LaunchError)
+            values["stop_at"] = now_seconds + seconds(
+                self.stop_after, flag("stop_after"), LaunchError
+            )
         return RunOptions(**values)
 
     def flags_for_script(self) -> list[str]:
-        """The options that were given and that have no effect unless the script trains with lockstep."""
-        values = [(each, getattr(self, each.name)) for each in fields(LaunchOptions) if _is_for_script(each)]
+        """The options that were given and that have no effect unless the script trains with
+        lockstep."""
+        values = [
+            (each, getattr(self, each.name))
+            for each in fields(LaunchOptions)
+            if _is_for_script(each)
+        ]
         return [flag(each.name) for each, value in values if value != each.default]
 
     def same_on_all_machines(self) -> list[str]:
-        """The options that every machine of a run must be given alike, as texts such as "plan=shard=2"."""
-        values = [(each, getattr(self, each.name)) for each in fields(LaunchOptions) if _is_for_script(each)]
-        return [f"{each.name}={option_of(each).write(value)}" for each, value in values if value != each.default]
+        """The options that every machine of a run must be given alike, as texts such as
+        "plan=shard=2"."""
+        values = [
+            (each, getattr(self, each.name))
+            for each in fields(LaunchOptions)
+            if _is_for_script(each)
+        ]
+        return [
+            f"{each.name}={option_of(each).write(value)}"
+            for each, value in values
+            if value != each.default
+        ]
 
     def arguments(self) -> list[str]:
         """The arguments of `lockstep run` that give these options."""
@@ -366,13 +507,19 @@ class LaunchOptions(RunOptions):
             if option.kind is tuple:
                 found += [word for text in value for word in (flag(each.name), text)]
             elif value != each.default and option.on_command_line:
-                found += [flag(each.name)] if option.kind is bool else [flag(each.name), option.write(value)]
+                found += (
+                    [flag(each.name)]
+                    if option.kind is bool
+                    else [flag(each.name), option.write(value)]
+                )
         return found
 
 
 def _is_for_script(each: Field[Any]) -> bool:
     """True for the options that workers read, by which a run of lockstep goes."""
-    return option_of(each).on_command_line and (each.name == "stop_after" or each.name in RunOptions.__slots__)
+    return option_of(each).on_command_line and (
+        each.name == "stop_after" or each.name in RunOptions.__slots__
+    )
 
 
 def read_names(text: str) -> frozenset[str]:
@@ -381,19 +528,25 @@ def read_names(text: str) -> frozenset[str]:
 
 
 def non_negative_int(text: str, name: str) -> int:
-    """The value of a variable called `name`. Raises `LaunchError` unless it is a whole number of at least 0."""
+    """The value of a variable called `name`. Raises `LaunchError` unless it is a whole number of at
+    least 0."""
     try:
         value = int(text)
     except ValueError:
         value = -1
     if value < 0:
-        raise LaunchError(f"{name}={text!r}; it is a whole number of at least 0; correct what sets it, or unset it")
+        raise LaunchError(
+            f"{name}={text!r}; it is a whole number of at least 0; correct what sets it, or"
+            " unset it"
+        )
     return value
 
 
 def check_run_dir(run_dir: str | None, name: str) -> None:
-    """Raise `RunDirectoryError` for an empty path: it would be the working directory. `name`: its option or keyword."""
+    """Raise `RunDirectoryError` for an empty path: it would be the working directory. `name`: its
+    option or keyword."""
     if run_dir == "":
         raise RunDirectoryError(
-            f"{name} is empty; it names the folder that the run writes to (is a shell variable unset?); give a path, or leave {name} out"
+            f"{name} is empty; it names the folder that the run writes to (is a shell variable"
+            f" unset?); give a path, or leave {name} out"
         )

@@ -1,11 +1,13 @@
-"""The order of samples: a pure function from the seed and a position of the run to a sample, in constant memory.
+"""The order of samples: a pure function from the seed and a position of the run to a sample, in
+constant memory.
 
-Position p is place p % length of epoch p // length. Each epoch has its own permutation of 0..length-1: a Feistel
-network (Luby and Rackoff, 1988) on the smallest power of two that holds `length`, walked until it falls below `length`
-(Black and Rogaway, 2002). The halves take turns, so they need not be equal. The round function is splitmix64's, keyed
-by seed, epoch and round.
+Position p is place p % length of epoch p // length. Each epoch has its own permutation of
+0..length-1: a Feistel network (Luby and Rackoff, 1988) on the smallest power of two that holds
+`length`, walked until it falls below `length` (Black and Rogaway, 2002). The halves take turns, so
+they need not be equal. The round function is splitmix64's, keyed by seed, epoch and round.
 
-The bits of an order are a contract: a run that is resumed, or repeated years later, must see the same samples.
+The bits of an order are a contract: a run that is resumed, or repeated years later, must see the
+same samples.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from numpy.typing import NDArray
 from lockstep.base.errors import DataError
 from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND, RandomStream, key
 
-# Every two rounds divide the bias by about the square root of the domain. Measured over 10 million epochs of 4 and of 5
-# samples, and 200 million samples of 513 to 1024: 8 rounds show no bias from a domain of 2**10 on, and 16 none from
-# 2**4 on, where 12 do.
+# Every two rounds divide the bias by about the square root of the domain. Measured over 10 million
+# epochs of 4 and of 5 samples, and 200 million samples of 513 to 1024: 8 rounds show no bias from a
+# domain of 2**10 on, and 16 none from 2**4 on, where 12 do.
 ROUNDS: Final = 8
 ROUNDS_OF_SMALL_DOMAINS: Final = 16
 SMALL_DOMAIN_BITS: Final = 9
@@ -35,7 +37,9 @@ class Order:
 
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:
-            raise DataError(f"length={length}; an order is of at least one sample; give data that are not empty")
+            raise DataError(
+                f"length={length}; an order is of at least one sample; give data that are not empty"
+            )
         self.length = length
         bits = max((length - 1).bit_length(), SMALLEST_DOMAIN_BITS)
         self._low_bits = np.uint64(bits // 2)
@@ -45,9 +49,11 @@ class Order:
         self._key = np.uint64(key(seed, RandomStream.ORDER))
 
     def samples(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epoch and the sample of each position (0 to 2**63 - 1): two arrays of the shape of `positions`.
+        """Return the epoch and the sample of each position (0 to 2**63 - 1): two arrays of the
+        shape of `positions`.
 
-        Uses about ten times the memory of `positions`, for any length: give a few thousand positions at a time.
+        Uses about ten times the memory of `positions`, for any length: give a few thousand
+        positions at a time.
         """
         epochs, places = np.divmod(positions.reshape(-1), np.int64(self.length))
         keys = _mix(self._key + epochs.view(np.uint64) * np.uint64(GOLDEN))
@@ -58,8 +64,8 @@ class Order:
             samples[outside] = walked
             outside = outside[walked >= self.length]
         if self.length > 1:
-            # A Feistel network has only even permutations; swapping the first two samples in every other epoch gives
-            # the odd ones.
+            # A Feistel network has only even permutations; swapping the first two samples in every
+            # other epoch gives the odd ones.
             samples ^= (keys >> np.uint64(63)) & (samples < 2)
         return epochs.reshape(positions.shape), samples.view(np.int64).reshape(positions.shape)
 

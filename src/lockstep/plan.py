@@ -1,4 +1,5 @@
-"""The plan: how a recipe is executed (mesh, numerics, memory, data loading). Nothing in it changes what is learned."""
+"""The plan: how a recipe is executed (mesh, numerics, memory, data loading). Nothing in it changes
+what is learned."""
 
 from __future__ import annotations
 
@@ -28,7 +29,17 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """Setting -> its allowed words."""
 SETTINGS = (
-    *("sharding", "offload", "checkpointing", "microbatch_splits", "schedule", "compile", "split", "data_parallel", "transport"),
+    *(
+        "sharding",
+        "offload",
+        "checkpointing",
+        "microbatch_splits",
+        "schedule",
+        "compile",
+        "split",
+        "data_parallel",
+        "transport",
+    ),
     "assignment",
     *("threads", "workers", "prefetch"),
 )
@@ -37,98 +48,132 @@ AXES = ("replicate", "shard", "tensor", "pipeline")
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
-"""Maximum of `threads`, `workers` and `prefetch`. A larger value is a typing error that would exhaust memory."""
+"""Maximum of `threads`, `workers` and `prefetch`. A larger value is a typing error that would
+exhaust memory."""
 NOT_BUILT_YET = ("context",)
 
 
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The mesh axes, whose sizes multiply to the world size, and how each process computes. Raises `PlanError`.
+    """The mesh axes, whose sizes multiply to the world size, and how each process computes. Raises
+    `PlanError`.
 
-    `Plan()` is `replicate=auto`. If an axis is given, the others default to 1. At most one axis is `auto`: it takes the
-    remaining processes.
+    `Plan()` is `replicate=auto`. If an axis is given, the others default to 1. At most one axis is
+    `auto`: it takes the remaining processes.
     """
 
     replicate: Size | None = None
-    """Number of replicas: each holds the whole model and computes some of the microbatches (DDP)."""
+    """Number of replicas: each holds the whole model and computes some of the microbatches
+    (DDP)."""
     shard: Size | None = None
-    """Number of processes over which parameters are sharded; each computes some of the microbatches (FSDP2)."""
+    """Number of processes over which parameters are sharded; each computes some of the microbatches
+    (FSDP2)."""
     tensor: Size | None = None
-    """Number of processes that compute parts of each layer for the same microbatch (tensor parallelism)."""
+    """Number of processes that compute parts of each layer for the same microbatch (tensor
+    parallelism)."""
     pipeline: Size | None = None
-    """Number of processes that each hold some of the layers and take microbatches in turn (pipeline parallelism)."""
+    """Number of processes that each hold some of the layers and take microbatches in turn (pipeline
+    parallelism)."""
     numerics: Numerics = "fast"
-    """`bitwise`: gradients are summed in a canonical order; the final model has the same bits at any world size."""
+    """`bitwise`: gradients are summed in a canonical order; the final model has the same bits at
+    any world size."""
     sharding: Sharding = "full"
-    """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them again for its
-    backward (ZeRO-3); `gradients` keeps them until the backward, which takes more memory and one all-gather less
-    (ZeRO-2)."""
+    """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them
+    again for its backward (ZeRO-3); `gradients` keeps them until the backward, which takes more
+    memory and one all-gather less (ZeRO-2)."""
     offload: bool = False
-    """CPU offload, under `shard` on GPUs: parameters, gradients and optimizer state stay in CPU memory, and the
-    optimizer runs there. Each block's parameters are copied to the GPU when they are gathered."""
+    """CPU offload, under `shard` on GPUs: parameters, gradients and optimizer state stay in CPU
+    memory, and the optimizer runs there. Each block's parameters are copied to the GPU when they
+    are gathered."""
     checkpointing: Checkpointing = "none"
-    """Activation checkpointing: `full` keeps only the inputs of each block and recomputes the rest in the backward;
-    `selective` also keeps the results of matrix products, convolutions and attention."""
+    """Activation checkpointing: `full` keeps only the inputs of each block and recomputes the rest
+    in the backward; `selective` also keeps the results of matrix products, convolutions and
+    attention."""
     microbatch_splits: int = 0
-    """Number of times that each microbatch is halved, to save memory; a part has at least one sample. Without random
-    numbers in the forward the result is the same to rounding; random streams belong to the parts. Refused with
-    BatchNorm, whose statistics do too."""
+    """Number of times that each microbatch is halved, to save memory; a part has at least one
+    sample. Without random numbers in the forward the result is the same to rounding; random streams
+    belong to the parts. Refused with BatchNorm, whose statistics do too."""
     schedule: Schedule = "1f1b"
-    """Pipeline schedule. `gpipe`: all forwards, then all backwards; `1f1b`: each backward as early as possible, which
-    keeps fewer activations; `interleaved`: two stages per process, which wait less and send more; `zero-bubble`:
-    gradients of weights are computed while a process would wait."""
+    """Pipeline schedule. `gpipe`: all forwards, then all backwards; `1f1b`: each backward as early
+    as possible, which keeps fewer activations; `interleaved`: two stages per process, which wait
+    less and send more; `zero-bubble`: gradients of weights are computed while a process would
+    wait."""
     compile: bool = False
     """Compile each block's forward with torch.compile, once for each shape."""
     split: Split = 1
-    """Number of devices over which one process distributes the layers, balanced by bytes; on a CPU all of them are the
-    CPU. Or the number of layers on each device, in the model's order: `(3, 5)`, as text `3+5`."""
+    """Number of devices over which one process distributes the layers, balanced by bytes; on a CPU
+    all of them are the CPU. Or the number of layers on each device, in the model's order: `(3, 5)`,
+    as text `3+5`."""
     data_parallel: int = 1
-    """Number of GPUs over which one process splits each microbatch (`torch.nn.DataParallel`). `replicate` is faster."""
+    """Number of GPUs over which one process splits each microbatch (`torch.nn.DataParallel`).
+    `replicate` is faster."""
     transport: Transport = "auto"
-    """Backend of collectives between processes on CPUs. `auto`: shared memory if all are on one host, else Gloo;
-    `torch`: always Gloo."""
+    """Backend of collectives between processes on CPUs. `auto`: shared memory if all are on one
+    host, else Gloo; `torch`: always Gloo."""
     assignment: Assignment = "equal"
-    """Number of microbatches of each replica. `equal`: the same for all, or one more; `measured`: in proportion to its
-    measured speed, so that a slow machine does not hold up the others."""
+    """Number of microbatches of each replica. `equal`: the same for all, or one more; `measured`:
+    in proportion to its measured speed, so that a slow machine does not hold up the others."""
     threads: Size | None = None
-    """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes (`bitwise` on CPUs: 1)."""
+    """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes (`bitwise` on
+    CPUs: 1)."""
     workers: Size = 0
     """Data loader workers per rank. 0: the training process loads the data. `auto`: measured."""
     prefetch: Size = 2
-    """Microbatches that each loader worker prefetches. `auto`: chosen from the spread of measured loading times."""
+    """Microbatches that each loader worker prefetches. `auto`: chosen from the spread of measured
+    loading times."""
 
     def __post_init__(self) -> None:
         given = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
         for axis, size in given.items():
             if size != "auto" and not _counts(size, 1):
-                raise PlanError(f"{axis}={size}; the size of a mesh axis is a whole number of at least 1, or auto")
+                raise PlanError(
+                    f"{axis}={size}; the size of a mesh axis is a whole number of at least 1, or"
+                    " auto"
+                )
         if list(given.values()).count("auto") > 1:
-            raise PlanError(f"{self._text(given)}; only one axis can be auto; give the others a size")
+            raise PlanError(
+                f"{self._text(given)}; only one axis can be auto; give the others a size"
+            )
         for name, known in WORDS.items():
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}={getattr(self, name)}; known are {', '.join(known)}")
         for name in ("compile", "offload"):
             if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name}={getattr(self, name)}; it is yes or no (in Python True or False)")
+                raise PlanError(
+                    f"{name}={getattr(self, name)}; it is yes or no (in Python True or False)"
+                )
         if self.offload and given.get("shard", 1) == 1:
             raise PlanError(
-                f"offload=yes with shard={given.get('shard', 1)}; CPU offload applies to sharded parameters; give shard two "
-                "processes or more, or leave offload=yes out"
+                f"offload=yes with shard={given.get('shard', 1)}; CPU offload applies to sharded"
+                " parameters; give shard two processes or more, or leave offload=yes out"
             )
         if self.offload and self.numerics == "bitwise" and self.threads not in (None, "auto", 1):
             raise PlanError(
-                f"threads={self.threads} with offload=yes and numerics=bitwise; the optimizer then computes on the CPU, where the number "
-                "of threads changes bits, so it is 1; leave threads out"
+                f"threads={self.threads} with offload=yes and numerics=bitwise; the optimizer then"
+                " computes on the CPU, where the number of threads changes bits, so it is 1; leave"
+                " threads out"
             )
         if not _counts(self.microbatch_splits, 0, 32):
-            raise PlanError(f"microbatch_splits={self.microbatch_splits}; it counts how often each microbatch is halved and is 0 to 32")
+            raise PlanError(
+                f"microbatch_splits={self.microbatch_splits}; it counts how often each microbatch"
+                " is halved and is 0 to 32"
+            )
         if self.workers != "auto" and not _counts(self.workers, 0, MOST):
-            raise PlanError(f"workers={self.workers}; it counts loader processes a rank and is 0 to {MOST}, or auto")
+            raise PlanError(
+                f"workers={self.workers}; it counts loader processes a rank and is 0 to {MOST}, or"
+                " auto"
+            )
         if self.threads not in ("auto", None) and not _counts(self.threads, 1, MOST):
-            raise PlanError(f"threads={self.threads}; it counts intra-op threads a process and is 1 to {MOST}, or auto")
+            raise PlanError(
+                f"threads={self.threads}; it counts intra-op threads a process and is 1 to {MOST},"
+                " or auto"
+            )
         if self.prefetch != "auto" and not _counts(self.prefetch, 1, MOST):
-            raise PlanError(f"prefetch={self.prefetch}; it counts microbatches that a loader process makes ahead, 1 to {MOST}, or auto")
+            raise PlanError(
+                f"prefetch={self.prefetch}; it counts microbatches that a loader process makes"
+                f" ahead, 1 to {MOST}, or auto"
+            )
         if given.get("tensor", 1) != 1:
             self._check_tensor()
         if given.get("pipeline", 1) != 1:
@@ -143,58 +188,107 @@ class Plan:
 
     def _check_tensor(self) -> None:
         for name, value, why in (
-            ("numerics", "bitwise", "it splits the sums inside a layer, and adds the parts in another order than one process does"),
-            ("compile", True, "its layers inspect their tensors while they run, which a compiled forward cannot do"),
+            (
+                "numerics",
+                "bitwise",
+                (
+                    "it splits the sums inside a layer, and adds the parts in another order than"
+                    " one process does"
+                ),
+            ),
+            (
+                "compile",
+                True,
+                (
+                    "its layers inspect their tensors while they run, which a compiled forward"
+                    " cannot do"
+                ),
+            ),
         ):
             if getattr(self, name) == value:
                 said = "yes" if value is True else value
-                raise PlanError(f"tensor={self.tensor} with {name}={said}; {why}; leave {name}={said} out, or use replicate and shard")
+                raise PlanError(
+                    f"tensor={self.tensor} with {name}={said}; {why}; leave {name}={said} out, or"
+                    " use replicate and shard"
+                )
 
     def _check_pipeline(self, given: dict[str, Any]) -> None:
         if self.numerics == "bitwise":
             raise PlanError(
-                f"pipeline={self.pipeline} with numerics=bitwise; a stage sums its microbatches' gradients as they arrive, not in the "
-                "canonical order; leave numerics=bitwise out, or use replicate and shard"
+                f"pipeline={self.pipeline} with numerics=bitwise; a stage sums its microbatches'"
+                " gradients as they arrive, not in the canonical order; leave numerics=bitwise"
+                " out, or use replicate and shard"
             )
         if self.schedule == "zero-bubble" and given.get("shard", 1) != 1:
             raise PlanError(
-                f"schedule=zero-bubble with shard={self.shard}; it computes gradients of weights after the backward that FSDP2 "
-                "waits for, so they would be lost; choose schedule=1f1b or interleaved"
+                f"schedule=zero-bubble with shard={self.shard}; it computes gradients of weights"
+                " after the backward that FSDP2 waits for, so they would be lost; choose"
+                " schedule=1f1b or interleaved"
             )
 
     def _check_measured_assignment(self, given: dict[str, Any]) -> None:
         for name, value, why in (
-            ("shard", given.get("shard", 1), "its ranks compute in rounds of one microbatch each, since each forward gathers parameters"),
-            ("tensor", given.get("tensor", 1), "its ranks wait for each other inside each layer, so each takes as long as the slowest"),
-            ("pipeline", given.get("pipeline", 1), "each microbatch passes through all of its ranks, however fast they are"),
+            (
+                "shard",
+                given.get("shard", 1),
+                (
+                    "its ranks compute in rounds of one microbatch each, since each forward gathers"
+                    " parameters"
+                ),
+            ),
+            (
+                "tensor",
+                given.get("tensor", 1),
+                (
+                    "its ranks wait for each other inside each layer, so each takes as long as the"
+                    " slowest"
+                ),
+            ),
+            (
+                "pipeline",
+                given.get("pipeline", 1),
+                "each microbatch passes through all of its ranks, however fast they are",
+            ),
             ("split", self.split, "one process computes all microbatches"),
             ("data_parallel", self.data_parallel, "one process computes all microbatches"),
         ):
             if value != 1:
                 raise PlanError(
-                    f"assignment=measured with {name}={_text_of(value)}; {why}; leave assignment=measured out, or use replicate alone"
+                    f"assignment=measured with {name}={_text_of(value)}; {why}; leave"
+                    " assignment=measured out, or use replicate alone"
                 )
 
     def _check_one_process(self, given: dict[str, Any]) -> None:
         layers = self.split if isinstance(self.split, tuple) else ()
-        if not (_counts(self.split, 1) or (len(layers) > 1 and any(layers) and all(_counts(number, 0) for number in layers))):
-            raise PlanError(f"split={self.split}; it is a number of devices, at least 1, or the layers on each device, such as 3+5")
+        if not (
+            _counts(self.split, 1)
+            or (len(layers) > 1 and any(layers) and all(_counts(number, 0) for number in layers))
+        ):
+            raise PlanError(
+                f"split={self.split}; it is a number of devices, at least 1, or the layers on each"
+                " device, such as 3+5"
+            )
         if not _counts(self.data_parallel, 1):
-            raise PlanError(f"data_parallel={self.data_parallel}; it counts GPUs of one process and is at least 1")
+            raise PlanError(
+                f"data_parallel={self.data_parallel}; it counts GPUs of one process and is at"
+                " least 1"
+            )
         for name, instead in (("split", "pipeline"), ("data_parallel", "replicate")):
             value, axes = getattr(self, name), [axis for axis, size in given.items() if size != 1]
             if value != 1 and axes:
                 raise PlanError(
-                    f"{name}={_text_of(value)} with {axes[0]}={given[axes[0]]}; {name} is for one process with several devices, and axes "
-                    f"are for several processes; leave one of the two out; over processes, {instead} does what {name} does"
+                    f"{name}={_text_of(value)} with {axes[0]}={given[axes[0]]}; {name} is for one"
+                    " process with several devices, and axes are for several processes; leave one"
+                    f" of the two out; over processes, {instead} does what {name} does"
                 )
         if self.data_parallel != 1:
             for name in ("split", "numerics", "checkpointing", "compile"):
                 if getattr(self, name) != _default(name):
                     said = _text_of(getattr(self, name))
                     raise PlanError(
-                        f"data_parallel={self.data_parallel} with {name}={said}; it computes each microbatch in parts, on copies of the "
-                        f"model; leave {name} out, or use replicate={self.data_parallel}, which goes with everything"
+                        f"data_parallel={self.data_parallel} with {name}={said}; it computes each"
+                        f" microbatch in parts, on copies of the model; leave {name} out, or use"
+                        f" replicate={self.data_parallel}, which goes with everything"
                     )
 
     @property
@@ -204,33 +298,46 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Parse the text of `--plan`: comma-separated `name=value` pairs, as in `"replicate=2,numerics=bitwise"`."""
+        """Parse the text of `--plan`: comma-separated `name=value` pairs, as in
+        `"replicate=2,numerics=bitwise"`."""
         values: dict[str, Any] = {}
         known = [field.name for field in fields(cls)]
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (part.strip() for part in item.partition("="))
             if not equals or not value:
-                raise PlanError(f"{item!r} in plan {text!r}; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise")
+                raise PlanError(
+                    f"{item!r} in plan {text!r}; a plan is made of name=value pairs, such as"
+                    " replicate=2,numerics=bitwise"
+                )
             if name in values:
                 raise PlanError(f"{name!r} is given twice in plan {text!r}; give it once")
             if name not in known:
                 if name in NOT_BUILT_YET:
-                    raise PlanError(f"{item!r} in plan {text!r}; {name!r} is not built yet; this version knows {', '.join(known)}")
-                raise PlanError(f"{name!r} in plan {text!r} is unknown; known are {', '.join(known)}")
+                    raise PlanError(
+                        f"{item!r} in plan {text!r}; {name!r} is not built yet; this version knows"
+                        f" {', '.join(known)}"
+                    )
+                raise PlanError(
+                    f"{name!r} in plan {text!r} is unknown; known are {', '.join(known)}"
+                )
             values[name] = _read(name, value, text)
         return cls(**values)
 
     def resolve(self, world_size: int) -> Plan:
-        """The plan with `auto` replaced for `world_size` processes. Raises `PlanError` if the product differs."""
+        """The plan with `auto` replaced for `world_size` processes. Raises `PlanError` if the
+        product differs."""
         sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in AXES}
         fixed = math.prod(size for size in sizes.values() if size != "auto")
         if "auto" in sizes.values() and world_size % fixed == 0:
-            sizes = {axis: world_size // fixed if size == "auto" else size for axis, size in sizes.items()}
+            sizes = {
+                axis: world_size // fixed if size == "auto" else size
+                for axis, size in sizes.items()
+            }
         elif fixed != world_size:
             raise PlanError(
-                f"plan {str(self)!r} with {world_size} processes; the axes multiply to {fixed}, and must "
-                f"{'divide' if 'auto' in sizes.values() else 'multiply to'} the number of processes; "
-                f"change the plan, or the number of processes to {fixed}"
+                f"plan {str(self)!r} with {world_size} processes; the axes multiply to {fixed}, and"
+                f" must {'divide' if 'auto' in sizes.values() else 'multiply to'} the number of"
+                f" processes; change the plan, or the number of processes to {fixed}"
             )
         return replace(self, **sizes)
 
@@ -242,12 +349,26 @@ class Plan:
     def sizes(self, most: int) -> list[int]:
         """The numbers of processes, up to `most`, that the plan fits, in order."""
         fixed = math.prod(size for axis in AXES if (size := getattr(self, axis)) != "auto")
-        return list(range(fixed, most + 1, fixed)) if self.fits_several_sizes else [fixed] * (fixed <= most)
+        return (
+            list(range(fixed, most + 1, fixed))
+            if self.fits_several_sizes
+            else [fixed] * (fixed <= most)
+        )
 
     def __str__(self) -> str:
-        text = self._text({axis: getattr(self, axis) for axis in AXES if axis == "replicate" or getattr(self, axis) != 1})
+        text = self._text(
+            {
+                axis: getattr(self, axis)
+                for axis in AXES
+                if axis == "replicate" or getattr(self, axis) != 1
+            }
+        )
         settings = {name: getattr(self, name) for name in SETTINGS}
-        told = [f"{name}={_text_of(value)}" for name, value in settings.items() if value != _default(name)]
+        told = [
+            f"{name}={_text_of(value)}"
+            for name, value in settings.items()
+            if value != _default(name)
+        ]
         return ",".join([text, f"numerics={self.numerics}", *told])
 
     @staticmethod
@@ -260,7 +381,11 @@ def _read(name: str, value: str, text: str) -> Any:
         return tuple(_whole(name, part, text) for part in value.split("+"))
     if name in ("compile", "offload"):
         return {"yes": True, "no": False}.get(value, value)
-    return value if name in WORDS or (value == "auto" and name in (*AXES, *MEASURED)) else _whole(name, value, text)
+    return (
+        value
+        if name in WORDS or (value == "auto" and name in (*AXES, *MEASURED))
+        else _whole(name, value, text)
+    )
 
 
 def _counts(value: Any, least: int, most: float = math.inf) -> bool:
@@ -268,7 +393,13 @@ def _counts(value: Any, least: int, most: float = math.inf) -> bool:
 
 
 def _text_of(value: Any) -> str:
-    return "yes" if value is True else "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return (
+        "yes"
+        if value is True
+        else "+".join(map(str, value))
+        if isinstance(value, tuple)
+        else str(value)
+    )
 
 
 def _default(name: str) -> Any:
@@ -280,5 +411,6 @@ def _whole(name: str, value: str, text: str) -> int:
         return int(value)
     except ValueError:
         raise PlanError(
-            f"{name}={value!r} in plan {text!r}; the value is a whole number{' or auto' if name in (*AXES, *MEASURED) else ''}"
+            f"{name}={value!r} in plan {text!r}; the value is a whole"
+            f" number{' or auto' if name in (*AXES, *MEASURED) else ''}"
         ) from None

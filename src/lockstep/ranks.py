@@ -14,16 +14,18 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Return the rank of this process, from 0: before, in and after training, under every launcher. Needs no other
-    rank. Raises `LaunchError` if the environment contradicts itself."""
+    """Return the rank of this process, from 0: before, in and after training, under every launcher.
+    Needs no other rank. Raises `LaunchError` if the environment contradicts itself."""
     return _environment().rank
 
 
 def once(function: Callable[[], T]) -> T:
-    """Call `function` on one process of each machine first, then on the others, and return its result on each: for a
-    download, whose files the other processes then find. Every rank calls it, before training.
+    """Call `function` on one process of each machine first, then on the others, and return its
+    result on each: for a download, whose files the other processes then find. Every rank calls it,
+    before training.
 
-    If it raises on the first process of a machine, that error is raised there, and a `LaunchError` on all other ranks.
+    If it raises on the first process of a machine, that error is raised there, and a `LaunchError`
+    on all other ranks.
     """
     from lockstep.comm.world import join  # imports torch
 
@@ -42,12 +44,17 @@ def once(function: Callable[[], T]) -> T:
             result = function()
         except Exception as error:
             failure = error
-    everyone = world.gather_values(None if failure is None else f"{type(failure).__name__}: {failure}")
+    everyone = world.gather_values(
+        None if failure is None else f"{type(failure).__name__}: {failure}"
+    )
     if failure is not None:
         raise failure
     for number, said in enumerate(everyone):
         if said is not None:
-            raise LaunchError(f"ls.once: the function failed on rank {number}, the first of its machine ({said}); see its traceback")
+            raise LaunchError(
+                f"ls.once: the function failed on rank {number}, the first of its machine ({said});"
+                " see its traceback"
+            )
     return function() if environment.local_rank else result  # type: ignore[return-value]
 
 

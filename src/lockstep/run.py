@@ -1,4 +1,5 @@
-"""`train`: a recipe executed under a plan. It is written on `Session`, and adds the evaluation and the run's result."""
+"""`train`: a recipe executed under a plan. It is written on `Session`, and adds the evaluation and
+the run's result."""
 
 from __future__ import annotations
 
@@ -39,16 +40,19 @@ from lockstep.training.set_up import check_microbatch_is_fixed
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """The result of a run: the same on every rank, apart from `rank`. Rank 0 writes it to `result.json`."""
+    """The result of a run: the same on every rank, apart from `rank`. Rank 0 writes it to
+    `result.json`."""
 
     steps: int
     """Optimizer steps done."""
     loss: float
-    """The training loss of the last step: Σ total / Σ weight over its global batch. NaN after `lockstep evaluate`."""
+    """The training loss of the last step: Σ total / Σ weight over its global batch. NaN after
+    `lockstep evaluate`."""
     metrics: dict[str, float]
     """The last evaluation: `loss` and the recipe's metrics. Empty without one."""
     best: Best | None
-    """The best evaluation by `Saving.best`, and its checkpoint. None without `Saving.best`, or if none was measured."""
+    """The best evaluation by `Saving.best`, and its checkpoint. None without `Saving.best`, or if
+    none was measured."""
     fingerprint: str
     """SHA-256 of the final parameters and buffers, see `lockstep.fingerprint`."""
     run_dir: str
@@ -81,25 +85,39 @@ def train(
 ) -> Result:
     """Train, on as many processes as were started. Every rank calls it, with the same recipe.
 
-    - `plan`, `run_dir`: used if the launcher gives none. None: `replicate=auto`, and a new directory below `runs`.
-    - `hooks`: called in this order; one with `state_dict` and `load_state_dict` is saved with the run.
+    - `plan`, `run_dir`: used if the launcher gives none. None: `replicate=auto`, and a new
+      directory below `runs`.
+    - `hooks`: called in this order; one with `state_dict` and `load_state_dict` is saved with the
+      run.
     - `log_every`: steps between two lines of `metrics.jsonl`.
     - `saving`: when the run is saved, and what it keeps; None: `Saving()`.
-    - `resume`: "auto" goes on with an unfinished run in `run_dir`, "never" refuses to, "must" refuses if there is none;
-      the launcher's goes first.
+    - `resume`: "auto" goes on with an unfinished run in `run_dir`, "never" refuses to, "must"
+      refuses if there is none; the launcher's goes first.
     - `allow_change`: fields of the recipe that may then differ from what they were.
-    - `loggers`: where else the run's numbers go, such as `ls.WandB(project=...)`; see `logging.loggers.Logger`.
+    - `loggers`: where else the run's numbers go, such as `ls.WandB(project=...)`; see
+      `logging.loggers.Logger`.
 
-    Raises the children of `ls.errors.UserError`, and `Preempted`, which ends the process with status 75, if it was
-    asked to save and end.
+    Raises the children of `ls.errors.UserError`, and `Preempted`, which ends the process with
+    status 75, if it was asked to save and end.
     """
     if not isinstance(recipe, Recipe):
-        raise RecipeError(f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=..., data=..., loss=..., ...)")
-    if (instead := os.environ.get(variable("instead_of_training"))) is not None:  # a command has started the script
+        raise RecipeError(
+            f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=...,"
+            " data=..., loss=..., ...)"
+        )
+    # a command has started the script
+    if (instead := os.environ.get(variable("instead_of_training"))) is not None:
         import_module(instead).train(recipe)
     if (weights := os.environ.get(variable("evaluate"))) is not None:
         return _evaluate(recipe, weights, plan=plan, run_dir=run_dir)
-    given: dict[str, Any] = {"run_dir": run_dir, "plan": plan, "log_every": log_every, "hooks": hooks, "saving": saving, "resume": resume}
+    given: dict[str, Any] = {
+        "run_dir": run_dir,
+        "plan": plan,
+        "log_every": log_every,
+        "hooks": hooks,
+        "saving": saving,
+        "resume": resume,
+    }
     given |= {"allow_change": allow_change, "loggers": loggers}
     resolved = [recipe]
     rejoin = connect(abort_collectives, lambda: active_calls() or None)
@@ -111,8 +129,8 @@ def train(
 
 
 def _train_with_recovery(recipe: Recipe, recovery: Recovery, given: dict[str, Any]) -> Result:
-    """Train; after the loss of another process, open the run again in this one, with the rank that the launcher gives
-    it."""
+    """Train; after the loss of another process, open the run again in this one, with the rank that
+    the launcher gives it."""
     while True:
         recovery.begin()
         try:
@@ -120,10 +138,17 @@ def _train_with_recovery(recipe: Recipe, recovery: Recovery, given: dict[str, An
         except BaseException as error:
             if not recovery.rejoined(error, None):
                 recovery.close(failed=True)
-                if recovery.is_under_way and isinstance(error, UserError) and not isinstance(error, PlanError):
-                    # Before the loss there was no such mistake: processes that start anew may not make it.
+                if (
+                    recovery.is_under_way
+                    and isinstance(error, UserError)
+                    and not isinstance(error, PlanError)
+                ):
+                    # Before the loss there was no such mistake: processes that start anew may not
+                    # make it.
                     recovery.refuse(error)
-                    raise LockstepError(f"the run cannot be opened again in this process: {error}") from error
+                    raise LockstepError(
+                        f"the run cannot be opened again in this process: {error}"
+                    ) from error
                 raise
             lost = error
         else:
@@ -145,24 +170,41 @@ def evaluate(
     plan: str | Plan | None = None,
     run_dir: str | None = None,
 ) -> dict[str, float]:
-    """Measure the recipe's evaluations without training, on as many processes as were started, and return the metrics
-    by name. Every rank calls it, with the same arguments.
+    """Measure the recipe's evaluations without training, on as many processes as were started, and
+    return the metrics by name. Every rank calls it, with the same arguments.
 
-    `weights`: as in `Recipe`, such as a run's `model.safetensors`; None: those that the recipe begins with. `plan` and
-    `run_dir`: as for `train`; the metrics are in `result.json` too. Raises the children of `ls.errors.UserError`.
+    `weights`: as in `Recipe`, such as a run's `model.safetensors`; None: those that the recipe
+    begins with. `plan` and `run_dir`: as for `train`; the metrics are in `result.json` too. Raises
+    the children of `ls.errors.UserError`.
     """
     return _evaluate(recipe, weights, plan=plan, run_dir=run_dir).metrics
 
 
-def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, *, plan: str | Plan | None, run_dir: str | None) -> Result:
+def _evaluate(
+    recipe: Recipe,
+    weights: Weights | str | os.PathLike[str] | None,
+    *,
+    plan: str | Plan | None,
+    run_dir: str | None,
+) -> Result:
     if not recipe.evaluations:
         raise RecipeError(
-            "an evaluation of a recipe without Recipe.evaluation; it measures those of the recipe; give ls.Evaluation(data=...)"
+            "an evaluation of a recipe without Recipe.evaluation; it measures those of the recipe;"
+            " give ls.Evaluation(data=...)"
         )
-    measured = {name.removesuffix("/"): replace(each, weights="current") for name, each in recipe.evaluations.items()}
-    recipe = replace(recipe, evaluation=measured.get("", measured), weights=recipe.weights if weights is None else weights)
+    measured = {
+        name.removesuffix("/"): replace(each, weights="current")
+        for name, each in recipe.evaluations.items()
+    }
+    recipe = replace(
+        recipe,
+        evaluation=measured.get("", measured),
+        weights=recipe.weights if weights is None else weights,
+    )
     resolved = [recipe]
-    with RecipeSession(resolved, trains=False, run_dir=run_dir, plan=plan, resume="never") as session:
+    with RecipeSession(
+        resolved, trains=False, run_dir=run_dir, plan=plan, resume="never"
+    ) as session:
         _prepare(resolved[0], session)
         assert session.house.evaluation is not None, "the recipe has one"
         began = time.perf_counter()
@@ -172,7 +214,8 @@ def _evaluate(recipe: Recipe, weights: Weights | str | os.PathLike[str] | None, 
 
 
 class RecipeSession(Session):
-    """The session of a recipe. Its `auto` settings are measured on entering, and then in `recipes[0]`."""
+    """The session of a recipe. Its `auto` settings are measured on entering, and then in
+    `recipes[0]`."""
 
     def __init__(
         self,
@@ -183,7 +226,11 @@ class RecipeSession(Session):
         **options: Any,
     ) -> None:
         (recipe,) = recipes
-        self._evaluations, self._resolve, self._recovery = recipe.evaluations, partial(_resolve, recipes), recovery
+        self._evaluations, self._resolve, self._recovery = (
+            recipe.evaluations,
+            partial(_resolve, recipes),
+            recovery,
+        )
         self.code, self._code_and_objects = code_of(recipe), code_and_objects_of(recipe)
         super().__init__(
             seed=recipe.seed,
@@ -196,7 +243,8 @@ class RecipeSession(Session):
 
 
 def train_in(session: Session, recipe: Recipe) -> Result:
-    """Train in a session that has been entered. `recipe`: the session's, with every `auto` resolved."""
+    """Train in a session that has been entered. `recipe`: the session's, with every `auto`
+    resolved."""
     run, evaluation = session.run, session.house.evaluation
     recipe = _prepare(recipe, session)
     assert recipe.microbatch != "auto", "_resolve has chosen one"
@@ -222,23 +270,32 @@ def train_in(session: Session, recipe: Recipe) -> Result:
 
 
 def _resolve(recipes: list[Recipe], opened: Opened) -> Context:
-    """Measure every setting that is `auto`. Puts the recipe with their values into `recipes[0]`, and returns the
-    context with them."""
+    """Measure every setting that is `auto`. Puts the recipe with their values into `recipes[0]`,
+    and returns the context with them."""
     (recipe,), plan = recipes, opened.context.plan
     if recipe.microbatch != "auto" and recipe.global_batch is not None:
         check_microbatch_is_fixed(plan, recipe.global_batch, recipe.microbatch)
     if plan.pipeline != 1 and recipe.inputs is None:
         raise RecipeError(
-            f"pipeline={plan.pipeline} on a recipe in shorthand form (no inputs; the loss calls the model); it must call the "
-            "model's parts itself, on several ranks; give Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)"
+            f"pipeline={plan.pipeline} on a recipe in shorthand form (no inputs; the loss calls the"
+            " model); it must call the model's parts itself, on several ranks; give"
+            " Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)"
         )
-    if "auto" not in (recipe.precision, recipe.microbatch, *(getattr(plan, name) for name in MEASURED)):
+    if "auto" not in (
+        recipe.precision,
+        recipe.microbatch,
+        *(getattr(plan, name) for name in MEASURED),
+    ):
         return opened.context
     if recipe.global_batch is None:
-        raise RecipeError("auto with batch_sampler; what is auto is timed with microbatches of one size; give a value in recipe and plan")
+        raise RecipeError(
+            "auto with batch_sampler; what is auto is timed with microbatches of one size; give a"
+            " value in recipe and plan"
+        )
     if recipe.batch_loss is not None:
         raise RecipeError(
-            "auto with batch_loss; what is auto is timed with a loss of one microbatch; give a value in the recipe and the plan"
+            "auto with batch_loss; what is auto is timed with a loss of one microbatch; give a"
+            " value in the recipe and the plan"
         )
     from lockstep.autotune.autotune import autotune  # 5 ms to import
 
@@ -247,12 +304,14 @@ def _resolve(recipes: list[Recipe], opened: Opened) -> Context:
 
 
 def _prepare(given: Recipe, session: Session) -> Recipe:
-    """Build the model, and register what is saved with the run. Returns the recipe with a loss module in the model."""
+    """Build the model, and register what is saved with the run. Returns the recipe with a loss
+    module in the model."""
     recipe = with_loss_in_model(given)
     if recipe is not given and session.plan.pipeline != 1:
         raise RecipeError(
-            f"pipeline={session.plan.pipeline} with a loss that is a module with parameters; stages hold all parameters; choose another "
-            "plan, or make the parameters a part of the last stage"
+            f"pipeline={session.plan.pipeline} with a loss that is a module with parameters; stages"
+            " hold all parameters; choose another plan, or make the parameters a part of the last"
+            " stage"
         )
     run = session.run
     run.recipe, run.code = recipe, session.code
@@ -268,10 +327,13 @@ def _prepare(given: Recipe, session: Session) -> Recipe:
     metric = run.modules[0].schedule.metric
     if metric is not None and all(each.every is None for each in recipe.evaluations.values()):
         raise RecipeError(
-            f"a ReduceLROnPlateau follows the evaluations' {metric!r}, and Recipe.evaluation has none, or every=None; give "
-            "ls.Evaluation(every=...), or another schedule"
+            f"a ReduceLROnPlateau follows the evaluations' {metric!r}, and Recipe.evaluation has"
+            " none, or every=None; give ls.Evaluation(every=...), or another schedule"
         )
-    pipeline, check = run.modules[0].parallel.pipeline, partial(check_tensors, run.model.state_dict())
+    pipeline, check = (
+        run.modules[0].parallel.pipeline,
+        partial(check_tensors, run.model.state_dict()),
+    )
     if pipeline is None:
         check()
     else:
@@ -304,5 +366,7 @@ def _result(session: Session, seconds: float, *, is_trained: bool) -> Result:
         samples_per_second=session.house.metrics.throughput.total_samples / seconds,
         events=list(recorder.events.events),
     )
-    recorder.end({name: value for name, value in asdict(result).items() if name not in ("rank", "events")})
+    recorder.end(
+        {name: value for name, value in asdict(result).items() if name not in ("rank", "events")}
+    )
     return result

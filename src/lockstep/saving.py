@@ -12,52 +12,73 @@ from lockstep.base.field_docs import with_field_docs
 from lockstep.base.units import duration
 
 Resume = Literal["auto", "never", "must"]
-"""`auto`: resume an unfinished run in the run directory, or start one. `never`: refuse if there is one. `must`: refuse
-if there is none."""
+"""`auto`: resume an unfinished run in the run directory, or start one. `never`: refuse if there is
+one. `must`: refuse if there is none."""
 
 OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
-"""The changes to the plan after running out of memory. `halve`: the next of checkpointing, offload and
-microbatch_splits. `same-bits`: the same, but nothing that changes bits. `retry`: `same-bits` under bitwise numerics,
-else `halve`. `stop`: nothing."""
+"""The changes to the plan after running out of memory. `halve`: the next of checkpointing, offload
+and microbatch_splits. `same-bits`: the same, but nothing that changes bits. `retry`: `same-bits`
+under bitwise numerics, else `halve`. `stop`: nothing."""
 
 
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """When a run saves, and which checkpoints it keeps. Raises `CheckpointError` for an invalid value."""
+    """When a run saves, and which checkpoints it keeps. Raises `CheckpointError` for an invalid
+    value."""
 
     every: int | str = "10m"
-    """Steps between checkpoints, a time between them ("90s", "10m", "1h30m"), or "epoch": after each epoch."""
+    """Steps between checkpoints, a time between them ("90s", "10m", "1h30m"), or "epoch": after
+    each epoch."""
     last: int = 2
     """Number of newest checkpoints to keep, at least 1."""
     keep_every: int | None = None
     """Checkpoints at multiples of this many steps are never deleted. None: no such checkpoints."""
     best: str | None = None
-    """Name of an evaluation metric. The run is saved whenever it has a new best value, whatever `every` says, and that
-    checkpoint is kept until there is a better one. None: no such checkpoint."""
+    """Name of an evaluation metric. The run is saved whenever it has a new best value, whatever
+    `every` says, and that checkpoint is kept until there is a better one. None: no such
+    checkpoint."""
     mode: Literal["min", "max"] = "min"
     """`min` if a smaller value of the metric is better, `max` if a larger one is."""
     folder: str | None = None
-    """Folder of the checkpoints, or the URL of an fsspec file system (s3://bucket/run). None: in the run directory."""
+    """Folder of the checkpoints, or the URL of an fsspec file system (s3://bucket/run). None: in
+    the run directory."""
     failures: int = 3
     """Number of consecutive failed saves that ends the run with an error."""
 
     def __post_init__(self) -> None:
-        for name, least in (("last", 1), ("failures", 1), *((("keep_every", 1),) if self.keep_every is not None else ())):
+        for name, least in (
+            ("last", 1),
+            ("failures", 1),
+            *((("keep_every", 1),) if self.keep_every is not None else ()),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise CheckpointError(f"Saving({name}={value!r}); it is a whole number of at least {least}")
+                raise CheckpointError(
+                    f"Saving({name}={value!r}); it is a whole number of at least {least}"
+                )
         if self.mode not in ("min", "max"):
-            raise CheckpointError(f"Saving(mode={self.mode!r}); it is 'min' if a smaller value is better, else 'max'")
+            raise CheckpointError(
+                f"Saving(mode={self.mode!r}); it is 'min' if a smaller value is better, else 'max'"
+            )
         if not self.each_epoch and not (
-            duration(self.every) if isinstance(self.every, str) else type(self.every) is int and self.every >= 1
+            duration(self.every)
+            if isinstance(self.every, str)
+            else type(self.every) is int and self.every >= 1
         ):
-            raise CheckpointError(f"Saving(every={self.every!r}); it is a number of steps, at least 1, a time such as '10m', or 'epoch'")
+            raise CheckpointError(
+                f"Saving(every={self.every!r}); it is a number of steps, at least 1, a time such as"
+                " '10m', or 'epoch'"
+            )
         if self.folder == "":
-            raise CheckpointError("Saving(folder=''); it names a folder or a URL; leave it out for `checkpoints` in the run directory")
+            raise CheckpointError(
+                "Saving(folder=''); it names a folder or a URL; leave it out for `checkpoints` in"
+                " the run directory"
+            )
 
     def improves(self, value: float, before: float | None) -> bool:
-        """True if `value` of the metric is better than the best one `before`. NaN never is. None: there was none."""
+        """True if `value` of the metric is better than the best one `before`. NaN never is. None:
+        there was none."""
         if math.isnan(value):
             return False
         return before is None or (value < before if self.mode == "min" else value > before)
@@ -90,19 +111,21 @@ class Best:
     step: int
     """Optimizer steps done."""
     checkpoint: str | None
-    """Name of its checkpoint. None: it is the final model, `model.safetensors` in the run directory."""
+    """Name of its checkpoint. None: it is the final model, `model.safetensors` in the run
+    directory."""
     weights: str
     """Path or URL of its weights, for `ls.evaluate`, `Recipe.weights` and `ls.load`."""
 
 
 def interval(text: str, name: str) -> int | str:
-    """Parse an interval: a number of steps ("500"), a time ("10m") or "epoch". `name` is for the error. Raises
-    `CheckpointError`."""
+    """Parse an interval: a number of steps ("500"), a time ("10m") or "epoch". `name` is for the
+    error. Raises `CheckpointError`."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     if text != "epoch" and not duration(text):
         raise CheckpointError(
-            f"{name}={text!r}; it is a number of steps, at least 1, a time with its unit, or epoch: 500, 90s, 10m, 1h30m, epoch"
+            f"{name}={text!r}; it is a number of steps, at least 1, a time with its unit, or epoch:"
+            " 500, 90s, 10m, 1h30m, epoch"
         )
     return text
 
@@ -116,9 +139,13 @@ def check_resume(value: Any, name: str) -> Resume:
 
 
 def check_allow_change(value: Collection[str]) -> frozenset[str]:
-    """Raises `CheckpointError` if `value` is a single str, whose letters would be taken for fields."""
+    """Raises `CheckpointError` if `value` is a single str, whose letters would be taken for
+    fields."""
     if isinstance(value, str):
-        raise CheckpointError(f"allow_change={value!r}; it is a list of fields of the recipe: allow_change={value.split(',')!r}")
+        raise CheckpointError(
+            f"allow_change={value!r}; it is a list of fields of the recipe:"
+            f" allow_change={value.split(',')!r}"
+        )
     return frozenset(value)
 
 
@@ -129,16 +156,22 @@ def check_out_of_memory(value: str, name: str) -> OutOfMemory:
     return cast(OutOfMemory, value)
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: frozenset[str] = frozenset()) -> list[str]:
-    """The differences of two results of `Recipe.describe`, as in `steps: 100, now 200`. Nested fields have paths:
-    evaluation.every."""
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: frozenset[str] = frozenset()
+) -> list[str]:
+    """The differences of two results of `Recipe.describe`, as in `steps: 100, now 200`. Nested
+    fields have paths: evaluation.every."""
     found = []
     for name in sorted(saved.keys() | now.keys()):
         if name in allow_change:
             continue
         before, after = saved.get(name), now.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            inner = frozenset(each.removeprefix(f"{name}.") for each in allow_change if each.startswith(f"{name}."))
+            inner = frozenset(
+                each.removeprefix(f"{name}.")
+                for each in allow_change
+                if each.startswith(f"{name}.")
+            )
             found += [f"{name}.{line}" for line in differences(before, after, allow_change=inner)]
         elif before != after:
             found.append(f"{name}: {before!r}, now {after!r}")

@@ -1,4 +1,5 @@
-"""The lower level that `train` is written on, for loops that a recipe cannot express: GANs, reinforcement learning."""
+"""The lower level that `train` is written on, for loops that a recipe cannot express: GANs,
+reinforcement learning."""
 
 from __future__ import annotations
 
@@ -39,19 +40,24 @@ from lockstep.training.step import Step
 
 
 class Session:
-    """The processes, the run directory and the models of one run. Every rank makes one, and makes the same calls on it.
+    """The processes, the run directory and the models of one run. Every rank makes one, and makes
+    the same calls on it.
 
-    Use it in a `with`. The launcher's plan and run directory go before the ones given here. Raises `PlanError`,
-    `LaunchError` and `RunDirectoryError` on entering.
+    Use it in a `with`. The launcher's plan and run directory go before the ones given here. Raises
+    `PlanError`, `LaunchError` and `RunDirectoryError` on entering.
     """
 
-    _evaluations: Mapping[str, Evaluation] | None = None  # those of `train`; None in a script's own session
+    # those of `train`; None in a script's own session
+    _evaluations: Mapping[str, Evaluation] | None = None
     code: Mapping[str, str] = MappingProxyType({})
     """Digests of the functions of the recipe; empty in a script's own session."""
     _code_and_objects: Digests = MappingProxyType({})
-    _resolve: Callable[[Opened], Context] | None = None  # replaces the settings that `train` measures
+    # replaces the settings that `train` measures
+    _resolve: Callable[[Opened], Context] | None = None
     _recovery: Recovery | None = None  # that of `train`, if the run can recover in place
-    _open: Callable[[RunRequest, Termination, ExitStack, Recovery | None], Opened] = staticmethod(open_run)
+    _open: Callable[[RunRequest, Termination, ExitStack, Recovery | None], Opened] = staticmethod(
+        open_run
+    )
 
     def __init__(
         self,
@@ -71,12 +77,19 @@ class Session:
     ) -> None:
         """- `run_dir`, `plan`, `hooks`, `log_every`, `saving`, `resume`, `loggers`: as for `train`.
         - `seed`, `precision`, `gradient_compression`: as in `Recipe`.
-        - `recipe`: more that run.json says of what is learned, and that a resumed run is compared by.
-        - `allow_change`: fields of it, and arguments of this and of `steps`, that may differ from the saved ones.
+        - `recipe`: more that run.json says of what is learned, and that a resumed run is compared
+          by.
+        - `allow_change`: fields of it, and arguments of this and of `steps`, that may differ from
+          the saved ones.
         """
         check_hooks(hooks)
         self.hooks = hooks
-        given: dict[str, Any] = {"seed": seed, "precision": precision, "gradient_compression": gradient_compression, "recipe": recipe}
+        given: dict[str, Any] = {
+            "seed": seed,
+            "precision": precision,
+            "gradient_compression": gradient_compression,
+            "recipe": recipe,
+        }
         given |= {
             "code": dict(self.code),
             "code_and_objects": dict(self._code_and_objects),
@@ -85,7 +98,9 @@ class Session:
             "loggers": loggers,
             "evaluations": self._evaluations,
         }
-        self._request = RunRequest.checked(plan=plan, saving=saving, resume=resume, allow_change=allow_change, **given)
+        self._request = RunRequest.checked(
+            plan=plan, saving=saving, resume=resume, allow_change=allow_change, **given
+        )
         self._finished = False
         self._stack = ExitStack()
         self._termination = Termination()
@@ -94,10 +109,17 @@ class Session:
         with ExitStack() as stack:
             opened = self._open(self._request, self._termination, stack, self._recovery)
             self.house = HouseHooks(
-                opened, self._termination, hooks=self.hooks, evaluations=self._evaluations or {}, recovery=self._recovery
+                opened,
+                self._termination,
+                hooks=self.hooks,
+                evaluations=self._evaluations or {},
+                recovery=self._recovery,
             )
             stack.callback(self.house.hang.close)
-            self.run = Run(opened.context if self._resolve is None else self._resolve(opened), self.house.in_order)
+            self.run = Run(
+                opened.context if self._resolve is None else self._resolve(opened),
+                self.house.in_order,
+            )
             self.run.include_hooks(self.hooks)
             stack.callback(self.run.close)
             self.house.hang.watch(self.run)
@@ -105,15 +127,33 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        while self.house.hang.ends_the_process:  # once it has saved; until then a signal, such as the launcher's, ends nothing
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # once it has saved; until then a signal, such as the launcher's, ends nothing
+        while self.house.hang.ends_the_process:
             with suppress(BaseException):
                 threading.Event().wait()
-        rejoins = error is not None and self._recovery is not None and self._recovery.rejoined(error, self.run, self.house.hang.close)
+        rejoins = (
+            error is not None
+            and self._recovery is not None
+            and self._recovery.rejoined(error, self.run, self.house.hang.close)
+        )
         self._termination.hold(failed=error is not None)
         self.context.phases.enter("ending")
-        explained = error_of_sharding(error, self.plan) if self.plan.shard != 1 or self.plan.tensor != 1 else None
-        if self.plan.shard != 1 and self.plan.numerics == "fast" and self.context.precision != "fp32":
+        explained = (
+            error_of_sharding(error, self.plan)
+            if self.plan.shard != 1 or self.plan.tensor != 1
+            else None
+        )
+        if (
+            self.plan.shard != 1
+            and self.plan.numerics == "fast"
+            and self.context.precision != "fp32"
+        ):
             explained = explained or error_of_autocast(error, self.plan)
         if self.plan.compile:
             explained = explained or error_of_compiling(error, self.plan)
@@ -139,11 +179,13 @@ class Session:
             except BaseException as failure:
                 self._end(failure)
                 raise
-            self.context.recorder.end({"steps": run.step, "plan": str(self.context.plan), "world_size": self.world_size})
+            self.context.recorder.end(
+                {"steps": run.step, "plan": str(self.context.plan), "world_size": self.world_size}
+            )
 
     def finish(self) -> None:
-        """Put optimizers that have modes into evaluation mode, and call the hooks' `on_finish`. Every rank calls it.
-        Without it, that is done on leaving the `with`."""
+        """Put optimizers that have modes into evaluation mode, and call the hooks' `on_finish`.
+        Every rank calls it. Without it, that is done on leaving the `with`."""
         if not self._finished:
             self._finished = True
             for module in self.run.modules:
@@ -182,13 +224,14 @@ class Session:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps that all models have committed, in all loops, and before the run was resumed."""
+        """Optimizer steps that all models have committed, in all loops, and before the run was
+        resumed."""
         return self.run.step
 
     @property
     def epoch(self) -> int | None:
-        """Epochs of the data that the steps of this loop have ended, from 0: in a step, the epoch of its first sample.
-        None before the first step, and for data without a length."""
+        """Epochs of the data that the steps of this loop have ended, from 0: in a step, the epoch
+        of its first sample. None before the first step, and for data without a length."""
         return self.run.epoch
 
     @property
@@ -207,13 +250,23 @@ class Session:
         stages: Sequence[str] | None = None,
         weights: Weights | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
-        """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns what the two functions
-        returned, the model on this rank's device. Its initial values follow from the session's seed, whatever the plan,
-        or are `weights`. `blocks`, `tensor`, `stages` and `weights`: as in `Recipe`.
-        May be called again, for another model, unless the plan has a pipeline. Raises `RecipeError`."""
+        """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns
+        what the two functions returned, the model on this rank's device. Its initial values follow
+        from the session's seed, whatever the plan, or are `weights`. `blocks`, `tensor`, `stages`
+        and `weights`: as in `Recipe`. May be called again, for another model, unless the plan has a
+        pipeline. Raises `RecipeError`."""
         how = ModelOptions(blocks=blocks, tensor=tensor, stages=stages)
-        module = prepare(self.run, build_model, build_optimizer, how, schedule=schedule, weights=Weights.of(weights))
-        return module.model, module.optimizers if len(module.optimizers) > 1 else module.optimizers[0]
+        module = prepare(
+            self.run,
+            build_model,
+            build_optimizer,
+            how,
+            schedule=schedule,
+            weights=Weights.of(weights),
+        )
+        return module.model, (
+            module.optimizers if len(module.optimizers) > 1 else module.optimizers[0]
+        )
 
     def steps(
         self,
@@ -229,15 +282,18 @@ class Session:
         sampler: Callable[[int, int], Any] | None = None,
         batch_sampler: Callable[[int, int], Any] | None = None,
     ) -> Iterator[Step]:
-        """The steps of training, each the same on every rank. Arguments are those of `Recipe`. Every rank calls it.
-        `data=None`: no dataset; a microbatch is a `range` of indices in the global batch, the same in every step (the
-        environments of reinforcement learning). A DataLoader with `sampler` or `batch_sampler`: its dataset and
-        collate_fn. In each step all models must be committed. Raises `DataError`, `RecipeError`, `LossError`."""
+        """The steps of training, each the same on every rank. Arguments are those of `Recipe`.
+        Every rank calls it. `data=None`: no dataset; a microbatch is a `range` of indices in the
+        global batch, the same in every step (the environments of reinforcement learning). A
+        DataLoader with `sampler` or `batch_sampler`: its dataset and collate_fn. In each step all
+        models must be committed. Raises `DataError`, `RecipeError`, `LossError`."""
         run = self.run
         sizes = (global_batch, microbatch, steps, epochs, drop_last)
         options = loop.LoopOptions(data, *sizes, collate, weight, sampler, batch_sampler)
         batching = loop.lay_out_loop(run, options)
-        self.house.out_of_memory.begin_loop(run, [module.model for module in run.modules], options.data, largest=batching.largest)
+        self.house.out_of_memory.begin_loop(
+            run, [module.model for module in run.modules], options.data, largest=batching.largest
+        )
         if not run.loop.loops:
             run.start()
             loop.report_layout(run, options, batching)
@@ -248,28 +304,39 @@ class Session:
         return loop.steps(run, batches, total=batching.steps, weight=weight)
 
     def include(self, name: str, state: Stateful) -> None:
-        """Save `state` with the run, and load it when the run is resumed. Every rank calls it, before `steps`. `state`:
-        has `state_dict` and `load_state_dict`, the same on every rank. Raises `CheckpointError`."""
+        """Save `state` with the run, and load it when the run is resumed. Every rank calls it,
+        before `steps`. `state`: has `state_dict` and `load_state_dict`, the same on every rank.
+        Raises `CheckpointError`."""
         if self.run.loop.loops:
-            raise CheckpointError(f"include({name!r}) after steps have begun; a checkpoint is loaded then; include it before")
+            raise CheckpointError(
+                f"include({name!r}) after steps have begun; a checkpoint is loaded then; include it"
+                " before"
+            )
         self.run.include(name, state)
         self.run.is_consistent_in_steps = False
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context manager for forwards in the session's precision. Backwards and commits stay outside of it."""
-        return precisions.autocast(self.context.precision, self.device, keep_casts=precisions.keeps_casts(self.plan))
+        """The context manager for forwards in the session's precision. Backwards and commits stay
+        outside of it."""
+        return precisions.autocast(
+            self.context.precision, self.device, keep_casts=precisions.keeps_casts(self.plan)
+        )
 
     def mean(self, values: Tensor) -> float:
-        """The mean over all values (any shape) of all ranks; NaN if there are none. Every rank calls it."""
+        """The mean over all values (any shape) of all ranks; NaN if there are none. Every rank
+        calls it."""
         return self._seen("session.mean", mean(values, self.world))
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows (dim 0), any number of them, of all data ranks in rank order, on each of these. Their gradient is
-        the sum over ranks. Every rank calls it."""
+        """The rows (dim 0), any number of them, of all data ranks in rank order, on each of these.
+        Their gradient is the sum over ranks. Every rank calls it."""
         gathered = gather(rows, self.context.mesh.data)
         if self.context.overrides.probe is not None:
             self._seen("rows of session.gather", len(gathered))
-            self._seen("sum of session.gather", math.fsum(gathered.detach().double().abs().flatten().tolist()))
+            self._seen(
+                "sum of session.gather",
+                math.fsum(gathered.detach().double().abs().flatten().tolist()),
+            )
         return gathered
 
     def _seen(self, name: str, value: float) -> float:
@@ -278,14 +345,17 @@ class Session:
         return value
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """A copy of a prepared model's state dict with full tensors on the CPU, on every rank and under every plan, for
-        `torch.save` on one. Every rank calls it. `model`: None is the first."""
+        """A copy of a prepared model's state dict with full tensors on the CPU, on every rank and
+        under every plan, for `torch.save` on one. Every rank calls it. `model`: None is the
+        first."""
         return self.run.full_state_dict(model)
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training. Any rank may; it takes effect on all at the next logging step or evaluation."""
+        """Ask for the end of training. Any rank may; it takes effect on all at the next logging
+        step or evaluation."""
         self.run.stop(reason)
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
-        """Record an event; rank 0's are in events.jsonl. `step`: optimizer steps done then; None: those done now."""
+        """Record an event; rank 0's are in events.jsonl. `step`: optimizer steps done then; None:
+        those done now."""
         self.run.event(name, step, **details)

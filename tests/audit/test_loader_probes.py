@@ -1,4 +1,5 @@
-"""The probes of loaders see the samples of each batch, the passes, and the random numbers that reads of data draw."""
+"""The probes of loaders see the samples of each batch, the passes, and the random numbers that
+reads of data draw."""
 
 from __future__ import annotations
 
@@ -33,7 +34,14 @@ def passed(data: Watched, mark: str) -> list[list[Row]]:
     """The batches of each pass of the loader that was made at a line."""
     begun = data.rows("pass", mark)
     assert begun
-    return [[row for row in data.rows("batch") if (row["loader"], row["number"]) == (each["loader"], each["number"])] for each in begun]
+    return [
+        [
+            row
+            for row in data.rows("batch")
+            if (row["loader"], row["number"]) == (each["loader"], each["number"])
+        ]
+        for each in begun
+    ]
 
 
 def indices(batches: list[Row]) -> list[list[int]]:
@@ -47,7 +55,10 @@ def test_indices_are_those_of_the_batches(data: Watched) -> None:
     assert indices(passed(data, "subset")[0]) == [[0, 1], [2]]
     assert data.rows("pass", "subset")[0]["dataset"]["subset"] == [9, 3, 5]
     assert indices(passed(data, "unbatched")[0]) == [[each] for each in range(10)]
-    assert [indices(shuffled[2])[0], indices(shuffled[2])[1]] == [seen[6][0], seen[6][2]], "two loaders in turn"
+    assert [indices(shuffled[2])[0], indices(shuffled[2])[1]] == [
+        seen[6][0],
+        seen[6][2],
+    ], "two loaders in turn"
 
 
 def test_indices_of_workers_are_those_of_the_batches_in_each_pass(data: Watched) -> None:
@@ -68,20 +79,41 @@ def test_a_sample_has_one_digest_wherever_it_comes(data: Watched) -> None:
 
 def test_the_end_of_a_pass_is_seen_unless_the_loop_was_left(data: Watched) -> None:
     ended = {(row["loader"], row["number"]) for row in data.rows("pass_end")}
-    for mark, complete in {"shuffled": [True, True, False], "left": [False], "workers": [True, True], "stream": [True]}.items():
-        assert [(row["loader"], row["number"]) in ended for row in data.rows("pass", mark)] == complete
+    for mark, complete in {
+        "shuffled": [True, True, False],
+        "left": [False],
+        "workers": [True, True],
+        "stream": [True],
+    }.items():
+        assert [
+            (row["loader"], row["number"]) in ended for row in data.rows("pass", mark)
+        ] == complete
 
 
 def test_a_pass_names_its_lines_its_data_and_its_sampler(data: Watched) -> None:
     first, second, _ = data.rows("pass", "shuffled")
     assert (first["number"], second["number"], first["loader"]) == (0, 1, second["loader"])
     assert first["loop"] == data.line("the loop")
-    assert (first["batches"], first["batch_size"], first["drop_last"], first["workers"]) == (3, 4, False, 0)
-    assert first["sampler"] == {"type": "RandomSampler", "batch_type": "BatchSampler", "replacement": False, "num_samples": 10}
+    assert (first["batches"], first["batch_size"], first["drop_last"], first["workers"]) == (
+        3,
+        4,
+        False,
+        0,
+    )
+    assert first["sampler"] == {
+        "type": "RandomSampler",
+        "batch_type": "BatchSampler",
+        "replacement": False,
+        "num_samples": 10,
+    }
     assert (first["dataset"]["type"], first["dataset"]["length"]) == ("TensorDataset", 10)
     assert second["dataset"] is None
     (stream,) = data.rows("pass", "stream")
-    assert (stream["dataset"]["iterable"], stream["dataset"]["length"], stream["batches"]) == (True, None, None)
+    assert (stream["dataset"]["iterable"], stream["dataset"]["length"], stream["batches"]) == (
+        True,
+        None,
+        None,
+    )
 
 
 def test_a_loader_that_a_library_makes_from_another_one_has_the_line_of_that(data: Watched) -> None:
@@ -99,8 +131,15 @@ def test_a_stream_has_contents_and_no_indices(data: Watched) -> None:
 def test_reads_that_draw_random_numbers_are_seen_in_the_workers(data: Watched) -> None:
     workers = [[row for row in rows if row["kind"] == "fetch"] for rows in data.processes[1:]]
     workers = [rows for rows in workers if rows]
-    assert sorted(rows[0]["worker"] for rows in workers) == [0, 0, 1, 1], "two workers in each of two passes"
-    assert all(set(row["drawn"]) == {"numpy"} and row["number"] <= 3 for rows in workers for row in rows)
+    assert sorted(rows[0]["worker"] for rows in workers) == [
+        0,
+        0,
+        1,
+        1,
+    ], "two workers in each of two passes"
+    assert all(
+        set(row["drawn"]) == {"numpy"} and row["number"] <= 3 for rows in workers for row in rows
+    )
     assert len({row["drawn"]["numpy"] for rows in workers for row in rows}) == 8
     assert {rows[0]["parent"] for rows in data.processes[1:]} == {data.processes[0][0]["pid"]}
     assert data.rows("fetch") == []
@@ -117,7 +156,12 @@ def test_datasets_are_told_apart_by_what_they_hold() -> None:
     assert held(one) != held(one + 1)
     assert held(torch.zeros(300_000)) == held(torch.zeros(300_000))
     subset = describe(Subset(Subset(TensorDataset(one), [3, 1, 0]), [2, 0]))
-    assert (subset["subset"], subset["whole"], subset["whole_length"], subset["length"]) == ([0, 3], held(one), 4, 2)
+    assert (subset["subset"], subset["whole"], subset["whole_length"], subset["length"]) == (
+        [0, 3],
+        held(one),
+        4,
+        2,
+    )
 
 
 def test_datasets_are_told_apart_by_what_their_parts_hold() -> None:
@@ -137,8 +181,18 @@ class Table:
 
 
 def test_texts_paths_and_lists_are_read() -> None:
-    for one, other in [(["a"], ["b"]), ([Path("a")], [Path("b")]), (np.array(["a"]), np.array(["b"])), ({"a": 1}, {"a": 2})]:
-        assert describe(Rows(one))["digest"] == describe(Rows(one))["digest"] != describe(Rows(other))["digest"] != ""
+    for one, other in [
+        (["a"], ["b"]),
+        ([Path("a")], [Path("b")]),
+        (np.array(["a"]), np.array(["b"])),
+        ({"a": 1}, {"a": 2}),
+    ]:
+        assert (
+            describe(Rows(one))["digest"]
+            == describe(Rows(one))["digest"]
+            != describe(Rows(other))["digest"]
+            != ""
+        )
     assert describe([1, 2])["digest"] != describe([1, 3])["digest"]
 
 
@@ -160,7 +214,13 @@ def test_samples_of_a_batch_of_any_kind_are_told_apart() -> None:
     read_only = x.numpy().copy()
     read_only.flags.writeable = False
     with warnings.catch_warnings(action="error"):
-        assert digests(Batch(x)) == digests(UserDict(x=x)) == digests(x.numpy()) == digests(read_only) == digests([x])
+        assert (
+            digests(Batch(x))
+            == digests(UserDict(x=x))
+            == digests(x.numpy())
+            == digests(read_only)
+            == digests([x])
+        )
 
 
 def test_samples_are_told_apart_by_all_their_tensors() -> None:
@@ -175,14 +235,21 @@ def test_samples_are_told_apart_by_all_their_tensors() -> None:
 
 def test_loaders_have_numbers_of_their_own(data: Watched) -> None:
     rows = data.rows("pass", "made in a loop")
-    others = {row["loader"] for row in data.rows("pass") if row["line"] != data.line("made in a loop")}
+    others = {
+        row["loader"] for row in data.rows("pass") if row["line"] != data.line("made in a loop")
+    }
     assert not {row["loader"] for row in rows} & others
 
 
 def test_the_data_of_a_dataset_are_told_from_its_settings_and_its_caches() -> None:
     class Images(Dataset[Tensor]):
         def __init__(self, seed: int) -> None:
-            self.seed, self.transform, self.cache, self.kept = seed, nn.Identity(), {seed: "an image"}, [None, seed]
+            self.seed, self.transform, self.cache, self.kept = (
+                seed,
+                nn.Identity(),
+                {seed: "an image"},
+                [None, seed],
+            )
             self.ranks, self.names = (seed, 2), {"name": "a", "rank": seed}
             self.images = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
             self.files, self.by_name = [f"{seed}.png"] * 8, {"labels": [seed] * 8}
@@ -194,4 +261,7 @@ def test_the_data_of_a_dataset_are_told_from_its_settings_and_its_caches() -> No
     assert one == data_of(Images(0))
     assert data_of([0] * 8) != data_of([1] * 8)
     whole = TensorDataset(torch.arange(4))
-    assert describe(Subset(whole, [0, 1]))["data"]["indices"] != describe(Subset(whole, [0, 2]))["data"]["indices"]
+    assert (
+        describe(Subset(whole, [0, 1]))["data"]["indices"]
+        != describe(Subset(whole, [0, 2]))["data"]["indices"]
+    )

@@ -17,7 +17,14 @@ VOID = {"meta", "br", "hr"}
 def found(**changed: object) -> Audit:
     audit = Audit(script="train.py --lr 1", processes=2, steps=20)
     audit.findings = [
-        Finding(cause=Cause.SAME_ORDER, area=Area.SAMPLES, evidence="epochs 0 and 1 <same>", line="train.py:4", step=3, names=["a", "b"]),
+        Finding(
+            cause=Cause.SAME_ORDER,
+            area=Area.SAMPLES,
+            evidence="epochs 0 and 1 <same>",
+            line="train.py:4",
+            step=3,
+            names=["a", "b"],
+        ),
         Finding(cause=Cause.LOCAL_CLIPPING, area=Area.GRADIENTS, evidence="norms 1.0 and 2.0"),
     ]
     audit.right = {Area.RANDOM: "40 forwards & 2 ranks"}
@@ -66,13 +73,26 @@ def test_a_finding_has_its_law_its_evidence_its_source_and_its_remedy() -> None:
     assert "epochs 0 and 1 <same>" in read.texts["p"]
     assert "Concerned: a, b" in read.texts["p"]
     assert "call set_epoch before each epoch:" in read.texts["p"]
-    assert read.texts["code"][0].splitlines() == ["for epoch in range(epochs):", "    loader.sampler.set_epoch(epoch)"]
-    assert [text for text in read.texts["tr"] if "line " in text and "<&>" in text] == [f"{at}line {at} <&>" for at in range(2, 7)]
+    assert read.texts["code"][0].splitlines() == [
+        "for epoch in range(epochs):",
+        "    loader.sampler.set_epoch(epoch)",
+    ]
+    assert [text for text in read.texts["tr"] if "line " in text and "<&>" in text] == [
+        f"{at}line {at} <&>" for at in range(2, 7)
+    ]
     assert page(found(), SOURCE).count("class=here") == 1
     assert '<tr class=here><td class="number">4</td>' in page(found(), SOURCE)
 
 
-@pytest.mark.parametrize(("line", "rows"), [("train.py:1", [1, 2, 3]), ("train.py:10", [8, 9, 10]), ("train.py:11", []), ("gone.py:1", [])])
+@pytest.mark.parametrize(
+    ("line", "rows"),
+    [
+        ("train.py:1", [1, 2, 3]),
+        ("train.py:10", [8, 9, 10]),
+        ("train.py:11", []),
+        ("gone.py:1", []),
+    ],
+)
 def test_the_source_is_shown_as_far_as_it_is_there(line: str, rows: list[int]) -> None:
     finding = Finding(cause=Cause.SAME_ORDER, area=Area.SAMPLES, evidence="", line=line)
     text = page(found(findings=[finding]), SOURCE)
@@ -94,7 +114,10 @@ def test_a_page_without_findings_says_so_and_has_no_empty_table() -> None:
 
 def test_a_failed_script_has_its_error_on_the_page() -> None:
     text = page(found(error="ValueError: <boom>", status=3), {})
-    assert '<p class="bad">The script failed (exit status 3).</p><pre>ValueError: &lt;boom&gt;</pre>' in text
+    assert (
+        '<p class="bad">The script failed (exit status 3).</p><pre>ValueError: &lt;boom&gt;</pre>'
+        in text
+    )
     assert "2 findings; the script failed" in text
 
 

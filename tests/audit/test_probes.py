@@ -37,7 +37,14 @@ def test_no_probe_fails(everything: Watched) -> None:
 def test_parameters_and_states_are_noted_before_and_after(everything: Watched) -> None:
     first, second, third = everything.rows("step", "step")
     assert first["before"].keys() == first["parameters"].keys() == first["applied"].keys()
-    assert set(first["parameters"]) == {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
+    assert set(first["parameters"]) == {
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "3.weight",
+        "3.bias",
+    }
     assert first["before"]["0.weight"] != first["parameters"]["0.weight"]
     assert second["before"] == third["before"] == {}
     assert "0.weight/exp_avg" in first["states"]
@@ -58,25 +65,43 @@ def test_the_rank_and_its_collectives_are_noted(everything: Watched) -> None:
     (rank,) = everything.rows("rank")
     assert (rank["rank"], rank["world_size"], rank["backend"]) == (0, 1, "gloo")
     (reduced,) = everything.rows("collective", "all_reduce")
-    assert (reduced["name"], reduced["shape"], reduced["operation"], reduced["ranks"]) == ("all_reduce", [[2, 3], "float32"], "MAX", [0])
-    assert [row["name"] for row in everything.rows("collective", "object")] == ["all_gather_object"], "not those that it is made of"
-    assert [(row["name"], row["shape"]) for row in everything.rows("collective", "barrier")] == [("barrier", [])]
+    assert (reduced["name"], reduced["shape"], reduced["operation"], reduced["ranks"]) == (
+        "all_reduce",
+        [[2, 3], "float32"],
+        "MAX",
+        [0],
+    )
+    assert [row["name"] for row in everything.rows("collective", "object")] == [
+        "all_gather_object"
+    ], "not those that it is made of"
+    assert [(row["name"], row["shape"]) for row in everything.rows("collective", "barrier")] == [
+        ("barrier", [])
+    ]
 
 
 def test_a_wrapped_model_is_noted_with_its_reductions(everything: Watched) -> None:
     (wrapped,) = everything.rows("ddp", "wrapped")
     assert (wrapped["broadcast_buffers"], wrapped["find_unused_parameters"]) == (True, False)
-    assert [row["reduces"] for row in everything.rows("ddp_forward")][:4] == [True, False, True, True]
+    assert [row["reduces"] for row in everything.rows("ddp_forward")][:4] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_schedules_are_counted_once(everything: Watched) -> None:
     """Not the schedules inside of one, nor the steps that a schedule takes while it is made."""
     rows = everything.rows("schedule", "schedule")
-    assert [(row["type"], row["epoch"]) for row in rows] == [("SequentialLR", epoch) for epoch in range(3)]
+    assert [(row["type"], row["epoch"]) for row in rows] == [
+        ("SequentialLR", epoch) for epoch in range(3)
+    ]
     assert {row["by"] for row in rows} == {"__main__"}
     (adam,) = {row["optimizer"] for row in rows}
     assert adam == everything.rows("step", "step")[0]["optimizer"]
-    assert [(row["type"], row["optimizer"]) for row in everything.rows("schedule", "plateau")] == [("ReduceLROnPlateau", adam)]
+    assert [(row["type"], row["optimizer"]) for row in everything.rows("schedule", "plateau")] == [
+        ("ReduceLROnPlateau", adam)
+    ]
     (own,) = everything.rows("schedule", "own schedule's step")
     assert (own["type"], own["optimizer"] != adam) == ("Own", True)
     assert len(everything.rows("schedule")) == 5
@@ -98,7 +123,9 @@ def test_seeds_are_noted_with_their_step(everything: Watched) -> None:
 def test_forwards_that_draw_random_numbers_have_states(everything: Watched) -> None:
     states = [row["state"] for row in everything.rows("backward")]
     assert len(set(states[:4])) == 4
-    assert all(row["state_at_batch"] == "" for row in everything.rows("backward", "backward")), "no batch of a loader came"
+    assert all(row["state_at_batch"] == "" for row in everything.rows("backward", "backward")), (
+        "no batch of a loader came"
+    )
 
 
 def test_files_are_noted_with_their_keys(everything: Watched) -> None:
@@ -118,7 +145,10 @@ def test_a_backward_counts_the_modes_of_what_it_comes_to(everything: Watched) ->
     (evaluation,) = everything.rows("modes", "backward in eval mode")
     assert counted(evaluation) == (0, 2, 1)
     modes = everything.rows("mode", "evaluation")
-    assert [(row["what"], row["training"], row["grad"]) for row in modes] == [("batch_norm", False, False), ("dropout", False, False)]
+    assert [(row["what"], row["training"], row["grad"]) for row in modes] == [
+        ("batch_norm", False, False),
+        ("dropout", False, False),
+    ]
 
 
 def test_dropout_of_a_frozen_model_is_not_off(everything: Watched) -> None:
@@ -128,9 +158,17 @@ def test_dropout_of_a_frozen_model_is_not_off(everything: Watched) -> None:
 
 def test_a_forward_before_the_next_batch_is_its_backwards(everything: Watched) -> None:
     """An evaluation has come to its end before it: the forward is not of its last batch."""
-    assert [row["loader"] for row in everything.rows("mode", "forward ahead") if row["loader"] is not None] == []
-    assert [counted(row) for row in everything.rows("modes", "backward of the batch before")] == [(1, 0, 0)]
-    first = next(row for row in everything.rows("mode") if row["training"] and row["what"] == "dropout")
+    assert [
+        row["loader"]
+        for row in everything.rows("mode", "forward ahead")
+        if row["loader"] is not None
+    ] == []
+    assert [counted(row) for row in everything.rows("modes", "backward of the batch before")] == [
+        (1, 0, 0)
+    ]
+    first = next(
+        row for row in everything.rows("mode") if row["training"] and row["what"] == "dropout"
+    )
     assert first["mode"] in [row["mode"] for row in everything.rows("mode_reached")]
     (trained,) = everything.rows("backward", "backward of the batch before")
     assert trained["drawn"] != ""
@@ -139,8 +177,15 @@ def test_a_forward_before_the_next_batch_is_its_backwards(everything: Watched) -
 
 def test_what_a_forward_draws_is_told_from_other_draws(everything: Watched) -> None:
     """A recomputation draws the same numbers again: not those of the next forward."""
-    (recomputed,), (nothing,), (other,) = [everything.rows("backward", mark) for mark in ("recomputed", "draws nothing", "after a draw")]
-    assert (recomputed["drawn"] != "", nothing["drawn"], nothing["other_draws"]) == (True, "", False)
+    (recomputed,), (nothing,), (other,) = [
+        everything.rows("backward", mark)
+        for mark in ("recomputed", "draws nothing", "after a draw")
+    ]
+    assert (recomputed["drawn"] != "", nothing["drawn"], nothing["other_draws"]) == (
+        True,
+        "",
+        False,
+    )
     assert (other["drawn"], other["other_draws"]) == ("", True)
 
 
@@ -150,7 +195,9 @@ def test_a_forward_that_is_recomputed_is_no_evaluation(everything: Watched) -> N
 
 
 def test_the_forward_of_a_wrapped_model_broadcasts_buffers_in_any_mode(everything: Watched) -> None:
-    broadcasts = [row for row in everything.rows("collective") if "broadcast of buffers" in row["name"]]
+    broadcasts = [
+        row for row in everything.rows("collective") if "broadcast of buffers" in row["name"]
+    ]
     assert [row["line"] for row in broadcasts][:3] == [
         everything.line("backward"),
         everything.rows("backward")[1]["line"],
@@ -167,7 +214,9 @@ def test_update_bn_is_no_evaluation(everything: Watched) -> None:
 def test_a_backward_is_of_all_loaders_of_its_step(everything: Watched) -> None:
     first, second = everything.rows("backward", "backward of two loaders")
     assert len(first["passes"]) == len(second["passes"]) == 2
-    assert [len(row["passes"]) for row in everything.rows("backward", "backward after an evaluation")] == [1, 1]
+    assert [
+        len(row["passes"]) for row in everything.rows("backward", "backward after an evaluation")
+    ] == [1, 1]
 
 
 def test_running_statistics_are_noted_before_they_are_used(everything: Watched) -> None:
@@ -202,7 +251,14 @@ def test_a_compiled_step_has_no_graph_break_and_its_gradients_are_seen(tmp_path:
     found = watch("compiled.py", tmp_path)
     assert found.status == 0, found.errors
     first, second = found.rows("step", "step")
-    assert set(first["applied"]) == {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
+    assert set(first["applied"]) == {
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "3.weight",
+        "3.bias",
+    }
     for row in (first, second, found.step("step of a compiled model")):
         assert added(row) == pytest.approx(applied(row), rel=1e-4)
     assert len(found.step("step of a compiled model")["losses"]) == 1

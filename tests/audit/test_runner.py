@@ -1,4 +1,5 @@
-"""The runner sees a hang, passes on what a script prints, and ends all that it started. Scripts here need no torch."""
+"""The runner sees a hang, passes on what a script prints, and ends all that it started. Scripts
+here need no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ import psutil
 import pytest
 
 from lockstep.audit.request import AuditRequest
-from lockstep.audit.runner import SITE, AuditOptions, RecordGrowth, ScriptRun, aborted_at_exit, environment, failure_in, run_script
+from lockstep.audit.runner import (
+    SITE,
+    AuditOptions,
+    RecordGrowth,
+    ScriptRun,
+    aborted_at_exit,
+    environment,
+    failure_in,
+    run_script,
+)
 
 WRITES = """
 import json, os, subprocess, sys, time
@@ -50,16 +60,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "records"
 
 
-def ran(folder: Path, text: str, *arguments: str, echo: io.BytesIO | None = None, **options: float) -> ScriptRun:
+def ran(
+    folder: Path, text: str, *arguments: str, echo: io.BytesIO | None = None, **options: float
+) -> ScriptRun:
     Path("script.py").write_text(text)
     return run_script(
-        AuditOptions(script="script.py", arguments=arguments, launcher="python", **options), folder, torchrun=False, echo=echo
+        AuditOptions(script="script.py", arguments=arguments, launcher="python", **options),
+        folder,
+        torchrun=False,
+        echo=echo,
     )
 
 
 def assert_ended(pids: str) -> None:
     assert pids.split()
-    alive = [pid for pid in map(int, pids.split()) if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    alive = [
+        pid
+        for pid in map(int, pids.split())
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
     assert alive == []
 
 
@@ -84,15 +103,39 @@ def test_time_counts_from_the_last_line_and_not_before_a_rank_has_written(tmp_pa
 
 def test_a_script_runs_unchanged_and_its_output_is_passed_on(folder: Path) -> None:
     echo = io.BytesIO()
-    text = "import os, sys; print('out', sys.argv, os.getcwd()); print('err', file=sys.stderr); sys.exit(input)"
-    result = ran(folder, text.replace("sys.exit(input)", "print(repr(sys.stdin.read())); os._exit(0)"), "--lr", "1", echo=echo)
+    text = (
+        "import os, sys; print('out', sys.argv, os.getcwd()); print('err', file=sys.stderr);"
+        " sys.exit(input)"
+    )
+    result = ran(
+        folder,
+        text.replace("sys.exit(input)", "print(repr(sys.stdin.read())); os._exit(0)"),
+        "--lr",
+        "1",
+        echo=echo,
+    )
     assert (result.status, result.error, result.hang, result.timed_out) == (0, "", None, False)
-    assert echo.getvalue().decode().splitlines() == [f"out ['script.py', '--lr', '1'] {folder.parent}", "err", "''"]
+    assert echo.getvalue().decode().splitlines() == [
+        f"out ['script.py', '--lr', '1'] {folder.parent}",
+        "err",
+        "''",
+    ]
 
 
-def test_the_script_has_the_request_and_not_the_place_of_another_launcher(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_has_the_request_and_not_the_place_of_another_launcher(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = AuditRequest(folder=folder, steps=3, roots=["/a"])
-    found = environment(request, {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "HOME": "/h", "PYTHONPATH": "/mine"})
+    found = environment(
+        request,
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "TORCHELASTIC_RUN_ID": "x",
+            "HOME": "/h",
+            "PYTHONPATH": "/mine",
+        },
+    )
     assert found.pop("PYTHONPATH") == f"{SITE}:/mine"
     assert found == {"HOME": "/h", "PYTHONUNBUFFERED": "1", **request.variables()}
     assert environment(request, {})["PYTHONPATH"] == str(SITE)
@@ -128,9 +171,15 @@ def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
     assert_ended(Path("pids").read_text())
 
 
-def test_a_script_that_ignores_sigterm_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_ignores_sigterm_is_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lockstep.audit.processes.STOP_SECONDS", 0.3)
-    text = WRITES + ORPHANS + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)"
+    text = (
+        WRITES
+        + ORPHANS
+        + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)"
+    )
     began = time.monotonic()
     assert ran(folder, text, timeout_seconds=3.0).timed_out
     assert time.monotonic() - began < 8
@@ -160,11 +209,21 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 def test_the_failure_is_the_ranks_without_what_torchrun_adds() -> None:
     assert failure_in(TORCHRUN).splitlines()[-1] == "[rank1]: ValueError: boom"
-    assert failure_in("W1125 10:00:00.1 7 torch/distributed/run.py:880] OMP_NUM_THREADS\n" + TORCHRUN).endswith("boom")
-    assert failure_in("\n".join(map(str, range(100)))).splitlines() == list(map(str, range(70, 100)))
-    only = "E1125 10:00:00.2 7 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: -11) local_rank: 1\n"
+    assert failure_in(
+        "W1125 10:00:00.1 7 torch/distributed/run.py:880] OMP_NUM_THREADS\n" + TORCHRUN
+    ).endswith("boom")
+    assert failure_in("\n".join(map(str, range(100)))).splitlines() == list(
+        map(str, range(70, 100))
+    )
+    only = (
+        "E1125 10:00:00.2 7 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode:"
+        " -11) local_rank: 1\n"
+    )
     assert failure_in(only) == only.strip()
-    banner = f"{'*' * 41}\nSetting OMP_NUM_THREADS environment variable for each process to be 1 in default. \n{'*' * 41}\n"
+    banner = (
+        f"{'*' * 41}\nSetting OMP_NUM_THREADS environment variable for each process to be 1 in"
+        f" default. \n{'*' * 41}\n"
+    )
     assert failure_in(f"{banner}boom") == "boom"
 
 

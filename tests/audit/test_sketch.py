@@ -1,4 +1,5 @@
-"""Sketches are linear, and those of shards add up to the whole tensor's: from them alone factors are read."""
+"""Sketches are linear, and those of shards add up to the whole tensor's: from them alone factors
+are read."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ import torch.distributed as dist
 from audit.given_records import sketched
 from hypothesis import given as drawn, settings, strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from lockstep.audit.probes.gradients import shard_start
 from lockstep.audit.probes.sketch import PROJECTIONS, sketch
@@ -35,14 +43,21 @@ def test_sketches_are_linear(seed: int, count: int, a: float, b: float) -> None:
 @some
 @drawn(st.lists(st.integers(0, 200_000), max_size=4), st.integers(0, 3))
 def test_sketches_of_shards_add_up_to_the_whole_ones(cuts: list[int], extra: int) -> None:
-    whole = torch.randn(131_072 + extra * 30_000, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    whole = torch.randn(
+        131_072 + extra * 30_000, dtype=torch.float64, generator=torch.Generator().manual_seed(7)
+    )
     places = sorted({0, *(min(cut, len(whole)) for cut in cuts), len(whole)})
     parts = [sketch(whole[start:end], start) for start, end in pairwise(places)]
     np.testing.assert_allclose(np.sum(parts, axis=0), sketch(whole), rtol=1e-9, atol=1e-8)
 
 
-@pytest.mark.parametrize(("start", "count"), [(65_535, 1), (65_535, 2), (65_536, 65_536), (1, 65_536), (70_000, 0), (3 * 65_536, 5)])
-def test_a_shard_at_the_border_of_a_chunk_has_the_signs_of_its_place(start: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("start", "count"),
+    [(65_535, 1), (65_535, 2), (65_536, 65_536), (1, 65_536), (70_000, 0), (3 * 65_536, 5)],
+)
+def test_a_shard_at_the_border_of_a_chunk_has_the_signs_of_its_place(
+    start: int, count: int
+) -> None:
     whole = torch.zeros(4 * 65_536, dtype=torch.float64)
     part = whole[start : start + count] = torch.arange(1.0, count + 1, dtype=torch.float64)
     np.testing.assert_allclose(sketch(part, start), sketch(whole), rtol=1e-12)
@@ -59,7 +74,9 @@ def test_a_sketch_is_of_the_values_and_not_of_their_layout() -> None:
 
 @some
 @drawn(st.integers(0, 2**32 - 1), st.floats(1e-6, 1.0))
-def test_the_difference_of_two_tensors_is_told_within_the_accuracy_of_a_sketch(seed: int, share: float) -> None:
+def test_the_difference_of_two_tensors_is_told_within_the_accuracy_of_a_sketch(
+    seed: int, share: float
+) -> None:
     random = np.random.default_rng(seed)
     x, y = random.standard_normal((2, 400))
     other = x + share * y
@@ -113,11 +130,20 @@ def in_mesh() -> Iterator[Callable[..., DeviceMesh]]:
     ],
 )
 def test_shard_start(
-    in_mesh: Callable[..., DeviceMesh], rank: int, shape: tuple[int, ...], placements: list[Placement], expected: int | None
+    in_mesh: Callable[..., DeviceMesh],
+    rank: int,
+    shape: tuple[int, ...],
+    placements: list[Placement],
+    expected: int | None,
 ) -> None:
     whole = torch.zeros(5, 3)
     tensor = DTensor.from_local(
-        torch.zeros(1, 3), in_mesh(rank, *shape), placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        torch.zeros(1, 3),
+        in_mesh(rank, *shape),
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
     )
     assert shard_start(tensor) == expected
 
@@ -126,6 +152,8 @@ def test_shard_start_is_where_the_local_part_begins(in_mesh: Callable[..., Devic
     mesh = in_mesh(2, 3)
     for shape in [(7, 2, 3), (7,), (2,), (3, 1)]:
         whole = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
-        part = torch_private.to_local(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)).reshape(-1)
+        part = torch_private.to_local(
+            distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        ).reshape(-1)
         start = shard_start(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
         assert whole.reshape(-1)[start : start + len(part)].tolist() == part.tolist()

@@ -20,7 +20,9 @@ Current thread 0x00007f0 (most recent call first):
 """
 
 
-def test_the_line_is_the_innermost_of_the_users_in_the_main_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_is_the_innermost_of_the_users_in_the_main_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # a name such as <frozen runpy> is no file in it
     stacks = {7: DUMP.replace("ROOT", str(tmp_path)), 8: DUMP.replace("ROOT", "/elsewhere"), 9: ""}
     assert waiting_lines(stacks, str(tmp_path)) == {7: "inner/loop.py:14, in each epoch"}

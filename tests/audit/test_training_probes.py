@@ -1,4 +1,5 @@
-"""The probes see each loss, backward, gradient and step, and a script with them gives the numbers of one without."""
+"""The probes see each loss, backward, gradient and step, and a script with them gives the numbers
+of one without."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def test_no_probe_fails(training: Watched) -> None:
     assert problems(training) == []
 
 
-def test_training_gives_the_same_numbers_as_without_probes(training: Watched, tmp_path: Path) -> None:
+def test_training_gives_the_same_numbers_as_without_probes(
+    training: Watched, tmp_path: Path
+) -> None:
     plain_run = run(SCRIPTS / "training.py", tmp_path, {})
     assert plain_run.returncode == 0, plain_run.stderr
     assert training.output == plain_run.stdout
@@ -34,14 +37,23 @@ def test_training_gives_the_same_numbers_as_without_probes(training: Watched, tm
 
 def test_accumulated_losses_have_their_counts_weights_and_backwards(training: Watched) -> None:
     row = training.step("accumulation")
-    assert [(each["backward"], each["count"], each["weight"], each["reduction"]) for each in row["losses"]] == [
+    assert [
+        (each["backward"], each["count"], each["weight"], each["reduction"])
+        for each in row["losses"]
+    ] == [
         (0, 5.0, 0.5, "mean"),
         (1, 5.0, 0.5, "mean"),
     ]
     assert {each["line"] for each in row["losses"]} == {training.line("accumulated")}
     assert list(row["added"]) == ["0", "1"]
     assert added(row) == pytest.approx(applied(row), rel=1e-5)
-    assert (row["stale"], row["sharded"], row["unused"], row["clip"], row["index"]) == ([], [], [], None, 0)
+    assert (row["stale"], row["sharded"], row["unused"], row["clip"], row["index"]) == (
+        [],
+        [],
+        [],
+        None,
+        0,
+    )
     assert [each["divisors"] for each in training.rows("backward", "divided")] == [[2.0], [2.0]]
     assert row["backward_line"] == training.line("divided")
 
@@ -110,8 +122,12 @@ def test_gradients_are_seen_before_and_after_clipping(training: Watched) -> None
     row = training.step("clipped")
     clip = row["clip"]
     assert clip["line"] == training.line("clip")
-    assert np.sqrt(sum(each[-1] for each in clip["reduced"].values())) == pytest.approx(clip["norm"], rel=1e-5)
-    assert np.sqrt(sum(each[-1] for each in row["applied"].values())) == pytest.approx(1e-3, rel=1e-2)
+    assert np.sqrt(sum(each[-1] for each in clip["reduced"].values())) == pytest.approx(
+        clip["norm"], rel=1e-5
+    )
+    assert np.sqrt(sum(each[-1] for each in row["applied"].values())) == pytest.approx(
+        1e-3, rel=1e-2
+    )
     assert added(row) == pytest.approx(next(iter(clip["reduced"].values()))[:-1], rel=1e-5)
 
 
@@ -128,13 +144,17 @@ def test_gradients_that_are_never_cleared_are_stale(training: Watched) -> None:
     assert [len(row["stale"]) for row in training.rows("step", "never cleared")] == [0, 2, 2]
 
 
-def test_a_critic_whose_gradients_are_set_to_none_later_has_no_stale_ones(training: Watched) -> None:
+def test_a_critic_whose_gradients_are_set_to_none_later_has_no_stale_ones(
+    training: Watched,
+) -> None:
     """Between its steps the maker's backward adds to them."""
     assert [row["stale"] for row in training.rows("step", "the critic")[:2]] == [[], []]
     assert [row["stale"] for row in training.rows("step", "the maker")] == [[]] * 4
 
 
-def test_a_critic_whose_gradients_are_set_to_zero_later_has_no_stale_ones(training: Watched) -> None:
+def test_a_critic_whose_gradients_are_set_to_zero_later_has_no_stale_ones(
+    training: Watched,
+) -> None:
     assert [row["stale"] for row in training.rows("step", "the critic")[2:]] == [[], []]
 
 

@@ -32,11 +32,19 @@ class Watched:
 
     def rows(self, kind: str, at: str = "") -> list[Row]:
         """The script's rows of a kind, from the line that has the comment `at`."""
-        return [row for row in self.processes[0] if row["kind"] == kind and (not at or row["line"] == self.line(at))]
+        return [
+            row
+            for row in self.processes[0]
+            if row["kind"] == kind and (not at or row["line"] == self.line(at))
+        ]
 
     def line(self, mark: str) -> str:
         """The one line of the script that ends with `# mark`, as the probes write it."""
-        numbers = [number for number, line in enumerate(self.path.read_text().splitlines(), 1) if line.endswith(f"# {mark}")]
+        numbers = [
+            number
+            for number, line in enumerate(self.path.read_text().splitlines(), 1)
+            if line.endswith(f"# {mark}")
+        ]
         assert len(numbers) == 1, mark
         return f"{self.path}:{numbers[0]}"
 
@@ -73,7 +81,9 @@ def problems(found: Watched) -> list[str]:
 
 def added(row: Row) -> list[float]:
     """The projections of what all backwards added to the first parameter."""
-    total: list[float] = np.sum([each[next(iter(row["applied"]))][:-1] for each in row["added"].values()], axis=0).tolist()
+    total: list[float] = np.sum(
+        [each[next(iter(row["applied"]))][:-1] for each in row["added"].values()], axis=0
+    ).tolist()
     return total
 
 
@@ -86,10 +96,21 @@ def run(script: Path, folder: Path, environ: dict[str, str]) -> subprocess.Compl
     places = {"FOLDER": str(folder), "TMPDIR": str(folder)}  # loader workers leave a folder there
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **places, **environ}
     command = [sys.executable, str(script)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, cwd=folder, check=False)
+    return subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        cwd=folder,
+        check=False,
+    )
 
 
 def _records(folder: Path) -> list[list[Row]]:
-    found = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("process-*.jsonl")]
+    found = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in folder.glob("process-*.jsonl")
+    ]
     parents = {rows[0]["pid"] for rows in found}
     return sorted(found, key=lambda rows: (rows[0]["parent"] in parents, rows[0]["pid"]))

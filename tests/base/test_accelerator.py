@@ -17,8 +17,13 @@ PACKAGE = Path(accelerator.__file__).parents[1]
 
 def test_no_other_module_names_a_kind_of_accelerator() -> None:
     named = re.compile(r"\b(cuda|xpu|mps|hip)\b|is_cuda")
-    found = {path.name for path in PACKAGE.rglob("*.py") if named.search(path.read_text(encoding="utf-8"))}
-    assert found == {"accelerator.py", "cublas.py", "torch_private.py"}  # cublas.py: `import lockstep` imports no torch
+    found = {
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        if named.search(path.read_text(encoding="utf-8"))
+    }
+    # cublas.py: `import lockstep` imports no torch
+    assert found == {"accelerator.py", "cublas.py", "torch_private.py"}
 
 
 @pytest.mark.skipif(accelerator.kind() is not None, reason="needs a machine without an accelerator")
@@ -31,7 +36,11 @@ def test_the_cpu_has_no_streams_and_no_memory_of_its_own() -> None:
     assert not accelerator.is_accelerator(CPU)
     assert not accelerator.is_accelerator(torch.zeros(1))
     assert not accelerator.has_streams(CPU)
-    assert (accelerator.name(CPU), accelerator.peak_bytes(CPU), accelerator.total_bytes(CPU)) == (None, None, None)
+    assert (accelerator.name(CPU), accelerator.peak_bytes(CPU), accelerator.total_bytes(CPU)) == (
+        None,
+        None,
+        None,
+    )
     accelerator.synchronize(CPU)
     accelerator.reset_peak_bytes(CPU)
     accelerator.free_unused_memory(CPU)
@@ -39,7 +48,8 @@ def test_the_cpu_has_no_streams_and_no_memory_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "streams", "wide"), [("cuda", True, torch.float64), ("xpu", True, torch.float64), ("mps", False, torch.float32)]
+    ("kind", "streams", "wide"),
+    [("cuda", True, torch.float64), ("xpu", True, torch.float64), ("mps", False, torch.float32)],
 )
 def test_what_kinds_can_do(kind: str, streams: bool, wide: torch.dtype) -> None:
     device = torch.device(kind, 0)
@@ -49,7 +59,13 @@ def test_what_kinds_can_do(kind: str, streams: bool, wide: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("mps", "cpu:gloo,mps:gloo")]
+    ("kind", "backend"),
+    [
+        ("cpu", "gloo"),
+        ("cuda", "cpu:gloo,cuda:nccl"),
+        ("xpu", "cpu:gloo,xpu:xccl"),
+        ("mps", "cpu:gloo,mps:gloo"),
+    ],
 )
 def test_the_backends_of_a_process_group(kind: str, backend: str) -> None:
     device = torch.device(kind)

@@ -1,4 +1,5 @@
-"""Every object whose contents can be read is read: equal for equal contents, other for others; what cannot is said."""
+"""Every object whose contents can be read is read: equal for equal contents, other for others; what
+cannot is said."""
 
 from __future__ import annotations
 
@@ -125,7 +126,9 @@ READ: dict[str, Make] = {
     "coo": lambda value: (torch.eye(3) * value).to_sparse(),
     "csr": lambda value: (torch.eye(3) * value).to_sparse_csr(),
     "csc": lambda value: (torch.eye(3) * value).to_sparse_csc(),
-    "jagged": lambda value: torch.nested.nested_tensor([torch.ones(2) * value, torch.ones(3)], layout=torch.jagged),
+    "jagged": lambda value: torch.nested.nested_tensor(
+        [torch.ones(2) * value, torch.ones(3)], layout=torch.jagged
+    ),
     "conjugate": lambda value: torch.tensor([1j * value]).conj(),
     "deque": lambda value: collections.deque([Plain(value)]),
     "decimal": decimal.Decimal,
@@ -172,7 +175,9 @@ def test_what_cannot_be_read_is_said(make: Make) -> None:
     assert read(make(1))[1]
 
 
-def test_of_an_object_with_too_many_others_the_rest_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_an_object_with_too_many_others_the_rest_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(contents, "MOST_OBJECTS", 5)
     assert read([Plain(i) for i in range(4)])[1] == []
     assert read([Plain(i) for i in range(5)])[1] == [" beyond its first 5 objects"]

@@ -1,4 +1,5 @@
-"""The CPUs and the memory that a process may use: in real control groups, and from files of machines of other kinds."""
+"""The CPUs and the memory that a process may use: in real control groups, and from files of
+machines of other kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from pathlib import Path
 import pytest
 from containers import control_groups
 
-from lockstep.base.control_group import available_memory_bytes, cpu_quota, free_tasks, memory_limit_bytes, usable_cpus, whole_cpus
+from lockstep.base.control_group import (
+    available_memory_bytes,
+    cpu_quota,
+    free_tasks,
+    memory_limit_bytes,
+    usable_cpus,
+    whole_cpus,
+)
 
 READ = """
 import os
@@ -22,7 +30,9 @@ print(usable_cpus(), cpu_quota(), memory_limit_bytes(), available_memory_bytes()
 
 def read_in(limits: dict[str, str]) -> list[str]:
     with control_groups(limits) as (_, join):
-        ended = subprocess.run([*join, sys.executable, "-c", READ], capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            [*join, sys.executable, "-c", READ], capture_output=True, text=True, check=False
+        )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split()
 
@@ -36,8 +46,12 @@ def test_a_process_keeps_to_the_cpus_of_its_control_group() -> None:
     assert read_in({"cpuset.cpus": "1", "cpuset.mems": "0"}) == ["1", "None", "None", "False", "1"]
 
 
-@pytest.mark.parametrize(("scheduled", "quota", "found"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 16.0, 2)])
-def test_a_quota_is_a_whole_number_of_threads(scheduled: int, quota: float | None, found: int) -> None:
+@pytest.mark.parametrize(
+    ("scheduled", "quota", "found"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 16.0, 2)]
+)
+def test_a_quota_is_a_whole_number_of_threads(
+    scheduled: int, quota: float | None, found: int
+) -> None:
     assert whole_cpus(scheduled, quota) == found
 
 
@@ -50,11 +64,17 @@ def files(root: Path, contents: dict[str, str]) -> Path:
 
 
 GIB = 1 << 30
-MACHINE = {"proc/meminfo": f"MemTotal:       {8 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable:   {4 * GIB // 1024} kB"}
+MACHINE = {
+    "proc/meminfo": (
+        f"MemTotal:       {8 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable:   {4 * GIB // 1024} kB"
+    )
+}
 VERSION_2 = MACHINE | {"sys/fs/cgroup/cgroup.controllers": "cpuset cpu io memory pids"}
 
 
-def test_version_2_and_the_groups_around_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_2_and_the_groups_around_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
     inner = "sys/fs/cgroup/kubepods.slice/pod1/box"
     root = files(
@@ -90,14 +110,22 @@ def test_version_1_in_a_container_that_sees_its_group_as_the_root(tmp_path: Path
             "sys/fs/cgroup/memory/memory.usage_in_bytes": str(2 * GIB),
         },
     )
-    assert (cpu_quota(root), memory_limit_bytes(root), available_memory_bytes(root)) == (2.5, 3 * GIB, GIB)
+    assert (cpu_quota(root), memory_limit_bytes(root), available_memory_bytes(root)) == (
+        2.5,
+        3 * GIB,
+        GIB,
+    )
 
 
 @pytest.mark.parametrize(
     "more",
     [
         {},
-        {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/cpu.max": "max 100000"},
+        {
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": "max",
+            "sys/fs/cgroup/cpu.max": "max 100000",
+        },
         {
             "proc/self/cgroup": "4:memory:/\n3:cpu:/\n0::/",
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
@@ -105,13 +133,22 @@ def test_version_1_in_a_container_that_sees_its_group_as_the_root(tmp_path: Path
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "1",
         },
-        {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": str(64 * GIB), "sys/fs/cgroup/memory.current": "1"},
+        {
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": str(64 * GIB),
+            "sys/fs/cgroup/memory.current": "1",
+        },
     ],
     ids=["no control groups", "version 2", "version 1", "a limit above the machine's memory"],
 )
 def test_without_limits_there_is_the_machine(tmp_path: Path, more: dict[str, str]) -> None:
     root = files(tmp_path, VERSION_2 | more)
-    assert (cpu_quota(root), memory_limit_bytes(root), available_memory_bytes(root), free_tasks(root)) == (None, None, 4 * GIB, None)
+    assert (
+        cpu_quota(root),
+        memory_limit_bytes(root),
+        available_memory_bytes(root),
+        free_tasks(root),
+    ) == (None, None, 4 * GIB, None)
 
 
 def test_both_versions_at_once_have_the_second_in_a_folder_of_its_own(tmp_path: Path) -> None:

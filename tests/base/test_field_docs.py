@@ -24,14 +24,20 @@ def test_every_field_of_a_public_class_is_in_its_help() -> None:
 
 
 def test_what_guides_say_of_metrics_and_weights_is_in_the_help() -> None:
-    assert "a dict with the\ndenominator of each `Sum` by its name" in (inspect.getdoc(ls.Recipe.weight) or "")
+    weight = " ".join((inspect.getdoc(ls.Recipe.weight) or "").split())
+    assert "a dict with the denominator of each `Sum` by its name" in weight
     assert "without `Recipe.inputs` (model, batch)" in (inspect.getdoc(ls.Evaluation.metrics) or "")
     assert "Called on every rank" in (inspect.getdoc(ls.Gathered.compute) or "")
 
 
 def test_a_class_with_field_docs_is_copied_and_pickled_as_before() -> None:
     mean = ls.Mean(max)
-    assert pickle.loads(pickle.dumps(mean)) == copy.deepcopy(mean) == replace(ls.Mean(min), values=max) == mean
+    assert (
+        pickle.loads(pickle.dumps(mean))
+        == copy.deepcopy(mean)
+        == replace(ls.Mean(min), values=max)
+        == mean
+    )
 
 
 def test_a_class_without_a_source_has_no_docs() -> None:

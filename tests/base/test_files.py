@@ -1,4 +1,5 @@
-"""Whatever fails in the middle of an atomic write, the old content stays and nothing else is left in the folder."""
+"""Whatever fails in the middle of an atomic write, the old content stays and nothing else is left
+in the folder."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def fail(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("content", ["new, ünicode", "new, ünicode".encode()])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_the_content_is_there_and_no_other_file(tmp_path: Path, content: str | bytes, is_new: bool) -> None:
+def test_the_content_is_there_and_no_other_file(
+    tmp_path: Path, content: str | bytes, is_new: bool
+) -> None:
     path = tmp_path / "file"
     if not is_new:
         path.write_text("old")
@@ -31,9 +34,13 @@ def test_the_content_is_there_and_no_other_file(tmp_path: Path, content: str | b
 
 
 @pytest.mark.parametrize(
-    ("owner", "stage"), [(Path, "touch"), (Path, "write_bytes"), (os, "open"), (os, "fsync"), (os, "replace")], ids=lambda value: str(value)
+    ("owner", "stage"),
+    [(Path, "touch"), (Path, "write_bytes"), (os, "open"), (os, "fsync"), (os, "replace")],
+    ids=lambda value: str(value),
 )
-def test_a_failure_at_any_stage_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, stage: str) -> None:
+def test_a_failure_at_any_stage_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, stage: str
+) -> None:
     path = tmp_path / "file"
     path.write_text("old")
     with monkeypatch.context() as patch:
@@ -55,7 +62,9 @@ def test_half_a_write_is_never_seen(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_the_content_is_on_the_disk_before_the_rename_and_the_folder_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_content_is_on_the_disk_before_the_rename_and_the_folder_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, log = tmp_path / "file", []
     fsync, replace = os.fsync, os.replace
 

@@ -1,4 +1,5 @@
-"""Texts of others reach terminals without control codes and pages without tags, in every command."""
+"""Texts of others reach terminals without control codes and pages without tags, in every
+command."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def test_a_table_takes_no_markup_and_no_codes() -> None:
     with redirect_stdout(io.StringIO()) as stream:
         console(80).print(table)
     assert "\x1b" not in stream.getvalue()
-    assert all(part in stream.getvalue() for part in ("[red]x[/red]", "[b]head", "[/] :smile: \\x1b]52;c;\\x07"))
+    assert all(
+        part in stream.getvalue()
+        for part in ("[red]x[/red]", "[b]head", "[/] :smile: \\x1b]52;c;\\x07")
+    )
 
 
 def test_no_command_prints_and_no_page_escapes_in_another_way() -> None:
@@ -68,5 +72,10 @@ def test_no_command_prints_and_no_page_escapes_in_another_way() -> None:
                 continue
             assert node.func.id != "Console", f"{path}:{node.lineno}: take foreign_text.console"
             if node.func.id == "print":
-                is_json = [ast.unparse(each).startswith("json.dumps(") for each in node.args] == [True]
-                assert (is_json, node.keywords) == (True, []), f"{path}:{node.lineno}: take show or say"
+                is_json = [ast.unparse(each).startswith("json.dumps(") for each in node.args] == [
+                    True
+                ]
+                assert (is_json, node.keywords) == (
+                    True,
+                    [],
+                ), f"{path}:{node.lineno}: take show or say"

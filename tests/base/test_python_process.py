@@ -20,14 +20,28 @@ def test_every_command_line_of_python_is_made_in_one_place() -> None:
     found = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.List) and any(ast.unparse(each) == "sys.executable" for each in node.elts):
+            if isinstance(node, ast.List) and any(
+                ast.unparse(each) == "sys.executable" for each in node.elts
+            ):
                 found.add(str(path.relative_to(SOURCE)))
     assert found == {"base/python_process.py", *THE_USERS_OWN_SCRIPT}
 
 
-@pytest.mark.parametrize("arguments", [["-c", "import queue; print(queue.Queue.__name__)"], ["-m", "json.tool", "--help"]])
-def test_a_module_in_the_working_directory_is_not_imported(tmp_path: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [["-c", "import queue; print(queue.Queue.__name__)"], ["-m", "json.tool", "--help"]],
+)
+def test_a_module_in_the_working_directory_is_not_imported(
+    tmp_path: Path, arguments: list[str]
+) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('somebody else')")
     (tmp_path / "json.py").write_text("raise SystemExit('somebody else')")
-    ended = subprocess.run(own_python(*arguments), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=30)
+    ended = subprocess.run(
+        own_python(*arguments),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,5 +1,5 @@
-"""Every private name of torch that lockstep uses is in this torch, does what it is used for, and is used through one of
-two modules: for the names of the other see test_torch_fakes.py."""
+"""Every private name of torch that lockstep uses is in this torch, does what it is used for, and is
+used through one of two modules: for the names of the other see test_torch_fakes.py."""
 
 import ast
 import gc
@@ -22,7 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
@@ -32,7 +35,16 @@ from lockstep.testing.worker import loopback_store
 
 PACKAGE = Path(lockstep.__file__).parent
 PYTHONS = {
-    *("_exit", "_current_frames", "_getframe", "_replace", "_fields", "_config", "_on_queue_feeder_error", "_exit_function"),
+    *(
+        "_exit",
+        "_current_frames",
+        "_getframe",
+        "_replace",
+        "_fields",
+        "_config",
+        "_on_queue_feeder_error",
+        "_exit_function",
+    ),
     *("_run_exitfuncs", "_TextIOBase", "_BufferedIOBase", "_resource_tracker"),
 }
 """Private names of the standard library."""
@@ -41,7 +53,9 @@ IN_PLACE = "_foreach_"
 
 @pytest.fixture
 def group(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -59,11 +73,16 @@ def test_a_class_of_fsdp_is_there(name):
     assert inspect.isclass(getattr(torch_private, name))
 
 
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in torch_private.SUBCLASSED.items() for name in sorted(names)])
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(path, name) for path, names in torch_private.SUBCLASSED.items() for name in sorted(names)],
+)
 def test_a_protected_name_is_there(path, name):
     module, _, attribute = path.partition(":")
     kind = getattr(import_module(module), attribute)
-    assert hasattr(kind, name) or any(f"self.{name}" in inspect.getsource(each.__init__) for each in kind.__mro__[:-1])
+    assert hasattr(kind, name) or any(
+        f"self.{name}" in inspect.getsource(each.__init__) for each in kind.__mro__[:-1]
+    )
 
 
 def test_recurrent_caches():
@@ -91,7 +110,11 @@ def test_set_item_of_distributed(mesh):
     distributed = distribute_tensor(torch.arange(4.0), mesh["a"], [Shard(0)])
     try:
         torch_private.set_item_of_distributed(lambda tensor: (type(tensor), 5.0)[1])
-        assert (distributed.sum().item(), float(distributed.norm()), bool(distributed.sum())) == (5.0, 5.0, True)
+        assert (distributed.sum().item(), float(distributed.norm()), bool(distributed.sum())) == (
+            5.0,
+            5.0,
+            True,
+        )
     finally:
         DTensor._op_dispatcher._custom_op_handlers = before
 
@@ -167,7 +190,11 @@ def test_assert_async():
 def test_schema():
     schema = torch_private.schema(torch.ops.aten.add_.Tensor)
     assert schema.name == "aten::add_"
-    assert [argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write] == ["self"]
+    assert [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info and argument.alias_info.is_write
+    ] == ["self"]
 
 
 def test_in_backward():
@@ -207,13 +234,16 @@ def test_update_loss_scale():
     scale, in_a_row = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
     seen = []
     for overflowed in (1.0, 0.0, 0.0, 0.0, 1.0):
-        torch_private.update_loss_scale(scale, in_a_row, torch.tensor(overflowed), steps_to_double=3)
+        torch_private.update_loss_scale(
+            scale, in_a_row, torch.tensor(overflowed), steps_to_double=3
+        )
         seen.append((scale.item(), in_a_row.item()))
     assert seen == [(4.0, 0), (4.0, 1), (4.0, 2), (8.0, 0), (4.0, 0)]
 
 
 def test_set_allocator_settings():
-    assert hasattr(torch._C, "_accelerator_setAllocatorSettings")  # not called: its settings are the process's for good
+    # not called: its settings are the process's for good
+    assert hasattr(torch._C, "_accelerator_setAllocatorSettings")
 
 
 def test_own_parameters_buffers_and_modules():
@@ -221,8 +251,16 @@ def test_own_parameters_buffers_and_modules():
     assert not torch_private.own_parameters(module)
     assert torch_private.own_modules(module) == {"0": module[0]}
     assert torch_private.own_parameters(module[0]).keys() == {"weight", "bias"}
-    assert torch_private.own_buffers(module[0]).keys() == {"running_mean", "running_var", "num_batches_tracked"}
-    assert set(vars(module)) >= torch_private.MODULE_ATTRIBUTES >= {"_parameters", "_buffers", "_modules", "training"}
+    assert torch_private.own_buffers(module[0]).keys() == {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    }
+    assert (
+        set(vars(module))
+        >= torch_private.MODULE_ATTRIBUTES
+        >= {"_parameters", "_buffers", "_modules", "training"}
+    )
 
 
 def test_buffers_that_are_not_persistent_are_known():
@@ -244,7 +282,9 @@ def test_compiled_modules_are_known():
     plain, in_place, forward = (nn.Linear(1, 1) for _ in range(3))
     in_place.compile()
     forward.forward = torch.compile(forward.forward)
-    assert [torch_private.is_compiled_in_place(module) for module in (plain, in_place, forward)] == [False, True, False]
+    assert [
+        torch_private.is_compiled_in_place(module) for module in (plain, in_place, forward)
+    ] == [False, True, False]
     assert torch_private.has_compiled_forward(forward)
     assert not torch_private.has_compiled_forward(plain)
 
@@ -269,7 +309,9 @@ def test_divides_gradients():
 
 
 def test_shut_down_workers():
-    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    loader = DataLoader(
+        [1, 2], num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
     batches = iter(loader)
     assert next(batches).tolist() == [1]
     workers = batches._workers
@@ -357,7 +399,11 @@ def test_abort_accelerator_groups_leaves_gloo(group, monkeypatch):
 def test_abort_accelerator_groups_within_a_region_where_the_backend_has_one(monkeypatch):
     """The NCCL of torch 2.13 and 2.14, and the legacy one of 2.15."""
     done = []
-    backend = SimpleNamespace(name=lambda: "nccl", _group_start=lambda: done.append("("), _group_end=lambda: done.append(")"))
+    backend = SimpleNamespace(
+        name=lambda: "nccl",
+        _group_start=lambda: done.append("("),
+        _group_end=lambda: done.append(")"),
+    )
     use_groups(monkeypatch, backend, {"0": lambda: done.append("0"), "1": lambda: done.append("1")})
     assert torch_private.abort_accelerator_groups()
     assert done == ["(", "1", "0", ")"]
@@ -374,7 +420,10 @@ def test_abort_accelerator_groups_at_once_where_it_has_none(monkeypatch):
 def use_groups(monkeypatch, backend, aborts):
     """Have torch know process groups of `backend`: name -> what `abort` does."""
     device = SimpleNamespace(type="cuda")
-    groups = {Group(_device_types=[device], _get_backend=lambda _: backend, abort=abort): name for name, abort in aborts.items()}
+    groups = {
+        Group(_device_types=[device], _get_backend=lambda _: backend, abort=abort): name
+        for name, abort in aborts.items()
+    }
     monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_names=groups))
 
 
@@ -393,7 +442,8 @@ def test_accelerator_groups_failed(group, monkeypatch):
 
 
 def test_accelerator_collectives_json(group, monkeypatch):
-    """Each recorder that a backend may have: NCCL's in torch's module, XCCL's in the object, and the hook's of 2.15."""
+    """Each recorder that a backend may have: NCCL's in torch's module, XCCL's in the object, and
+    the hook's of 2.15."""
     assert torch_private.accelerator_collectives_json() == []
     asked = []
 
@@ -402,12 +452,22 @@ def test_accelerator_collectives_json(group, monkeypatch):
         return b"{}"
 
     use_groups(monkeypatch, SimpleNamespace(name=lambda: "nccl"), {"0": None})
-    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", partial(dump, "nccl"), raising=False)
+    monkeypatch.setattr(
+        _distributed_c10d, "_dump_nccl_trace_json", partial(dump, "nccl"), raising=False
+    )
     assert torch_private.accelerator_collectives_json()[:1] == [b"{}"]
-    use_groups(monkeypatch, SimpleNamespace(name=lambda: "xccl", _dump_xccl_trace_json=partial(dump, "xccl")), {"0": None})
+    use_groups(
+        monkeypatch,
+        SimpleNamespace(name=lambda: "xccl", _dump_xccl_trace_json=partial(dump, "xccl")),
+        {"0": None},
+    )
     assert torch_private.accelerator_collectives_json()[:1] == [b"{}"]
-    assert asked == [(name, {"includeCollectives": True, "onlyActive": False}) for name in ("nccl", "xccl")]
-    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", lambda *, backend: backend.encode())
+    assert asked == [
+        (name, {"includeCollectives": True, "onlyActive": False}) for name in ("nccl", "xccl")
+    ]
+    monkeypatch.setattr(
+        _distributed_c10d, "_dump_fr_trace_json", lambda *, backend: backend.encode()
+    )
     use_groups(monkeypatch, SimpleNamespace(name=lambda: "nccl2"), {"0": None})
     assert torch_private.accelerator_collectives_json() == [b"nccl2"]
 
@@ -447,7 +507,9 @@ def test_saved_tensors():
     assert torch_private.saved_value(weight.transpose(0, -1).grad_fn, "dim1") == -1
     assert torch_private.saved_value(weight.permute(-1, 0).grad_fn, "dims") == [-1, 0]
     assert torch_private.output_shape(weight.view(2, 3).grad_fn, 0) == torch.Size([2, 3])
-    assert list(torch_private.saved_tensors(torch.stack([weight.exp(), weight.exp()]).grad_fn)) == []
+    assert (
+        list(torch_private.saved_tensors(torch.stack([weight.exp(), weight.exp()]).grad_fn)) == []
+    )
     freed = weight[torch.tensor([1, 0])]
     freed.sum().backward()
     assert list(torch_private.saved_tensors(freed.grad_fn)) == []
@@ -488,8 +550,16 @@ def test_a_parameter_is_gathered_in_another_dtype(mesh, uses_weight):
         loss = model(torch.ones(2, 2, requires_grad=True), uses_weight).sum()
     loss.backward()
     name, gathered = torch_private.gathered_short(weight)
-    assert (name, gathered.dtype, torch_private.gathered_short(bias)) == ("weight", torch.bfloat16, None)
-    assert (model.weight.dtype, model.weight.grad.dtype, bool(model.weight.grad.full_tensor().any())) == (
+    assert (name, gathered.dtype, torch_private.gathered_short(bias)) == (
+        "weight",
+        torch.bfloat16,
+        None,
+    )
+    assert (
+        model.weight.dtype,
+        model.weight.grad.dtype,
+        bool(model.weight.grad.full_tensor().any()),
+    ) == (
         *(torch.float32, torch.float32),
         uses_weight,
     )
@@ -521,20 +591,30 @@ def test_stage_input_gradients(group):
 
 def test_schedule_losses(group):
     stage = PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"))
-    for schedule in (Schedule1F1B(stage, 1, loss_fn=print), ScheduleInterleavedZeroBubble([stage], 1, loss_fn=print)):
+    for schedule in (
+        Schedule1F1B(stage, 1, loss_fn=print),
+        ScheduleInterleavedZeroBubble([stage], 1, loss_fn=print),
+    ):
         assert torch_private.schedule_losses(schedule) == []
 
 
 def test_loader_classes():
     kind, fetchers = torch_private.loader_classes()
-    for options in ({}, {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}):
+    for options in (
+        {},
+        {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"},
+    ):
         loader = DataLoader([1, 2], **options)
         batches = iter(loader)
         assert isinstance(batches, kind)
         assert list(batches) == [1, 2]
         torch_private.shut_down_workers(loader, batches if options else None)
-    assert all(callable(getattr(kind, name)) for name in ("__init__", "_reset", "_next_index", "__next__"))
-    assert not {"__next__", "_next_index"} & vars(type(batches)).keys(), "not overridden: a wrapper would see nothing"
+    assert all(
+        callable(getattr(kind, name)) for name in ("__init__", "_reset", "_next_index", "__next__")
+    )
+    assert not {"__next__", "_next_index"} & vars(type(batches)).keys(), (
+        "not overridden: a wrapper would see nothing"
+    )
     used = [type(iter(DataLoader(dataset))._dataset_fetcher) for dataset in ([1, 2], Stream())]
     assert used == list(fetchers)
     assert all("fetch" in vars(each) for each in used)
@@ -547,7 +627,10 @@ class Stream(IterableDataset):
 
 def test_divisor():
     x = torch.ones(3, requires_grad=True)
-    assert [torch_private.divisor((x.sum() / by).grad_fn) for by in (4, 2.5, torch.tensor(3.0), torch.tensor([1.0, 2.0]))] == [
+    assert [
+        torch_private.divisor((x.sum() / by).grad_fn)
+        for by in (4, 2.5, torch.tensor(3.0), torch.tensor([1.0, 2.0]))
+    ] == [
         4,
         2.5,
         3,
@@ -562,20 +645,24 @@ def is_private(name):
 
 
 def defined_in(trees):
-    """The names of all functions, classes, arguments and variables in the trees, and of what they set on `self` and
-    `cls`."""
+    """The names of all functions, classes, arguments and variables in the trees, and of what they
+    set on `self` and `cls`."""
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls"):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) in ("self", "cls")
+        ):
             yield node.attr
 
 
 def private_names_of_torch(tree, known, own):
-    """Uses of a name that is torch's, or at least neither ours nor the standard library's. `known`: private names of
-    torch."""
+    """Uses of a name that is torch's, or at least neither ours nor the standard library's. `known`:
+    private names of torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             yield from (
@@ -586,9 +673,15 @@ def private_names_of_torch(tree, known, own):
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in PYTHONS:
             base = ast.unparse(node.value)
             if base in ("self", "cls", "super()"):
-                found = node.attr not in own and not any(node.attr in names for names in torch_private.SUBCLASSED.values())
+                found = node.attr not in own and not any(
+                    node.attr in names for names in torch_private.SUBCLASSED.values()
+                )
             else:
-                found = node.attr in known or node.attr not in own or base.partition(".")[0] in ("torch", "dist", "nn")
+                found = (
+                    node.attr in known
+                    or node.attr not in own
+                    or base.partition(".")[0] in ("torch", "dist", "nn")
+                )
             if found:
                 yield f"{node.lineno}: {ast.unparse(node)}"
         elif isinstance(node, ast.Constant) and node.value in known:
@@ -599,11 +692,24 @@ def test_no_other_module_has_private_names_of_torch():
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     homes = [trees.pop(Path(module.__file__)) for module in (torch_private, torch_fakes)]
     nodes = [node for home in homes for node in ast.walk(home)]
-    known = {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)}
-    known |= {node.value for node in nodes if isinstance(node, ast.Constant) and is_private(str(node.value))}
-    known -= {name for names in torch_private.SUBCLASSED.values() for name in names} | {"_HOME", "_base"}  # also in an operation's name
-    own = set(defined_in(trees.values())) | {"_enclosure"} | {"_trial_id", "_study_id", "_suggest"}  # the last three are Optuna's
-    found = {path.name: list(private_names_of_torch(tree, known, own)) for path, tree in trees.items()}
+    known = {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)
+    }
+    known |= {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and is_private(str(node.value))
+    }
+    # also in an operation's name
+    known -= {name for names in torch_private.SUBCLASSED.values() for name in names} | {
+        "_HOME",
+        "_base",
+    }
+    # the last three are Optuna's
+    own = set(defined_in(trees.values())) | {"_enclosure"} | {"_trial_id", "_study_id", "_suggest"}
+    found = {
+        path.name: list(private_names_of_torch(tree, known, own)) for path, tree in trees.items()
+    }
     assert {name: uses for name, uses in found.items() if uses} == {}
 
 
@@ -623,7 +729,9 @@ torch._foreach_add_(a, b)
 
 def test_changed_grad_tensors() -> None:
     with_gradient, without = torch.ones(2, requires_grad=True), torch.ones(2)
-    changed = torch_private.changed_grad_tensors(([with_gradient], {"x": without}), lambda *tensors: [tensor * 2 for tensor in tensors])
+    changed = torch_private.changed_grad_tensors(
+        ([with_gradient], {"x": without}), lambda *tensors: [tensor * 2 for tensor in tensors]
+    )
     assert changed[0][0].tolist() == [2.0, 2.0]
     assert changed[1]["x"] is without
     assert torch_private.changed_grad_tensors((without,), lambda *_: []) is None

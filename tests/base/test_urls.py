@@ -55,8 +55,14 @@ def test_a_url_without_one_is_shown_whole(url: str) -> None:
     assert without_password(url) == url
 
 
-@given(st.text("ab:@/?&=#% "), st.sampled_from(["postgresql://", "mysql:/", "", "x//"]), st.text("ab:@/?&=# "))
-def test_what_stands_between_a_login_and_its_host_is_never_shown(before: str, scheme: str, after: str) -> None:
+@given(
+    st.text("ab:@/?&=#% "),
+    st.sampled_from(["postgresql://", "mysql:/", "", "x//"]),
+    st.text("ab:@/?&=# "),
+)
+def test_what_stands_between_a_login_and_its_host_is_never_shown(
+    before: str, scheme: str, after: str
+) -> None:
     assert "SECRET" not in without_password(f"{scheme}u{before}:SECRET@{after}")
 
 

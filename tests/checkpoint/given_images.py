@@ -1,5 +1,5 @@
-"""Functions that write images in memory on several processes, give the memory to the test's own process, and read it on
-others. At module level, so that workers can be told their names."""
+"""Functions that write images in memory on several processes, give the memory to the test's own
+process, and read it on others. At module level, so that workers can be told their names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ STEPS = 3
 
 def state_of(step: int, world: World) -> dict[str, Tensor]:
     """Full and sharded tensors, a tensor of all ranks, and one that only the last rank has."""
-    state = {**laid_out(values(step), world, turned=False), "everywhere": torch.full((3, 5), float(step))}
+    state = {
+        **laid_out(values(step), world, turned=False),
+        "everywhere": torch.full((3, 5), float(step)),
+    }
     if world.rank == world.size - 1:
         state["last"] = torch.full((2,), complex(step, -step))
     return state
@@ -80,30 +83,52 @@ def received(listener: socket.socket, processes: int) -> Iterator[list[list[str]
 
 @contextmanager
 def written(
-    pool: WorkerPool, processes: int, steps: Sequence[int] = range(1, STEPS + 1), hosts: Sequence[int] | None = None
+    pool: WorkerPool,
+    processes: int,
+    steps: Sequence[int] = range(1, STEPS + 1),
+    hosts: Sequence[int] | None = None,
 ) -> Iterator[list[list[str]]]:
-    """The paths of the memory that each rank of so many, which are gone, has given away. `hosts`: the number of ranks
-    of each; None: one host."""
+    """The paths of the memory that each rank of so many, which are gone, has given away. `hosts`:
+    the number of ranks of each; None: one host."""
     with listening() as listener:
-        pool.run(processes, write, listener.getsockname().decode(), list(steps), [processes] if hosts is None else hosts)
+        pool.run(
+            processes,
+            write,
+            listener.getsockname().decode(),
+            list(steps),
+            [processes] if hosts is None else hosts,
+        )
         with received(listener, processes) as paths:
             yield paths
 
 
-def read(seen: Sequence[Sequence[str]], old: int, turned: bool = True) -> tuple[int | None, list[str], int]:
-    """Read the newest image; each rank sees the memory at its own paths. Returns its step, the names of the tensors
-    that differ from those that `old` ranks wrote, and the bytes that this rank sent or received for tensors."""
+def read(
+    seen: Sequence[Sequence[str]], old: int, turned: bool = True
+) -> tuple[int | None, list[str], int]:
+    """Read the newest image; each rank sees the memory at its own paths. Returns its step, the
+    names of the tensors that differ from those that `old` ranks wrote, and the bytes that this rank
+    sent or received for tensors."""
     world = here()
     images = open_images(seen[world.rank], world)
     assert world.gather_values(str(images.names)) == [str(images.names)] * world.size
     if images.newest is None:
         return None, [], 0
-    state = laid_out({key: torch.zeros_like(value) for key, value in values(0).items()}, world, turned=turned)
+    state = laid_out(
+        {key: torch.zeros_like(value) for key, value in values(0).items()}, world, turned=turned
+    )
     state |= {"everywhere": torch.zeros(3, 5), "last": torch.zeros(2, dtype=torch.complex64)}
     moved = loaded(images, state, world, old)
     step = images.newest.step
-    truth = {**values(step), "everywhere": torch.full((3, 5), float(step)), "last": torch.full((2,), complex(step, -step))}
-    return step, [name for name, value in truth.items() if not torch.equal(full_tensor(state[name]), value)], moved
+    truth = {
+        **values(step),
+        "everywhere": torch.full((3, 5), float(step)),
+        "last": torch.full((2,), complex(step, -step)),
+    }
+    return (
+        step,
+        [name for name, value in truth.items() if not torch.equal(full_tensor(state[name]), value)],
+        moved,
+    )
 
 
 def loaded(images: Images, state: dict[str, Tensor], world: World, old: int) -> int:
@@ -116,7 +141,10 @@ def loaded(images: Images, state: dict[str, Tensor], world: World, old: int) -> 
         return broadcast(tensor, *args, **kwargs)
 
     reader = images.reader(images.newest)
-    assert reader.manifest.values == {"step": images.newest.step, "ranks": {str(rank): images.newest.step for rank in range(old)}}
+    assert reader.manifest.values == {
+        "step": images.newest.step,
+        "ranks": {str(rank): images.newest.step for rank in range(old)},
+    }
     assert reader.manifest.metadata == {"rank": 0}
     assert reader.tensors.keys() == state.keys()
     with pytest.MonkeyPatch.context() as patch:

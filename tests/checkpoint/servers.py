@@ -11,7 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "anyone", "AWS_SECRET_ACCESS_KEY": "anything", "AWS_DEFAULT_REGION": "us-east-1"}
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "anyone",
+    "AWS_SECRET_ACCESS_KEY": "anything",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 
 @contextmanager
@@ -39,7 +43,8 @@ def _answers(port: int) -> bool:
 
 @contextmanager
 def environment(port: int) -> Iterator[None]:
-    """Set the variables with which s3:// is the server at this port; end fsspec's thread afterwards."""
+    """Set the variables with which s3:// is the server at this port; end fsspec's thread
+    afterwards."""
     ours = CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)

@@ -1,4 +1,5 @@
-"""A state of full and sharded tensors of many dtypes, and functions that save and load it on several processes."""
+"""A state of full and sharded tensors of many dtypes, and functions that save and load it on
+several processes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.comm.world import World, join
 from lockstep.plan import Plan
 
-SHAPES = {"rows": (7, 5), "columns": (3, 4), "whole": (5,), "few": (2, 3), "step": (), "none": (0, 3), "large": (3 * BLOCK_BYTES // 8, 2)}
+SHAPES = {
+    "rows": (7, 5),
+    "columns": (3, 4),
+    "whole": (5,),
+    "few": (2, 3),
+    "step": (),
+    "none": (0, 3),
+    "large": (3 * BLOCK_BYTES // 8, 2),
+}
 TYPES = {"rows": torch.bfloat16, "step": torch.int64, "columns": torch.bool}
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "few": Shard(0), "large": Shard(0)}
 ATTEMPT = "00c0ffee"
@@ -25,7 +34,10 @@ ATTEMPT = "00c0ffee"
 
 def values(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: (torch.randn(shape, generator=generator) * 9).to(TYPES.get(name, torch.float32)) for name, shape in SHAPES.items()}
+    return {
+        name: (torch.randn(shape, generator=generator) * 9).to(TYPES.get(name, torch.float32))
+        for name, shape in SHAPES.items()
+    }
 
 
 def here() -> World:
@@ -35,11 +47,18 @@ def here() -> World:
 
 def laid_out(state: dict[str, Tensor], world: World, *, turned: bool) -> dict[str, Tensor]:
     """`turned`: tensors sharded by rows are sharded by columns, and the reverse."""
-    mesh = Mesh.of(world, Plan.parse(f"shard={world.size},transport=torch").resolve(world.size)).torch_mesh
+    mesh = Mesh.of(
+        world, Plan.parse(f"shard={world.size},transport=torch").resolve(world.size)
+    ).torch_mesh
     if mesh is None:
         return state
-    placements = {name: Shard(1 - shard.dim) if turned else shard for name, shard in PLACEMENTS.items()}
-    return {name: distribute_tensor(value, mesh, [placements[name]]) if name in placements else value for name, value in state.items()}
+    placements = {
+        name: Shard(1 - shard.dim) if turned else shard for name, shard in PLACEMENTS.items()
+    }
+    return {
+        name: distribute_tensor(value, mesh, [placements[name]]) if name in placements else value
+        for name, value in state.items()
+    }
 
 
 def save(folder: str, steps: list[int]) -> list[SaveResult | None]:
@@ -48,7 +67,12 @@ def save(folder: str, steps: list[int]) -> list[SaveResult | None]:
     ended = []
     try:
         for step in steps:
-            saver.save(step, laid_out(values(step), world, turned=False), values={"step": step}, metadata={"processes": world.size})
+            saver.save(
+                step,
+                laid_out(values(step), world, turned=False),
+                values={"step": step},
+                metadata={"processes": world.size},
+            )
             ended.append(saver.poll(30))
             if world.size > 1:
                 torch.distributed.barrier()
@@ -64,7 +88,9 @@ def load(folder: str, turned: bool = False) -> list[str]:
     said = []
     storage = open_storage(folder)
     for name in storage.names():
-        state = laid_out({key: torch.zeros_like(value) for key, value in values(0).items()}, world, turned=turned)
+        state = laid_out(
+            {key: torch.zeros_like(value) for key, value in values(0).items()}, world, turned=turned
+        )
         try:
             reader = CheckpointReader(storage, name)
             reader.load_into(state, world)
@@ -83,7 +109,9 @@ def alone() -> World:
 
 def numbered(step: int, tensors: int = 4, numbers: int = 6) -> dict[str, Tensor]:
     """A state of which every element is `step`, and which has other shapes with other arguments."""
-    return {f"tensor {place}": torch.full((numbers, place + 1), float(step)) for place in range(tensors)}
+    return {
+        f"tensor {place}": torch.full((numbers, place + 1), float(step)) for place in range(tensors)
+    }
 
 
 def loaded(paths: list[str]) -> dict[int, set[float]]:

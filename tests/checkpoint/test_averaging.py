@@ -15,12 +15,23 @@ from lockstep.checkpoint.averaging.greedy_soup import greedy_soup
 from lockstep.checkpoint.averaging.weight_average import AverageMember, WeightAverage, normalised
 from lockstep.checkpoint.saved_model import StateDictReader
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+)
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.1, 1e-7, 3.0, -57344.0, 448.0)
 
 
 def reader(tensors: Mapping[str, Tensor]) -> StateDictReader:
-    specs = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    specs = {
+        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
     return StateDictReader(specs, lambda name: memoryview(bits(tensors[name])))
 
 
@@ -29,9 +40,13 @@ def bits(tensor: Tensor) -> bytes:
     return data
 
 
-def average(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | None = None) -> WeightAverage:
+def average(
+    models: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | None = None
+) -> WeightAverage:
     shares = weights or [1.0] * len(models)
-    return WeightAverage([AverageMember(f"run-{i}", reader(model), shares[i]) for i, model in enumerate(models)])
+    return WeightAverage(
+        [AverageMember(f"run-{i}", reader(model), shares[i]) for i, model in enumerate(models)]
+    )
 
 
 def mean(tensors: Sequence[Tensor], weights: Sequence[float] | None = None) -> bytes:
@@ -51,16 +66,23 @@ some_weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(weights=some_weights, values=st.lists(numbers, max_size=5))
-def test_the_average_of_equal_models_has_their_bits(dtype: torch.dtype, weights: list[float], values: list[float]) -> None:
+def test_the_average_of_equal_models_has_their_bits(
+    dtype: torch.dtype, weights: list[float], values: list[float]
+) -> None:
     tensor = holding(dtype, values)
     assert mean([tensor] * len(weights), weights) == bits(tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(seed=st.integers(0, 2**31), place=st.integers(0, 3))
-def test_weights_that_pick_one_model_give_its_bits(dtype: torch.dtype, seed: int, place: int) -> None:
+def test_weights_that_pick_one_model_give_its_bits(
+    dtype: torch.dtype, seed: int, place: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    tensors = [(torch.randn(9, generator=generator, dtype=torch.float64) * 10.0**exponent).to(dtype) for exponent in (2, -20, 0, 1)]
+    tensors = [
+        (torch.randn(9, generator=generator, dtype=torch.float64) * 10.0**exponent).to(dtype)
+        for exponent in (2, -20, 0, 1)
+    ]
     assert mean(tensors, [float(index == place) for index in range(4)]) == bits(tensors[place])
 
 
@@ -71,12 +93,16 @@ def test_weights_that_pick_one_model_give_its_bits(dtype: torch.dtype, seed: int
 def test_it_is_the_weighted_mean_rounded_once_and_between_the_smallest_and_the_largest(
     columns: list[tuple[float, float, float]], weights: list[float]
 ) -> None:
-    models = torch.stack([torch.tensor(row, dtype=torch.float32) for row in zip(*columns, strict=True)])
+    models = torch.stack(
+        [torch.tensor(row, dtype=torch.float32) for row in zip(*columns, strict=True)]
+    )
     found = torch.frombuffer(bytearray(mean(list(models), weights)), dtype=torch.float32)
     assert (models.min(0).values <= found).all()
     assert (found <= models.max(0).values).all()
     for value, column in zip(found.tolist(), columns, strict=True):
-        exact = math.fsum(weight * each for weight, each in zip(weights, column, strict=True)) / math.fsum(weights)
+        exact = math.fsum(
+            weight * each for weight, each in zip(weights, column, strict=True)
+        ) / math.fsum(weights)
         slack = 2.0**-48 * max(map(abs, column))  # of the sums in float64
         assert abs(value - exact) <= slack + max(2.0**-24 * abs(exact), 2.0**-150)
 
@@ -100,8 +126,13 @@ def test_tensors_of_no_elements_and_of_no_dims() -> None:
 
 def test_what_has_no_mean_is_the_first_models_and_a_difference_is_told() -> None:
     same, one, other = torch.tensor([True, False]), torch.tensor(3), torch.tensor(4)
-    made = average([{"same": same, "step": one}, {"same": same, "step": one}, {"same": same, "step": other}])
-    assert (bytes(made.model.read("same")), bytes(made.model.read("step"))) == (bits(same), bits(one))
+    made = average(
+        [{"same": same, "step": one}, {"same": same, "step": one}, {"same": same, "step": other}]
+    )
+    assert (bytes(made.model.read("same")), bytes(made.model.read("step"))) == (
+        bits(same),
+        bits(one),
+    )
     assert made.differing == {"step": "run-2"}
 
 
@@ -120,9 +151,18 @@ def test_running_statistics_are_named_if_they_are_averaged() -> None:
     ("other", "text"),
     [
         ({"a": torch.zeros(2, 3)}, "run-0 has b, and run-1 has no tensor of that name"),
-        ({"a": torch.zeros(2, 3), "b": torch.zeros(1), "c": torch.zeros(1)}, "run-1 has c, and run-0 has no tensor of that name"),
-        ({"a": torch.zeros(3, 2), "b": torch.zeros(1)}, r"'a' is float32 \[2, 3\] in run-0, and float32 \[3, 2\] in run-1"),
-        ({"a": torch.zeros(2, 3), "b": torch.zeros(1).half()}, r"'b' is float32 \[1\] in run-0, and float16 \[1\] in run-1"),
+        (
+            {"a": torch.zeros(2, 3), "b": torch.zeros(1), "c": torch.zeros(1)},
+            "run-1 has c, and run-0 has no tensor of that name",
+        ),
+        (
+            {"a": torch.zeros(3, 2), "b": torch.zeros(1)},
+            r"'a' is float32 \[2, 3\] in run-0, and float32 \[3, 2\] in run-1",
+        ),
+        (
+            {"a": torch.zeros(2, 3), "b": torch.zeros(1).half()},
+            r"'b' is float32 \[1\] in run-0, and float16 \[1\] in run-1",
+        ),
     ],
 )
 def test_models_that_are_not_alike_are_refused(other: dict[str, Tensor], text: str) -> None:
@@ -139,7 +179,9 @@ def test_nan_is_refused_by_the_name_of_the_run_and_the_tensor() -> None:
 
 @pytest.mark.parametrize("values", [(0.0, math.inf), (math.inf, 0.0), (math.inf, -math.inf)])
 def test_an_infinity_that_not_all_have_is_refused(values: tuple[float, float]) -> None:
-    with pytest.raises(CheckpointError, match="'w' has infinities in run-0 or run-1 where the other has none"):
+    with pytest.raises(
+        CheckpointError, match="'w' has infinities in run-0 or run-1 where the other has none"
+    ):
         mean([torch.tensor([value]) for value in values])
 
 

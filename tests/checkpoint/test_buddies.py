@@ -22,7 +22,9 @@ from lockstep.testing.pool import WorkerFailed, WorkerPool
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6))
-def test_every_rank_has_a_buddy_on_the_next_host_which_has_no_more_than_the_others(local_sizes: list[int]) -> None:
+def test_every_rank_has_a_buddy_on_the_next_host_which_has_no_more_than_the_others(
+    local_sizes: list[int],
+) -> None:
     host_of = [host for host, size in enumerate(local_sizes) for _ in range(size)]
     buddies = buddy_of_each(local_sizes)
     assert len(buddies) == len(host_of)
@@ -35,17 +37,34 @@ def test_every_rank_has_a_buddy_on_the_next_host_which_has_no_more_than_the_othe
         assert len(loads) == size
 
 
-def left_after(paths: Sequence[Sequence[str]], hosts: Sequence[int], lost: Sequence[int]) -> list[list[str]]:
+def left_after(
+    paths: Sequence[Sequence[str]], hosts: Sequence[int], lost: Sequence[int]
+) -> list[list[str]]:
     """The memory on each host that is not lost."""
     starts = [0, *accumulate(hosts)]
-    return [[path for each in paths[starts[host] : starts[host + 1]] for path in each] for host in range(len(hosts)) if host not in lost]
+    return [
+        [path for each in paths[starts[host] : starts[host + 1]] for path in each]
+        for host in range(len(hosts))
+        if host not in lost
+    ]
 
 
 @pytest.mark.parametrize(
-    ("hosts", "new"), [([1, 1], [1]), ([1, 1], [1, 1]), ([2, 2], [1]), ([2, 2], [2]), ([1, 1, 1], [1, 1]), ([2, 1], [1, 1, 1])]
+    ("hosts", "new"),
+    [
+        ([1, 1], [1]),
+        ([1, 1], [1, 1]),
+        ([2, 2], [1]),
+        ([2, 2], [2]),
+        ([1, 1, 1], [1, 1]),
+        ([2, 1], [1, 1, 1]),
+    ],
 )
-def test_after_the_loss_of_any_host_the_others_have_all_of_the_state(pool: WorkerPool, hosts: list[int], new: list[int]) -> None:
-    """`new`: the ranks of each host afterwards; one more than are left is a new host, which has nothing."""
+def test_after_the_loss_of_any_host_the_others_have_all_of_the_state(
+    pool: WorkerPool, hosts: list[int], new: list[int]
+) -> None:
+    """`new`: the ranks of each host afterwards; one more than are left is a new host, which has
+    nothing."""
     processes = sum(hosts)
     with written(pool, processes, hosts=hosts) as paths:
         for lost in range(len(hosts)):
@@ -71,8 +90,8 @@ def test_on_one_host_nobody_keeps_the_images_of_others(pool: WorkerPool) -> None
 
 
 def write_until(address: str, dies_at: int, dies_after: float) -> None:
-    """Write images on two hosts until the last rank is killed: at the moment number `dies_at` of its third write, or
-    after so many seconds."""
+    """Write images on two hosts until the last rank is killed: at the moment number `dies_at` of
+    its third write, or after so many seconds."""
     world = on_hosts([1, 1])
     writer = ImageWriter(world, ATTEMPT, {})
     state = numbered(0, tensors=8, numbers=40_000)
@@ -115,8 +134,11 @@ def images_after(pool: WorkerPool, *how: Any) -> list[dict[int, set[float]]]:
             return [loaded(paths) for paths in (one, other, [*one, *other])]
 
 
-def test_the_death_of_a_buddy_at_any_moment_leaves_a_whole_image_on_either_host(pool: WorkerPool) -> None:
-    """Seven writes, each torn in two: header, file's head, text and header of its own image, then of the other's."""
+def test_the_death_of_a_buddy_at_any_moment_leaves_a_whole_image_on_either_host(
+    pool: WorkerPool,
+) -> None:
+    """Seven writes, each torn in two: header, file's head, text and header of its own image, then
+    of the other's."""
     torn = 0
     for moment in range(1, 15):
         for images in images_after(pool, moment, 0.0):
@@ -126,7 +148,9 @@ def test_the_death_of_a_buddy_at_any_moment_leaves_a_whole_image_on_either_host(
     assert torn > 14
 
 
-def test_the_death_of_a_buddy_at_any_instant_leaves_a_whole_image_on_either_host(pool: WorkerPool) -> None:
+def test_the_death_of_a_buddy_at_any_instant_leaves_a_whole_image_on_either_host(
+    pool: WorkerPool,
+) -> None:
     chance = random.Random(7)
     for _ in range(8):
         for images in images_after(pool, 0, 0.2 + 0.3 * chance.random()):

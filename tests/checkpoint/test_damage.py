@@ -1,5 +1,5 @@
-"""Whatever happens to a checkpoint's bytes, or in the middle of a save: what loads is what was saved, and nothing is
-executed."""
+"""Whatever happens to a checkpoint's bytes, or in the middle of a save: what loads is what was
+saved, and nothing is executed."""
 
 from __future__ import annotations
 
@@ -43,17 +43,29 @@ def loaded(folder: FolderStorage, name: CheckpointName, truth: dict[str, Tensor]
         reader.load_into(state, alone())
     except DamagedError as error:
         return f"damaged: {error}"
-    same = all(torch.equal(state[key].view(-1).view(torch.uint8), truth[key].view(-1).view(torch.uint8)) for key in truth)
+    same = all(
+        torch.equal(state[key].view(-1).view(torch.uint8), truth[key].view(-1).view(torch.uint8))
+        for key in truth
+    )
     return "same" if same and reader.manifest.values == {"step": name.step} else "other"
 
 
 def damage(chance: random.Random, path: Path, others: list[Path]) -> str:
     """Do something to a file. Returns what."""
     right = path.read_bytes()
-    place = chance.randrange(len(right)) if chance.random() < 0.7 else chance.randrange(min(len(right), 3000))  # its header more often
-    kind = chance.choice(["flip", "flip", "truncate", "remove", "replace", "append", "lose", "repeat", "insert"])
+    # its header more often
+    place = (
+        chance.randrange(len(right))
+        if chance.random() < 0.7
+        else chance.randrange(min(len(right), 3000))
+    )
+    kind = chance.choice(
+        ["flip", "flip", "truncate", "remove", "replace", "append", "lose", "repeat", "insert"]
+    )
     if kind == "flip":
-        path.write_bytes(right[:place] + bytes([right[place] ^ 1 << chance.randrange(8)]) + right[place + 1 :])
+        path.write_bytes(
+            right[:place] + bytes([right[place] ^ 1 << chance.randrange(8)]) + right[place + 1 :]
+        )
     elif kind == "truncate":
         path.write_bytes(right[:place])
     elif kind == "remove":
@@ -68,15 +80,23 @@ def damage(chance: random.Random, path: Path, others: list[Path]) -> str:
         length = min(chance.choice([1, 512, 4096, 1 << 20]), len(right) - place)
         path.write_bytes(right[:place] + bytes(length) + right[place + length :])
     elif kind == "repeat":
-        path.write_bytes(right[:place] + right[place // 2 : place // 2 + 4096] + right[place + 4096 :])
+        path.write_bytes(
+            right[:place] + right[place // 2 : place // 2 + 4096] + right[place + 4096 :]
+        )
     elif kind == "insert":
         path.write_bytes(right[:place] + chance.randbytes(chance.choice([1, 8])) + right[place:])
     return f"{kind} at {place} of {path.name}"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 300), marks=pytest.mark.slow)], ids=["some", "more"])
-def test_each_of_many_damages_is_found_or_harmless(pool: WorkerPool, tmp_path: Path, seeds: range) -> None:
+@pytest.mark.parametrize(
+    "seeds",
+    [range(150), pytest.param(range(150, 300), marks=pytest.mark.slow)],
+    ids=["some", "more"],
+)
+def test_each_of_many_damages_is_found_or_harmless(
+    pool: WorkerPool, tmp_path: Path, seeds: range
+) -> None:
     pool.run(2, save, str(tmp_path), [1, 2])
     folder = FolderStorage(tmp_path)
     first, second = folder.names()
@@ -113,11 +133,16 @@ def test_every_damage_is_reported(pool: WorkerPool, tmp_path: Path) -> None:
     right = large.read_bytes()
     for length in (0, BLOCK_BYTES, size - 1):
         large.write_bytes(right[:length])
-        assert check(folder, name) == [f"{large.name} ends too early: it has {length} of {size} bytes"]
+        assert check(folder, name) == [
+            f"{large.name} ends too early: it has {length} of {size} bytes"
+        ]
     large.write_bytes(right + b"more")
     small.unlink()
     assert sorted(check(folder, name)) == sorted(
-        [f"{large.name} goes on behind its end: it has {size + 4} bytes for {size}", f"{small.name} is missing"]
+        [
+            f"{large.name} goes on behind its end: it has {size + 4} bytes for {size}",
+            f"{small.name} is missing",
+        ]
     )
     large.write_bytes(bytes([right[0] ^ 1]) + right[1:-1] + bytes([right[-1] ^ 1]))
     last = (size - 1) // BLOCK_BYTES * BLOCK_BYTES
@@ -213,9 +238,22 @@ def on_a_small_disk(place: str) -> None:
 def test_a_disk_that_fills_up_at_any_byte(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("this system lets no user mount a file system (unshare -rm)")
-    work = "import sys; sys.path[:0] = [sys.argv[2]]; from checkpoint.test_damage import on_a_small_disk; on_a_small_disk(sys.argv[1])"
+    work = (
+        "import sys; sys.path[:0] = [sys.argv[2]]; from checkpoint.test_damage import"
+        " on_a_small_disk; on_a_small_disk(sys.argv[1])"
+    )
     script = 'mount -t tmpfs -o size=20m tmpfs "$1" && exec "$0" -c "$2" "$1" "$3"'
-    command = ["unshare", "-rm", "sh", "-c", script, sys.executable, str(tmp_path), work, str(Path(__file__).parents[1])]
+    command = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        script,
+        sys.executable,
+        str(tmp_path),
+        work,
+        str(Path(__file__).parents[1]),
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -234,7 +272,10 @@ def forged(data: bytes, dtype: str) -> bytes:
     """The manifest of a checkpoint of one file, by someone who knows how to make it."""
     places = {TensorShard("weight", dtype, (2,), (0,), (2,)): 0}
     return Manifest(
-        step=1, files={"rank-0.safetensors": FileEntry(hash_blocks(memoryview(data)), places)}, values={"step": 1}, metadata={}
+        step=1,
+        files={"rank-0.safetensors": FileEntry(hash_blocks(memoryview(data)), places)},
+        values={"step": 1},
+        metadata={},
     ).encode()
 
 
@@ -258,7 +299,14 @@ def test_nothing_in_a_checkpoint_is_executed(pool: WorkerPool, tmp_path: Path) -
             assert loaded(folder, name, truth).startswith("damaged: ")
             assert check(folder, name) != []
             shutil.copy(tmp_path / "right" / file, place / file)
-        for beside in (".metadata", "model.pt", "pytorch_model.bin", "rank-0.safetensors.json", "rank-2.safetensors", "manifest.pkl"):
+        for beside in (
+            ".metadata",
+            "model.pt",
+            "pytorch_model.bin",
+            "rank-0.safetensors.json",
+            "rank-2.safetensors",
+            "manifest.pkl",
+        ):
             (place / beside).write_bytes(trap)
             (folder.path / beside).write_bytes(trap)
         assert loaded(folder, name, truth) == "same"
@@ -270,7 +318,12 @@ def test_nothing_in_a_checkpoint_is_executed(pool: WorkerPool, tmp_path: Path) -
             "other",
             f"damaged: the manifest cannot be parsed: it names the type {dtype!r}",
         )
-    for content in ([], {"files": 3}, {"files": {"a": None}}, {"files": {"a": {"bytes": "x", "blocks": 1, "shards": {}}}, "step": 1}):
+    for content in (
+        [],
+        {"files": 3},
+        {"files": {"a": None}},
+        {"files": {"a": {"bytes": "x", "blocks": 1, "shards": {}}}, "step": 1},
+    ):
         (place / MANIFEST).write_bytes(hashed(content))
         assert loaded(folder, name, truth).startswith("damaged: the manifest cannot be parsed")
     (place / MANIFEST).write_bytes(b"[" * 200_000)

@@ -29,7 +29,10 @@ MANIFEST = Manifest(
     files={
         "rank-0.safetensors": FileEntry(
             BlockHashes(70, ("00" * 16,)),
-            {TensorShard("weight", "float32", (1, 3), (0, 0), (1, 3)): 58, TensorShard("step", "int64", (), (), ()): 50},
+            {
+                TensorShard("weight", "float32", (1, 3), (0, 0), (1, 3)): 58,
+                TensorShard("step", "int64", (), (), ()): 50,
+            },
         )
     },
     values={"position": 960, "rate": 0.1, "größe": [None, True]},
@@ -44,8 +47,14 @@ def plain(value: object) -> object:
 
 def test_it_is_read_as_it_was_written() -> None:
     found = Manifest.decode(MANIFEST.encode())
-    assert (found.step, found.values, found.metadata) == (MANIFEST.step, MANIFEST.values, MANIFEST.metadata)
-    assert plain(found.files["rank-0.safetensors"].to_json()["shards"]) == plain(MANIFEST.files["rank-0.safetensors"].to_json()["shards"])
+    assert (found.step, found.values, found.metadata) == (
+        MANIFEST.step,
+        MANIFEST.values,
+        MANIFEST.metadata,
+    )
+    assert plain(found.files["rank-0.safetensors"].to_json()["shards"]) == plain(
+        MANIFEST.files["rank-0.safetensors"].to_json()["shards"]
+    )
     assert found.files["rank-0.safetensors"].hashes == MANIFEST.files["rank-0.safetensors"].hashes
 
 
@@ -65,7 +74,11 @@ def test_a_later_format_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr("lockstep.checkpoint.manifest.FORMAT", 7)
         later = MANIFEST.encode()
     with pytest.raises(
-        UnknownFormatError, match="the checkpoint has format 7, and this version of lockstep reads 1; load it with a newer one"
+        UnknownFormatError,
+        match=(
+            "the checkpoint has format 7, and this version of lockstep reads 1; load it with a"
+            " newer one"
+        ),
     ):
         Manifest.decode(later)
 
@@ -111,26 +124,71 @@ def entry(*shards: Any, **fields: Any) -> dict[str, Any]:
         (content({"/etc/rank-0.safetensors": RIGHT}), "it names a file"),
         (content({"rank-0.safetensors\n": RIGHT}), "it names a file"),
         (content({"manifest.json": RIGHT}), "it names a file"),
-        (content({"rank-0.safetensors": {**RIGHT, "blocks": []}}), "0 hashes are not those of 100 bytes"),
+        (
+            content({"rank-0.safetensors": {**RIGHT, "blocks": []}}),
+            "0 hashes are not those of 100 bytes",
+        ),
         (content({"rank-0.safetensors": {**RIGHT, "bytes": 2**70}}), "is no size"),
         (content({"rank-0.safetensors": {**RIGHT, "bytes": 100.0}}), "is no size"),
-        (content({"rank-0.safetensors": {**RIGHT, "blocks": ["0" * 31 + "X"]}}), "1 hashes are not those"),
-        (content({"rank-0.safetensors": {**RIGHT, "blocks": [7]}}), "expected string"),
-        (content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [4], 90])}), "reaches beyond its file"),
-        (content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [4], -16])}), "is no size"),
-        (content({"rank-0.safetensors": entry(["a", "float32", [4], [2], [4], 0])}), "reaches beyond its shape"),
         (
-            content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [4], 0], ["b", "float32", [4], [0], [4], 8])}),
+            content({"rank-0.safetensors": {**RIGHT, "blocks": ["0" * 31 + "X"]}}),
+            "1 hashes are not those",
+        ),
+        (content({"rank-0.safetensors": {**RIGHT, "blocks": [7]}}), "expected string"),
+        (
+            content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [4], 90])}),
+            "reaches beyond its file",
+        ),
+        (
+            content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [4], -16])}),
+            "is no size",
+        ),
+        (
+            content({"rank-0.safetensors": entry(["a", "float32", [4], [2], [4], 0])}),
+            "reaches beyond its shape",
+        ),
+        (
+            content(
+                {
+                    "rank-0.safetensors": entry(
+                        ["a", "float32", [4], [0], [4], 0], ["b", "float32", [4], [0], [4], 8]
+                    )
+                }
+            ),
             "overlaps another",
         ),
-        (content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [4], 0], ["a", "float32", [4], [0], [4], 50])}), "a shard twice"),
-        (content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [3], 0])}), "overlap, or do not cover it"),
         (
-            content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [2], 0], ["a", "float32", [4], [0], [2], 50])}),
+            content(
+                {
+                    "rank-0.safetensors": entry(
+                        ["a", "float32", [4], [0], [4], 0], ["a", "float32", [4], [0], [4], 50]
+                    )
+                }
+            ),
+            "a shard twice",
+        ),
+        (
+            content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [3], 0])}),
+            "overlap, or do not cover it",
+        ),
+        (
+            content(
+                {
+                    "rank-0.safetensors": entry(
+                        ["a", "float32", [4], [0], [2], 0], ["a", "float32", [4], [0], [2], 50]
+                    )
+                }
+            ),
             "a file has a shard twice",
         ),
         (
-            content({"rank-0.safetensors": entry(["a", "float32", [4], [0], [3], 0], ["a", "float32", [4], [1], [3], 50])}),
+            content(
+                {
+                    "rank-0.safetensors": entry(
+                        ["a", "float32", [4], [0], [3], 0], ["a", "float32", [4], [1], [3], 50]
+                    )
+                }
+            ),
             "overlap, or do not cover it",
         ),
         (
@@ -142,15 +200,36 @@ def entry(*shards: Any, **fields: Any) -> dict[str, Any]:
             ),
             "differ in type or shape",
         ),
-        (content({"rank-0.safetensors": entry(["a", "object", [4], [0], [4], 0])}), "it names the type 'object'"),
-        (content({"rank-0.safetensors": entry(["a", "float32", [4, 1], [0], [4], 0])}), "other dims than its shape"),
-        (content({"rank-0.safetensors": entry(["a", "uint8", [0] * 65, [0] * 65, [0] * 65, 0])}), "more than 64"),
-        (content({"rank-0.safetensors": entry([["a"], "float32", [4], [0], [4], 0])}), "cannot be parsed"),
-        (content({"rank-0.safetensors": entry(["a", "float32", {}, {}, {}, 0])}), "has boxes that are no lists"),
+        (
+            content({"rank-0.safetensors": entry(["a", "object", [4], [0], [4], 0])}),
+            "it names the type 'object'",
+        ),
+        (
+            content({"rank-0.safetensors": entry(["a", "float32", [4, 1], [0], [4], 0])}),
+            "other dims than its shape",
+        ),
+        (
+            content({"rank-0.safetensors": entry(["a", "uint8", [0] * 65, [0] * 65, [0] * 65, 0])}),
+            "more than 64",
+        ),
+        (
+            content({"rank-0.safetensors": entry([["a"], "float32", [4], [0], [4], 0])}),
+            "cannot be parsed",
+        ),
+        (
+            content({"rank-0.safetensors": entry(["a", "float32", {}, {}, {}, 0])}),
+            "has boxes that are no lists",
+        ),
         (content({}, step=-1), "is no size"),
         (content({}, metadata=[]), "values and metadata are objects"),
-        (content({}, metadata={"score": 3}), "has int as 'metadata.score', but a run writes an object"),
-        (content({}, metadata={"score": {"value": "1"}}), "has str as 'metadata.score.value', but a run writes a number"),
+        (
+            content({}, metadata={"score": 3}),
+            "has int as 'metadata.score', but a run writes an object",
+        ),
+        (
+            content({}, metadata={"score": {"value": "1"}}),
+            "has str as 'metadata.score.value', but a run writes a number",
+        ),
         (content({}, values=None), "cannot be parsed"),
         (content([]), "cannot be parsed"),
         ([], "cannot be parsed"),
@@ -162,7 +241,9 @@ def test_a_forged_manifest_is_damage(given: object, says: str) -> None:
 
 
 def test_a_full_tensor_may_be_in_several_files() -> None:
-    found = Manifest.decode(forged(content({"part-0.safetensors": RIGHT, "part-1.safetensors": RIGHT})))
+    found = Manifest.decode(
+        forged(content({"part-0.safetensors": RIGHT, "part-1.safetensors": RIGHT}))
+    )
     assert len(found.files) == 2
 
 
@@ -170,7 +251,8 @@ def test_a_full_tensor_may_be_in_several_files() -> None:
 def test_shards_cover_a_tensor_if_each_element_is_in_one(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
     boxes = {(tuple(0 for _ in shape), shape)}
-    for _ in range(data.draw(st.integers(0, 4))):  # cut a box, and then perhaps move an end or take one away
+    # cut a box, and then perhaps move an end or take one away
+    for _ in range(data.draw(st.integers(0, 4))):
         offsets, lengths = data.draw(st.sampled_from(sorted(boxes)))
         if shape:
             dim = data.draw(st.integers(0, len(shape) - 1))
@@ -179,11 +261,16 @@ def test_shards_cover_a_tensor_if_each_element_is_in_one(data: st.DataObject) ->
             low[dim], high[dim] = cut, lengths[dim] - cut
             moved = list(offsets)
             moved[dim] += cut
-            boxes = (boxes - {(offsets, lengths)}) | {(offsets, tuple(low)), (tuple(moved), tuple(high))}
+            boxes = (boxes - {(offsets, lengths)}) | {
+                (offsets, tuple(low)),
+                (tuple(moved), tuple(high)),
+            }
     if data.draw(st.booleans()) and shape:
         offsets, lengths = data.draw(st.sampled_from(sorted(boxes)))
         boxes -= {(offsets, lengths)}
-        wrong = tuple(data.draw(st.integers(0, size - at)) for at, size in zip(offsets, shape, strict=True))
+        wrong = tuple(
+            data.draw(st.integers(0, size - at)) for at, size in zip(offsets, shape, strict=True)
+        )
         boxes |= data.draw(st.sampled_from([{(offsets, wrong)}, set()]))
     count = np.zeros(shape, int)
     for offsets, lengths in boxes:

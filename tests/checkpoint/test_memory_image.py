@@ -1,4 +1,5 @@
-"""An image in memory is complete or is not there: whenever a rank dies, the newest one that all ranks have is whole."""
+"""An image in memory is complete or is not there: whenever a rank dies, the newest one that all
+ranks have is whole."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ class Faults:
 
 
 @pytest.mark.parametrize("tensors", [4, 6, 1])
-def test_a_write_that_ends_at_any_moment_leaves_the_image_before_it(monkeypatch: pytest.MonkeyPatch, tensors: int) -> None:
+def test_a_write_that_ends_at_any_moment_leaves_the_image_before_it(
+    monkeypatch: pytest.MonkeyPatch, tensors: int
+) -> None:
     """Also where the layout changes with that write: to more tensors, or to fewer."""
     moments = 0
     while True:
@@ -95,13 +98,15 @@ def test_a_write_that_ends_at_any_moment_leaves_the_image_before_it(monkeypatch:
             assert all(numbers == {float(step)} for step, numbers in found.items())
             faults.left = -1
             writer.write(4, numbered(4, tensors), {"step": 4})
-            assert {2: {2.0}, 4: {4.0}}.items() <= loaded([path_of(writer)]).items(), "the torn slot was used again"
+            assert {2: {2.0}, 4: {4.0}}.items() <= loaded([path_of(writer)]).items(), (
+                "the torn slot was used again"
+            )
     assert moments > 12 + tensors
 
 
 def faults_of_one_rank() -> list[list[int]]:
-    """The steps that both ranks have after rank 1 failed at each moment in the third write, and after one write more,
-    in which it failed too."""
+    """The steps that both ranks have after rank 1 failed at each moment in the third write, and
+    after one write more, in which it failed too."""
     world, found = here(), []
     for at in range(1, 15, 2):
         with writer_of(world) as writer, pytest.MonkeyPatch.context() as patch:
@@ -172,29 +177,50 @@ def _steps_of(writer: ImageWriter) -> list[int]:
 
 
 def written(turned: bool) -> list[Any]:
-    """Two images of tensors of many types, the second with other placements; what this rank reads of them."""
+    """Two images of tensors of many types, the second with other placements; what this rank reads
+    of them."""
     world = here()
     with writer_of(world) as writer:
         for step in (1, 2):
-            state = {**laid_out(values(step), world, turned=step == 2), "everywhere": torch.full((500_000,), float(step))}
+            state = {
+                **laid_out(values(step), world, turned=step == 2),
+                "everywhere": torch.full((500_000,), float(step)),
+            }
             writer.write(step, state, {"step": step, "ranks": {str(world.rank): step}})
         images = open_images(world.gather_values(path_of(writer)), world)
         right = []
         for name in images.names:
-            state = laid_out({key: torch.zeros_like(value) for key, value in values(0).items()}, world, turned=turned)
+            state = laid_out(
+                {key: torch.zeros_like(value) for key, value in values(0).items()},
+                world,
+                turned=turned,
+            )
             state["everywhere"] = torch.zeros(500_000, dtype=torch.float64)
             reader = images.reader(name)
             reader.load_into(state, world)
             right.append(bool((state["everywhere"] == name.step).all()))
-            right.append(all(torch.equal(full_tensor(state[key]), value) for key, value in values(name.step).items()))
-            right.append(reader.manifest.values == {"step": name.step, "ranks": {str(rank): name.step for rank in range(world.size)}})
+            right.append(
+                all(
+                    torch.equal(full_tensor(state[key]), value)
+                    for key, value in values(name.step).items()
+                )
+            )
+            right.append(
+                reader.manifest.values
+                == {
+                    "step": name.step,
+                    "ranks": {str(rank): name.step for rank in range(world.size)},
+                }
+            )
         size = writer.size_bytes
         world.gather_values(None)
     return [right, size]
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_images_hold_each_tensor_once_and_every_rank_reads_its_own_part(pool: WorkerPool, turned: bool) -> None:
+def test_images_hold_each_tensor_once_and_every_rank_reads_its_own_part(
+    pool: WorkerPool, turned: bool
+) -> None:
     ended = pool.run(2, written, turned)
     assert [right for right, _ in ended] == [[True] * 6] * 2
     state = sum(value.nbytes for value in values(0).values()) + 4 * 500_000
@@ -227,7 +253,9 @@ def test_after_prepare_a_write_allocates_little() -> None:
         assert before >= writer.size_bytes
         writer.write(1, numbered(1, numbers=50_000), {"step": 1})
         writer.write(2, numbered(2, numbers=50_000), {"step": 2})
-        assert os.fstat(writer.descriptors[0]).st_blocks * 512 <= before + 2 * 4096 * 2, "the text and no more"
+        assert os.fstat(writer.descriptors[0]).st_blocks * 512 <= before + 2 * 4096 * 2, (
+            "the text and no more"
+        )
 
 
 def test_without_memory_every_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,14 +265,21 @@ def test_without_memory_every_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     with writer_of(alone()) as writer:
         with monkeypatch.context() as patch:
             patch.setattr(slots.os, "posix_fallocate", full)
-            with pytest.raises(CheckpointError, match=r"rank 0 has no memory for two images of .* bytes \(No space left on device\)"):
+            with pytest.raises(
+                CheckpointError,
+                match=(
+                    r"rank 0 has no memory for two images of .* bytes \(No space left on device\)"
+                ),
+            ):
                 writer.prepare(numbered(1))
         writer.write(2, numbered(2), {"step": 2})
         assert loaded([path_of(writer)]) == {2: {2.0}}
 
 
 @given(st.floats(0, 1e3), st.floats(1e-4, 1e3), st.floats(1e-3, 1))
-def test_copying_takes_no_more_of_the_time_than_asked(copy_seconds: float, step_seconds: float, limit: float) -> None:
+def test_copying_takes_no_more_of_the_time_than_asked(
+    copy_seconds: float, step_seconds: float, limit: float
+) -> None:
     interval = image_interval(copy_seconds, step_seconds, limit)
     assert interval >= 1
     assert copy_seconds <= limit * interval * step_seconds * (1 + 1e-9)

@@ -1,5 +1,5 @@
-"""Checkpoints on an object store: what holds in a folder holds there, and a server that goes away costs the save under
-way, no more."""
+"""Checkpoints on an object store: what holds in a folder holds there, and a server that goes away
+costs the save under way, no more."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def server() -> Iterator[int]:
 def bucket(server: int, request: pytest.FixtureRequest) -> Iterator[str]:
     """Its URL, in an environment in which that can be read."""
     name = f"b{abs(hash(request.node.name))}"
-    urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{server}/{name}", method="PUT")).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"http://127.0.0.1:{server}/{name}", method="PUT")
+    ).close()
     with environment(server):
         yield f"s3://{name}"
 
@@ -115,10 +117,19 @@ def raise_() -> None:
 def test_parts_of_a_file_are_read(storage: Storage) -> None:
     put(storage, NAME)
     assert storage.size(NAME, "a") == 11
-    assert (storage.read(NAME, "a", 8), storage.read(NAME, "a", 9, 20), storage.read(NAME, "a", 0, 2)) == (b"xxy", b"xy", b"xx")
+    assert (
+        storage.read(NAME, "a", 8),
+        storage.read(NAME, "a", 9, 20),
+        storage.read(NAME, "a", 0, 2),
+    ) == (b"xxy", b"xy", b"xx")
     for start, there in ((8, b"xxy"), (4, b"xxxxxxy"[:6]), (11, b""), (30, b"")):
         room = bytearray(6)
-        assert b"".join(storage.read_into(NAME, "a", start, [memoryview(room)[:1], memoryview(room)[1:]])) == there
+        assert (
+            b"".join(
+                storage.read_into(NAME, "a", start, [memoryview(room)[:1], memoryview(room)[1:]])
+            )
+            == there
+        )
         assert room == there.ljust(6, b"\0")
     with pytest.raises(FileNotFoundError):
         list(storage.read_into(NAME, "b", 3, [memoryview(bytearray(1))]))
@@ -126,7 +137,11 @@ def test_parts_of_a_file_are_read(storage: Storage) -> None:
 
 def test_only_one_claim_succeeds(storage: Storage) -> None:
     storage.begin(NAME)
-    assert [storage.claim(NAME, "a"), storage.claim(NAME, "a"), storage.claim(NAME, "b")] == [True, False, True]
+    assert [storage.claim(NAME, "a"), storage.claim(NAME, "a"), storage.claim(NAME, "b")] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_reads_are_concurrent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +149,17 @@ def test_reads_are_concurrent(monkeypatch: pytest.MonkeyPatch) -> None:
     storage, content = ObjectStorage("memory://run"), bytes(6 * BLOCK_BYTES)
     storage.begin(NAME)
     storage.write(NAME, "rank-0.safetensors", [content])
-    manifest = Manifest(step=40, files={"rank-0.safetensors": FileEntry(hash_blocks(memoryview(content)), {})}, values={}, metadata={})
+    manifest = Manifest(
+        step=40,
+        files={"rank-0.safetensors": FileEntry(hash_blocks(memoryview(content)), {})},
+        values={},
+        metadata={},
+    )
     storage.commit(NAME, manifest.encode())
     raise_on_all_ranks, read_into = threading.Barrier(6, timeout=20), storage.read_into
-    monkeypatch.setattr(storage, "read_into", lambda *given: (raise_on_all_ranks.wait() and 0) or read_into(*given))
+    monkeypatch.setattr(
+        storage, "read_into", lambda *given: (raise_on_all_ranks.wait() and 0) or read_into(*given)
+    )
     assert check(storage, NAME) == []
     CheckpointReader(storage, NAME).load_into({}, join(rank=0, size=1, local_rank=0, local_size=1))
 
@@ -145,14 +167,26 @@ def test_reads_are_concurrent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_files_are_uploaded_in_parts(bucket: str) -> None:
     content = os.urandom(2 * PART_BYTES + 5)
     storage = ObjectStorage(bucket)
-    storage.write(NAME, "a", (content[at : at + 3_000_000] for at in range(0, len(content), 3_000_000)))
+    storage.write(
+        NAME, "a", (content[at : at + 3_000_000] for at in range(0, len(content), 3_000_000))
+    )
     assert storage.read(NAME, "a") == content
-    assert len(storage._fs.info(f"{bucket}/{NAME}/a")["ETag"].split("-")) == 2, "S3 marks what came in parts"
+    assert len(storage._fs.info(f"{bucket}/{NAME}/a")["ETag"].split("-")) == 2, (
+        "S3 marks what came in parts"
+    )
 
 
-@pytest.mark.parametrize(("ranks", "readers"), [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2), (3, 1))), (2, 3)])
-def test_what_is_saved_is_loaded(pool: WorkerPool, bucket: str, server: int, ranks: int, readers: int) -> None:
-    assert pool.run(ranks, save, bucket, server, [3, 8]) == [[SaveResult(3, None), SaveResult(8, None)]] * ranks
+@pytest.mark.parametrize(
+    ("ranks", "readers"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2), (3, 1))), (2, 3)],
+)
+def test_what_is_saved_is_loaded(
+    pool: WorkerPool, bucket: str, server: int, ranks: int, readers: int
+) -> None:
+    assert (
+        pool.run(ranks, save, bucket, server, [3, 8])
+        == [[SaveResult(3, None), SaveResult(8, None)]] * ranks
+    )
     assert pool.run(readers, load, bucket, server) == [["same", "same"]] * readers
 
 
@@ -180,42 +214,60 @@ def loaded(storage: Storage, name: CheckpointName) -> str:
     truth = states.values(name.step)
     state = {key: torch.zeros_like(value) for key, value in truth.items()}
     try:
-        CheckpointReader(storage, name).load_into(state, join(rank=0, size=1, local_rank=0, local_size=1))
+        CheckpointReader(storage, name).load_into(
+            state, join(rank=0, size=1, local_rank=0, local_size=1)
+        )
     except DamagedError as error:
         return str(error)
     return "same" if all(torch.equal(state[key], truth[key]) for key in truth) else "other"
 
 
 @pytest.mark.command
-def test_a_server_that_disconnects_fails_the_save_in_progress(pool: WorkerPool, bucket: str, server: int) -> None:
+def test_a_server_that_disconnects_fails_the_save_in_progress(
+    pool: WorkerPool, bucket: str, server: int
+) -> None:
     assert pool.run(2, save, bucket, server, [3])[0] == [SaveResult(3, None)]
     with closing(Line(server, disconnect_after_bytes=8_000_000)) as line:
         (committing,), (other,) = pool.run(2, save, bucket, line.port, [8])
         assert committing is None or bucket in committing.error
-        assert other is None or other.error is None or bucket in other.error  # its part may have been there before it disconnected
+        # its part may have been there before it disconnected
+        assert other is None or other.error is None or bucket in other.error
         assert line.was_cut
-        with environment(line.port), pytest.raises(OSError, match=r"s3://.*Could not connect to the endpoint"):
+        with (
+            environment(line.port),
+            pytest.raises(OSError, match=r"s3://.*Could not connect to the endpoint"),
+        ):
             ObjectStorage(bucket).names()
     assert pool.run(2, load, bucket, server) == [["same"]] * 2
     with environment(server):
         ObjectStorage(bucket).remove_uncommitted()
-        assert {path.split("/")[1] for path in fsspec.filesystem("s3").find(bucket)} == {f"step-00000003-{states.ATTEMPT}"}
+        assert {path.split("/")[1] for path in fsspec.filesystem("s3").find(bucket)} == {
+            f"step-00000003-{states.ATTEMPT}"
+        }
 
 
-def test_a_server_that_does_not_answer_times_out(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_times_out(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(object_store, "CALL_SECONDS", 0.5)
     with environment((silent := socket.create_server(("127.0.0.1", 0))).getsockname()[1]):
         with silent, pytest.raises(TimeoutError, match="no answer within 0 s") as caught:
             ObjectStorage(bucket).write(NAME, "a", [b"x"])
         assert caught.value.filename == bucket
-        while any(thread.name == "lockstep-store" for thread in threading.enumerate()):  # the call ends once the server is gone
+        # the call ends once the server is gone
+        while any(thread.name == "lockstep-store" for thread in threading.enumerate()):
             time.sleep(0.05)
 
 
 def test_missing_write_permission_is_reported(bucket: str, server: int) -> None:
     def ask_for_credentials_after(actions: int) -> None:
         plain = {"Content-Type": "text/plain"}
-        request = urllib.request.Request(f"http://127.0.0.1:{server}/moto-api/reset-auth", str(actions).encode(), plain, method="POST")
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{server}/moto-api/reset-auth",
+            str(actions).encode(),
+            plain,
+            method="POST",
+        )
         urllib.request.urlopen(request).close()
 
     ask_for_credentials_after(0)
@@ -239,26 +291,50 @@ def test_paths_and_urls_of_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         found = open_storage(place)
         assert isinstance(found, FolderStorage)
         assert found.path == tmp_path
-    with pytest.raises(RunDirectoryError, match=r"^gs://b/run: the driver of gs:// is not installed; Please install gcsfs"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"^gs://b/run: the driver of gs:// is not installed; Please install gcsfs",
+    ):
         open_storage("gs://b/run")
-    with pytest.raises(RunDirectoryError, match=r"^grid://b: no driver is known for grid://; give a path, or a URL like s3://bucket/run$"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=(
+            r"^grid://b: no driver is known for grid://; give a path, or a URL like"
+            r" s3://bucket/run$"
+        ),
+    ):
         open_storage("grid://b")
-    with pytest.raises(RunDirectoryError, match=r"^memory://b is memory of one process, and another writes the checkpoints"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"^memory://b is memory of one process, and another writes the checkpoints",
+    ):
         open_storage("memory://b")
 
     for nowhere, what in (("s3://", "bucket"), ("gs:///run", "bucket"), ("://run", "store")):
         with pytest.raises(
-            RunDirectoryError, match=rf"^{nowhere} names no {what} \(is a variable unset\?\); give one like s3://bucket/run$"
+            RunDirectoryError,
+            match=(
+                rf"^{nowhere} names no {what} \(is a variable unset\?\); give one like"
+                r" s3://bucket/run$"
+            ),
         ):
             open_storage(nowhere)
-    with pytest.raises(RunDirectoryError, match=r"^github://b: github:// cannot hold checkpoints \(TypeError: .*; give a path, or a URL"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=(
+            r"^github://b: github:// cannot hold checkpoints \(TypeError: .*; give a path, or a URL"
+        ),
+    ):
         open_storage("github://b")
 
     def missing(protocol: str) -> Any:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(RunDirectoryError, match=r"^s3://b: the driver of s3:// is not installed; pip install 'lockstep-train\[s3\]'$"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"^s3://b: the driver of s3:// is not installed; pip install 'lockstep-train\[s3\]'$",
+    ):
         open_storage("s3://b")
 
 

@@ -21,7 +21,10 @@ class Event:
         return self._answer
 
 
-@pytest.mark.parametrize(("first", "second", "gives_back"), [(True, True, True), (True, False, False), (True, None, False)])
+@pytest.mark.parametrize(
+    ("first", "second", "gives_back"),
+    [(True, True, True), (True, False, False), (True, None, False)],
+)
 def test_memory_stays_registered_while_any_device_may_copy_to_it(
     monkeypatch: pytest.MonkeyPatch, first: bool, second: bool | None, gives_back: bool
 ) -> None:
@@ -37,7 +40,9 @@ def test_memory_stays_registered_while_any_device_may_copy_to_it(
     monkeypatch.setattr(saver, "END_SECONDS", 0.0)
     monkeypatch.setattr(saver, "_left", left)
     content = saver._FileContent(FileLayout([]), torch.device("cpu"), [])
-    monkeypatch.setattr(content, "_copies", [(Event(True), Event(first)), (Event(True), Event(second))])
+    monkeypatch.setattr(
+        content, "_copies", [(Event(True), Event(first)), (Event(True), Event(second))]
+    )
     content.close()
     assert (len(given_back), len(left)) == ((1, 0) if gives_back else (0, 1))
     for file, _ in left:

@@ -1,4 +1,5 @@
-"""What is deleted is what nobody asked to keep, whether that is asked after each save or once at the end."""
+"""What is deleted is what nobody asked to keep, whether that is asked after each save or once at
+the end."""
 
 from __future__ import annotations
 
@@ -18,24 +19,57 @@ to_delete = partial(checkpoints_to_delete, every=None, scores={}, mode="min")
 modes: st.SearchStrategy[Literal["min", "max"]] = st.sampled_from(["min", "max"])
 
 
-@given(st.dictionaries(names, st.none() | scores), st.integers(1, 5), st.none() | st.integers(1, 9), modes)
+@given(
+    st.dictionaries(names, st.none() | scores),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 9),
+    modes,
+)
 def test_only_the_requested_checkpoints_are_kept(
-    given: dict[CheckpointName, float | None], last: int, every: int | None, mode: Literal["min", "max"]
+    given: dict[CheckpointName, float | None],
+    last: int,
+    every: int | None,
+    mode: Literal["min", "max"],
 ) -> None:
     known = {name: score for name, score in given.items() if score is not None}
     newest = max(given, default=CheckpointName(0, "0000000a"))
-    gone = checkpoints_to_delete(given, newest=newest, last=last, every=every, scores=known, mode=mode)
+    gone = checkpoints_to_delete(
+        given, newest=newest, last=last, every=every, scores=known, mode=mode
+    )
     ordered = sorted(given)
-    real = {name: score if mode == "min" else -score for name, score in known.items() if not math.isnan(score)}
-    best = {name for name in real if real[name] == min(real.values()) and all(other >= name for other in real if real[other] == real[name])}
+    real = {
+        name: score if mode == "min" else -score
+        for name, score in known.items()
+        if not math.isnan(score)
+    }
+    best = {
+        name
+        for name in real
+        if real[name] == min(real.values())
+        and all(other >= name for other in real if real[other] == real[name])
+    }
     assert gone == sorted(gone)
     for place, name in enumerate(ordered):
-        stays = place >= len(ordered) - last or (every is not None and name.step % every == 0) or name in best
+        stays = (
+            place >= len(ordered) - last
+            or (every is not None and name.step % every == 0)
+            or name in best
+        )
         assert (name in gone) == (not stays)
-    assert checkpoints_to_delete(set(given) - set(gone), newest=newest, last=last, every=every, scores=known, mode=mode) == []
+    assert (
+        checkpoints_to_delete(
+            set(given) - set(gone), newest=newest, last=last, every=every, scores=known, mode=mode
+        )
+        == []
+    )
 
 
-@given(st.lists(st.none() | scores, max_size=30), st.integers(1, 4), st.none() | st.integers(1, 5), modes)
+@given(
+    st.lists(st.none() | scores, max_size=30),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 5),
+    modes,
+)
 def test_deleting_after_each_save_is_as_deleting_once(
     found: list[float | None], last: int, every: int | None, mode: Literal["min", "max"]
 ) -> None:
@@ -45,11 +79,15 @@ def test_deleting_after_each_save_is_as_deleting_once(
         there.append(CheckpointName(step, "0000000a"))
         if score is not None:
             known[there[-1]] = score
-        gone = checkpoints_to_delete(there, newest=there[-1], last=last, every=every, scores=known, mode=mode)
+        gone = checkpoints_to_delete(
+            there, newest=there[-1], last=last, every=every, scores=known, mode=mode
+        )
         there = [name for name in there if name not in gone]
     everyone = [CheckpointName(step, "0000000a") for step in range(len(found))]
     newest = max(everyone, default=CheckpointName(0, "0000000a"))
-    gone = checkpoints_to_delete(everyone, newest=newest, last=last, every=every, scores=known, mode=mode)
+    gone = checkpoints_to_delete(
+        everyone, newest=newest, last=last, every=every, scores=known, mode=mode
+    )
     assert there == [name for name in everyone if name not in gone]
 
 
@@ -57,7 +95,10 @@ def test_without_scores_the_last_ones_are_kept() -> None:
     there = [CheckpointName(step, "0000000a") for step in (10, 20, 30, 40)]
     assert to_delete(there, newest=there[-1], last=2) == there[:2]
     assert to_delete(there, newest=there[-1], last=1, every=20) == [there[0], there[2]]
-    assert to_delete(there, newest=there[-1], last=1, scores={there[1]: 0.5, there[2]: 0.7}) == [there[0], there[2]]
+    assert to_delete(there, newest=there[-1], last=1, scores={there[1]: 0.5, there[2]: 0.7}) == [
+        there[0],
+        there[2],
+    ]
     assert to_delete([], newest=there[-1], last=1) == []
 
 

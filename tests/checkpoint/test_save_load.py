@@ -1,4 +1,5 @@
-"""State that some processes save is loaded by others, as full or sharded tensors, and every damage is named."""
+"""State that some processes save is loaded by others, as full or sharded tensors, and every damage
+is named."""
 
 from __future__ import annotations
 
@@ -24,9 +25,16 @@ from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
 
-@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 3])
-def test_what_is_saved_is_loaded_on_any_number_of_processes(pool: WorkerPool, tmp_path: Path, ranks: int) -> None:
-    assert pool.run(ranks, save, str(tmp_path), [3, 8]) == [[SaveResult(3, None), SaveResult(8, None)]] * ranks
+@pytest.mark.parametrize(
+    "ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 3]
+)
+def test_what_is_saved_is_loaded_on_any_number_of_processes(
+    pool: WorkerPool, tmp_path: Path, ranks: int
+) -> None:
+    assert (
+        pool.run(ranks, save, str(tmp_path), [3, 8])
+        == [[SaveResult(3, None), SaveResult(8, None)]] * ranks
+    )
     size = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     state = sum(value.nbytes for value in values(0).values())
     assert size <= 2 * (state + 4096 * ranks), "each piece once"
@@ -59,10 +67,16 @@ def test_every_damage_is_named(pool: WorkerPool, tmp_path: Path) -> None:
         path = files[number % len(files)]
         right = path.read_bytes()
         place = chance.randrange(len(right))
-        wrong = right[:place] + bytes([right[place] ^ 1 << chance.randrange(8)]) + right[place + 1 :] if number < 6 else right[:place]
+        wrong = (
+            right[:place] + bytes([right[place] ^ 1 << chance.randrange(8)]) + right[place + 1 :]
+            if number < 6
+            else right[:place]
+        )
         path.write_bytes(wrong)
         for (said,) in pool.run(2, load, str(tmp_path)):
-            assert ("manifest" in said) if path.name == MANIFEST else said.startswith(path.name), said
+            assert ("manifest" in said) if path.name == MANIFEST else said.startswith(path.name), (
+                said
+            )
         path.unlink()
         for (said,) in pool.run(2, load, str(tmp_path)):
             assert said.endswith(f"{path.name} is missing")
@@ -88,7 +102,9 @@ def test_saving_continues_in_the_background(tmp_path: Path) -> None:
     finally:
         saver.close()
     again = {key: torch.ones_like(value) for key, value in state.items()}
-    CheckpointReader(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0]).load_into(again, world)
+    CheckpointReader(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0]).load_into(
+        again, world
+    )
     assert all(torch.equal(again[key], value) for key, value in values(0).items())
 
 
@@ -99,9 +115,9 @@ def test_after_prepare_a_save_allocates_nothing(tmp_path: Path) -> None:
         saver.prepare(state)
         made = saver._memory, saver._writer
         assert made[0] is not None
-        assert os.fstat(made[0].file.inherited[0]).st_blocks * 512 >= sum(value.nbytes for value in state.values()), (
-            "memory is there, not promised"
-        )
+        assert os.fstat(made[0].file.inherited[0]).st_blocks * 512 >= sum(
+            value.nbytes for value in state.values()
+        ), "memory is there, not promised"
         for step in (1, 2):
             saver.save(step, state, values={}, metadata={})
             assert saver.poll(30) == SaveResult(step, None)
@@ -120,7 +136,9 @@ def test_after_a_failed_save_a_new_process_writes(tmp_path: Path) -> None:
     try:
         saver.save(1, values(1), values={}, metadata={})
         failed = saver._writer
-        assert saver.poll(30) == SaveResult(1, f"Not a directory: {tmp_path / 'run' / f'.step-00000001-{ATTEMPT}'}")
+        assert saver.poll(30) == SaveResult(
+            1, f"Not a directory: {tmp_path / 'run' / f'.step-00000001-{ATTEMPT}'}"
+        )
         (tmp_path / "run").unlink()
         saver.save(2, values(2), values={}, metadata={})
         assert saver._writer is not failed
@@ -130,7 +148,8 @@ def test_after_a_failed_save_a_new_process_writes(tmp_path: Path) -> None:
 
 
 def halves(folder: str) -> tuple[int, list[bool]]:
-    """How many bytes of files this rank read for its half of a tensor, and whether it is right: rows, columns."""
+    """How many bytes of files this rank read for its half of a tensor, and whether it is right:
+    rows, columns."""
     world = here()
     truth = torch.arange(8 * BLOCK_BYTES // 4).reshape(8, -1).float()
     saver = Saver(world, folder, ATTEMPT)
@@ -175,20 +194,32 @@ def test_a_conjugated_tensor_is_saved_and_loaded_as_its_values(tmp_path: Path) -
     finally:
         saver.close()
     target = torch.zeros(10_000, dtype=torch.complex64).conj()
-    CheckpointReader(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0]).load_into({"z": target}, world)
+    CheckpointReader(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0]).load_into(
+        {"z": target}, world
+    )
     assert torch.equal(target, saved)
 
 
 def test_an_expanded_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
     """Several of its elements are one place in memory: no copy_ writes to such a tensor."""
     world = join(rank=0, size=1, local_rank=0, local_size=1)
-    saved = {"rows": torch.randn(1, 6).expand(4, 6), "columns": torch.randn(3, 1).expand(3, 5), "scalar": torch.randn(()).expand(30, 2)}
+    saved = {
+        "rows": torch.randn(1, 6).expand(4, 6),
+        "columns": torch.randn(3, 1).expand(3, 5),
+        "scalar": torch.randn(()).expand(30, 2),
+    }
     saver = Saver(world, tmp_path, ATTEMPT)
     try:
         saver.save(1, saved, values={}, metadata={})
         assert saver.poll(30) == SaveResult(1, None)
     finally:
         saver.close()
-    state = {"rows": torch.zeros(1, 6).expand(4, 6), "columns": torch.zeros(3, 1).expand(3, 5), "scalar": torch.zeros(()).expand(30, 2)}
-    CheckpointReader(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0]).load_into(state, world)
+    state = {
+        "rows": torch.zeros(1, 6).expand(4, 6),
+        "columns": torch.zeros(3, 1).expand(3, 5),
+        "scalar": torch.zeros(()).expand(30, 2),
+    }
+    CheckpointReader(FolderStorage(tmp_path), FolderStorage(tmp_path).names()[0]).load_into(
+        state, world
+    )
     assert all(torch.equal(state[name], saved[name]) for name in saved)

@@ -1,4 +1,5 @@
-"""The writing process alone: what lies in shared memory becomes a checkpoint, at one stroke or not at all."""
+"""The writing process alone: what lies in shared memory becomes a checkpoint, at one stroke or not
+at all."""
 
 from __future__ import annotations
 
@@ -44,7 +45,12 @@ class Writer:
         os.write(self._memory, image(rank))
         command = [sys.executable, "-m", "lockstep.checkpoint.writer", str(self._memory)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=[self._memory]
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=[self._memory],
         )
         self.tell({"bytes": SIZES[rank], "shards": []})
 
@@ -79,10 +85,16 @@ def test_all_ranks_files_become_one_checkpoint(tmp_path: Path, writers: list[Wri
     for rank in (0, 2, 1):
         assert folder.names() == []
         writers[rank].tell(job(folder.path, rank))
-    assert [writer.answer() for writer in writers] == [{"step": 60, "error": None, "not_deleted": None}] * 3
+    assert [writer.answer() for writer in writers] == [
+        {"step": 60, "error": None, "not_deleted": None}
+    ] * 3
     assert folder.names() == [NAME]
     manifest = Manifest.decode(folder.read(NAME, MANIFEST))
-    assert (manifest.step, manifest.values, manifest.metadata) == (60, {"of 0": 0, "of 1": 1, "of 2": 2}, {"plan": "shard=3"})
+    assert (manifest.step, manifest.values, manifest.metadata) == (
+        60,
+        {"of 0": 0, "of 1": 1, "of 2": 2},
+        {"plan": "shard=3"},
+    )
     assert sorted(os.listdir(folder.path / str(NAME))) == [MANIFEST, *FILES]
     for rank, file in enumerate(FILES):
         assert folder.read(NAME, file) == image(rank)
@@ -114,10 +126,14 @@ def test_a_write_error_is_reported(tmp_path: Path, writers: list[Writer]) -> Non
     assert writers[1].answer()["error"] is None
 
 
-def test_it_ends_with_its_input_while_it_waits_for_notes(tmp_path: Path, writers: list[Writer]) -> None:
+def test_it_ends_with_its_input_while_it_waits_for_notes(
+    tmp_path: Path, writers: list[Writer]
+) -> None:
     folder = FolderStorage(tmp_path)
     writers[0].tell(job(tmp_path, 0))
-    while folder.read_uncommitted(NAME, f"{FILES[0]}.json") is None and (folder.read_uncommitted(NAME, FILES[0]) or b"") != image(0):
+    while folder.read_uncommitted(NAME, f"{FILES[0]}.json") is None and (
+        folder.read_uncommitted(NAME, FILES[0]) or b""
+    ) != image(0):
         assert writers[0].process.poll() is None
     assert writers[0].process.stdin is not None
     writers[0].process.stdin.close()
@@ -140,4 +156,8 @@ def test_a_checkpoint_is_deleted_atomically(tmp_path: Path) -> None:
     folder.delete(CheckpointName(40, "0000000a"))
     assert [name.step for name in folder.names()] == [5, 100_000_000]
     assert folder.read(CheckpointName(5, "0000000a"), "a", 9, 20) == b"xy"
-    assert sorted(os.listdir(tmp_path)) == ["step-00000005-0000000a", "step-1", "step-100000000-0000000a"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "step-00000005-0000000a",
+        "step-1",
+        "step-100000000-0000000a",
+    ]

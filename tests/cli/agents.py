@@ -26,7 +26,9 @@ def fingerprint(run: Path) -> str:
 
 def events(run: Path, *names: str) -> list[dict[str, Any]]:
     """Those of these names; all that is whole in the file, where none is given."""
-    lines = (run / "events.jsonl").read_text().splitlines() if (run / "events.jsonl").exists() else []
+    lines = (
+        (run / "events.jsonl").read_text().splitlines() if (run / "events.jsonl").exists() else []
+    )
     return [event for event in map(json.loads, lines) if not names or event["event"] in names]
 
 
@@ -44,7 +46,14 @@ def wait_until_it_keeps_the_rendezvous(first: subprocess.Popen[str]) -> None:
 
 def steps(folder: Path) -> int:
     """Done, as far as the scripts of the agents in this folder have printed."""
-    return max((int(found) for path in folder.glob("output-*") for found in re.findall(r"did (\d+)", path.read_text())), default=0)
+    return max(
+        (
+            int(found)
+            for path in folder.glob("output-*")
+            for found in re.findall(r"did (\d+)", path.read_text())
+        ),
+        default=0,
+    )
 
 
 def worlds(run: Path) -> list[int]:

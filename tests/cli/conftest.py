@@ -19,25 +19,52 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The fingerprint of the run of scripts/elastic.py on one process, to which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    subprocess.run([LOCKSTEP, "run", "--run-dir", "run", SCRIPT, "0"], cwd=folder, env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [LOCKSTEP, "run", "--run-dir", "run", SCRIPT, "0"],
+        cwd=folder,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
     found: str = json.loads((folder / "run" / "result.json").read_text())["fingerprint"]
     return found
 
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agents]:
-    """Start `lockstep run` as it would be on one of several machines; ended at the end of the test."""
+    """Start `lockstep run` as it would be on one of several machines; ended at the end of the
+    test."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     started: list[subprocess.Popen[str]] = []
 
-    def agent(*arguments: str, nnodes: str = "1:2", host: str = "127.0.0.1", before: Sequence[str] = ()) -> subprocess.Popen[str]:
-        options = ["--nproc", "1", "--nnodes", nnodes, "--rdzv", f"{host}:{port}", "--max-restarts", "3", "--run-dir", "run"]
+    def agent(
+        *arguments: str, nnodes: str = "1:2", host: str = "127.0.0.1", before: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        options = [
+            "--nproc",
+            "1",
+            "--nnodes",
+            nnodes,
+            "--rdzv",
+            f"{host}:{port}",
+            "--max-restarts",
+            "3",
+            "--run-dir",
+            "run",
+        ]
         line = [*before, LOCKSTEP, "run", *options, *(arguments or (SCRIPT, "0.3"))]
         with (tmp_path / f"output-{len(started)}").open("w") as output:
             # One that is killed leaves its folder of records.
             environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
-            process = subprocess.Popen(line, cwd=tmp_path, env=environment, stdout=output, stderr=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                line,
+                cwd=tmp_path,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         started.append(process)
         return process
 

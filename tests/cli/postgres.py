@@ -15,7 +15,11 @@ from typing import Any
 
 import psycopg2
 
-_BINARIES = max(Path("/usr/lib/postgresql").glob("*/bin"), default=Path("/nowhere"), key=lambda path: float(path.parent.name))
+_BINARIES = max(
+    Path("/usr/lib/postgresql").glob("*/bin"),
+    default=Path("/nowhere"),
+    key=lambda path: float(path.parent.name),
+)
 _AS_ROOT = os.geteuid() == 0
 
 
@@ -38,7 +42,17 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        line = [_BINARIES / "initdb", "--pgdata", folder / "data", "--username", "tester", "--auth", "trust", "--no-sync", "--locale=C"]
+        line = [
+            _BINARIES / "initdb",
+            "--pgdata",
+            folder / "data",
+            "--username",
+            "tester",
+            "--auth",
+            "trust",
+            "--no-sync",
+            "--locale=C",
+        ]
         subprocess.run(line, check=True, capture_output=True, cwd=folder, **_as_user())
         self.start()
 
@@ -48,11 +62,20 @@ class Server:
 
     def start(self) -> None:
         # A killed server leaves nothing in /dev/shm so.
-        settings = ["listen_addresses=", f"unix_socket_directories={self._folder}", "fsync=off", "dynamic_shared_memory_type=mmap"]
+        settings = [
+            "listen_addresses=",
+            f"unix_socket_directories={self._folder}",
+            "fsync=off",
+            "dynamic_shared_memory_type=mmap",
+        ]
         options = [word for setting in settings for word in ("-c", setting)]
         with (self._folder / "log").open("a") as log:
             self._process = subprocess.Popen(
-                [_BINARIES / "postgres", "-D", self._folder / "data", *options], cwd=self._folder, stdout=log, stderr=log, **_as_user()
+                [_BINARIES / "postgres", "-D", self._folder / "data", *options],
+                cwd=self._folder,
+                stdout=log,
+                stderr=log,
+                **_as_user(),
             )
         deadline = time.monotonic() + 30
         while True:

@@ -1,5 +1,5 @@
-"""Runs that save themselves, for the tests of what looks at them. At module level, so that workers can be told their
-names."""
+"""Runs that save themselves, for the tests of what looks at them. At module level, so that workers
+can be told their names."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ class Scores(ls.Hook):
 
 
 def scored(run_dir: str, values: Mapping[int, float]) -> ls.Result:
-    """Five steps, evaluated and saved after steps 2 and 4 as they become better, and evaluated at the end."""
+    """Five steps, evaluated and saved after steps 2 and 4 as they become better, and evaluated at
+    the end."""
     given = subjects.recipe(steps=5, evaluation=ls.Evaluation(data=subjects.rows(8), every=2))
-    return ls.train(given, run_dir=run_dir, hooks=[Scores(values)], saving=ls.Saving(best="place", last=5))
+    return ls.train(
+        given, run_dir=run_dir, hooks=[Scores(values)], saving=ls.Saving(best="place", last=5)
+    )
 
 
 class Noted:
@@ -59,11 +62,15 @@ def two(run_dir: str) -> list[str]:
 def normed() -> nn.Module:
     """With buffers, of which two are the same, and a part in bfloat16."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    model.register_parameter("short", nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False))
+    model.register_parameter(
+        "short", nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
+    )
     model.register_buffer("one", torch.ones(2))
     model.register_buffer("other", model.one)
     return model
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    return torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1
+    )

@@ -23,26 +23,56 @@ BAD = {5, 6}
 def environment(folder: Path) -> dict[str, str]:
     """Variables of a search, which keeps its temporary files in `folder`."""
     (folder / "tmp").mkdir(exist_ok=True)
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TMPDIR": str(folder / "tmp"),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def line_of(*words: object, script: Path = SCRIPT) -> list[str]:
-    """The command, whose `words` after `--` are the script's. The sampler is random, whose values are those of the
-    seed."""
+    """The command, whose `words` after `--` are the script's. The sampler is random, whose values
+    are those of the seed."""
     given = list(map(str, words))
     at = given.index("--") if "--" in given else len(given)
-    return [LOCKSTEP, "search", "--sampler", "random", "--run-dir", "s", *given[:at], str(script), *given[at + 1 :]]
+    return [
+        LOCKSTEP,
+        "search",
+        "--sampler",
+        "random",
+        "--run-dir",
+        "s",
+        *given[:at],
+        str(script),
+        *given[at + 1 :],
+    ]
 
 
-def search(folder: Path, *words: object, script: Path = SCRIPT) -> AbstractContextManager[subprocess.Popen[str]]:
+def search(
+    folder: Path, *words: object, script: Path = SCRIPT
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """Start a search in a folder."""
-    return started(line_of(*words, script=script), cwd=folder, env=environment(folder), stderr=subprocess.PIPE, text=True)
+    return started(
+        line_of(*words, script=script),
+        cwd=folder,
+        env=environment(folder),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-def searched(folder: Path, *words: object, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+def searched(
+    folder: Path, *words: object, script: Path = SCRIPT
+) -> subprocess.CompletedProcess[str]:
     """Make a search in a folder, to its end."""
     with started(
-        line_of(*words, script=script), cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        line_of(*words, script=script),
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         said, complained = process.communicate()
     assert "Traceback" not in complained or process.returncode == 2, complained
@@ -50,11 +80,13 @@ def searched(folder: Path, *words: object, script: Path = SCRIPT) -> subprocess.
 
 
 def lockstep(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """Run another command in a folder, to its end. Those that run the script are processes of their own: a fork may
-    have made a recipe before."""
+    """Run another command in a folder, to its end. Those that run the script are processes of their
+    own: a fork may have made a recipe before."""
     line = [LOCKSTEP, *map(str, words)]
     with forked.use() if words[0] == "report" else nullcontext():
-        return subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False)
+        return subprocess.run(
+            line, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False
+        )
 
 
 def reported(folder: Path, name: str = "s", *words: str) -> list[dict[str, Any]]:
@@ -78,7 +110,9 @@ def starts(folder: Path, number: int, name: str = "s") -> int:
 
 def results(trials: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """What must be the same whatever happened to a search."""
-    return [(trial["number"], trial["state"], trial["parameters"], trial["value"]) for trial in trials]
+    return [
+        (trial["number"], trial["state"], trial["parameters"], trial["value"]) for trial in trials
+    ]
 
 
 def left_of(folder: Path) -> list[str]:

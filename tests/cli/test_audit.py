@@ -64,10 +64,19 @@ def folder(tmp_path: Path) -> Path:
 
 def audit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([LOCKSTEP, "audit", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [LOCKSTEP, "audit", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
-def found(folder: Path, text: str, *options: str, arguments: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
+def found(
+    folder: Path, text: str, *options: str, arguments: tuple[str, ...] = ()
+) -> tuple[int, dict[str, Any]]:
     (folder / "train.py").write_text(text)
     ended = audit(folder, "--json", *options, "train.py", *arguments)
     assert ended.stderr == "", ended.stderr
@@ -81,23 +90,73 @@ def causes(report: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["missing.py"], "LaunchError: 'missing.py' is not there; SCRIPT is the path of a Python file; correct it, or give -m before"),
-        (["-m", "missing"], "LaunchError: no module named 'missing'; -m takes the name of a module that Python can import from here"),
-        (["."], "LaunchError: '.' is a directory; SCRIPT is the path of a Python file; name the file in it"),
+        (
+            ["missing.py"],
+            (
+                "LaunchError: 'missing.py' is not there; SCRIPT is the path of a Python file;"
+                " correct it, or give -m before"
+            ),
+        ),
+        (
+            ["-m", "missing"],
+            (
+                "LaunchError: no module named 'missing'; -m takes the name of a module that Python"
+                " can import from here"
+            ),
+        ),
+        (
+            ["."],
+            (
+                "LaunchError: '.' is a directory; SCRIPT is the path of a Python file; name the"
+                " file in it"
+            ),
+        ),
         ([], "UsageError: Missing argument 'SCRIPT'; see lockstep audit --help"),
-        (["--nproc", "0", "train.py"], "UsageError: Invalid value for '--nproc': 0 is not in the range x>=1; see lockstep audit --help"),
-        (["--steps", "0", "train.py"], "UsageError: Invalid value for '--steps': 0 is not in the range x>=1; see lockstep audit --help"),
-        (["--html", "no/such/place.html", "train.py"], "LaunchError: --html no/such/place.html; its directory is not there; name a file"),
-        (["--keep", ".", "train.py"], "LaunchError: --keep .; the directory is not empty; records go to an empty one; name another, or"),
+        (
+            ["--nproc", "0", "train.py"],
+            (
+                "UsageError: Invalid value for '--nproc': 0 is not in the range x>=1; see lockstep"
+                " audit --help"
+            ),
+        ),
+        (
+            ["--steps", "0", "train.py"],
+            (
+                "UsageError: Invalid value for '--steps': 0 is not in the range x>=1; see lockstep"
+                " audit --help"
+            ),
+        ),
+        (
+            ["--html", "no/such/place.html", "train.py"],
+            "LaunchError: --html no/such/place.html; its directory is not there; name a file",
+        ),
+        (
+            ["--keep", ".", "train.py"],
+            (
+                "LaunchError: --keep .; the directory is not empty; records go to an empty one;"
+                " name another, or"
+            ),
+        ),
         (
             ["recipe.py"],
-            "LaunchError: recipe.py uses lockstep; lockstep audit is for scripts that do not; use lockstep verify recipe.py --plans "
-            '"replicate=2", which compares every gradient with that of one process\n',
+            (
+                "LaunchError: recipe.py uses lockstep; lockstep audit is for scripts that do not;"
+                ' use lockstep verify recipe.py --plans "replicate=2", which compares every'
+                " gradient with that of one process\n"
+            ),
         ),
-        (["-m", "recipe"], "LaunchError: recipe uses lockstep; lockstep audit is for scripts that do not; use lockstep verify recipe"),
+        (
+            ["-m", "recipe"],
+            (
+                "LaunchError: recipe uses lockstep; lockstep audit is for scripts that do not; use"
+                " lockstep verify recipe"
+            ),
+        ),
     ],
 )
-def test_a_mistake_is_one_message_and_status_2(folder: Path, arguments: list[str], text: str) -> None:
+def test_a_mistake_is_one_message_and_status_2(
+    folder: Path, arguments: list[str], text: str
+) -> None:
     (folder / "train.py").write_text("print('started')")
     (folder / "recipe.py").write_text("import lockstep as ls\nprint('started')")
     ended = audit(folder, *arguments)
@@ -107,48 +166,90 @@ def test_a_mistake_is_one_message_and_status_2(folder: Path, arguments: list[str
 
 
 def test_help_has_examples() -> None:
-    ended = subprocess.run([LOCKSTEP, "audit", "--help"], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [LOCKSTEP, "audit", "--help"], capture_output=True, text=True, check=False
+    )
     assert "lockstep audit --nproc 4 --steps 50 --html audit.html train.py" in ended.stdout
-    assert "Exit status: 0 if nothing is wrong, 1 for findings, 2 if it could not look" in ended.stdout
+    assert (
+        "Exit status: 0 if nothing is wrong, 1 for findings, 2 if it could not look" in ended.stdout
+    )
 
 
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ("print('hello')", "train.py ended without an optimizer step; an audit looks at the steps of torch's optimizers"),
+        (
+            "print('hello')",
+            (
+                "train.py ended without an optimizer step; an audit looks at the steps of torch's"
+                " optimizers"
+            ),
+        ),
         (
             "raise ValueError('boom')",
-            "train.py failed before its first optimizer step (exit status 1), so there is nothing to look at; make",
+            (
+                "train.py failed before its first optimizer step (exit status 1), so there is"
+                " nothing to look at; make"
+            ),
         ),
-        ("import time; time.sleep(1000)", "train.py took no optimizer step in 3 s; an audit looks at the steps of torch's optimizers"),
+        (
+            "import time; time.sleep(1000)",
+            (
+                "train.py took no optimizer step in 3 s; an audit looks at the steps of torch's"
+                " optimizers"
+            ),
+        ),
     ],
     ids=["never steps", "fails", "sleeps"],
 )
-def test_a_script_at_which_nothing_can_be_seen_is_status_2(folder: Path, body: str, text: str) -> None:
+def test_a_script_at_which_nothing_can_be_seen_is_status_2(
+    folder: Path, body: str, text: str
+) -> None:
     (folder / "train.py").write_text(body)
     ended = audit(folder, "--launcher", "python", "--timeout", "3", "train.py")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert f"lockstep: LaunchError: {text}" in ended.stderr
-    assert ("`python train.py` work first. It ended with:\nTraceback" in ended.stderr) == ("boom" in body)
+    assert ("`python train.py` work first. It ended with:\nTraceback" in ended.stderr) == (
+        "boom" in body
+    )
     assert "lockstep/cli" not in ended.stderr
 
 
 @pytest.mark.command
-def test_a_right_script_passes_with_its_arguments_modules_and_working_directory(folder: Path) -> None:
-    """argparse, a relative import in a package, files beside the working directory; and the pages and records."""
+def test_a_right_script_passes_with_its_arguments_modules_and_working_directory(
+    folder: Path,
+) -> None:
+    """argparse, a relative import in a package, files beside the working directory; and the pages
+    and records."""
     package = folder / "project"
     package.mkdir()
     (package / "__init__.py").touch()
     (folder / "parts.py").rename(package / "parts.py")
     (folder / "beside.txt").write_text("3")
     (package / "train.py").write_text(
-        "import argparse\nfrom .parts import *\nparser = argparse.ArgumentParser()\nparser.add_argument('--epochs')\n"
+        "import argparse\nfrom .parts import *\nparser ="
+        " argparse.ArgumentParser()\nparser.add_argument('--epochs')\n"
         "given = parser.parse_args()\nassert given.epochs == open('beside.txt').read()\n"
         "dist.init_process_group('gloo')\nprint('trains')\ntrain(int(given.epochs))\n"
     )
-    ended = audit(folder, "--steps", "6", "--html", "page.html", "--keep", "kept", "-m", "project.train", "--epochs", "3")
+    ended = audit(
+        folder,
+        "--steps",
+        "6",
+        "--html",
+        "page.html",
+        "--keep",
+        "kept",
+        "-m",
+        "project.train",
+        "--epochs",
+        "3",
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.splitlines()[0] == "-m project.train --epochs 3: 2 processes, 6 steps: nothing found"
+    assert (
+        ended.stdout.splitlines()[0]
+        == "-m project.train --epochs 3: 2 processes, 6 steps: nothing found"
+    )
     assert "right: samples: " in ended.stdout
     assert ended.stderr.count("trains\n") == 2
     assert max(map(len, ended.stdout.splitlines())) <= 100
@@ -165,7 +266,10 @@ def test_a_fault_is_shown_with_its_line_and_its_remedy(folder: Path) -> None:
     assert "1. several ranks train on the same samples (parts.py:" in ended.stdout
     assert "   law: every sample is seen exactly once in an epoch" in ended.stdout
     assert "\n         sampler = DistributedSampler(dataset)\n" in ended.stdout
-    assert "loader = DataLoader(data, batch_size=4, sampler=sampler)" in (folder / "page.html").read_text()
+    assert (
+        "loader = DataLoader(data, batch_size=4, sampler=sampler)"
+        in (folder / "page.html").read_text()
+    )
 
 
 @pytest.mark.command
@@ -202,14 +306,23 @@ if __name__ == "__main__":
     status, report = found(folder, text, "--steps", "4", arguments=(str(port),))
     assert (status, report["processes"], report["steps"]) == (0, 3, 4), report
     (note,) = [note for note in report["notes"] if "starts the processes itself" in note]
-    assert note.startswith("train.py:11 starts the processes itself (torch.multiprocessing.spawn), so it was run as python train.py")
+    assert note.startswith(
+        "train.py:11 starts the processes itself (torch.multiprocessing.spawn), so it was run as"
+        " python train.py"
+    )
 
 
 @pytest.mark.command
 @pytest.mark.parametrize(
-    ("waits", "cause"), [("dist.barrier()", "collective_mismatch"), pytest.param("time.sleep(1000)", "hang", marks=pytest.mark.slow)]
+    ("waits", "cause"),
+    [
+        ("dist.barrier()", "collective_mismatch"),
+        pytest.param("time.sleep(1000)", "hang", marks=pytest.mark.slow),
+    ],
 )
-def test_a_script_that_hangs_is_a_finding_and_leaves_no_process(folder: Path, waits: str, cause: str) -> None:
+def test_a_script_that_hangs_is_a_finding_and_leaves_no_process(
+    folder: Path, waits: str, cause: str
+) -> None:
     text = f"""
 def each(epoch):
     open(f'pid-{{dist.get_rank()}}', 'w').write(str(os.getpid()))
@@ -218,10 +331,14 @@ def each(epoch):
     while epoch == 1:
         time.sleep(1)
 """
-    status, report = found(folder, RIGHT.format("each=each").replace("train(", text + "train("), "--hang-after", "15")
+    status, report = found(
+        folder, RIGHT.format("each=each").replace("train(", text + "train("), "--hang-after", "15"
+    )
     assert (status, report["steps"]) == (1, 2)
     assert causes(report) == {cause}
-    places = sorted(note.partition(" stands at ")[2] for note in report["notes"] if " stands at " in note)
+    places = sorted(
+        note.partition(" stands at ")[2] for note in report["notes"] if " stands at " in note
+    )
     assert places == ["train.py:7, in each", "train.py:9, in each"], report["notes"]
     for rank in (0, 1):
         assert not psutil.pid_exists(int((folder / f"pid-{rank}").read_text()))
@@ -229,17 +346,27 @@ def each(epoch):
 
 @pytest.mark.command
 def test_a_rank_that_leaves_early_is_a_finding(folder: Path) -> None:
-    status, report = found(folder, RIGHT.format("epochs=1, sampled=False, samples=16 - 4 * dist.get_rank()"), "--hang-after", "20")
+    status, report = found(
+        folder,
+        RIGHT.format("epochs=1, sampled=False, samples=16 - 4 * dist.get_rank()"),
+        "--hang-after",
+        "20",
+    )
     assert (status, report["steps"]) == (1, 3)
     assert "uneven_inputs" in causes(report)
 
 
 @pytest.mark.command
 def test_sigterm_leaves_no_process_and_no_folder(folder: Path) -> None:
-    (folder / "train.py").write_text("import os, time\nopen(f\"pid-{os.environ['RANK']}\", 'w').write(str(os.getpid()))\ntime.sleep(1000)")
+    (folder / "train.py").write_text(
+        "import os, time\nopen(f\"pid-{os.environ['RANK']}\","
+        " 'w').write(str(os.getpid()))\ntime.sleep(1000)"
+    )
     (folder / "tmp").mkdir()
     environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
-    with started([LOCKSTEP, "audit", "train.py"], cwd=folder, env=environment, stderr=subprocess.DEVNULL) as command:
+    with started(
+        [LOCKSTEP, "audit", "train.py"], cwd=folder, env=environment, stderr=subprocess.DEVNULL
+    ) as command:
         files = [folder / f"pid-{rank}" for rank in (0, 1)]
         while not all(file.exists() and file.read_text() for file in files):
             time.sleep(0.05)

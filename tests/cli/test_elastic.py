@@ -1,5 +1,5 @@
-"""Runs that lose workers and machines, and gain machines: whole commands. They end with the bits of the run that
-nothing happened to."""
+"""Runs that lose workers and machines, and gain machines: whole commands. They end with the bits of
+the run that nothing happened to."""
 
 from __future__ import annotations
 
@@ -43,13 +43,29 @@ def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     tmp_path: Path, nproc: int, rank: int, step: int, undisturbed: str
 ) -> None:
     before = leaks.take(["shared-memory"])
-    line = [LOCKSTEP, "run", "--nproc", str(nproc), "--max-restarts", "1", SCRIPT, "0", str(rank), str(step)]
-    ended = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    line = [
+        LOCKSTEP,
+        "run",
+        "--nproc",
+        str(nproc),
+        "--max-restarts",
+        "1",
+        SCRIPT,
+        "0",
+        str(rank),
+        str(step),
+    ]
+    ended = subprocess.run(
+        line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert fingerprint(run) == undisturbed
     told = [line for line in ended.stderr.splitlines() if line.startswith(("lockstep", "resumes"))]
-    why = f"rank {rank} was killed by SIGKILL (often the kernel or the container, because memory ran out)"
+    why = (
+        f"rank {rank} was killed by SIGKILL (often the kernel or the container, because memory ran"
+        " out)"
+    )
     assert told == [f"lockstep: {why}; restart 1 of 1", f"resumes after step {step}"]
     restarted, resumed = events(run, "restarted", "resumed")
     assert (restarted["reason"], restarted["restarts"]) == (why, 1)
@@ -62,8 +78,21 @@ def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
 @pytest.mark.slow
 def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    line = [LOCKSTEP, "run", "--nproc", "2", "--max-restarts", "3", "--run-dir", str(run), SCRIPT, "0.05"]
-    with started(line, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+    line = [
+        LOCKSTEP,
+        "run",
+        "--nproc",
+        "2",
+        "--max-restarts",
+        "3",
+        "--run-dir",
+        str(run),
+        SCRIPT,
+        "0.05",
+    ]
+    with started(
+        line, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as launcher:
         wait_for(lambda: bool(events(run, "checkpoint-saved")))
         launcher.send_signal(signal.SIGTERM)
         _, told = launcher.communicate()
@@ -74,7 +103,9 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path) -> Non
 
 def test_a_second_run_of_a_script_has_a_directory_of_its_own(tmp_path: Path) -> None:
     line = [LOCKSTEP, "run", "--max-restarts", "1", str(Path(SCRIPT).with_name("twice.py"))]
-    ended = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
@@ -88,7 +119,13 @@ def test_a_second_run_of_a_script_has_a_directory_of_its_own(tmp_path: Path) -> 
     ],
 )
 def test_mistakes_are_told_before_anything_starts(options: list[str], text: str) -> None:
-    ended = subprocess.run([LOCKSTEP, "run", *options, SCRIPT], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [LOCKSTEP, "run", *options, SCRIPT],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 2
     assert text in ended.stderr
 
@@ -105,7 +142,9 @@ def test_a_plan_that_does_not_fit_the_machines_that_came_is_told(agent: Agents) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_machine_joins_and_is_lost_and_the_bits_stay(tmp_path: Path, agent: Agents, undisturbed: str) -> None:
+def test_a_machine_joins_and_is_lost_and_the_bits_stay(
+    tmp_path: Path, agent: Agents, undisturbed: str
+) -> None:
     run = tmp_path / "run"
     first = agent(SCRIPT, "0.8")
     wait_for(lambda: steps(tmp_path) >= 2)
@@ -114,13 +153,18 @@ def test_a_machine_joins_and_is_lost_and_the_bits_stay(tmp_path: Path, agent: Ag
     second.send_signal(signal.SIGKILL)
     _, told = first.communicate(timeout=90)
     assert first.returncode == 0, told
-    assert "lockstep: another machine waits to join: the workers save, and start again with it" in told
+    assert (
+        "lockstep: another machine waits to join: the workers save, and start again with it" in told
+    )
     assert "lockstep: rank " in told
     assert worlds(run) == [1, 2, 1]
     assert fingerprint(run) == undisturbed
     joined, lost = events(run, "restarted")
     assert (joined["reason"], joined["restarts"]) == ("another machine joined", 0)
-    assert (lost["reason"], lost["restarts"]) == ("a machine was lost: 127.0.0.1; 1 of 2 are left", 1)
+    assert (lost["reason"], lost["restarts"]) == (
+        "a machine was lost: 127.0.0.1; 1 of 2 are left",
+        1,
+    )
     (preempted,) = events(run, "preempted")
     (rescued,) = events(run, "rescued")
     after_joining, after_losing = events(run, "resumed")
@@ -130,7 +174,9 @@ def test_a_machine_joins_and_is_lost_and_the_bits_stay(tmp_path: Path, agent: Ag
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_third_machine_joins_two_and_no_restart_is_used_up(tmp_path: Path, agent: Agents, undisturbed: str) -> None:
+def test_a_third_machine_joins_two_and_no_restart_is_used_up(
+    tmp_path: Path, agent: Agents, undisturbed: str
+) -> None:
     run = tmp_path / "run"
     agents = [agent(nnodes="2:3"), agent(nnodes="2:3")]
     wait_for(lambda: worlds(run) == [2] and steps(tmp_path) >= 2)
@@ -158,7 +204,11 @@ def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_sa
     _, told = other.communicate(timeout=60)
     assert other.returncode == 1
     *_, last = told.splitlines()
-    assert re.match(r"lockstep: the rendezvous at 127\.0\.0\.1:\d+ is gone: .*the same command .*, started again", last)
+    assert re.match(
+        r"lockstep: the rendezvous at 127\.0\.0\.1:\d+ is gone: .*the same command .*, started"
+        r" again",
+        last,
+    )
     newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
     again = [agent(nnodes="2"), agent(nnodes="2")]
     for each in again:
@@ -173,7 +223,9 @@ def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_sa
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("asked", [0, 1], ids=["that keeps the rendezvous", "the other"])
-def test_a_machine_that_is_asked_to_end_saves_and_ends_with_all_others(tmp_path: Path, agent: Agents, asked: int) -> None:
+def test_a_machine_that_is_asked_to_end_saves_and_ends_with_all_others(
+    tmp_path: Path, agent: Agents, asked: int
+) -> None:
     run = tmp_path / "run"
     both = [agent(nnodes="2")]
     wait_until_it_keeps_the_rendezvous(both[0])
@@ -190,10 +242,9 @@ def test_a_machine_that_is_asked_to_end_saves_and_ends_with_all_others(tmp_path:
 def test_a_user_s_mistake_on_one_machine_ends_the_others_too(tmp_path: Path, agent: Agents) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, time\nimport torch.distributed as dist\nfrom lockstep.base.errors import DataError\n"
-        "dist.init_process_group('gloo')\n"
-        "if os.environ['RANK'] == '1': raise DataError('value; rule; remedy')\n"
-        "dist.barrier()\n"
+        "import os, time\nimport torch.distributed as dist\nfrom lockstep.base.errors import"
+        " DataError\ndist.init_process_group('gloo')\nif os.environ['RANK'] == '1': raise"
+        " DataError('value; rule; remedy')\ndist.barrier()\n"
     )
     both = [agent(str(script), nnodes="2") for _ in range(2)]
     said = [each.communicate(timeout=90)[1] for each in both]
@@ -202,10 +253,15 @@ def test_a_user_s_mistake_on_one_machine_ends_the_others_too(tmp_path: Path, age
     assert sum("was ended by another machine" in each or "is gone" in each for each in said) == 1
 
 
-@pytest.mark.parametrize(("restarts", "statuses"), [(0, [1, 3]), pytest.param(1, [0, 0], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("restarts", "statuses"), [(0, [1, 3]), pytest.param(1, [0, 0], marks=pytest.mark.slow)]
+)
 @pytest.mark.command
-def test_a_machine_that_is_done_hears_of_one_that_fails_later(tmp_path: Path, agent: Agents, restarts: int, statuses: list[int]) -> None:
-    """Torch's would wait for it for five minutes, deaf to signals, and keep it from starting again."""
+def test_a_machine_that_is_done_hears_of_one_that_fails_later(
+    tmp_path: Path, agent: Agents, restarts: int, statuses: list[int]
+) -> None:
+    """Torch's would wait for it for five minutes, deaf to signals, and keep it from starting
+    again."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, time\n"
@@ -217,7 +273,9 @@ def test_a_machine_that_is_done_hears_of_one_that_fails_later(tmp_path: Path, ag
     said = [each.communicate(timeout=45)[1] for each in both]
     assert sorted(each.returncode for each in both) == statuses, said
     if restarts == 0:
-        assert sum("was ended by another machine" in each or "is gone" in each for each in said) == 1
+        assert (
+            sum("was ended by another machine" in each or "is gone" in each for each in said) == 1
+        )
 
 
 @pytest.fixture
@@ -234,11 +292,23 @@ def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(
     run = tmp_path / "run"
     keeper = three_hosts.address(2)
     agents = [
-        agent("--nproc", "2", SCRIPT, "0.5", nnodes="1:3", host=keeper, before=three_hosts.inside(host)) for host in three_hosts.hosts
+        agent(
+            "--nproc",
+            "2",
+            SCRIPT,
+            "0.5",
+            nnodes="1:3",
+            host=keeper,
+            before=three_hosts.inside(host),
+        )
+        for host in three_hosts.hosts
     ]
     wait_for(lambda: worlds(run) == [6] and steps(tmp_path) >= 7)
     listening = subprocess.run(
-        ["ip", "netns", "exec", three_hosts.hosts[2], "ss", "-ltnH"], capture_output=True, text=True, check=True
+        ["ip", "netns", "exec", three_hosts.hosts[2], "ss", "-ltnH"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert {line.split()[3].rpartition(":")[0] for line in listening.splitlines()} == {keeper}
     three_hosts.cut(1)  # of rank 0
@@ -249,5 +319,8 @@ def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(
         _, told = each.communicate(timeout=90)
         assert each.returncode == 0, told
     assert worlds(run) == [6, 4]
-    assert events(run, "restarted")[0]["reason"] == f"a machine was lost: {three_hosts.address(1)}; 2 of 3 are left"
+    assert (
+        events(run, "restarted")[0]["reason"]
+        == f"a machine was lost: {three_hosts.address(1)}; 2 of 3 are left"
+    )
     assert fingerprint(run) == undisturbed

@@ -33,7 +33,9 @@ print("metrics", result.metrics)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([LOCKSTEP, *arguments], capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(
+        [LOCKSTEP, *arguments], capture_output=True, text=True, check=False, timeout=100
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,25 +63,49 @@ def test_a_run_is_measured_by_its_own_script(trained: Path) -> None:
 def test_the_best_weights_are_measured_on_other_processes(trained: Path) -> None:
     best = result_of(trained / "run")["best"]
     assert best["step"] < 6
-    ended = command("evaluate", "--best", "--nproc", "2", str(trained / "run"), str(trained / "train.py"), "2", "0.6")
+    ended = command(
+        "evaluate",
+        "--best",
+        "--nproc",
+        "2",
+        str(trained / "run"),
+        str(trained / "train.py"),
+        "2",
+        "0.6",
+    )
     assert ended.returncode == 0, ended.stderr
     assert f"all/loss  {best['value']:.6g}\n" in ended.stdout
 
 
 def test_the_scripts_own_arguments_change_what_is_measured(trained: Path) -> None:
-    ended = command("evaluate", "--json", str(trained / "run" / "model.safetensors"), str(trained / "train.py"), "1", "0.6")
+    ended = command(
+        "evaluate",
+        "--json",
+        str(trained / "run" / "model.safetensors"),
+        str(trained / "train.py"),
+        "1",
+        "0.6",
+    )
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["all/loss"] != pytest.approx(result_of(trained / "run")["metrics"]["all/loss"], rel=1e-2)
+    assert json.loads(ended.stdout)["all/loss"] != pytest.approx(
+        result_of(trained / "run")["metrics"]["all/loss"], rel=1e-2
+    )
 
 
 def test_weights_do_not_say_which_script_made_them(trained: Path) -> None:
     ended = command("evaluate", str(trained / "run" / "model.safetensors"))
     assert ended.returncode == 2
-    assert "does not say which script made it; the evaluations are those of a script's recipe; give SCRIPT" in ended.stderr
+    assert (
+        "does not say which script made it; the evaluations are those of a script's recipe; give"
+        " SCRIPT" in ended.stderr
+    )
 
 
 def test_a_script_that_does_not_train_is_a_mistake(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "nothing.py").write_text("print('nothing')")
     ended = command("evaluate", str(trained / "run"), str(tmp_path / "nothing.py"))
     assert ended.returncode == 2
-    assert "ended without an evaluation; ls.train makes it instead of training; call it in the script" in ended.stderr
+    assert (
+        "ended without an evaluation; ls.train makes it instead of training; call it in the script"
+        in ended.stderr
+    )

@@ -1,4 +1,5 @@
-"""`lockstep export --format huggingface` and `ls.export_pretrained`: folders for `from_pretrained`, from any plan."""
+"""`lockstep export --format huggingface` and `ls.export_pretrained`: folders for `from_pretrained`,
+from any plan."""
 
 from __future__ import annotations
 
@@ -14,14 +15,18 @@ import lockstep as ls
 from lockstep.base.errors import CheckpointError
 from lockstep.testing.pool import WorkerPool
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
-pytestmark = [pytest.mark.command, pytest.mark.timeout(300)]  # importing transformers takes half a minute on a busy machine
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install -e .[dev])"
+)
+# importing transformers takes half a minute on a busy machine
+pytestmark = [pytest.mark.command, pytest.mark.timeout(300)]
 
 transformers.utils.logging.disable_progress_bar()  # tqdm's, which leaves a thread
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 CONFIG: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2, "use_cache": False, "tie_word_embeddings": True,
 }  # fmt: skip
 
@@ -37,7 +42,9 @@ def adapted() -> Any:
 
 
 def loss(output: Any, batch: Any) -> Any:
-    return torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+    return torch.nn.functional.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
+    )
 
 
 def train(run_dir: str, plan: str, build: Any, saving: bool = False) -> str:
@@ -47,12 +54,16 @@ def train(run_dir: str, plan: str, build: Any, saving: bool = False) -> str:
         data=[{"input_ids": row} for row in words],
         inputs=dict,
         loss=loss,
-        optimizer=lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+        optimizer=lambda model: torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=1e-2
+        ),
         global_batch=8,
         microbatch=2,
         steps=3,
     )
-    return ls.train(recipe, run_dir=run_dir, plan=plan, saving=ls.Saving(every=2) if saving else None).fingerprint
+    return ls.train(
+        recipe, run_dir=run_dir, plan=plan, saving=ls.Saving(every=2) if saving else None
+    ).fingerprint
 
 
 def export(*arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -62,16 +73,23 @@ def export(*arguments: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2"])
 def test_a_folder_that_from_pretrained_loads(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
-    fingerprints = set(pool.run(2, train, str(tmp_path / "run"), plan, llama, True, timeout_seconds=200))
+    fingerprints = set(
+        pool.run(2, train, str(tmp_path / "run"), plan, llama, True, timeout_seconds=200)
+    )
     made = export(tmp_path / "run", tmp_path / "llama")
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith(f"{tmp_path / 'llama'}: ")
-    assert {ls.fingerprint(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama"))} == fingerprints
+    assert {
+        ls.fingerprint(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama"))
+    } == fingerprints
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert export(checkpoint, tmp_path / "earlier").returncode == 0
     transformers.LlamaForCausalLM.from_pretrained(tmp_path / "earlier")
     again = export(tmp_path / "run", tmp_path / "llama")
-    assert (again.returncode, "is there already; nothing is overwritten" in again.stderr) == (2, True)
+    assert (again.returncode, "is there already; nothing is overwritten" in again.stderr) == (
+        2,
+        True,
+    )
 
 
 def test_a_model_without_a_configuration_is_refused(tmp_path: Path) -> None:
@@ -85,20 +103,30 @@ def test_a_model_without_a_configuration_is_refused(tmp_path: Path) -> None:
 
 
 def test_by_the_models_own_save_pretrained(pool: WorkerPool, tmp_path: Path) -> None:
-    (fingerprint, _) = pool.run(2, train, str(tmp_path / "run"), "shard=2", llama, timeout_seconds=200)
+    fingerprint, _ = pool.run(
+        2, train, str(tmp_path / "run"), "shard=2", llama, timeout_seconds=200
+    )
     ls.export_pretrained(str(tmp_path / "run"), str(tmp_path / "llama"), llama)
-    assert ls.fingerprint(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama")) == fingerprint
+    assert (
+        ls.fingerprint(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama"))
+        == fingerprint
+    )
     with pytest.raises(CheckpointError, match="nothing is overwritten"):
         ls.export_pretrained(str(tmp_path / "run"), str(tmp_path / "llama"), llama)
     with pytest.raises(CheckpointError, match="a Linear, without save_pretrained"):
-        ls.export_pretrained(str(tmp_path / "run"), str(tmp_path / "other"), lambda: torch.nn.Linear(2, 2))
+        ls.export_pretrained(
+            str(tmp_path / "run"), str(tmp_path / "other"), lambda: torch.nn.Linear(2, 2)
+        )
 
 
 def test_adapters_of_peft_are_written_alone(pool: WorkerPool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     pool.run(2, train, str(tmp_path / "run"), "shard=2", adapted, timeout_seconds=200)
     ls.export_pretrained(str(tmp_path / "run"), str(tmp_path / "adapters"), adapted)
-    assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     assert not (tmp_path / "adapters" / "model.safetensors").exists()
     from safetensors.torch import load_file
 

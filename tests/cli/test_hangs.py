@@ -1,5 +1,5 @@
-"""Whole commands that hang: the report names the rank that the others wait for, with its line, and the run exits with
-76."""
+"""Whole commands that hang: the report names the rank that the others wait for, with its line, and
+the run exits with 76."""
 
 from __future__ import annotations
 
@@ -21,8 +21,23 @@ LIMIT_SECONDS = 4
 
 CASES = [
     ("loop", "replicate=2", 2, 1, "rank 1 is waited for: it runs Python code at {line} in loss"),
-    ("sleeps", "replicate=2", 2, 0, "rank 0 is waited for: it is in a call that does not return at {line} in loss"),
-    ("data", "replicate=2", 2, 1, "rank 1 is waited for: it is in a call that does not return at {line} in Samples.__getitem__"),
+    (
+        "sleeps",
+        "replicate=2",
+        2,
+        0,
+        "rank 0 is waited for: it is in a call that does not return at {line} in loss",
+    ),
+    (
+        "data",
+        "replicate=2",
+        2,
+        1,
+        (
+            "rank 1 is waited for: it is in a call that does not return at {line} in"
+            " Samples.__getitem__"
+        ),
+    ),
     (
         "data",
         "replicate=2,workers=1",
@@ -30,37 +45,113 @@ CASES = [
         1,
         r"rank 1 is waited for: it waits for loader workers: process \d+ is at {line}",
     ),
-    ("stopped", "replicate=2", 2, 0, r"rank 0 is waited for: process \d+ on \S+ is stopped \(by SIGSTOP"),
-    ("alone", "replicate=2", 2, 0, r"rank 0 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line} in Between.after_step"),
+    (
+        "stopped",
+        "replicate=2",
+        2,
+        0,
+        r"rank 0 is waited for: process \d+ on \S+ is stopped \(by SIGSTOP",
+    ),
+    (
+        "alone",
+        "replicate=2",
+        2,
+        0,
+        (
+            r"rank 0 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line} in"
+            r" Between.after_step"
+        ),
+    ),
     (
         "another",
         "shard=2",
         2,
         1,
-        r"rank 0 in broadcast of .*rank 1 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line}",
+        (
+            r"rank 0 in broadcast of .*rank 1 in all_reduce of float32 \(3,\), call \d+ of"
+            r" default_pg at {line}"
+        ),
     ),
-    ("swallowed", "shard=2", 2, 1, r"rank 0 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line}(?s:.*)is inside 'try:'"),
+    (
+        "swallowed",
+        "shard=2",
+        2,
+        1,
+        (
+            r"rank 0 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line}(?s:.*)is"
+            r" inside 'try:'"
+        ),
+    ),
     ("loop", "shard=2", 2, 0, "rank 0 is waited for: it runs Python code at {line} in loss"),
     ("loop", "pipeline=2", 2, 1, "rank 1 is waited for: it runs Python code at {line} in loss"),
-    ("alone", "pipeline=2", 2, 0, r"rank 0 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line} in Between.after_step"),
+    (
+        "alone",
+        "pipeline=2",
+        2,
+        0,
+        (
+            r"rank 0 in all_reduce of float32 \(3,\), call \d+ of default_pg at {line} in"
+            r" Between.after_step"
+        ),
+    ),
     ("receives", "replicate=2", 2, 1, "rank 1 in recv at {line} in Between.after_step"),
-    ("computes", "replicate=2", 2, 1, "rank 1 is waited for: it computes in native code at {line} in loss"),
-    ("sleeps", "replicate=4", 4, 2, "rank 2 is waited for: it is in a call that does not return at {line} in loss"),
-    ("loop", "shard=2,pipeline=2", 4, 3, "rank 3 is waited for: it runs Python code at {line} in loss"),
-    ("stopped", "replicate=2,shard=2", 4, 1, r"rank 1 is waited for: process \d+ on \S+ is stopped"),
+    (
+        "computes",
+        "replicate=2",
+        2,
+        1,
+        "rank 1 is waited for: it computes in native code at {line} in loss",
+    ),
+    (
+        "sleeps",
+        "replicate=4",
+        4,
+        2,
+        "rank 2 is waited for: it is in a call that does not return at {line} in loss",
+    ),
+    (
+        "loop",
+        "shard=2,pipeline=2",
+        4,
+        3,
+        "rank 3 is waited for: it runs Python code at {line} in loss",
+    ),
+    (
+        "stopped",
+        "replicate=2,shard=2",
+        4,
+        1,
+        r"rank 1 is waited for: process \d+ on \S+ is stopped",
+    ),
 ]
 QUICK = (3,)
 """Of the cases; the others are in the slow tier."""
 
 
 def line_of(kind: str) -> str:
-    (number,) = [number for number, line in enumerate(STALLS.read_text().splitlines(), 1) if line.endswith(f"  # {kind}")]
+    (number,) = [
+        number
+        for number, line in enumerate(STALLS.read_text().splitlines(), 1)
+        if line.endswith(f"  # {kind}")
+    ]
     return rf"{STALLS}:{number}"
 
 
 def run(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([LOCKSTEP, "run", *line], env=environment, capture_output=True, text=True, timeout=90, check=False)
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TMPDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [LOCKSTEP, "run", *line],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
@@ -70,7 +161,10 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("kind", "plan", "nproc", "rank", "said"),
-    [pytest.param(*case, marks=pytest.mark.command if place in QUICK else pytest.mark.slow) for place, case in enumerate(CASES)],
+    [
+        pytest.param(*case, marks=pytest.mark.command if place in QUICK else pytest.mark.slow)
+        for place, case in enumerate(CASES)
+    ],
     ids=[f"{kind} on {rank} of {plan}" for kind, plan, _, rank, _ in CASES],
 )
 def test_who_is_waited_for_is_named_with_the_line_where_it_stands(

@@ -1,5 +1,5 @@
-"""Runs that lose workers and recover in place: whole commands. They end with the bits of the run that nothing happened
-to."""
+"""Runs that lose workers and recover in place: whole commands. They end with the bits of the run
+that nothing happened to."""
 
 from __future__ import annotations
 
@@ -46,12 +46,29 @@ class Ended:
         return list(dict.fromkeys(map(int, found)))
 
 
-def train(folder: Path, plan: str, nproc: int, *arguments: str, options: Sequence[str] = ("--recovery", "in-place")) -> Ended:
+def train(
+    folder: Path,
+    plan: str,
+    nproc: int,
+    *arguments: str,
+    options: Sequence[str] = ("--recovery", "in-place"),
+) -> Ended:
     folder.mkdir()
-    line = [LOCKSTEP, "run", "--nproc", str(nproc), "--plan", f"{plan},numerics=bitwise", "--run-dir", str(folder / "run")]
+    line = [
+        LOCKSTEP,
+        "run",
+        "--nproc",
+        str(nproc),
+        "--plan",
+        f"{plan},numerics=bitwise",
+        "--run-dir",
+        str(folder / "run"),
+    ]
     line += ["--max-restarts", "2", *options, SCRIPT, *arguments]
     before = leaks.take(["shared-memory"])
-    ended = subprocess.run(line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     assert leaks.remaining(before) == []
     return Ended(folder / "run", ended.stdout, ended.stderr)
@@ -59,7 +76,9 @@ def train(folder: Path, plan: str, nproc: int, *arguments: str, options: Sequenc
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return train(tmp_path_factory.mktemp("undisturbed") / "folder", "replicate=2", 2, "once").fingerprint
+    return train(
+        tmp_path_factory.mktemp("undisturbed") / "folder", "replicate=2", 2, "once"
+    ).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -76,7 +95,9 @@ def test_the_others_keep_their_processes_and_the_bits_are_the_same(
 ) -> None:
     ended = train(tmp_path / "folder", plan, nproc, "once", str(rank), "13")
     assert ended.fingerprint == undisturbed
-    assert [len(ended.processes(each)) for each in range(nproc)] == [1 + (each == rank) for each in range(nproc)]
+    assert [len(ended.processes(each)) for each in range(nproc)] == [
+        1 + (each == rank) for each in range(nproc)
+    ]
     (recovered,) = ended.events("recovered")
     assert recovered["state"] == state
     assert recovered["step"] == 13 if state == "replica" else recovered["step"] <= 13
@@ -85,8 +106,12 @@ def test_the_others_keep_their_processes_and_the_bits_are_the_same(
     assert not ended.events("restarted")
 
 
-@pytest.mark.parametrize("plan", ["replicate=auto", pytest.param("shard=auto", marks=pytest.mark.slow)])
-def test_the_others_go_on_without_the_lost_one_if_asked_to(tmp_path: Path, undisturbed: str, plan: str) -> None:
+@pytest.mark.parametrize(
+    "plan", ["replicate=auto", pytest.param("shard=auto", marks=pytest.mark.slow)]
+)
+def test_the_others_go_on_without_the_lost_one_if_asked_to(
+    tmp_path: Path, undisturbed: str, plan: str
+) -> None:
     ended = train(tmp_path / "folder", plan, 3, "once", "1", "13", options=("--recovery", "shrink"))
     assert ended.fingerprint == undisturbed
     assert json.loads((ended.run / "result.json").read_text())["world_size"] == 2
@@ -97,9 +122,19 @@ def test_the_others_go_on_without_the_lost_one_if_asked_to(tmp_path: Path, undis
 
 
 @pytest.mark.slow
-def test_the_others_keep_their_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_keep_their_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))  # inductor leaves a folder there
-    ended = train(tmp_path / "folder", "replicate=auto,compile=yes", 2, "compiles", "1", "13", options=("--recovery", "shrink"))
+    ended = train(
+        tmp_path / "folder",
+        "replicate=auto,compile=yes",
+        2,
+        "compiles",
+        "1",
+        "13",
+        options=("--recovery", "shrink"),
+    )
     (process,) = ended.processes(0)
     counts = re.findall(rf"process {process} compiled (\d+) functions", ended.output)
     assert len(counts) == 2
@@ -116,11 +151,17 @@ def test_if_all_are_lost_their_images_are_left(tmp_path: Path, undisturbed: str)
 
 
 @pytest.mark.slow
-def test_the_others_train_until_a_process_that_takes_long_joins(tmp_path: Path, undisturbed: str) -> None:
+def test_the_others_train_until_a_process_that_takes_long_joins(
+    tmp_path: Path, undisturbed: str
+) -> None:
     ended = train(tmp_path / "folder", "replicate=auto", 2, "slow", "1", "5")
     assert ended.fingerprint == undisturbed
     lost, joined = ended.events("recovered")
-    assert (lost["step"], joined["reason"], joined["state"]) == (5, "a new process joined", "replica")
+    assert (lost["step"], joined["reason"], joined["state"]) == (
+        5,
+        "a new process joined",
+        "replica",
+    )
     assert joined["step"] > 5
     assert [event["world_size"] for event in ended.events("run-started")] == [2, 1, 2]
     assert [len(ended.processes(rank)) for rank in range(2)] == [1, 2]
@@ -128,11 +169,21 @@ def test_the_others_train_until_a_process_that_takes_long_joins(tmp_path: Path, 
 
 @pytest.mark.parametrize("case", ["stops", pytest.param("sleeps", marks=pytest.mark.slow)])
 def test_one_that_hangs_is_named_and_replaced(tmp_path: Path, undisturbed: str, case: str) -> None:
-    ended = train(tmp_path / "folder", "replicate=2", 2, case, "1", "13", options=("--recovery", "in-place", "--hang-after", "3s"))
+    ended = train(
+        tmp_path / "folder",
+        "replicate=2",
+        2,
+        case,
+        "1",
+        "13",
+        options=("--recovery", "in-place", "--hang-after", "3s"),
+    )
     assert ended.fingerprint == undisturbed
     assert [len(ended.processes(rank)) for rank in range(2)] == [1, 2]
     (recovered,) = ended.events("recovered")
-    assert recovered["reason"].startswith("rank 1 failed (exit status 76): HangError: rank 1 is waited for: ")
+    assert recovered["reason"].startswith(
+        "rank 1 failed (exit status 76): HangError: rank 1 is waited for: "
+    )
     assert recovered["state"] == "replica"
 
 
@@ -160,17 +211,32 @@ def test_a_hook_that_cannot_be_set_back_makes_all_start_again_and_the_event_says
     assert ended.fingerprint == undisturbed
     (restarted,) = ended.events("restarted")
     part = "count" if case == "counts" else "counts['all']['steps']"
-    assert restarted["not_in_place"] == (
-        f"rank 0: hook Watched has no state_dict, and {part} has changed since the start: it cannot be set back; add one"
+    assert (
+        restarted["not_in_place"]
+        == f"rank 0: hook Watched has no state_dict, and {part} has changed since the start: it"
+        " cannot be set back; add one"
     )
 
 
 def test_a_script_that_was_edited_meanwhile_is_not_mixed_in(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     shutil.copy(SCRIPT, script)
-    line = [LOCKSTEP, "run", "--nproc", "2", "--plan", "replicate=2,numerics=bitwise", "--run-dir", "run", "--save-every", "4"]
+    line = [
+        LOCKSTEP,
+        "run",
+        "--nproc",
+        "2",
+        "--plan",
+        "replicate=2,numerics=bitwise",
+        "--run-dir",
+        "run",
+        "--save-every",
+        "4",
+    ]
     line += ["--max-restarts", "2", "--recovery", "in-place", str(script), "edits", "1", "13"]
-    ended = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 2, ended.stderr
     (restarted,) = Ended(tmp_path / "run", "", "").events("restarted")
     assert "script.py is another version on rank 1 than on rank 0" in restarted["not_in_place"]
@@ -179,10 +245,16 @@ def test_a_script_that_was_edited_meanwhile_is_not_mixed_in(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_session_before_the_training_makes_all_start_again(tmp_path: Path, undisturbed: str) -> None:
+def test_a_session_before_the_training_makes_all_start_again(
+    tmp_path: Path, undisturbed: str
+) -> None:
     ended = train(tmp_path / "folder", "replicate=2", 2, "measures", "1", "13")
     (restarted,) = Ended(ended.run.with_name("run-2"), "", "").events("restarted")
-    assert restarted["not_in_place"] == "rank 0: the script has opened a session before, and a new process would have to do that again"
+    assert (
+        restarted["not_in_place"]
+        == "rank 0: the script has opened a session before, and a new process would have to do that"
+        " again"
+    )
 
 
 def test_a_process_joins_one_that_holds_all_under_shard(tmp_path: Path, undisturbed: str) -> None:
@@ -196,5 +268,8 @@ def test_a_loss_in_a_second_training_makes_all_start_again(tmp_path: Path) -> No
     ended = train(tmp_path / "folder", "replicate=2", 2, "twice", "1", "13")
     second = Ended(ended.run.with_name("run-2"), ended.output, ended.errors)
     (restarted,) = second.events("restarted")
-    assert restarted["not_in_place"] == "rank 0: the script has trained before, and a new process would have to do that again"
+    assert (
+        restarted["not_in_place"]
+        == "rank 0: the script has trained before, and a new process would have to do that again"
+    )
     assert second.fingerprint == ended.fingerprint

@@ -1,5 +1,5 @@
-"""`lockstep inspect` and `lockstep export`: what a run has saved, whether it is right, and the model in it for anyone's
-code."""
+"""`lockstep inspect` and `lockstep export`: what a run has saved, whether it is right, and the
+model in it for anyone's code."""
 
 from __future__ import annotations
 
@@ -57,14 +57,23 @@ def checkpoint_in(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("plan", tiered(PLANS, always=["shard=2"], most=0))
-def test_the_fingerprint_of_a_checkpoint_is_the_one_of_the_model_under_every_plan(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_the_fingerprint_of_a_checkpoint_is_the_one_of_the_model_under_every_plan(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     pool.run(PLANS[plan], ended, plan, str(tmp_path / "run"))
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     said = inspected(tmp_path / "run")
     (found,) = said["checkpoints"]
     assert found["fingerprints"] == {"0": result["fingerprint"]} == said["model"]["fingerprints"]
-    assert (found["step"], found["plan"], found["processes"], found["state"]) == (STEPS, result["plan"], PLANS[plan], "intact")
-    assert found["size_bytes"] == sum(file.stat().st_size for file in checkpoint_in(tmp_path / "run").iterdir())
+    assert (found["step"], found["plan"], found["processes"], found["state"]) == (
+        STEPS,
+        result["plan"],
+        PLANS[plan],
+        "intact",
+    )
+    assert found["size_bytes"] == sum(
+        file.stat().st_size for file in checkpoint_in(tmp_path / "run").iterdir()
+    )
     exported = lockstep("export", checkpoint_in(tmp_path / "run"), tmp_path / "model.safetensors")
     assert exported.returncode == 0, exported.stderr
     assert ls.fingerprint(load_file(tmp_path / "model.safetensors")) == result["fingerprint"]
@@ -76,7 +85,13 @@ def test_the_life_of_a_run_is_told(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, run, "replicate=2", str(path), None, {})
     said = inspected(path)
     told = [(row["event"], row["step"]) for row in said["events"]]
-    assert told == [("run-started", 0), ("preempted", 4), ("run-started", 0), ("resumed", 4), ("run-ended", STEPS)]
+    assert told == [
+        ("run-started", 0),
+        ("preempted", 4),
+        ("run-started", 0),
+        ("resumed", 4),
+        ("run-ended", STEPS),
+    ]
     assert said["checkpoints"][0]["other_state"] == ["1-ExponentialMovingAverage", "run"]
     text = lockstep("inspect", path).stdout
     name = said["checkpoints"][0]["name"]
@@ -91,12 +106,19 @@ def test_the_life_of_a_run_is_told(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "best"), [({2: 3.0, 4: 1.0}, 4), ({2: 3.0, 4: 1.0, 5: 0.5}, 5)], ids=["a checkpoint", "the final model"]
+    ("values", "best"),
+    [({2: 3.0, 4: 1.0}, 4), ({2: 3.0, 4: 1.0, 5: 0.5}, 5)],
+    ids=["a checkpoint", "the final model"],
 )
-def test_the_best_model_is_marked_and_exported(tmp_path: Path, values: dict[int, float], best: int) -> None:
+def test_the_best_model_is_marked_and_exported(
+    tmp_path: Path, values: dict[int, float], best: int
+) -> None:
     result = scored(str(tmp_path / "run"), values)
     shown = inspected(tmp_path / "run")["checkpoints"]
-    assert [(each["step"], each["score"]["value"], each["is_best"]) for each in shown] == [(2, 3.0, False), (4, 1.0, True)]
+    assert [(each["step"], each["score"]["value"], each["is_best"]) for each in shown] == [
+        (2, 3.0, False),
+        (4, 1.0, True),
+    ]
     assert "place 1, best" in lockstep("inspect", tmp_path / "run").stdout
     exported = lockstep("export", "--best", tmp_path / "run", tmp_path / "best.safetensors")
     assert f"of step {best}, " in exported.stdout
@@ -110,16 +132,28 @@ def test_the_best_model_is_marked_and_exported(tmp_path: Path, values: dict[int,
 def test_without_a_score_there_is_no_best_to_export(whole: Path, tmp_path: Path) -> None:
     refused = lockstep("export", "--best", checkpoint_in(whole), tmp_path / "best.safetensors")
     assert refused.returncode == 2
-    assert "has a score; the metric of ls.Saving(best=...) is one; leave --best out for the last model" in refused.stderr
+    assert (
+        "has a score; the metric of ls.Saving(best=...) is one; leave --best out for the last model"
+        in refused.stderr
+    )
 
 
-def test_checkpoints_elsewhere_are_found_and_a_run_without_any_says_so(pool: WorkerPool, tmp_path: Path) -> None:
+def test_checkpoints_elsewhere_are_found_and_a_run_without_any_says_so(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     pool.run(1, ended, "replicate=1", str(tmp_path / "run"), str(tmp_path / "elsewhere"))
-    assert len(inspected(tmp_path / "run")["checkpoints"]) == len(inspected(tmp_path / "elsewhere")["checkpoints"]) == 1
+    assert (
+        len(inspected(tmp_path / "run")["checkpoints"])
+        == len(inspected(tmp_path / "elsewhere")["checkpoints"])
+        == 1
+    )
     shutil.rmtree(tmp_path / "elsewhere")
     (tmp_path / "run" / "result.json").unlink()
     found = lockstep("inspect", tmp_path / "run")
-    assert (found.returncode, found.stdout.splitlines()[0]) == (0, f"{tmp_path / 'run'}: no checkpoint yet")
+    assert (found.returncode, found.stdout.splitlines()[0]) == (
+        0,
+        f"{tmp_path / 'run'}: no checkpoint yet",
+    )
 
 
 def flip(path: Path, place: int) -> None:
@@ -132,7 +166,9 @@ def newer(checkpoint: Path) -> None:
     data = (checkpoint / MANIFEST).read_bytes()
     start = data.index(b'"content":') + len(b'"content":')
     content = data[start:-2]
-    (checkpoint / MANIFEST).write_bytes(b'{"format":99,"blake3":"%s","content":%s}\n' % (_hash(99, content).encode(), content))
+    (checkpoint / MANIFEST).write_bytes(
+        b'{"format":99,"blake3":"%s","content":%s}\n' % (_hash(99, content).encode(), content)
+    )
 
 
 def step_two(path: Path) -> None:
@@ -144,11 +180,23 @@ def lengthen(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Any, str, str]] = {
-    "a bit": (lambda at: flip(next(at.glob("*.safetensors")), 2000), "damaged", "has other bytes than were written between 0 and"),
-    "a byte more": (lambda at: lengthen(next(at.glob("*.safetensors"))), "damaged", "goes on behind its end"),
+    "a bit": (
+        lambda at: flip(next(at.glob("*.safetensors")), 2000),
+        "damaged",
+        "has other bytes than were written between 0 and",
+    ),
+    "a byte more": (
+        lambda at: lengthen(next(at.glob("*.safetensors"))),
+        "damaged",
+        "goes on behind its end",
+    ),
     "a file": (lambda at: next(at.glob("*.safetensors")).unlink(), "damaged", "is missing"),
     "manifest": (lambda at: flip(at / MANIFEST, 200), "damaged", "manifest"),
-    "another one's manifest": (lambda at: step_two(at / MANIFEST), "damaged", "the manifest is that of step 2"),
+    "another one's manifest": (
+        lambda at: step_two(at / MANIFEST),
+        "damaged",
+        "the manifest is that of step 2",
+    ),
     "newer": (newer, "unreadable", "has format 99, and this version of lockstep reads 1"),
 }
 
@@ -175,22 +223,31 @@ def test_damage_is_named_and_the_status_is_1(copied: Path, tmp_path: Path, damag
 def test_a_checkpoint_that_a_live_run_has_deleted_is_not_a_damaged_one(copied: Path) -> None:
     storage = FolderStorage(copied / "checkpoints")
     (there,) = storage.names()
-    assert [found.name for found in inspect_all(storage, [CheckpointName(1, "00000000"), there])] == [str(there)]
+    assert [
+        found.name for found in inspect_all(storage, [CheckpointName(1, "00000000"), there])
+    ] == [str(there)]
 
 
-def test_the_newest_whole_checkpoint_of_a_run_that_has_not_ended_is_exported(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_newest_whole_checkpoint_of_a_run_that_has_not_ended_is_exported(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     path = tmp_path / "run"
     for at in (2, 4):
         pool.run(1, run, "replicate=1", str(path), at, {})
     older, newest = inspected(path)["checkpoints"]
     assert (older["step"], newest["step"]) == (3, 5)
-    assert f"of step 5, checkpoint {newest['name']}" in lockstep("export", path, tmp_path / "newest.safetensors").stdout
+    assert (
+        f"of step 5, checkpoint {newest['name']}"
+        in lockstep("export", path, tmp_path / "newest.safetensors").stdout
+    )
     flip(next((path / "checkpoints" / newest["name"]).glob("*.safetensors")), 2000)
     found = lockstep("export", path, tmp_path / "older.safetensors")
     assert f"of step 3, checkpoint {older['name']}" in found.stdout
     assert found.stderr.startswith(f"warning: checkpoint {newest['name']} is damaged: ")
     for name, said in (("newest", newest), ("older", older)):
-        assert ls.fingerprint(load_file(tmp_path / f"{name}.safetensors")) == said["fingerprints"]["0"]
+        assert (
+            ls.fingerprint(load_file(tmp_path / f"{name}.safetensors")) == said["fingerprints"]["0"]
+        )
 
 
 def test_the_final_model_of_a_run_is_exported_and_checked(copied: Path, tmp_path: Path) -> None:
@@ -205,7 +262,9 @@ def test_the_final_model_of_a_run_is_exported_and_checked(copied: Path, tmp_path
     assert "is damaged: its fingerprint is not that of result.json" in found.stderr
 
 
-def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_number(tmp_path: Path) -> None:
+def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_number(
+    tmp_path: Path,
+) -> None:
     expected = two(str(tmp_path / "run"))
     (found,) = inspected(tmp_path / "run")["checkpoints"]
     assert list(found["fingerprints"].values()) == expected
@@ -213,9 +272,13 @@ def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_numbe
     refused = lockstep("export", tmp_path / "run", tmp_path / "model.safetensors")
     assert (
         refused.stderr
-        == "lockstep: CheckpointError: no --model, and the models there are 0, 1; one is exported; give one of these numbers\n"
+        == "lockstep: CheckpointError: no --model, and the models there are 0, 1; one is exported;"
+        " give one of these numbers\n"
     )
-    assert lockstep("export", "--model", 1, tmp_path / "run", tmp_path / "one.safetensors").returncode == 0
+    assert (
+        lockstep("export", "--model", 1, tmp_path / "run", tmp_path / "one.safetensors").returncode
+        == 0
+    )
     state = load_file(tmp_path / "one.safetensors")
     assert ls.fingerprint(state) == expected[1]
     assert state["short"].dtype == torch.bfloat16
@@ -225,39 +288,82 @@ def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_numbe
 
 def test_what_is_exported_is_what_a_run_may_start_from(copied: Path, tmp_path: Path) -> None:
     lockstep("export", checkpoint_in(copied), tmp_path / "model.safetensors")
-    found, said = started("replicate=1", str(tmp_path / "again"), str(tmp_path / "model.safetensors"))
+    found, said = started(
+        "replicate=1", str(tmp_path / "again"), str(tmp_path / "model.safetensors")
+    )
     assert found == json.loads((copied / "result.json").read_text())["fingerprint"]
     assert said["kept"] == []
 
 
 def test_the_folder_of_a_search_says_where_its_runs_are(tmp_path: Path) -> None:
     (tmp_path / "search.json").touch()
-    with pytest.raises(CheckpointError, match="is the folder of a search, whose runs are in its folders `trial-"):
+    with pytest.raises(
+        CheckpointError, match="is the folder of a search, whose runs are in its folders `trial-"
+    ):
         Target.find(str(tmp_path))
 
 
 MISTAKES: list[tuple[list[str], str]] = [
-    (["inspect", "missing"], "missing is not there; give a run directory, or a checkpoint in its folder `checkpoints`"),
-    (["inspect", "file"], "file is a file; a run and a checkpoint are folders; give the one that it is in"),
-    (["inspect", "."], ". is neither a run directory (it has no run.json) nor a checkpoint, nor does it hold any; give one"),
-    (["inspect", "step-00000001-00000000"], "step-00000001-00000000 is not there; give a run directory"),
-    (["inspect", "nix://a/b"], "nix://a/b: no driver is known for nix://; give a path, or a URL like s3://bucket/run"),
+    (
+        ["inspect", "missing"],
+        "missing is not there; give a run directory, or a checkpoint in its folder `checkpoints`",
+    ),
+    (
+        ["inspect", "file"],
+        "file is a file; a run and a checkpoint are folders; give the one that it is in",
+    ),
+    (
+        ["inspect", "."],
+        (
+            ". is neither a run directory (it has no run.json) nor a checkpoint, nor does it hold"
+            " any; give one"
+        ),
+    ),
+    (
+        ["inspect", "step-00000001-00000000"],
+        "step-00000001-00000000 is not there; give a run directory",
+    ),
+    (
+        ["inspect", "nix://a/b"],
+        "nix://a/b: no driver is known for nix://; give a path, or a URL like s3://bucket/run",
+    ),
     (
         ["export", "run", "model.pt"],
-        "OUT is 'model.pt'; a model is exported as safetensors, which every program reads and none runs; name it",
+        (
+            "OUT is 'model.pt'; a model is exported as safetensors, which every program reads and"
+            " none runs; name it"
+        ),
     ),
     (
         ["export", "run", "."],
-        "OUT is '.'; a model is exported as safetensors, which every program reads and none runs; name it model.safetensors",
+        (
+            "OUT is '.'; a model is exported as safetensors, which every program reads and none"
+            " runs; name it model.safetensors"
+        ),
     ),
-    (["export", "run", "there.safetensors"], "there.safetensors is there already; nothing is overwritten; name another, or remove it"),
-    (["export", "run", "no/model.safetensors"], "no/model.safetensors: its folder is not there; name a file in a folder that is"),
-    (["export", "run", "model.safetensors"], "run has no checkpoint to export: there is none; lockstep inspect shows what is there"),
+    (
+        ["export", "run", "there.safetensors"],
+        "there.safetensors is there already; nothing is overwritten; name another, or remove it",
+    ),
+    (
+        ["export", "run", "no/model.safetensors"],
+        "no/model.safetensors: its folder is not there; name a file in a folder that is",
+    ),
+    (
+        ["export", "run", "model.safetensors"],
+        "run has no checkpoint to export: there is none; lockstep inspect shows what is there",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "text"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_a_users_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[str], text: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    MISTAKES,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_users_mistake_is_one_message_and_status_2(
+    tmp_path: Path, arguments: list[str], text: str
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "there.safetensors").touch()
     (tmp_path / "run").mkdir()
@@ -269,7 +375,18 @@ def test_a_users_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: 
 
 
 def test_neither_command_imports_torch(copied: Path, tmp_path: Path) -> None:
-    program = "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
-    for arguments in (["inspect", checkpoint_in(copied)], ["export", checkpoint_in(copied), tmp_path / "model.safetensors"]):
-        ended = subprocess.run([sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, check=False)
+    program = (
+        "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print('torch' in"
+        " sys.modules)"
+    )
+    for arguments in (
+        ["inspect", checkpoint_in(copied)],
+        ["export", checkpoint_in(copied), tmp_path / "model.safetensors"],
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-c", program, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert ended.stdout.splitlines()[-1] == "False", ended

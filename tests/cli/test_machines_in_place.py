@@ -1,5 +1,5 @@
-"""Runs on several machines that recover in place: whole commands. They end with the bits of the run that nothing
-happened to, in the processes that were there."""
+"""Runs on several machines that recover in place: whole commands. They end with the bits of the run
+that nothing happened to, in the processes that were there."""
 
 from __future__ import annotations
 
@@ -20,17 +20,24 @@ IN_PLACE = ("--recovery", "in-place", "--plan", "replicate=auto,numerics=bitwise
 def workers(launcher: psutil.Popen) -> set[int]:
     """The processes of its workers that train."""
     found = psutil.Process(launcher.pid).children(recursive=True)
-    return {each.pid for each in found if "LOCKSTEP_SPARE" not in each.environ() and "lockstep.launch.worker" in each.cmdline()}
+    return {
+        each.pid
+        for each in found
+        if "LOCKSTEP_SPARE" not in each.environ() and "lockstep.launch.worker" in each.cmdline()
+    }
 
 
 @pytest.mark.command
-def test_a_machine_joins_and_is_lost_while_the_other_keeps_its_process(tmp_path: Path, agent: Agents, undisturbed: str) -> None:
+def test_a_machine_joins_and_is_lost_while_the_other_keeps_its_process(
+    tmp_path: Path, agent: Agents, undisturbed: str
+) -> None:
     run = tmp_path / "run"
     first = agent(*IN_PLACE, SCRIPT, "0.8")
     wait_for(lambda: steps(tmp_path) >= 2)
     before = workers(first)
     second = agent(*IN_PLACE, SCRIPT, "0.8")
-    wait_for(lambda: bool(events(run, "recovered")))  # `run-started` comes before the state is restored
+    # `run-started` comes before the state is restored
+    wait_for(lambda: bool(events(run, "recovered")))
     joined_after = events(run, "recovered")[0]["step"]
     wait_for(lambda: steps(tmp_path) > joined_after)
     assert worlds(run) == [1, 2]
@@ -43,7 +50,10 @@ def test_a_machine_joins_and_is_lost_while_the_other_keeps_its_process(tmp_path:
     assert fingerprint(run) == undisturbed
     joined, lost = events(run, "recovered")
     assert (joined["reason"], joined["state"]) == ("another machine joined", "replica")
-    assert (lost["reason"], lost["state"]) == ("a machine was lost: 127.0.0.1; 1 of 2 are left", "replica")
+    assert (lost["reason"], lost["state"]) == (
+        "a machine was lost: 127.0.0.1; 1 of 2 are left",
+        "replica",
+    )
     assert not events(run, "restarted", "resumed")
 
 
@@ -55,13 +65,17 @@ def test_a_worker_of_one_machine_is_replaced_while_the_other_keeps_its_process(
     run = tmp_path / "run"
     both = [agent(*IN_PLACE, "--hang-after", "3s", SCRIPT, "0.4", nnodes="2") for _ in range(2)]
     wait_for(lambda: steps(tmp_path) >= 7)
-    ((kept,), (victim,)) = (workers(each) for each in both)
+    (kept,), (victim,) = (workers(each) for each in both)
     os.kill(victim, number)
     said = [each.communicate(timeout=90)[1] for each in both]
     assert [each.returncode for each in both] == [0, 0], said
     assert fingerprint(run) == undisturbed
     (recovered,) = events(run, "recovered")
-    why = "was killed by SIGKILL" if number == signal.SIGKILL else "failed (exit status 76): HangError"
+    why = (
+        "was killed by SIGKILL"
+        if number == signal.SIGKILL
+        else "failed (exit status 76): HangError"
+    )
     assert re.match(rf"rank \d {re.escape(why)}", recovered["reason"])
     assert sum("another machine has lost a worker" in each for each in said) == 1
     assert kept

@@ -18,7 +18,15 @@ LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 
 
 BEFORE_WORKERS = [
-    *(["--help"], ["-h"], ["run", "--help"], ["--version"], ["run", "missing.py"], ["run", "-m", "missing"], ["verify", "--help"]),
+    *(
+        ["--help"],
+        ["-h"],
+        ["run", "--help"],
+        ["--version"],
+        ["run", "missing.py"],
+        ["run", "-m", "missing"],
+        ["verify", "--help"],
+    ),
     *(["inspect", "missing"], ["export", "--help"], ["slurm", "train.py", "--time", "1:00:00"], []),
 ]
 IMPORTED = """
@@ -43,11 +51,15 @@ def test_torch_is_not_imported_before_workers_are_started() -> None:
 def test_a_working_directory_that_is_gone_is_told(tmp_path: Path) -> None:
     line = f'cd "{tmp_path}" && mkdir gone && cd gone && rmdir ../gone && exec "{LOCKSTEP}" "$@"'
     for arguments in (["run", "/train.py"], ["export", "/run", "out.safetensors"]):
-        ended = subprocess.run(["sh", "-c", line, "sh", *arguments], capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            ["sh", "-c", line, "sh", *arguments], capture_output=True, text=True, check=False
+        )
         assert ended.returncode == 2
-        assert ended.stderr == (
-            "lockstep: LaunchError: the working directory cannot be found (No such file or directory); it was deleted or "
-            "replaced since the shell entered it; change to one that exists: cd ~\n"
+        assert (
+            ended.stderr
+            == "lockstep: LaunchError: the working directory cannot be found (No such file or"
+            " directory); it was deleted or replaced since the shell entered it; change to one"
+            " that exists: cd ~\n"
         )
 
 
@@ -55,7 +67,9 @@ def test_too_few_open_files_are_told() -> None:
     line = f'ulimit -n 16 && exec "{LOCKSTEP}" doctor'
     ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("lockstep: LaunchError: this process may have 16 files open (ulimit -n); ")
+    assert ended.stderr.startswith(
+        "lockstep: LaunchError: this process may have 16 files open (ulimit -n); "
+    )
     assert ended.stderr.endswith("raise the limit: ulimit -n 4096\n")
 
 
@@ -64,7 +78,13 @@ def test_too_few_open_files_are_told() -> None:
     [
         (errno.EMFILE, "no more files may be open; raise the limit: ulimit -n 4096"),
         (errno.ENOSPC, "make room there, or name another place; TMPDIR is that of temporary files"),
-        (errno.EROFS, "give yourself the right to it, or name another place; TMPDIR is that of temporary files"),
+        (
+            errno.EROFS,
+            (
+                "give yourself the right to it, or name another place; TMPDIR is that of temporary"
+                " files"
+            ),
+        ),
     ],
 )
 def test_an_error_of_the_system_is_told_in_words(
@@ -96,23 +116,43 @@ def test_help_names_the_commands_and_an_example() -> None:
     ended = lockstep("--help")
     assert ended.returncode == 0
     assert "  lockstep run --nproc 2 train.py\n" in ended.stdout
-    assert "  run       Run SCRIPT on several processes, of this machine or of several.\n" in ended.stdout
+    assert (
+        "  run       Run SCRIPT on several processes, of this machine or of several.\n"
+        in ended.stdout
+    )
     assert "  verify    Prove that plans train the same model as one process.\n" in ended.stdout
 
 
 def test_run_help_names_its_options_and_examples() -> None:
     ended = lockstep("run", "--help")
     assert ended.returncode == 0
-    for text in ("--nproc N|auto|gpu", "--plan PLAN", "--run-dir DIR", "-m ", '  lockstep run --plan "replicate=2,numerics=bitwise"'):
+    for text in (
+        "--nproc N|auto|gpu",
+        "--plan PLAN",
+        "--run-dir DIR",
+        "-m ",
+        '  lockstep run --plan "replicate=2,numerics=bitwise"',
+    ):
         assert text in ended.stdout
 
 
 def test_the_module_is_the_command() -> None:
     for arguments in (["--version"], ["run", "--help"], ["nix"]):
-        as_module = subprocess.run([sys.executable, "-m", "lockstep", *arguments], capture_output=True, text=True, check=False)
-        as_command = subprocess.run([LOCKSTEP, *arguments], capture_output=True, text=True, check=False)
+        as_module = subprocess.run(
+            [sys.executable, "-m", "lockstep", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        as_command = subprocess.run(
+            [LOCKSTEP, *arguments], capture_output=True, text=True, check=False
+        )
         assert lockstep(*arguments).__dict__ == as_command.__dict__, "a fork is as a process"
-        assert (as_module.returncode, as_module.stdout, as_module.stderr) == (as_command.returncode, as_command.stdout, as_command.stderr)
+        assert (as_module.returncode, as_module.stdout, as_module.stderr) == (
+            as_command.returncode,
+            as_command.stdout,
+            as_command.stderr,
+        )
 
 
 def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
@@ -128,37 +168,65 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         ([], "UsageError: Missing command; see lockstep --help"),
         (["nix"], "UsageError: No such command 'nix'; see lockstep --help"),
         (["run"], "UsageError: Missing argument 'SCRIPT'; see lockstep run --help"),
-        (["plan", "--on"], "UsageError: Option '--on' requires an argument; see lockstep plan --help"),
-        (["run", "--nix", "train.py"], "UsageError: No such option '--nix'; see lockstep run --help"),
+        (
+            ["plan", "--on"],
+            "UsageError: Option '--on' requires an argument; see lockstep plan --help",
+        ),
+        (
+            ["run", "--nix", "train.py"],
+            "UsageError: No such option '--nix'; see lockstep run --help",
+        ),
         (
             ["run", "trian.py"],
-            "LaunchError: 'trian.py' is not there; SCRIPT is the path of a Python file; correct it, or give -m before a module's name",
+            (
+                "LaunchError: 'trian.py' is not there; SCRIPT is the path of a Python file; correct"
+                " it, or give -m before a module's name"
+            ),
         ),
-        (["run", "."], "LaunchError: '.' is a directory; SCRIPT is the path of a Python file; name the file in it"),
+        (
+            ["run", "."],
+            (
+                "LaunchError: '.' is a directory; SCRIPT is the path of a Python file; name the"
+                " file in it"
+            ),
+        ),
         (
             ["run", "-m", "missing.train"],
-            "LaunchError: no module named 'missing.train'; -m takes the name of a module that Python can import from here; "
-            "correct the name",
+            (
+                "LaunchError: no module named 'missing.train'; -m takes the name of a module that"
+                " Python can import from here; correct the name"
+            ),
         ),
         (
             ["run", "--nproc", "0", "train.py"],
-            "LaunchError: --nproc 0; it is a whole number of processes, at least 1, or auto (what the plan says, or one per GPU, or 1), "
-            "or gpu (one per GPU); give one of those",
+            (
+                "LaunchError: --nproc 0; it is a whole number of processes, at least 1, or auto"
+                " (what the plan says, or one per GPU, or 1), or gpu (one per GPU); give one of"
+                " those"
+            ),
         ),
         (
             ["run", "--nproc", "two", "train.py"],
-            "LaunchError: --nproc two; it is a whole number of processes, at least 1, or auto (what the plan says, or one per GPU, or 1), "
-            "or gpu (one per GPU); give one of those",
+            (
+                "LaunchError: --nproc two; it is a whole number of processes, at least 1, or auto"
+                " (what the plan says, or one per GPU, or 1), or gpu (one per GPU); give one of"
+                " those"
+            ),
         ),
         (
             ["run", "--nproc", "3", "--plan", "replicate=2", "train.py"],
-            "PlanError: plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and must multiply to the number of "
-            "processes; change the plan, or the number of processes to 2",
+            (
+                "PlanError: plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to"
+                " 2, and must multiply to the number of processes; change the plan, or the number"
+                " of processes to 2"
+            ),
         ),
         (
             ["run", "--run-dir", "", "train.py"],
-            "RunDirectoryError: --run-dir is empty; it names the folder that the run writes to (is a shell variable unset?); give a path, "
-            "or leave --run-dir out",
+            (
+                "RunDirectoryError: --run-dir is empty; it names the folder that the run writes to"
+                " (is a shell variable unset?); give a path, or leave --run-dir out"
+            ),
         ),
         (
             ["slurm", "--time", "10", "--run", "--nix", "train.py"],
@@ -166,41 +234,66 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         ),
         (
             ["slurm", "--time", "10", "--submit", "trian.py"],
-            "LaunchError: 'trian.py' is not there; SCRIPT is the path of a Python file; correct it, or give -m before a module's name",
+            (
+                "LaunchError: 'trian.py' is not there; SCRIPT is the path of a Python file; correct"
+                " it, or give -m before a module's name"
+            ),
         ),
         (
             ["slurm", "--time", "10", "--name", "a b", "train.py"],
-            "LaunchError: --name a b; files are called by it; give one of letters, digits, dots, - and _",
+            (
+                "LaunchError: --name a b; files are called by it; give one of letters, digits,"
+                " dots, - and _"
+            ),
         ),
         (
             ["slurm", "--time", "10", "--run", "--plan 'shard=2", "train.py"],
-            'LaunchError: --run "--plan \'shard=2": No closing quotation; it is read as a shell reads it; close each quotation mark',
+            (
+                'LaunchError: --run "--plan \'shard=2": No closing quotation; it is read as a shell'
+                " reads it; close each quotation mark"
+            ),
         ),
         (
             ["slurm", "--time", "10", "--run", "other.py --lr 1", "train.py"],
-            "LaunchError: --run 'other.py --lr 1' has 'other.py', which is no option; it is options of lockstep run; give the script and "
-            "its arguments after those of lockstep slurm",
+            (
+                "LaunchError: --run 'other.py --lr 1' has 'other.py', which is no option; it is"
+                " options of lockstep run; give the script and its arguments after those of"
+                " lockstep slurm"
+            ),
         ),
         (
             ["slurm", "--time", "10", "--sbatch", "partition=gpu", "train.py"],
-            "LaunchError: --sbatch 'partition=gpu'; it is one option of sbatch; give one as in --sbatch "
-            '"--partition=gpu", each by itself',
+            (
+                "LaunchError: --sbatch 'partition=gpu'; it is one option of sbatch; give one as in"
+                ' --sbatch "--partition=gpu", each by itself'
+            ),
         ),
         (
             ["slurm", "--time", "10", "-o", "train.py", "train.py"],
-            "LaunchError: -o train.py is there already, and is no batch script; only one is written over; name another file, or remove it",
+            (
+                "LaunchError: -o train.py is there already, and is no batch script; only one is"
+                " written over; name another file, or remove it"
+            ),
         ),
         (
             ["slurm", "--time", "10", "-o", "missing/train.sh", "train.py"],
-            "LaunchError: -o missing/train.sh cannot be written (No such file or directory); a batch script is a file; name another place",
+            (
+                "LaunchError: -o missing/train.sh cannot be written (No such file or directory); a"
+                " batch script is a file; name another place"
+            ),
         ),
         (
             ["run", "--plan", "replicate", "train.py"],
-            "PlanError: 'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as replicate=2,numerics=bitwise",
+            (
+                "PlanError: 'replicate' in plan 'replicate'; a plan is made of name=value pairs,"
+                " such as replicate=2,numerics=bitwise"
+            ),
         ),
     ],
 )
-def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[str], text: str) -> None:
+def test_a_mistake_is_one_message_and_status_2(
+    tmp_path: Path, arguments: list[str], text: str
+) -> None:
     (tmp_path / "train.py").write_text("print('started')")
     ended = lockstep(*arguments, folder=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"lockstep: {text}\n")
@@ -209,18 +302,50 @@ def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[s
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&- <&-"])
 def test_a_script_runs_where_streams_are_closed(tmp_path: Path, closed: str) -> None:
-    (tmp_path / "train.py").write_text("import sys\nprint('out')\nprint('err', file=sys.stderr)\nopen('done', 'w').close()")
-    ended = subprocess.run(f"{LOCKSTEP} run train.py {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    (tmp_path / "train.py").write_text(
+        "import sys\nprint('out')\nprint('err', file=sys.stderr)\nopen('done', 'w').close()"
+    )
+    ended = subprocess.run(
+        f"{LOCKSTEP} run train.py {closed}",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0
     assert (tmp_path / "done").exists()
-    assert (ended.stdout, ended.stderr) == ("" if closed[0] == ">" else "out\n", "" if "2>" in closed else "err\n")
+    assert (ended.stdout, ended.stderr) == (
+        "" if closed[0] == ">" else "out\n",
+        "" if "2>" in closed else "err\n",
+    )
 
 
 def test_a_batch_script_goes_to_the_terminal_or_to_a_file(tmp_path: Path) -> None:
-    line = ["slurm", "train.py", "--nodes", "2", "--time", "1:00:00", "--run", "--plan shard=2", "-o", "train.sh", "--", "--lr", "0.1"]
+    line = [
+        "slurm",
+        "train.py",
+        "--nodes",
+        "2",
+        "--time",
+        "1:00:00",
+        "--run",
+        "--plan shard=2",
+        "-o",
+        "train.sh",
+        "--",
+        "--lr",
+        "0.1",
+    ]
     for _ in range(2):  # it is written over
         assert lockstep(*line, folder=tmp_path).stdout == ""
     written = (tmp_path / "train.sh").read_text()
-    assert lockstep(*[word for word in line if word not in ("-o", "train.sh")], folder=tmp_path).stdout == written
-    assert '    lockstep run --run-dir "runs/train-$SLURM_JOB_ID" --plan shard=2 train.py --lr 0.1\n' in written
+    assert (
+        lockstep(*[word for word in line if word not in ("-o", "train.sh")], folder=tmp_path).stdout
+        == written
+    )
+    assert (
+        '    lockstep run --run-dir "runs/train-$SLURM_JOB_ID" --plan shard=2 train.py --lr 0.1\n'
+        in written
+    )
     assert f"export PATH={Path(sys.executable).parent}:$PATH\n" in written

@@ -1,4 +1,5 @@
-"""Whole scripts with the mistakes of ordinary trainings: each is told, or trains the same model as on one process."""
+"""Whole scripts with the mistakes of ordinary trainings: each is told, or trains the same model as
+on one process."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def recipe(**changes):
 """
 
 
-def launch(folder: Path, body: str, *arguments: str, nproc: int = 2, by: str = "lockstep", env: Any = None) -> Any:
+def launch(
+    folder: Path, body: str, *arguments: str, nproc: int = 2, by: str = "lockstep", env: Any = None
+) -> Any:
     script = folder / "train.py"
     script.write_text(PREAMBLE + body)
     launchers = {
@@ -45,7 +48,14 @@ def launch(folder: Path, body: str, *arguments: str, nproc: int = 2, by: str = "
     }
     # torchrun leaves its log folder behind where a rank fails.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **(env or {})}
-    return subprocess.run([*map(str, launchers[by])], cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*map(str, launchers[by])],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def result(folder: Path, name: str = "run") -> dict[str, Any]:
@@ -57,7 +67,15 @@ def fingerprints(folder: Path, body: str, *plans: str) -> set[str]:
     """Those of one process and of two under each plan."""
     found = set()
     for number, (plan, nproc) in enumerate([("replicate=1", 1), *((plan, 2) for plan in plans)]):
-        ended = launch(folder, body, "--plan", f"{plan},numerics=bitwise", "--run-dir", f"run-{number}", nproc=nproc)
+        ended = launch(
+            folder,
+            body,
+            "--plan",
+            f"{plan},numerics=bitwise",
+            "--run-dir",
+            f"run-{number}",
+            nproc=nproc,
+        )
         assert ended.returncode == 0, ended.stderr
         found.add(result(folder, f"run-{number}")["fingerprint"])
     return found
@@ -77,12 +95,17 @@ def test_data_that_is_drawn_without_a_seed_is_the_same_on_all_ranks(tmp_path: Pa
 def test_under_torchrun_it_is_refused(tmp_path: Path) -> None:
     ended = launch(tmp_path, UNSEEDED, by="torchrun")
     assert ended.returncode != 0
-    assert "DataError: evaluation.data: sample 0[0] differs between rank 0 and rank 1" in ended.stderr
+    assert (
+        "DataError: evaluation.data: sample 0[0] differs between rank 0 and rank 1" in ended.stderr
+    )
 
 
 @pytest.mark.slow
 def test_verify_refuses_a_script_with_other_data_in_each_run(tmp_path: Path) -> None:
-    body = "x = torch.randn(32, 6, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'big')))\n"
+    body = (
+        "x = torch.randn(32, 6,"
+        " generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'big')))\n"
+    )
     body += "ls.train(recipe(data=TensorDataset(x, x[:, :1])))\n"
     ended = launch(tmp_path, body, "--plans", "replicate=2", "--steps", "2", by="verify")
     assert ended.returncode == 2
@@ -144,12 +167,29 @@ ls.train(recipe(model=model, data=fixed(17), epochs=2, steps=None))
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (ADDED, ["RecipeError: the optimizer has 5 parameters in 2 groups, and had 4 in 1", "run.freeze"]),
+        (
+            ADDED,
+            [
+                "RecipeError: the optimizer has 5 parameters in 2 groups, and had 4 in 1",
+                "run.freeze",
+            ],
+        ),
         (SWAPPED, ["RecipeError: module '2' was replaced after the model was prepared"]),
-        (RATE, ["RecipeError: after step 1: the learning rate of group 0 is 0.05, and the schedule had set it to 0.1"]),
+        (
+            RATE,
+            [
+                "RecipeError: after step 1: the learning rate of group 0 is 0.05, and the schedule"
+                " had set it to 0.1"
+            ],
+        ),
         (ONE_SAMPLE, ["BatchNorm", "one sample", "drop_last"]),
     ],
-    ids=["a group added", "a module swapped", "a rate beside a schedule", "BatchNorm over one sample"],
+    ids=[
+        "a group added",
+        "a module swapped",
+        "a rate beside a schedule",
+        "BatchNorm over one sample",
+    ],
 )
 def test_a_mistake_ends_the_run_in_words(tmp_path: Path, body: str, words: list[str]) -> None:
     ended = launch(tmp_path, body)
@@ -191,7 +231,13 @@ ls.train(recipe(evaluation=evaluation, steps=6), saving=ls.Saving(best="loss"))
     assert best["step"] == 1, "this loss is largest where the model is best"
     assert best["checkpoint"] in os.listdir(tmp_path / "run" / "checkpoints")
     for command in (["inspect", "run"], ["export", "--best", "run", "best.safetensors"]):
-        said = subprocess.run([str(BIN / "lockstep"), *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+        said = subprocess.run(
+            [str(BIN / "lockstep"), *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert (said.returncode, best["checkpoint"] in said.stdout) == (0, True), said
 
 
@@ -212,10 +258,19 @@ ls.train(
     run = ("--run-dir", "run")
     assert "RuntimeError: lost" in launch(tmp_path, body, *run, env={"RATE": "0.1"}).stderr
     refused = launch(tmp_path, body, *run, env={"RATE": "0.2"})
-    assert (refused.returncode, "lr of group 0: 0.1, now 0.2" in refused.stderr) == (2, True), refused.stderr
+    assert (refused.returncode, "lr of group 0: 0.1, now 0.2" in refused.stderr) == (
+        2,
+        True,
+    ), refused.stderr
     edited = launch(tmp_path, body.replace("1.0\n", "2.0\n"), *run, env={"RATE": "0.2"})
-    assert (edited.returncode, "loss: its code has changed" in edited.stderr) == (2, True), edited.stderr
-    assert launch(tmp_path, body, *run, "--allow-change", "optimizer", env={"RATE": "0.2"}).returncode == 0
+    assert (edited.returncode, "loss: its code has changed" in edited.stderr) == (
+        2,
+        True,
+    ), edited.stderr
+    assert (
+        launch(tmp_path, body, *run, "--allow-change", "optimizer", env={"RATE": "0.2"}).returncode
+        == 0
+    )
 
 
 def test_a_loss_with_class_weights_is_told(tmp_path: Path) -> None:
@@ -240,5 +295,8 @@ def test_ranks_without_a_microbatch_are_told(tmp_path: Path) -> None:
 def test_options_that_nobody_takes_are_told(tmp_path: Path) -> None:
     options = ("--plan", "replicate=2", "--run-dir", "run")
     ended = launch(tmp_path, "print('done')\n", *options)
-    assert (ended.returncode, "--plan, --run-dir had no effect" in ended.stderr) == (0, True), ended.stderr
+    assert (ended.returncode, "--plan, --run-dir had no effect" in ended.stderr) == (
+        0,
+        True,
+    ), ended.stderr
     assert launch(tmp_path, "print('done')\n", *options, "--strict").returncode == 2

@@ -20,7 +20,19 @@ def recorded(folder: Path) -> Any:
 
 
 def test_a_run_that_is_resumed_takes_up_its_values(tmp_path: Path) -> None:
-    line = [LOCKSTEP, "run", "--set", "lr=0.5", "--set", "width=4", "--run-dir", "run", str(SCRIPT), "--seconds", "0.1"]
+    line = [
+        LOCKSTEP,
+        "run",
+        "--set",
+        "lr=0.5",
+        "--set",
+        "width=4",
+        "--run-dir",
+        "run",
+        str(SCRIPT),
+        "--seconds",
+        "0.1",
+    ]
     with started(line, cwd=tmp_path, env=environment(tmp_path)) as first:
         while not any((tmp_path / "run").glob("checkpoints/*")):
             assert first.poll() is None
@@ -31,15 +43,27 @@ def test_a_run_that_is_resumed_takes_up_its_values(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert recorded(tmp_path / "run") == {"lr": 0.5, "width": 4}
     assert json.loads((tmp_path / "run" / "rank-0.json").read_text()) == [0.5, 4]
-    whole = lockstep(tmp_path, "run", "--set", "lr=0.5", "--set", "width=4", "--run-dir", "whole", SCRIPT)
+    whole = lockstep(
+        tmp_path, "run", "--set", "lr=0.5", "--set", "width=4", "--run-dir", "whole", SCRIPT
+    )
     assert whole.returncode == 0, whole.stderr
-    found = [json.loads((tmp_path / name / "result.json").read_text())["fingerprint"] for name in ("run", "whole")]
+    found = [
+        json.loads((tmp_path / name / "result.json").read_text())["fingerprint"]
+        for name in ("run", "whole")
+    ]
     assert found[0] == found[1]
 
 
 def test_resumed_with_another_value_it_is_refused(tmp_path: Path) -> None:
-    assert lockstep(tmp_path, "run", "--set", "lr=0.5", "--run-dir", "run", SCRIPT, "--steps", 10).returncode == 0
-    found = lockstep(tmp_path, "run", "--set", "lr=0.25", "--run-dir", "run", "--allow-change", "steps", SCRIPT)
+    assert (
+        lockstep(
+            tmp_path, "run", "--set", "lr=0.5", "--run-dir", "run", SCRIPT, "--steps", 10
+        ).returncode
+        == 0
+    )
+    found = lockstep(
+        tmp_path, "run", "--set", "lr=0.25", "--run-dir", "run", "--allow-change", "steps", SCRIPT
+    )
     assert found.returncode == 2
     assert "0.25" in found.stderr
     assert "Traceback" not in found.stderr
@@ -48,26 +72,48 @@ def test_resumed_with_another_value_it_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--set", "lr"], "lockstep: RecipeError: --set 'lr'; it is a parameter's name and its value: --set lr=1e-3\n"),
+        (
+            ["--set", "lr"],
+            (
+                "lockstep: RecipeError: --set 'lr'; it is a parameter's name and its value: --set"
+                " lr=1e-3\n"
+            ),
+        ),
         (
             ["--set", "lr=fast"],
-            "lockstep: RecipeError: the parameter 'lr' has the value 'fast' (--set); it is a number, as its default 0.1 is\n",
+            (
+                "lockstep: RecipeError: the parameter 'lr' has the value 'fast' (--set); it is a"
+                " number, as its default 0.1 is\n"
+            ),
         ),
         (
             ["--set", "lr=7"],
-            "lockstep: RecipeError: the parameter 'lr' has the value 7.0 (--set); it is a number from 0.001 to 1.0; change it, or "
-            "the bounds\n",
+            (
+                "lockstep: RecipeError: the parameter 'lr' has the value 7.0 (--set); it is a"
+                " number from 0.001 to 1.0; change it, or the bounds\n"
+            ),
         ),
-        (["--set", "width=3"], "lockstep: RecipeError: the parameter 'width' has the value '3' (--set); its choices are 1, 2, 4\n"),
+        (
+            ["--set", "width=3"],
+            (
+                "lockstep: RecipeError: the parameter 'width' has the value '3' (--set); its"
+                " choices are 1, 2, 4\n"
+            ),
+        ),
         (
             ["--set", "wdith=4"],
-            "lockstep: RecipeError: --set wdith=..., or a search's value for it, and the script has not asked for it before its recipe; it "
-            "has asked for lr, width; correct the name, or call ls.param whatever other values are\n",
+            (
+                "lockstep: RecipeError: --set wdith=..., or a search's value for it, and the script"
+                " has not asked for it before its recipe; it has asked for lr, width; correct the"
+                " name, or call ls.param whatever other values are\n"
+            ),
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_value_that_cannot_be_is_one_message_and_status_2(tmp_path: Path, words: list[str], error: str) -> None:
+def test_a_value_that_cannot_be_is_one_message_and_status_2(
+    tmp_path: Path, words: list[str], error: str
+) -> None:
     found = lockstep(tmp_path, "run", "--nproc", 2, *words, "--run-dir", "run", SCRIPT)
     assert (found.returncode, found.stderr) == (2, error)
 
@@ -86,11 +132,28 @@ def test_a_trial_is_evaluated_with_its_own_values(tmp_path: Path) -> None:
 
 
 def test_a_sweep_makes_each_combination_once(tmp_path: Path) -> None:
-    line = ["sweep", "--set", "lr=0.1,0.5", "--set", "width=1,4", "--run-dir", "s", "--json", "--csv", "table.csv", SCRIPT]
+    line = [
+        "sweep",
+        "--set",
+        "lr=0.1,0.5",
+        "--set",
+        "width=1,4",
+        "--run-dir",
+        "s",
+        "--json",
+        "--csv",
+        "table.csv",
+        SCRIPT,
+    ]
     found = lockstep(tmp_path, *line)
     assert found.returncode == 0, found.stderr
     trials = json.loads(found.stdout)["trials"]
-    values = [{"lr": 0.1, "width": 1}, {"lr": 0.1, "width": 4}, {"lr": 0.5, "width": 1}, {"lr": 0.5, "width": 4}]
+    values = [
+        {"lr": 0.1, "width": 1},
+        {"lr": 0.1, "width": 4},
+        {"lr": 0.5, "width": 1},
+        {"lr": 0.5, "width": 4},
+    ]
     assert [trial["parameters"] for trial in trials] == values
     assert [recorded(Path(trial["run_dir"])) for trial in trials] == values
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 5
@@ -98,4 +161,7 @@ def test_a_sweep_makes_each_combination_once(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["trials"] == trials
     refused = lockstep(tmp_path, "sweep", "--set", "lr=0.1,7", "--run-dir", "other", SCRIPT)
     assert [trial["state"] for trial in reported(tmp_path, "other")] == ["complete", "failed"]
-    assert "has the value 7.0 (--set); it is a number from 0.001 to 1.0" in refused.stdout + refused.stderr
+    assert (
+        "has the value 7.0 (--set); it is a number from 0.001 to 1.0"
+        in refused.stdout + refused.stderr
+    )

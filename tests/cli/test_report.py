@@ -24,7 +24,13 @@ LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 
 
 def lockstep(*arguments: Any, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([LOCKSTEP, "report", *map(str, arguments)], cwd=folder, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [LOCKSTEP, "report", *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def told(*arguments: Any) -> dict[str, Any]:
@@ -35,7 +41,9 @@ def told(*arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.command
-def test_a_run_that_was_preempted_and_went_on_is_one_run_with_a_page(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_that_was_preempted_and_went_on_is_one_run_with_a_page(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     path = tmp_path / "a"
     pool.run(1, run, "replicate=1", str(path), 3, {})
     before = lockstep(path)
@@ -50,7 +58,10 @@ def test_a_run_that_was_preempted_and_went_on_is_one_run_with_a_page(pool: Worke
     (said,) = told(path)["runs"]
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
-    assert (said["series"]["loss"]["first"], said["series"]["loss"]["last"]) == (losses[0], losses[-1])
+    assert (said["series"]["loss"]["first"], said["series"]["loss"]["last"]) == (
+        losses[0],
+        losses[-1],
+    )
     assert said["fingerprint"] == json.loads((path / "result.json").read_text())["fingerprint"]
     assert len(said["ranks"]) == 2
 
@@ -61,7 +72,11 @@ def test_runs_are_compared_where_o_says_and_named_apart(tmp_path: Path) -> None:
     found = lockstep("one/a", "two/a/", "-o", "page.html", folder=tmp_path)
     assert (found.returncode, found.stderr) == (0, "")
     assert [line.partition(":")[0] for line in found.stdout.splitlines()[:2]] == ["one/a", "two/a"]
-    assert lockstep("one/a", "two/a", folder=tmp_path).stdout.splitlines()[-1].startswith("report.html (")
+    assert (
+        lockstep("one/a", "two/a", folder=tmp_path)
+        .stdout.splitlines()[-1]
+        .startswith("report.html (")
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "page.html", "report.html"}
     assert not (tmp_path / "one" / "a" / "report.html").exists()
 
@@ -80,22 +95,34 @@ def test_a_live_run_is_running_and_a_killed_one_cut_off(tmp_path: Path) -> None:
     write(path, "metrics.jsonl", metrics(range(1, 20)))
     write(path, "events.jsonl", [event(0, "run-started", 0)])
     holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    lock = {"pid": holder.pid, "host": socket.gethostname(), "process_ids": process_id_space(), "started": "now"}
+    lock = {
+        "pid": holder.pid,
+        "host": socket.gethostname(),
+        "process_ids": process_id_space(),
+        "started": "now",
+    }
     (path / "lock").write_text(json.dumps(lock))
     try:
         (said,) = told(path)["runs"]
-        assert (said["state"], said["reason"]) == ("running", f"process {holder.pid} on {socket.gethostname()} holds the directory")
+        assert (said["state"], said["reason"]) == (
+            "running",
+            f"process {holder.pid} on {socket.gethostname()} holds the directory",
+        )
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.communicate()
     (said,) = told(path)["runs"]
     assert said["state"] == "unfinished"
     assert said["reason"].startswith("it ended without a record")
-    (path / "lock").write_text(json.dumps(lock | {"host": "elsewhere", "process_ids": ["another", 1]}))
+    (path / "lock").write_text(
+        json.dumps(lock | {"host": "elsewhere", "process_ids": ["another", 1]})
+    )
     assert "elsewhere, another host" in told(path)["runs"][0]["reason"]
 
 
-def test_a_last_line_that_is_being_written_is_left_out_and_others_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
+def test_a_last_line_that_is_being_written_is_left_out_and_others_that_cannot_be_read_are_counted(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a"
     run_json(path)
     lines = [
@@ -135,37 +162,81 @@ def test_only_a_report_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "notes.html").write_text("mine")
     found = lockstep(tmp_path / "a", "-o", tmp_path / "notes.html")
     assert (found.returncode, (tmp_path / "notes.html").read_text()) == (2, "mine")
-    assert "notes.html is there already, and is no report; only a report is written over; name another file" in found.stderr
+    assert (
+        "notes.html is there already, and is no report; only a report is written over; name another"
+        " file" in found.stderr
+    )
     assert not list(tmp_path.glob("**/*.partial"))
 
 
 MISTAKES: list[tuple[list[str], str]] = [
     ([], "UsageError: Missing argument 'RUN_DIR...'; see lockstep report --help"),
-    (["missing"], "RunDirectoryError: missing does not exist; a report needs run directories; give one that a run has written to"),
-    (["file"], "RunDirectoryError: file is a file; a report needs run directories; give the folder that contains it"),
+    (
+        ["missing"],
+        (
+            "RunDirectoryError: missing does not exist; a report needs run directories; give one"
+            " that a run has written to"
+        ),
+    ),
+    (
+        ["file"],
+        (
+            "RunDirectoryError: file is a file; a report needs run directories; give the folder"
+            " that contains it"
+        ),
+    ),
     (
         ["runs"],
-        "RunDirectoryError: runs is not a run directory: it has no run.json, which a run writes when it starts; "
-        "give one of those in it, a, b",
+        (
+            "RunDirectoryError: runs is not a run directory: it has no run.json, which a run writes"
+            " when it starts; give one of those in it, a, b"
+        ),
     ),
-    (["empty"], "RunDirectoryError: empty is not a run directory: it has no run.json, which a run writes when it starts; give another"),
+    (
+        ["empty"],
+        (
+            "RunDirectoryError: empty is not a run directory: it has no run.json, which a run"
+            " writes when it starts; give another"
+        ),
+    ),
     (
         ["runs/a", "runs/b", "runs/../runs/a"],
         "RunDirectoryError: runs/../runs/a and runs/a are the same run directory; give each once",
     ),
     (
         ["torn"],
-        "torn/run.json is not valid JSON (Expecting value: line 1 column 1 (char 0)); a run never writes it in part",
+        (
+            "torn/run.json is not valid JSON (Expecting value: line 1 column 1 (char 0)); a run"
+            " never writes it in part"
+        ),
     ),
     (["deep"], "deep/run.json is not valid JSON (its values are nested too deep)"),
-    (["kinds"], "kinds/result.json has str as 'steps', but a run writes int; give another run directory"),
-    (["runs/a", "-o", "no/page.html"], "LaunchError: -o no/page.html; its directory is not there; name a file in a directory that is"),
-    (["runs/a", "-o", "empty"], "LaunchError: -o empty is a directory; a report is one file; name a file in it"),
+    (
+        ["kinds"],
+        "kinds/result.json has str as 'steps', but a run writes int; give another run directory",
+    ),
+    (
+        ["runs/a", "-o", "no/page.html"],
+        (
+            "LaunchError: -o no/page.html; its directory is not there; name a file in a directory"
+            " that is"
+        ),
+    ),
+    (
+        ["runs/a", "-o", "empty"],
+        "LaunchError: -o empty is a directory; a report is one file; name a file in it",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "text"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_a_users_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[str], text: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    MISTAKES,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_users_mistake_is_one_message_and_status_2(
+    tmp_path: Path, arguments: list[str], text: str
+) -> None:
     for name in ("runs/a", "runs/b"):
         run_json(tmp_path / name)
     (tmp_path / "file").touch()
@@ -196,7 +267,9 @@ def test_a_place_that_cannot_be_written_to_is_a_users_mistake(tmp_path: Path) ->
 def test_nothing_is_left_of_a_page_for_which_there_is_no_room(tmp_path: Path) -> None:
     run_json(tmp_path / "a")
     line = f"ulimit -f 4; {LOCKSTEP} report a"
-    found = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (found.returncode, found.stderr.count("\n")) == (2, 1)
     assert "-o a/report.html cannot be written (File too large)" in found.stderr
     assert os.listdir(tmp_path / "a") == ["run.json"]
@@ -204,6 +277,14 @@ def test_nothing_is_left_of_a_page_for_which_there_is_no_room(tmp_path: Path) ->
 
 def test_a_report_is_made_without_torch(tmp_path: Path) -> None:
     whole(tmp_path / "a", steps=100)
-    program = "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print({'torch', 'numpy'} & set(sys.modules))"
-    ended = subprocess.run([sys.executable, "-c", program, "report", str(tmp_path / "a")], capture_output=True, text=True, check=False)
+    program = (
+        "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print({'torch',"
+        " 'numpy'} & set(sys.modules))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "report", str(tmp_path / "a")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.stdout.splitlines()[-1] == "set()", ended

@@ -25,18 +25,35 @@ def without_gpus() -> dict[str, str]:
 
 
 def lockstep_run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([LOCKSTEP, "run", *arguments], cwd=folder, env=without_gpus(), capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [LOCKSTEP, "run", *arguments],
+        cwd=folder,
+        env=without_gpus(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.command
 def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
     arguments = ["--help", "--nproc", "3", "-m", "--", "", "a b", "$$x", "${local_rank}"]
     plan = "replicate=2,numerics=bitwise"
-    ended = lockstep_run("--plan", plan, "--run-dir", "runs/a", str(SCRIPTS / "torchrun_style.py"), *arguments, folder=tmp_path)
+    ended = lockstep_run(
+        "--plan",
+        plan,
+        "--run-dir",
+        "runs/a",
+        str(SCRIPTS / "torchrun_style.py"),
+        *arguments,
+        folder=tmp_path,
+    )
     assert ended.returncode == 0
     assert ended.stderr.startswith("lockstep: warning: --plan, --run-dir had no effect")
     assert ended.stderr.count("\n") == 1
-    found = sorted((json.loads(line) for line in ended.stdout.splitlines()), key=lambda row: row["rank"])
+    found = sorted(
+        (json.loads(line) for line in ended.stdout.splitlines()), key=lambda row: row["rank"]
+    )
     listening = {address for row in found for address in row.pop("listening")}
     assert listening == {"127.0.0.1"}
     assert found == [
@@ -63,23 +80,30 @@ def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
         pytest.param(
             "raise",
             1,
-            r"lockstep: rank 0 failed \(exit status 1\)(, first of 2)?:\nTraceback \(most recent call last\):\n(?s:.*)\nValueError: boom\n",
+            r"lockstep: rank 0 failed \(exit status 1\)(, first of 2)?:\nTraceback \(most recent"
+            r" call last\):\n(?s:.*)\nValueError: boom\n",
             marks=pytest.mark.command,
         ),
         pytest.param(
             "kill",
             137,
-            r"lockstep: rank 0 was killed by SIGKILL \(often the kernel or the container, because memory ran out\)(, first of 2)?\n",
+            r"lockstep: rank 0 was killed by SIGKILL \(often the kernel or the container, because"
+            r" memory ran out\)(, first of 2)?\n",
             marks=pytest.mark.slow,
         ),
     ],
     ids=["raise", "kill"],
 )
-def test_when_a_rank_fails_all_stop_within_10_seconds_and_it_is_reported_once(how: str, status: int, first: str) -> None:
+def test_when_a_rank_fails_all_stop_within_10_seconds_and_it_is_reported_once(
+    how: str, status: int, first: str
+) -> None:
     ended = lockstep_run("--nproc", "4", str(SCRIPTS / "failing.py"), how)
     seconds = time.time() - float(ended.stdout.removeprefix("failing at "))
     assert ended.returncode == status
-    assert re.fullmatch(first + r"The others: (rank 1 lost a peer; ranks 2-3|ranks 1-3) were stopped\.\n", ended.stderr), ended.stderr
+    assert re.fullmatch(
+        first + r"The others: (rank 1 lost a peer; ranks 2-3|ranks 1-3) were stopped\.\n",
+        ended.stderr,
+    ), ended.stderr
     assert ended.stderr.count("Traceback") == (how == "raise")
     assert seconds < 10
 
@@ -100,7 +124,9 @@ def test_when_a_rank_fails_all_stop_within_10_seconds_and_it_is_reported_once(ho
     ],
     ids=["user error", "exit status"],
 )
-def test_the_status_of_the_script_is_that_of_the_command(tmp_path: Path, end: str, status: int, printed: str) -> None:
+def test_the_status_of_the_script_is_that_of_the_command(
+    tmp_path: Path, end: str, status: int, printed: str
+) -> None:
     (tmp_path / "script.py").write_text(f"import os, signal\n{end}")
     ended = lockstep_run("--nproc", "2", "script.py", folder=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", printed)
@@ -110,9 +136,15 @@ def test_the_status_of_the_script_is_that_of_the_command(tmp_path: Path, end: st
 def test_sigterm_to_the_command_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, subprocess, time\nprint(os.getpid(), subprocess.Popen(['sleep', '1000']).pid, flush=True)\ntime.sleep(1000)"
+        "import os, subprocess, time\nprint(os.getpid(), subprocess.Popen(['sleep', '1000']).pid,"
+        " flush=True)\ntime.sleep(1000)"
     )
-    with started([LOCKSTEP, "run", "--nproc", "2", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+    with started(
+        [LOCKSTEP, "run", "--nproc", "2", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
         assert launcher.stdout is not None
         assert launcher.stderr is not None
         processes = [int(number) for _ in range(2) for number in launcher.stdout.readline().split()]
@@ -130,7 +162,12 @@ def test_sigkill_to_the_command_leaves_no_worker(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)")
     temporary = {"TMPDIR": str(tmp_path)}
-    with started([LOCKSTEP, "run", str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, **temporary}) as launcher:
+    with started(
+        [LOCKSTEP, "run", str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **temporary},
+    ) as launcher:
         assert launcher.stdout is not None
         worker = int(launcher.stdout.readline())
         launcher.kill()
@@ -141,8 +178,21 @@ def test_sigkill_to_the_command_leaves_no_worker(tmp_path: Path) -> None:
 @pytest.mark.command
 def test_under_nohup_a_run_outlives_its_terminal_and_still_ends_its_workers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, signal, time\nprint(os.getpid(), signal.getsignal(signal.SIGHUP).name, flush=True)\ntime.sleep(1000)")
-    line = ["sh", "-c", "trap '' HUP INT; exec \"$@\"", "sh", LOCKSTEP, "run", "--nproc", "2", str(script)]
+    script.write_text(
+        "import os, signal, time\nprint(os.getpid(), signal.getsignal(signal.SIGHUP).name,"
+        " flush=True)\ntime.sleep(1000)"
+    )
+    line = [
+        "sh",
+        "-c",
+        "trap '' HUP INT; exec \"$@\"",
+        "sh",
+        LOCKSTEP,
+        "run",
+        "--nproc",
+        "2",
+        str(script),
+    ]
     with started(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         workers = [launcher.stdout.readline().split() for _ in range(2)]
@@ -164,13 +214,19 @@ def test_one_process_a_gpu_is_refused_without_a_gpu(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
-        == "lockstep: LaunchError: --nproc gpu; it starts one process per GPU, and torch sees no GPU here; give a number, or auto\n"
+        == "lockstep: LaunchError: --nproc gpu; it starts one process per GPU, and torch sees no"
+        " GPU here; give a number, or auto\n"
     )
 
 
 @pytest.mark.parametrize(("restarts", "status"), [("0", 3), ("1", 0)])
-def test_where_nobody_reads_its_words_a_run_is_started_again_and_has_its_own_status(tmp_path: Path, restarts: str, status: int) -> None:
-    (tmp_path / "train.py").write_text("import os\nif not os.path.exists('again'):\n    open('again', 'w').close()\n    os._exit(3)\n")
+def test_where_nobody_reads_its_words_a_run_is_started_again_and_has_its_own_status(
+    tmp_path: Path, restarts: str, status: int
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os\nif not os.path.exists('again'):\n    open('again', 'w').close()\n   "
+        " os._exit(3)\n"
+    )
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.searches import BAD, SCRIPT, events, left_of, lockstep, reported, results, search, searched, starts
+from cli.searches import (
+    BAD,
+    SCRIPT,
+    events,
+    left_of,
+    lockstep,
+    reported,
+    results,
+    search,
+    searched,
+    starts,
+)
 
 pytestmark = pytest.mark.timeout(150)
 SEARCHED = ["lr", "width"]
@@ -33,17 +44,27 @@ def test_every_rank_of_every_trial_has_the_values_of_the_trial(tmp_path: Path) -
     for trial in reported(tmp_path):
         values = [trial["parameters"][name] for name in SEARCHED]
         folder = tmp_path / "s" / f"trial-{trial['number']:04d}"
-        assert [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(3)] == [values] * 3
-        assert json.loads((folder / "run.json").read_text())["recipe"]["parameters"] == trial["parameters"]
+        assert [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(3)] == [
+            values
+        ] * 3
+        assert (
+            json.loads((folder / "run.json").read_text())["recipe"]["parameters"]
+            == trial["parameters"]
+        )
         assert trial["state"] == "complete"
     assert len({json.dumps(trial["parameters"]) for trial in reported(tmp_path)}) == 2
 
 
 @pytest.mark.command
 def test_a_parameter_on_one_rank_only_is_a_clear_error(tmp_path: Path) -> None:
-    found = searched(tmp_path, "--trials", 5, "--parallel", 1, "--plan", "replicate=2", "--", "--trouble", "rank")
+    found = searched(
+        tmp_path, "--trials", 5, "--parallel", 1, "--plan", "replicate=2", "--", "--trouble", "rank"
+    )
     assert found.returncode == 2
-    assert "RecipeError: parameters.momentum is not there on rank 0 and 0.5 on rank 1; " in found.stderr.splitlines()[-1]
+    assert (
+        "RecipeError: parameters.momentum is not there on rank 0 and 0.5 on rank 1; "
+        in found.stderr.splitlines()[-1]
+    )
     assert "Traceback" not in found.stderr
 
 
@@ -53,10 +74,17 @@ def test_values_that_differ_by_rank_are_a_clear_error(tmp_path: Path) -> None:
     text = SCRIPT.read_text()
     asked = 'width = ls.param("width", 2, choices=[1, 2, 4])'
     assert asked in text
-    script.write_text(text.replace(asked, 'width = ls.param("width", 2 if os.environ["RANK"] == "0" else 4, choices=[1, 2, 4])'))
+    script.write_text(
+        text.replace(
+            asked,
+            'width = ls.param("width", 2 if os.environ["RANK"] == "0" else 4, choices=[1, 2, 4])',
+        )
+    )
     found = lockstep(tmp_path, "run", "--nproc", 2, "--run-dir", "run", script)
     assert found.returncode == 2
-    assert found.stderr.startswith("lockstep: RecipeError: parameters.width is 2 on rank 0 and 4 on rank 1; ")
+    assert found.stderr.startswith(
+        "lockstep: RecipeError: parameters.width is 2 on rank 0 and 4 on rank 1; "
+    )
     assert "Traceback" not in found.stderr
 
 
@@ -71,7 +99,9 @@ REASONS = {
 
 @pytest.mark.command
 @pytest.mark.parametrize("trouble", ["crash,kill", "memory,nan", "hang"])
-def test_a_trial_that_fails_is_that_trials_result(tmp_path: Path, undisturbed: list[dict[str, Any]], trouble: str) -> None:
+def test_a_trial_that_fails_is_that_trials_result(
+    tmp_path: Path, undisturbed: list[dict[str, Any]], trouble: str
+) -> None:
     kinds, options = trouble.split(","), ["--hang-after", "3s"] if trouble == "hang" else []
     found = searched(tmp_path, "--trials", 8, "--parallel", 2, *options, "--", "--trouble", trouble)
     assert found.returncode == 0, found.stderr
@@ -79,7 +109,9 @@ def test_a_trial_that_fails_is_that_trials_result(tmp_path: Path, undisturbed: l
     assert {trial["number"] for trial in trials if trial["state"] == "failed"} == BAD
     for trial in trials:
         if trial["number"] in BAD:
-            assert re.match(REASONS[kinds[trial["number"] % len(kinds)]], trial["reason"]), trial["reason"]
+            assert re.match(REASONS[kinds[trial["number"] % len(kinds)]], trial["reason"]), trial[
+                "reason"
+            ]
             assert f"trial {trial['number']} failed" in found.stderr
         else:
             assert results([trial]) == results([undisturbed[trial["number"]]])
@@ -94,11 +126,16 @@ def test_a_wrong_script_ends_the_search_after_three_failures_with_its_error(tmp_
     assert "the script is at fault" in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
     assert [trial["state"] for trial in reported(tmp_path)] == ["failed"] * 3
-    assert "NameError: a name that is not there" in (tmp_path / "s" / "trial-0002" / "output.txt").read_text()
+    assert (
+        "NameError: a name that is not there"
+        in (tmp_path / "s" / "trial-0002" / "output.txt").read_text()
+    )
 
 
 @pytest.mark.command
-def test_a_mistake_in_a_value_ends_the_search_at_once_and_corrected_it_begins_with_the_defaults(tmp_path: Path) -> None:
+def test_a_mistake_in_a_value_ends_the_search_at_once_and_corrected_it_begins_with_the_defaults(
+    tmp_path: Path,
+) -> None:
     found = searched(tmp_path, "--trials", 2, "--set", "width=33")
     assert (found.returncode, found.stderr.count("\n")) == (2, 2), found.stderr
     assert found.stderr.splitlines()[-1].startswith(
@@ -127,12 +164,19 @@ def test_a_space_that_has_changed_is_refused_with_what_has(tmp_path: Path) -> No
     script = tmp_path / "searched.py"
     shutil.copy(SCRIPT, script)
     assert searched(tmp_path, "--trials", 2, script=script).returncode == 0
-    text = script.read_text().replace("low=1e-3", "low=1e-4").replace("choices=[1, 2, 4]", "choices=[1, 2, 8]")
+    text = (
+        script.read_text()
+        .replace("low=1e-3", "low=1e-4")
+        .replace("choices=[1, 2, 4]", "choices=[1, 2, 8]")
+    )
     script.write_text(text)
     found = searched(tmp_path, "--trials", 3, script=script)
     assert found.returncode == 2
     last = found.stderr.splitlines()[-1]
-    assert "the parameters of the script are not those of the search: lr has low=0.0001, and had 0.001; width has choices=[1, 2, 8]" in last
+    assert (
+        "the parameters of the script are not those of the search: lr has low=0.0001, and had"
+        " 0.001; width has choices=[1, 2, 8]" in last
+    )
     shutil.copy(SCRIPT, script)
     assert searched(tmp_path, "--trials", 3, script=script).returncode == 0
     assert [trial["state"] for trial in reported(tmp_path)] == ["complete"] * 3
@@ -147,8 +191,9 @@ def test_a_script_that_was_edited_is_refused_until_the_change_is_taken_back(tmp_
     found = searched(tmp_path, "--trials", 2, "--plan", "replicate=2", script=script)
     assert found.returncode == 2
     assert found.stderr.splitlines()[-1].endswith(
-        "RecipeError: the script was edited since the search 'searched' began; the trials of a search are compared with each other; take "
-        "the change back, or begin another search (--run-dir, or --name)"
+        "RecipeError: the script was edited since the search 'searched' began; the trials of a"
+        " search are compared with each other; take the change back, or begin another search"
+        " (--run-dir, or --name)"
     )
     assert [trial["state"] for trial in reported(tmp_path)] == ["complete", "running"]
     script.write_text(f"# Again.\n{text}")
@@ -160,13 +205,20 @@ def test_a_script_that_was_edited_is_refused_until_the_change_is_taken_back(tmp_
 def test_a_parameter_may_have_thousands_of_choices(tmp_path: Path) -> None:
     script, names = (
         tmp_path / "searched.py",
-        'file = ls.param("file", "0", choices=[f"{i}" if i == 0 else f"{i:050d}.tar" for i in range(3000)])',
+        (
+            'file = ls.param("file", "0", choices=[f"{i}" if i == 0 else f"{i:050d}.tar" for i in'
+            " range(3000)])"
+        ),
     )
     text = SCRIPT.read_text()
     script.write_text(text.replace("kinds =", f"{names}\nkinds =", 1))
-    found = searched(tmp_path, "--trials", 2, "--parallel", 1, "--plan", "replicate=2", script=script)
+    found = searched(
+        tmp_path, "--trials", 2, "--parallel", 1, "--plan", "replicate=2", script=script
+    )
     assert found.returncode == 0, found.stderr
-    assert [(trial["state"], trial["parameters"]["file"] != "0") for trial in reported(tmp_path)] == [
+    assert [
+        (trial["state"], trial["parameters"]["file"] != "0") for trial in reported(tmp_path)
+    ] == [
         ("complete", False),
         ("complete", True),
     ]
@@ -174,7 +226,10 @@ def test_a_parameter_may_have_thousands_of_choices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(signal.SIGTERM, marks=pytest.mark.command), pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.command),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
     ids=lambda number: number.name,
 )
 def test_asked_to_end_its_trials_save_and_the_same_command_goes_on(
@@ -202,8 +257,12 @@ def test_asked_to_end_its_trials_save_and_the_same_command_goes_on(
 
 
 @pytest.mark.command
-def test_when_its_time_is_over_the_trials_save_and_the_same_command_is_to_go_on(tmp_path: Path) -> None:
-    found = searched(tmp_path, "--trials", 2, "--parallel", 2, "--timeout", "8s", "--", "--seconds", 2)
+def test_when_its_time_is_over_the_trials_save_and_the_same_command_is_to_go_on(
+    tmp_path: Path,
+) -> None:
+    found = searched(
+        tmp_path, "--trials", 2, "--parallel", 2, "--timeout", "8s", "--", "--seconds", 2
+    )
     assert found.returncode == 75, found.stderr
     assert "lockstep: the time of the search is over; its trials save and end\n" in found.stderr
     assert found.stderr.endswith("lockstep: stopped by --timeout; the same command goes on\n")
@@ -212,7 +271,9 @@ def test_when_its_time_is_over_the_trials_save_and_the_same_command_is_to_go_on(
 
 
 @pytest.mark.command
-def test_a_search_goes_on_to_more_trials_and_repeats_none(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+def test_a_search_goes_on_to_more_trials_and_repeats_none(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
     for trials, parallel in ((2, 2), (5, 1), (5, 2)):
         assert searched(tmp_path, "--trials", trials, "--parallel", parallel).returncode == 0
     assert results(reported(tmp_path)) == results(undisturbed[:5])
@@ -220,7 +281,9 @@ def test_a_search_goes_on_to_more_trials_and_repeats_none(tmp_path: Path, undist
 
 
 @pytest.mark.command
-def test_two_searches_of_one_folder_share_the_trials(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+def test_two_searches_of_one_folder_share_the_trials(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
     (tmp_path / "met").mkdir()
     words = ("--trials", 8, "--parallel", 1, "--", "--meet", tmp_path / "met")
     with search(tmp_path, *words) as one, search(tmp_path, *words) as two:
@@ -234,23 +297,49 @@ def test_two_searches_of_one_folder_share_the_trials(tmp_path: Path, undisturbed
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--trials", 2, "--storage", "s.db"], "LaunchError: --storage 's.db'; it is the URL of a database: sqlite:///search.db, "),
-        (["--sampler", "tpe"], "LaunchError: a search by tpe without --trials; only a grid has an end of its own; give --trials 50, say"),
+        (
+            ["--trials", 2, "--storage", "s.db"],
+            "LaunchError: --storage 's.db'; it is the URL of a database: sqlite:///search.db, ",
+        ),
+        (
+            ["--sampler", "tpe"],
+            (
+                "LaunchError: a search by tpe without --trials; only a grid has an end of its own;"
+                " give --trials 50, say"
+            ),
+        ),
         (
             ["--trials", 2, "--metric", "accuracy"],
-            "LaunchError: --metric accuracy without --mode; only of a loss it is known that less is ",
+            (
+                "LaunchError: --metric accuracy without --mode; only of a loss it is known that"
+                " less is "
+            ),
         ),
-        (["--trials", 0], "UsageError: Invalid value for '--trials': 0 is not in the range x>=1; see lockstep search --help"),
-        (["--trials", 2, "--set", "lr"], "RecipeError: --set 'lr'; it is a parameter's name and its value: --set lr=1e-3"),
+        (
+            ["--trials", 0],
+            (
+                "UsageError: Invalid value for '--trials': 0 is not in the range x>=1; see lockstep"
+                " search --help"
+            ),
+        ),
+        (
+            ["--trials", 2, "--set", "lr"],
+            "RecipeError: --set 'lr'; it is a parameter's name and its value: --set lr=1e-3",
+        ),
         (
             ["--trials", 2, "--storage", "postgresql+psycopg2://u:p@127.0.0.1:1/x"],
-            "LaunchError: --storage postgresql+psycopg2://u:***@127.0.0.1:1/x has a password in it, and every",
+            (
+                "LaunchError: --storage postgresql+psycopg2://u:***@127.0.0.1:1/x has a password in"
+                " it, and every"
+            ),
         ),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
 @pytest.mark.command
-def test_a_users_mistake_is_one_message_and_status_2(tmp_path: Path, words: list[Any], error: str) -> None:
+def test_a_users_mistake_is_one_message_and_status_2(
+    tmp_path: Path, words: list[Any], error: str
+) -> None:
     found = searched(tmp_path, *words)
     assert found.returncode == 2
     assert found.stderr.startswith(f"lockstep: {error}")

@@ -1,4 +1,5 @@
-"""Searches that share a PostgreSQL server, as on several machines: their own folders, and the trials of one study."""
+"""Searches that share a PostgreSQL server, as on several machines: their own folders, and the
+trials of one study."""
 
 from __future__ import annotations
 
@@ -29,26 +30,53 @@ def server() -> Iterator[Server]:
 
 
 def folders_of(tmp_path: Path, count: int) -> list[str]:
-    """The folder that has each trial, by its number. Fails if a trial was begun in two, or in none."""
+    """The folder that has each trial, by its number. Fails if a trial was begun in two, or in
+    none."""
     found = [(int(path.name[-4:]), path.parent.name) for path in tmp_path.glob("[ab]/trial-*")]
     assert sorted(number for number, _ in found) == list(range(count))
     return [folder for _, folder in sorted(found)]
 
 
-def test_searches_that_claim_at_once_never_get_the_same_trial(tmp_path: Path, server: Server) -> None:
-    opened = [TrialStorage(request(tmp_path / name, storage=server.url)) for name in ("a", "b", "a", "b")]
+def test_searches_that_claim_at_once_never_get_the_same_trial(
+    tmp_path: Path, server: Server
+) -> None:
+    opened = [
+        TrialStorage(request(tmp_path / name, storage=server.url)) for name in ("a", "b", "a", "b")
+    ]
     claimed = claimed_at_once(opened, 40)
     for each in opened:
         end_as_killed(each)
     assert claimed == [(number, False) for number in range(40)]
 
 
-def test_two_searches_make_each_trial_once_and_none_is_missing(tmp_path: Path, server: Server) -> None:
+def test_two_searches_make_each_trial_once_and_none_is_missing(
+    tmp_path: Path, server: Server
+) -> None:
     (tmp_path / "met").mkdir()
     words = ("--trials", 16, "--parallel", 1, "--storage", server.url)
     with (
-        search(tmp_path, *words, "--run-dir", "a", "--", "--meet", tmp_path / "met", "--trouble", "crash") as one,
-        search(tmp_path, *words, "--run-dir", "b", "--", "--meet", tmp_path / "met", "--trouble", "crash") as two,
+        search(
+            tmp_path,
+            *words,
+            "--run-dir",
+            "a",
+            "--",
+            "--meet",
+            tmp_path / "met",
+            "--trouble",
+            "crash",
+        ) as one,
+        search(
+            tmp_path,
+            *words,
+            "--run-dir",
+            "b",
+            "--",
+            "--meet",
+            tmp_path / "met",
+            "--trouble",
+            "crash",
+        ) as two,
     ):
         said = [each.communicate()[1] for each in (one, two)]
     assert [one.returncode, two.returncode] == [0, 0], said
@@ -56,7 +84,11 @@ def test_two_searches_make_each_trial_once_and_none_is_missing(tmp_path: Path, s
     assert set(folders) == {"a", "b"}
     trials = reported(tmp_path, "a", "--storage", server.url)
     bad = {trial["number"] for trial in trials if trial["parameters"]["lr"] > 0.1}
-    assert [starts(tmp_path, number, folder) for number, folder in enumerate(folders) if number not in bad] == [1] * (16 - len(bad))
+    assert [
+        starts(tmp_path, number, folder)
+        for number, folder in enumerate(folders)
+        if number not in bad
+    ] == [1] * (16 - len(bad))
     assert results(trials) == results(reported(tmp_path, "b", "--storage", server.url))
     assert [trial["number"] for trial in trials] == list(range(16))
     assert {trial["number"] for trial in trials if trial["state"] == "failed"} == bad > BAD
@@ -69,7 +101,9 @@ def test_two_searches_make_each_trial_once_and_none_is_missing(tmp_path: Path, s
     assert not left_of(tmp_path)
 
 
-def test_a_server_that_goes_down_is_one_message_and_the_same_command_goes_on(tmp_path: Path, server: Server) -> None:
+def test_a_server_that_goes_down_is_one_message_and_the_same_command_goes_on(
+    tmp_path: Path, server: Server
+) -> None:
     words = ("--trials", 4, "--parallel", 2, "--storage", server.url)
     with search(tmp_path, *words, "--", "--seconds", 0.1) as first:
         while not any((tmp_path / "s").glob("trial-*/checkpoints/*")):
@@ -79,7 +113,9 @@ def test_a_server_that_goes_down_is_one_message_and_the_same_command_goes_on(tmp
         said = first.communicate()[1]
     assert first.returncode == 2, said
     last = said.splitlines()[-1]
-    assert last.startswith("lockstep: LaunchError: --storage postgresql+psycopg2://tester@/postgres?host=")
+    assert last.startswith(
+        "lockstep: LaunchError: --storage postgresql+psycopg2://tester@/postgres?host="
+    )
     assert " cannot be reached: " in last
     assert last.endswith("; correct the address, or start the database; the same command goes on")
     assert "Traceback" not in said
@@ -88,40 +124,74 @@ def test_a_server_that_goes_down_is_one_message_and_the_same_command_goes_on(tmp
     server.start()
     again = searched(tmp_path, *words, "--", "--seconds", 0.1)
     assert again.returncode == 0, again.stderr
-    assert [(trial["number"], trial["state"]) for trial in reported(tmp_path, "s", "--storage", server.url)] == [
-        (number, "complete") for number in range(4)
-    ]
+    assert [
+        (trial["number"], trial["state"])
+        for trial in reported(tmp_path, "s", "--storage", server.url)
+    ] == [(number, "complete") for number in range(4)]
     assert max(starts(tmp_path, number) for number in range(4)) == 2
     assert not left_of(tmp_path)
 
 
-def test_the_report_of_a_search_asks_for_the_database_and_makes_no_table_in_it(tmp_path: Path, server: Server) -> None:
+def test_the_report_of_a_search_asks_for_the_database_and_makes_no_table_in_it(
+    tmp_path: Path, server: Server
+) -> None:
     (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "search.json").write_text(json.dumps({"storage": server.url, "name": "searched"}))
+    (tmp_path / "s" / "search.json").write_text(
+        json.dumps({"storage": server.url, "name": "searched"})
+    )
     found = lockstep(tmp_path, "report", "s")
     assert found.returncode == 2
     assert found.stderr.endswith(
-        "only a database that you name yourself is connected to; give --storage postgresql+psycopg2://tester@/postgres"
-        f"?host={server.folder}\n"
+        "only a database that you name yourself is connected to; give --storage"
+        f" postgresql+psycopg2://tester@/postgres?host={server.folder}\n"
     )
     found = lockstep(tmp_path, "report", "--storage", server.url, "s")
-    assert (found.returncode, "holds no search; it may be another file or database" in found.stderr) == (2, True), found.stderr
-    assert server.query("SELECT count(*) FROM information_schema.tables WHERE table_schema = 'public'") == [(0,)]
+    assert (
+        found.returncode,
+        "holds no search; it may be another file or database" in found.stderr,
+    ) == (2, True), found.stderr
+    assert server.query(
+        "SELECT count(*) FROM information_schema.tables WHERE table_schema = 'public'"
+    ) == [(0,)]
 
 
-def test_a_password_is_read_from_a_variable(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_is_read_from_a_variable(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The remedy of the refusal of a password in the URL."""
     server.require_password("s3cret")
     words = ("--trials", 2, "--parallel", 1)
-    refused = searched(tmp_path, *words, "--storage", server.url.replace("tester@", "tester:s3cret@"))
-    assert (refused.returncode, "PostgreSQL reads PGPASSWORD or ~/.pgpass" in refused.stderr) == (2, True), refused.stderr
+    refused = searched(
+        tmp_path, *words, "--storage", server.url.replace("tester@", "tester:s3cret@")
+    )
+    assert (refused.returncode, "PostgreSQL reads PGPASSWORD or ~/.pgpass" in refused.stderr) == (
+        2,
+        True,
+    ), refused.stderr
     assert "s3cret" not in refused.stderr
     without = searched(tmp_path, *words, "--storage", server.url)
-    assert (without.returncode, "no password supplied" in without.stderr) == (2, True), without.stderr
+    assert (without.returncode, "no password supplied" in without.stderr) == (
+        2,
+        True,
+    ), without.stderr
     monkeypatch.setenv("PGPASSWORD", "s3cret")
     for nproc in (1, 2):
         name = f"s{nproc}"
-        found = searched(tmp_path, *words, "--nproc", nproc, "--run-dir", name, "--name", name, "--storage", server.url)
+        found = searched(
+            tmp_path,
+            *words,
+            "--nproc",
+            nproc,
+            "--run-dir",
+            name,
+            "--name",
+            name,
+            "--storage",
+            server.url,
+        )
         assert found.returncode == 0, found.stderr
         assert len(reported(tmp_path, name, "--storage", server.url)) == 2
-        assert "s3cret" not in (tmp_path / name / "search.json").read_text() + found.stderr + found.stdout
+        assert (
+            "s3cret"
+            not in (tmp_path / name / "search.json").read_text() + found.stderr + found.stdout
+        )

@@ -1,4 +1,5 @@
-"""`kill -9` of searches at any moment: the same command ends with the same trials, none lost, none made twice."""
+"""`kill -9` of searches at any moment: the same command ends with the same trials, none lost, none
+made twice."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def changed_since(folder: Path, began: float) -> bool:
 
 
 def wait_for_a_moment(process: subprocess.Popen[str], folder: Path, chance: random.Random) -> None:
-    """Wait for a random time: one in three from the start, the others from the first sign of a trial. Until then
-    a search imports."""
+    """Wait for a random time: one in three from the start, the others from the first sign of a
+    trial. Until then a search imports."""
     began = time.time()
     if chance.random() < 2 / 3:
         while process.poll() is None and not changed_since(folder, began):
@@ -81,12 +82,25 @@ def test_killed_many_times_it_ends_with_the_trials_of_an_undisturbed_search(
     trials = reported(folder)
     assert results(trials) == results(expected)
     assert [trial["number"] for trial in trials] == list(range(TRIALS))
-    assert sqlite3.connect(folder / "s" / "search.db").execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    assert sorted(path.name for path in (folder / "s").glob("trial-*")) == [f"trial-{number:04d}" for number in range(TRIALS)]
-    ended = [sum(event["event"] == "run-ended" for event in events(folder, number)) for number in range(TRIALS)]
+    assert sqlite3.connect(folder / "s" / "search.db").execute(
+        "PRAGMA integrity_check"
+    ).fetchall() == [("ok",)]
+    assert sorted(path.name for path in (folder / "s").glob("trial-*")) == [
+        f"trial-{number:04d}" for number in range(TRIALS)
+    ]
+    ended = [
+        sum(event["event"] == "run-ended" for event in events(folder, number))
+        for number in range(TRIALS)
+    ]
     assert killed >= kills // 2
-    assert sum(starts(folder, number) for number in range(TRIALS)) > TRIALS, "no kill met a trial that ran"
-    assert any(event["event"] == "resumed" and event["step"] for number in range(TRIALS) for event in events(folder, number))
+    assert sum(starts(folder, number) for number in range(TRIALS)) > TRIALS, (
+        "no kill met a trial that ran"
+    )
+    assert any(
+        event["event"] == "resumed" and event["step"]
+        for number in range(TRIALS)
+        for event in events(folder, number)
+    )
     assert max(ended) <= 1
     assert left_of(folder) == []
     assert set(os.listdir("/dev/shm")) <= before

@@ -1,4 +1,5 @@
-"""What launchers do so that all ranks of an ordinary script draw the same, and so that no option is lost."""
+"""What launchers do so that all ranks of an ordinary script draw the same, and so that no option is
+lost."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def command(*arguments: str, hash_seed: str | None = None) -> subprocess.Complet
     return subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
 
 
-COMMANDS = {"run": [LOCKSTEP, "run", "--nproc", "2", DRAWS], "spawn": [sys.executable, DRAWS], "fork": [sys.executable, "-c", NOTEBOOK]}
+COMMANDS = {
+    "run": [LOCKSTEP, "run", "--nproc", "2", DRAWS],
+    "spawn": [sys.executable, DRAWS],
+    "fork": [sys.executable, "-c", NOTEBOOK],
+}
 
 
 @pytest.mark.parametrize("how", ["run", pytest.param("spawn", marks=pytest.mark.command), "fork"])
@@ -47,25 +52,50 @@ def test_all_ranks_draw_the_same_before_lockstep_is_called(how: str) -> None:
     assert {rank for rank, *_ in rows} == {0, 1}
     assert first == second
     generator = torch.Generator().manual_seed(0)
-    assert first[:3] == [random.Random(0).random(), np.random.RandomState(0).random(), float(torch.rand((), generator=generator))]
+    assert first[:3] == [
+        random.Random(0).random(),
+        np.random.RandomState(0).random(),
+        float(torch.rand((), generator=generator)),
+    ]
 
 
 @pytest.mark.command
 def test_the_users_own_hash_seed_stays() -> None:
-    alone = command(sys.executable, "-c", "print(list({'cat', 'dog', 'frog', 'horse'}))", hash_seed="5").stdout
-    assert json.loads(command(sys.executable, DRAWS, hash_seed="5").stdout.splitlines()[0])[-1] == ast.literal_eval(alone)
+    alone = command(
+        sys.executable, "-c", "print(list({'cat', 'dog', 'frog', 'horse'}))", hash_seed="5"
+    ).stdout
+    assert json.loads(command(sys.executable, DRAWS, hash_seed="5").stdout.splitlines()[0])[
+        -1
+    ] == ast.literal_eval(alone)
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize(("strict", "status", "word"), [([], 0, "warning"), (["--strict"], 2, "error")])
-def test_options_that_a_script_does_not_take_are_named(tmp_path: Path, strict: list[str], status: int, word: str) -> None:
+@pytest.mark.parametrize(
+    ("strict", "status", "word"), [([], 0, "warning"), (["--strict"], 2, "error")]
+)
+def test_options_that_a_script_does_not_take_are_named(
+    tmp_path: Path, strict: list[str], status: int, word: str
+) -> None:
     script = tmp_path / "plain.py"
     script.write_text("print('done')")
-    ended = command(LOCKSTEP, "run", "--plan", "replicate=1", "--stop-after", "5m", "--save-every", "10", *strict, str(script))
+    ended = command(
+        LOCKSTEP,
+        "run",
+        "--plan",
+        "replicate=1",
+        "--stop-after",
+        "5m",
+        "--save-every",
+        "10",
+        *strict,
+        str(script),
+    )
     assert (ended.returncode, ended.stdout) == (status, "done\n")
-    assert ended.stderr == (
-        f"lockstep: {word}: --plan, --save-every, --stop-after had no effect, because the script has not trained with lockstep; these "
-        "options are for a script that calls ls.train or enters an ls.Session; call one of them, or leave them out\n"
+    assert (
+        ended.stderr
+        == f"lockstep: {word}: --plan, --save-every, --stop-after had no effect, because the script"
+        " has not trained with lockstep; these options are for a script that calls ls.train or"
+        " enters an ls.Session; call one of them, or leave them out\n"
     )
 
 

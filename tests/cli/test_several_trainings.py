@@ -1,4 +1,5 @@
-"""A script that trains several times: a directory for each, and a restart that goes on where the script was."""
+"""A script that trains several times: a directory for each, and a restart that goes on where the
+script was."""
 
 from __future__ import annotations
 
@@ -54,14 +55,21 @@ print([train(0.1 * (fold + 1), run_dir=f"fold{fold}", hooks=[Dies()] * (fold == 
 )
 
 
-def lockstep(folder: Path, *arguments: str, environ: Any = None) -> subprocess.CompletedProcess[str]:
+def lockstep(
+    folder: Path, *arguments: str, environ: Any = None
+) -> subprocess.CompletedProcess[str]:
     (folder / "two.py").write_text(SCRIPT)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
-    return subprocess.run([LOCKSTEP, *arguments], cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [LOCKSTEP, *arguments], cwd=folder, env=environ, capture_output=True, text=True, check=False
+    )
 
 
 def fingerprints(folder: Path, name: str) -> list[str]:
-    return [json.loads((folder / each / "result.json").read_text())["fingerprint"] for each in (name, f"{name}-2", f"{name}-3")]
+    return [
+        json.loads((folder / each / "result.json").read_text())["fingerprint"]
+        for each in (name, f"{name}-2", f"{name}-3")
+    ]
 
 
 def resumed_after(path: Path) -> list[int]:
@@ -74,10 +82,14 @@ def test_a_restart_goes_on_with_the_training_that_was_interrupted(tmp_path: Path
     run = ("run", "--nproc", "2", "--plan", "numerics=bitwise")
     whole = lockstep(tmp_path, *run, "--run-dir", "whole", "two.py")
     assert whole.returncode == 0, whole.stderr
-    restarted = lockstep(tmp_path, *run, "--max-restarts", "1", "--run-dir", "again", "two.py", environ={"DIES": "1"})
+    restarted = lockstep(
+        tmp_path, *run, "--max-restarts", "1", "--run-dir", "again", "two.py", environ={"DIES": "1"}
+    )
     assert (restarted.returncode, (tmp_path / "died").exists()) == (0, True), restarted.stderr
     assert fingerprints(tmp_path, "again") == fingerprints(tmp_path, "whole")
-    assert resumed_after(tmp_path / "again")[0] >= 2, "of the first training, the end alone is repeated"
+    assert resumed_after(tmp_path / "again")[0] >= 2, (
+        "of the first training, the end alone is repeated"
+    )
     assert resumed_after(tmp_path / "again-3")[0] >= 2
     refused = lockstep(tmp_path, *run, "--run-dir", "again-3", "two.py")
     assert (refused.returncode, "already holds a run that has ended" in refused.stderr) == (2, True)
@@ -97,13 +109,23 @@ def test_the_same_command_goes_on_and_each_training_is_evaluated(tmp_path: Path)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_script_that_names_its_directories_goes_on_where_it_was(tmp_path: Path, processes: int) -> None:
+def test_a_script_that_names_its_directories_goes_on_where_it_was(
+    tmp_path: Path, processes: int
+) -> None:
     def run(folder: Path, script: str = FOLDS, **environ: str) -> subprocess.CompletedProcess[str]:
         folder.mkdir(exist_ok=True)
-        (folder / "folds.py").write_text(script.replace("run.rank == 1", f"run.rank == {processes - 1}"))
-        line = [sys.executable, "folds.py"] if processes == 1 else [LOCKSTEP, "run", "--nproc", str(processes), "folds.py"]
+        (folder / "folds.py").write_text(
+            script.replace("run.rank == 1", f"run.rank == {processes - 1}")
+        )
+        line = (
+            [sys.executable, "folds.py"]
+            if processes == 1
+            else [LOCKSTEP, "run", "--nproc", str(processes), "folds.py"]
+        )
         environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-        return subprocess.run(line, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            line, cwd=folder, env=environ, capture_output=True, text=True, check=False
+        )
 
     whole = run(tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
@@ -115,4 +137,6 @@ def test_a_script_that_names_its_directories_goes_on_where_it_was(tmp_path: Path
     again = run(tmp_path / "again")
     assert again.returncode == 0, again.stderr
     assert again.stdout == whole.stdout
-    assert resumed_after(tmp_path / "again" / "fold0")[0] >= 2, "of a fold that has ended, the end alone is repeated"
+    assert resumed_after(tmp_path / "again" / "fold0")[0] >= 2, (
+        "of a fold that has ended, the end alone is repeated"
+    )

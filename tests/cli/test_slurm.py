@@ -1,5 +1,5 @@
-"""`lockstep slurm`, `srun lockstep run` and `srun python`, on a real Slurm of three nodes that these tests start: whole
-commands."""
+"""`lockstep slurm`, `srun lockstep run` and `srun python`, on a real Slurm of three nodes that
+these tests start: whole commands."""
 
 from __future__ import annotations
 
@@ -40,21 +40,50 @@ def fingerprint(run: Path) -> str:
 
 
 def events(run: Path, *names: str) -> list[dict[str, Any]]:
-    return [event for event in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if event["event"] in names]
+    return [
+        event
+        for event in map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        if event["event"] in names
+    ]
 
 
 def srun(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["timeout", "100", "srun", *line], cwd=folder, env=environment(folder), capture_output=True, text=True, check=False
+        ["timeout", "100", "srun", *line],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
 @contextmanager
 def submitted(folder: Path, *line: str) -> Iterator[subprocess.Popen[str]]:
     """`lockstep slurm --submit`, of a job of two nodes. The job ends with it."""
-    command = [LOCKSTEP, "slurm", "--nodes", "2", "--cpus-per-task", "2", "--time", "5", "--name", "job", "--submit", *line]
+    command = [
+        LOCKSTEP,
+        "slurm",
+        "--nodes",
+        "2",
+        "--cpus-per-task",
+        "2",
+        "--time",
+        "5",
+        "--name",
+        "job",
+        "--submit",
+        *line,
+    ]
     with (folder / "output").open("w") as output:
-        process = subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=output, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(folder),
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     try:
         yield process
     finally:
@@ -71,7 +100,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def steps(folder: Path) -> int:
-    return max((int(found) for found in re.findall(r"did (\d+)", (folder / "output").read_text())), default=0)
+    return max(
+        (int(found) for found in re.findall(r"did (\d+)", (folder / "output").read_text())),
+        default=0,
+    )
 
 
 def job_id() -> str:
@@ -79,9 +111,14 @@ def job_id() -> str:
 
 
 def test_srun_lockstep_run_needs_no_flags(slurm: None, tmp_path: Path) -> None:
-    ended = srun(tmp_path, "-N2", "--ntasks-per-node=1", "--gpus-per-node=2", LOCKSTEP, "run", RANKS)
+    ended = srun(
+        tmp_path, "-N2", "--ntasks-per-node=1", "--gpus-per-node=2", LOCKSTEP, "run", RANKS
+    )
     assert ended.returncode == 0, ended.stderr
-    found = sorted((each["RANK"], each["GROUP_RANK"], each["LOCAL_RANK"]) for each in map(json.loads, ended.stdout.splitlines()))
+    found = sorted(
+        (each["RANK"], each["GROUP_RANK"], each["LOCAL_RANK"])
+        for each in map(json.loads, ended.stdout.splitlines())
+    )
     assert found == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
 
 
@@ -92,20 +129,50 @@ def test_several_launchers_on_a_node_are_refused(slurm: None, tmp_path: Path) ->
 
 
 @pytest.mark.command
-def test_srun_python_starts_the_processes_of_a_run(slurm: None, tmp_path: Path, undisturbed: str) -> None:
+def test_srun_python_starts_the_processes_of_a_run(
+    slurm: None, tmp_path: Path, undisturbed: str
+) -> None:
     """Two on one node, one on another."""
-    ended = srun(tmp_path, "-N2", "-n3", "--overcommit", "env", f"LOCKSTEP_RUN_DIR={tmp_path / 'run'}", sys.executable, ELASTIC, "0")
+    ended = srun(
+        tmp_path,
+        "-N2",
+        "-n3",
+        "--overcommit",
+        "env",
+        f"LOCKSTEP_RUN_DIR={tmp_path / 'run'}",
+        sys.executable,
+        ELASTIC,
+        "0",
+    )
     assert ended.returncode == 0, ended.stderr
-    assert set(re.findall(r"rank \d of \d", ended.stdout)) == {f"rank {rank} of 3" for rank in range(3)}
+    assert set(re.findall(r"rank \d of \d", ended.stdout)) == {
+        f"rank {rank} of 3" for rank in range(3)
+    }
     assert fingerprint(tmp_path / "run") == undisturbed
 
 
 @pytest.mark.command
-def test_a_job_that_makes_room_for_another_is_requeued_and_goes_on_to_the_same_model(slurm: None, tmp_path: Path, undisturbed: str) -> None:
+def test_a_job_that_makes_room_for_another_is_requeued_and_goes_on_to_the_same_model(
+    slurm: None, tmp_path: Path, undisturbed: str
+) -> None:
     with submitted(tmp_path, ELASTIC, "--", "0.3") as job:
         wait_for(lambda: steps(tmp_path) >= 5)
         number = job_id()
-        subprocess.run(["sbatch", "-p", "urgent", "-N3", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2"], cwd=tmp_path, check=True)
+        subprocess.run(
+            [
+                "sbatch",
+                "-p",
+                "urgent",
+                "-N3",
+                "--exclusive",
+                "-o",
+                "/dev/null",
+                "--wrap",
+                "sleep 2",
+            ],
+            cwd=tmp_path,
+            check=True,
+        )
         _, told = job.communicate(timeout=100)
         assert job.returncode == 0, told
     states = [line for line in told.splitlines() if "pending (None)" not in line]
@@ -118,23 +185,53 @@ def test_a_job_that_makes_room_for_another_is_requeued_and_goes_on_to_the_same_m
     preempted, resumed = events(run, "preempted", "resumed")
     assert preempted["reason"] == "SIGTERM"
     assert preempted["step"] == resumed["step"] < 30
-    assert {path.name for path in tmp_path.glob("job-*")} == {f"job-{number}{end}.txt" for end in ("", *nodes_of(tmp_path))}
+    assert {path.name for path in tmp_path.glob("job-*")} == {
+        f"job-{number}{end}.txt" for end in ("", *nodes_of(tmp_path))
+    }
     assert "0-" in (tmp_path / "output").read_text()
 
 
 @pytest.mark.command
 def test_the_jobs_of_a_search_share_its_trials(slurm: None, tmp_path: Path) -> None:
-    given = ["--slurm", "--time 5 --cpus-per-task 1 --name job", "--parallel", "3", "--trials", "6", "--sampler", "random"]
-    line = [LOCKSTEP, "search", *given, "--run-dir", "search", str(SCRIPTS / "searched.py"), "--seconds", "0.1"]
-    sent = subprocess.run(line, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False)
+    given = [
+        "--slurm",
+        "--time 5 --cpus-per-task 1 --name job",
+        "--parallel",
+        "3",
+        "--trials",
+        "6",
+        "--sampler",
+        "random",
+    ]
+    line = [
+        LOCKSTEP,
+        "search",
+        *given,
+        "--run-dir",
+        "search",
+        str(SCRIPTS / "searched.py"),
+        "--seconds",
+        "0.1",
+    ]
+    sent = subprocess.run(
+        line, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False
+    )
     assert sent.returncode == 0, sent.stderr
     assert re.match(r"lockstep: job \d+, an array of 3: ", sent.stderr)
     wait_for(lambda: not job_id())
-    told = subprocess.run([LOCKSTEP, "report", "--json", "search"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [LOCKSTEP, "report", "--json", "search"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     trials = json.loads(told.stdout)["trials"]
     assert [trial["state"] for trial in trials] == ["complete"] * 6
     assert len({trial["parameters"]["lr"] for trial in trials}) == 6
-    by_job = [re.findall(r"trial (\d) complete", path.read_text()) for path in tmp_path.glob("job-*.txt")]
+    by_job = [
+        re.findall(r"trial (\d) complete", path.read_text()) for path in tmp_path.glob("job-*.txt")
+    ]
     assert sorted(number for numbers in by_job for number in numbers) == list("012345")
     assert sum(map(bool, by_job)) > 1
 
@@ -145,11 +242,15 @@ def nodes_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_job_on_a_node_that_is_drained_goes_on_on_another(slurm: None, tmp_path: Path, undisturbed: str) -> None:
+def test_a_job_on_a_node_that_is_drained_goes_on_on_another(
+    slurm: None, tmp_path: Path, undisturbed: str
+) -> None:
     with submitted(tmp_path, ELASTIC, "--", "0.3") as job:
         wait_for(lambda: steps(tmp_path) >= 5)
         number = job_id()
-        subprocess.run(["scontrol", "update", "nodename=n1", "state=drain", "reason=test"], check=True)
+        subprocess.run(
+            ["scontrol", "update", "nodename=n1", "state=drain", "reason=test"], check=True
+        )
         try:
             drained_at = steps(tmp_path)
             wait_for(lambda: steps(tmp_path) >= drained_at + 2)  # it does not mind
@@ -163,7 +264,9 @@ def test_a_job_on_a_node_that_is_drained_goes_on_on_another(slurm: None, tmp_pat
 
 
 @pytest.mark.command
-def test_a_job_that_fails_ends_with_its_status_and_is_not_requeued(slurm: None, tmp_path: Path) -> None:
+def test_a_job_that_fails_ends_with_its_status_and_is_not_requeued(
+    slurm: None, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
     with submitted(tmp_path, str(script)) as job:
@@ -176,7 +279,9 @@ def test_a_job_that_fails_ends_with_its_status_and_is_not_requeued(slurm: None, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_job_saves_before_its_time_limit_and_goes_on_after_it(slurm: None, tmp_path: Path, undisturbed: str) -> None:
+def test_a_job_saves_before_its_time_limit_and_goes_on_after_it(
+    slurm: None, tmp_path: Path, undisturbed: str
+) -> None:
     with submitted(tmp_path, "--time", "2", "--signal-before", "30s", ELASTIC, "--", "4") as job:
         _, told = job.communicate(timeout=350)
         assert job.returncode == 0, told

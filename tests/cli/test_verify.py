@@ -18,7 +18,8 @@ from processes import started
 
 from lockstep.cli.arguments.plans import rearranged
 
-pytestmark = [pytest.mark.forks, pytest.mark.timeout(240)]  # a dozen processes that import torch, two at a time
+# a dozen processes that import torch, two at a time
+pytestmark = [pytest.mark.forks, pytest.mark.timeout(240)]
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -54,7 +55,10 @@ def found(*arguments: str, folder: Path) -> tuple[int, dict[str, Any]]:
             "--plans replicate=2 replicate=3 --steps 4 --bitwise train.py --plans none",
             "--plans replicate=2 --plans replicate=3 --steps 4 --bitwise train.py --plans none",
         ),
-        ("--steps 4 -m package.train x --plans replicate=2", "--steps 4 -m --plans replicate=2 package.train x"),
+        (
+            "--steps 4 -m package.train x --plans replicate=2",
+            "--steps 4 -m --plans replicate=2 package.train x",
+        ),
         ("--plans=replicate=2 train.py", "--plans=replicate=2 train.py"),
         ("--plans replicate=2 -- train.py --steps 4", "--plans replicate=2 -- train.py --steps 4"),
         ("--help", "--help"),
@@ -68,26 +72,52 @@ def test_the_scripts_arguments_are_told_from_ours(given: str, click_sees: str) -
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["train.py"], "PlanError: no plan to verify; --plans takes at least one; give for example --plans replicate=2"),
+        (
+            ["train.py"],
+            (
+                "PlanError: no plan to verify; --plans takes at least one; give for example --plans"
+                " replicate=2"
+            ),
+        ),
         (
             ["train.py", "--plans", "replicate=2,numerics=slow"],
             "PlanError: numerics=slow; known are fast, bitwise",
         ),
         (
             ["missing.py", "--plans", "replicate=2"],
-            "LaunchError: 'missing.py' is not there; SCRIPT is the path of a Python file; correct it, or give -m before a module's name",
+            (
+                "LaunchError: 'missing.py' is not there; SCRIPT is the path of a Python file;"
+                " correct it, or give -m before a module's name"
+            ),
         ),
         (
             ["train.py", "--plans", "replicate=2", "--html", "no/such/place.html"],
-            "LaunchError: --html no/such/place.html; its directory is not there; name a file in a directory that is",
+            (
+                "LaunchError: --html no/such/place.html; its directory is not there; name a file in"
+                " a directory that is"
+            ),
         ),
-        (["train.py", "--plans", "replicate=2", "shard"], "LaunchError: 'shard' is behind --plans and is no plan; a plan is KEY=VALUE"),
-        (["train.py", "--plan", "replicate=2"], "LaunchError: --plan is an argument of SCRIPT here; the option of lockstep verify is"),
-        (["--plans", "replicate=2"], "UsageError: Missing argument 'SCRIPT'; see lockstep verify --help"),
-        (["train.py", "--plans", "replicate=2", "--step", "3"], "UsageError: No such option '--step'"),
+        (
+            ["train.py", "--plans", "replicate=2", "shard"],
+            "LaunchError: 'shard' is behind --plans and is no plan; a plan is KEY=VALUE",
+        ),
+        (
+            ["train.py", "--plan", "replicate=2"],
+            "LaunchError: --plan is an argument of SCRIPT here; the option of lockstep verify is",
+        ),
+        (
+            ["--plans", "replicate=2"],
+            "UsageError: Missing argument 'SCRIPT'; see lockstep verify --help",
+        ),
+        (
+            ["train.py", "--plans", "replicate=2", "--step", "3"],
+            "UsageError: No such option '--step'",
+        ),
     ],
 )
-def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[str], text: str) -> None:
+def test_a_mistake_is_one_message_and_status_2(
+    tmp_path: Path, arguments: list[str], text: str
+) -> None:
     (tmp_path / "train.py").write_text("print('started')")
     ended = verify(*arguments, folder=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -98,7 +128,9 @@ def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: list[s
 def test_right_plans_pass_and_are_shown(tmp_path: Path) -> None:
     """With numerics=bitwise, which needs only two runs; docs/verify.md tests the other kind."""
     options = ["--steps", "3", "--whole-microbatch-loss", "--html", "page.html", "--keep", "kept"]
-    ended = verify(SCRIPT, "--steps", "9", "--plans", "replicate=2,numerics=bitwise", *options, folder=tmp_path)
+    ended = verify(
+        SCRIPT, "--steps", "9", "--plans", "replicate=2,numerics=bitwise", *options, folder=tmp_path
+    )
     assert ended.returncode == 0, ended.stderr
     runs = ["run 1: one process, numerics=bitwise", "run 2 of 2: replicate=2,numerics=bitwise"]
     assert ended.stderr.splitlines() == [f"lockstep verify: {run}" for run in runs]
@@ -110,13 +142,19 @@ def test_right_plans_pass_and_are_shown(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "plan-replicate2-numericsbitwise" / "stdout").read_text() == ""
 
 
-def check(name: str, folder: Path, plans: Sequence[str] = ("replicate=2",), *options: str) -> tuple[int, dict[str, Any]]:
-    return found(SCRIPT, "--mistake", name, "--plans", *plans, "--steps", "2", *options, folder=folder)
+def check(
+    name: str, folder: Path, plans: Sequence[str] = ("replicate=2",), *options: str
+) -> tuple[int, dict[str, Any]]:
+    return found(
+        SCRIPT, "--mistake", name, "--plans", *plans, "--steps", "2", *options, folder=folder
+    )
 
 
 @pytest.mark.slow
 def test_a_rate_that_follows_the_number_of_processes_is_found(tmp_path: Path) -> None:
-    status, report = check("rate of the world", tmp_path, ("replicate=2",), "--no-float64", "--whole-microbatch-loss")
+    status, report = check(
+        "rate of the world", tmp_path, ("replicate=2",), "--no-float64", "--whole-microbatch-loss"
+    )
     assert (status, report["passed"]) == (1, False)
     mismatch = report["plans"][0]["mismatch"]
     assert (mismatch["step"], mismatch["check"]) == (0, "lr")
@@ -127,16 +165,22 @@ def test_a_rate_that_follows_the_number_of_processes_is_found(tmp_path: Path) ->
     ("name", "text"),
     [
         pytest.param(
-            "fails", "(exit status 1), so there is nothing to compare plans with; make `lockstep run --nproc 1 ", marks=pytest.mark.slow
+            "fails",
+            "(exit status 1), so there is nothing to compare plans with; make `lockstep run"
+            " --nproc 1 ",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "never trains",
-            "ended without a training step; verify compares the steps of ls.train or ls.Session; call one of",
+            "ended without a training step; verify compares the steps of ls.train or ls.Session;"
+            " call one of",
             marks=pytest.mark.command,
         ),
     ],
 )
-def test_a_script_that_cannot_be_compared_is_a_mistake(tmp_path: Path, name: str, text: str) -> None:
+def test_a_script_that_cannot_be_compared_is_a_mistake(
+    tmp_path: Path, name: str, text: str
+) -> None:
     ended = verify(SCRIPT, "--mistake", name, "--plans", "replicate=2", folder=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert text in ended.stderr
@@ -148,7 +192,9 @@ def test_a_script_that_cannot_be_compared_is_a_mistake(tmp_path: Path, name: str
 def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)")
-    with started([LOCKSTEP, "verify", str(script), "--plans", "replicate=2"], cwd=tmp_path) as command:
+    with started(
+        [LOCKSTEP, "verify", str(script), "--plans", "replicate=2"], cwd=tmp_path
+    ) as command:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             time.sleep(0.05)
         command.terminate()
@@ -161,11 +207,23 @@ def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "what", "tensor", "cause"),
     [
-        ("mask of the rank", "microbatch", None, "starts from the right random state but ends in another state"),
-        ("bias of the world", "microbatch", "head.bias", "every microbatch's gradient of 'head.bias' is 2 times what it should be"),
+        (
+            "mask of the rank",
+            "microbatch",
+            None,
+            "starts from the right random state but ends in another state",
+        ),
+        (
+            "bias of the world",
+            "microbatch",
+            "head.bias",
+            "every microbatch's gradient of 'head.bias' is 2 times what it should be",
+        ),
     ],
 )
-def test_a_mistake_of_the_scripts_is_named(tmp_path: Path, name: str, what: str, tensor: str | None, cause: str) -> None:
+def test_a_mistake_of_the_scripts_is_named(
+    tmp_path: Path, name: str, what: str, tensor: str | None, cause: str
+) -> None:
     status, report = check(name, tmp_path)
     mismatch = report["plans"][0]["mismatch"]
     assert (status, mismatch["step"], mismatch["check"]) == (1, 0, what)
@@ -199,9 +257,20 @@ def test_a_plan_under_which_the_script_fails_is_shown_with_its_error(tmp_path: P
 
 @pytest.mark.slow
 def test_the_whole_of_it_passes_on_a_right_script(tmp_path: Path) -> None:
-    plans = ("replicate=2", "replicate=3", "replicate=4", "replicate=2,numerics=bitwise", "replicate=3,numerics=bitwise")
+    plans = (
+        "replicate=2",
+        "replicate=3",
+        "replicate=4",
+        "replicate=2,numerics=bitwise",
+        "replicate=3,numerics=bitwise",
+    )
     status, report = check("", tmp_path, plans)
-    assert (status, report["passed"], report["microbatch_size"]["checked"], report["notes"]) == (0, True, True, [])
+    assert (status, report["passed"], report["microbatch_size"]["checked"], report["notes"]) == (
+        0,
+        True,
+        True,
+        [],
+    )
     assert all(plan["float64"] for plan in report["plans"][:3])
     assert [plan["largest"] for plan in report["plans"][3:]] == [None, None]
 
@@ -210,11 +279,25 @@ def test_the_whole_of_it_passes_on_a_right_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("data", "DataError: two runs of {} on one process have other data: contents of a batch of microbatch 0 after step 0; the script"),
-        ("loss", "RecipeError: two runs of {} on one process have gradients of the first step that differ by"),
+        (
+            "data",
+            (
+                "DataError: two runs of {} on one process have other data: contents of a batch of"
+                " microbatch 0 after step 0; the script"
+            ),
+        ),
+        (
+            "loss",
+            (
+                "RecipeError: two runs of {} on one process have gradients of the first step that"
+                " differ by"
+            ),
+        ),
     ],
 )
-def test_a_script_that_is_another_run_on_each_start_is_refused(tmp_path: Path, kind: str, text: str) -> None:
+def test_a_script_that_is_another_run_on_each_start_is_refused(
+    tmp_path: Path, kind: str, text: str
+) -> None:
     script = str(SCRIPTS / "entropy.py")
     ended = verify(script, kind, "--steps", "2", "--plans", "replicate=1", folder=tmp_path)
     assert ended.returncode == 2

@@ -43,8 +43,12 @@ def test_right_plans_raise_no_alarm(tmp_path: Path, name: str) -> None:
     )
     assert ended.stderr == ""
     report = json.loads(ended.stdout)
-    assert [(plan["plan"], plan["mismatch"]) for plan in report["plans"] if not plan["passed"]] == []
+    assert [
+        (plan["plan"], plan["mismatch"]) for plan in report["plans"] if not plan["passed"]
+    ] == []
     assert report["microbatch_size"]["mismatch"] is None
     assert ended.returncode == 0
     assert all(plan["float64"] for plan in report["plans"] if plan["criterion"] == "tolerance")
-    assert all(plan["largest"] is None for plan in report["plans"] if plan["criterion"] == "bitwise")
+    assert all(
+        plan["largest"] is None for plan in report["plans"] if plan["criterion"] == "bitwise"
+    )

@@ -1,8 +1,8 @@
-"""Collectives of random kinds, sizes, types and groups through shared memory, beside the same through Gloo; and ranks
-killed amid them.
+"""Collectives of random kinds, sizes, types and groups through shared memory, beside the same
+through Gloo; and ranks killed amid them.
 
-The numbers are whole and small, so that every sum is exact in every type and any order: the two must agree to the last
-bit.
+The numbers are whole and small, so that every sum is exact in every type and any order: the two
+must agree to the last bit.
 """
 
 from __future__ import annotations
@@ -26,10 +26,29 @@ from lockstep.comm import shared_memory as shared
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.testing.pool import WorkerPool
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+)
 """Those that both know."""
-MEMBERS = {3: ([0, 1, 2], [0, 2], [1, 2], [0, 1]), 4: ([0, 1, 2, 3], [0, 2], [1, 3], [0, 1, 2], [1, 2, 3], [0, 3])}
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "start_all_gather", "broadcast", "all_to_all")
+MEMBERS = {
+    3: ([0, 1, 2], [0, 2], [1, 2], [0, 1]),
+    4: ([0, 1, 2, 3], [0, 2], [1, 3], [0, 1, 2], [1, 2, 3], [0, 3]),
+}
+OPERATIONS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "start_all_gather",
+    "broadcast",
+    "all_to_all",
+)
 
 
 def numbers(length: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -37,12 +56,29 @@ def numbers(length: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def length_of(draw: random.Random) -> int:
-    return draw.choice([0, 1, 2, draw.randrange(100), draw.randrange(3000), draw.randrange(30_000), draw.randrange(200_000)])
+    return draw.choice(
+        [
+            0,
+            1,
+            2,
+            draw.randrange(100),
+            draw.randrange(3000),
+            draw.randrange(30_000),
+            draw.randrange(200_000),
+        ]
+    )
 
 
-def both(group: SharedMemoryGroup, gloo: Any, draw: random.Random, seed: int) -> tuple[str, Tensor, Tensor]:
+def both(
+    group: SharedMemoryGroup, gloo: Any, draw: random.Random, seed: int
+) -> tuple[str, Tensor, Tensor]:
     """What was called, and what came of it through shared memory and through Gloo."""
-    operation, dtype, length, source = draw.choice(OPERATIONS), draw.choice(DTYPES), length_of(draw), draw.randrange(group.size)
+    operation, dtype, length, source = (
+        draw.choice(OPERATIONS),
+        draw.choice(DTYPES),
+        length_of(draw),
+        draw.randrange(group.size),
+    )
     sizes = [[min(length_of(draw), 30_000) for _ in range(group.size)] for _ in range(group.size)]
     sent = numbers(length, dtype, 10 * seed + group.rank)
     found, expected = sent.clone(), sent.clone()
@@ -89,7 +125,10 @@ def random_cases(seed: int, count: int) -> list[str]:
     for case in range(count):
         draw = random.Random(seed + case)
         place, size = draw.randrange(len(members)), draw.choice([16 << 10, shared.BUFFER_BYTES])
-        shared._DIRECT_RANKS, shared._DIRECT_BYTES = draw.choice([0, 4]), draw.choice([0, 256 << 10])
+        shared._DIRECT_RANKS, shared._DIRECT_BYTES = (
+            draw.choice([0, 4]),
+            draw.choice([0, 256 << 10]),
+        )
         if rank in members[place]:
             group = made[place, size]
             assert isinstance(group, SharedMemoryGroup), group
@@ -106,9 +145,13 @@ def random_cases(seed: int, count: int) -> list[str]:
     ("world_size", "count"),
     [(3, 200), pytest.param(4, 10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
-def test_random_collectives_agree_with_gloo_in_any_group(pool: WorkerPool, world_size: int, count: int) -> None:
+def test_random_collectives_agree_with_gloo_in_any_group(
+    pool: WorkerPool, world_size: int, count: int
+) -> None:
     seed = random.randrange(10**6)
-    assert pool.run(world_size, random_cases, seed, count, timeout_seconds=800) == [[]] * world_size, seed
+    assert (
+        pool.run(world_size, random_cases, seed, count, timeout_seconds=800) == [[]] * world_size
+    ), seed
 
 
 def lose_at_random(lost: int, seconds: float, rank: int) -> Caught:
@@ -139,8 +182,12 @@ def losing(path: str, lost: int, seconds: float) -> list[Any]:
     return forked(path, 3, partial(lose_at_random, lost, seconds))
 
 
-@pytest.mark.parametrize("runs", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-def test_a_rank_killed_at_a_random_moment_is_named_on_all_others(pool: WorkerPool, tmp_path: Path, runs: int) -> None:
+@pytest.mark.parametrize(
+    "runs", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_a_rank_killed_at_a_random_moment_is_named_on_all_others(
+    pool: WorkerPool, tmp_path: Path, runs: int
+) -> None:
     for run in range(runs):
         lost, seconds = random.randrange(3), random.random() / 2
         folder = tmp_path / str(run)

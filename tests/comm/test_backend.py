@@ -28,13 +28,24 @@ def _without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_an_option_it_is_torchs_own_for_the_device() -> None:
-    assert chosen_backend(None, CPU, 0, 2, {}) == chosen_backend("gloo", CPU, 0, 2, {}) == chosen_backend("GLOO", CPU, 0, 2, {}) == "gloo"
+    assert (
+        chosen_backend(None, CPU, 0, 2, {})
+        == chosen_backend("gloo", CPU, 0, 2, {})
+        == chosen_backend("GLOO", CPU, 0, 2, {})
+        == "gloo"
+    )
     assert chosen_backend(None, CUDA, 0, 1, {}) == "nccl"
 
 
-def test_several_processes_on_gpus_need_a_torch_with_nccl_or_gloo_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_on_gpus_need_a_torch_with_nccl_or_gloo_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(
-        LaunchError, match=r"^2 processes on cuda, whose collectives are nccl's, and this torch \(.*\) has no nccl; install"
+        LaunchError,
+        match=(
+            r"^2 processes on cuda, whose collectives are nccl's, and this torch \(.*\) has no"
+            r" nccl; install"
+        ),
     ):
         chosen_backend(None, CUDA, 0, 2, {})
     assert chosen_backend("gloo", CUDA, 0, 2, {}) == "gloo"
@@ -46,36 +57,59 @@ def test_several_processes_on_gpus_need_a_torch_with_nccl_or_gloo_by_name(monkey
 def test_one_that_this_torch_does_not_have_is_refused_with_what_it_has(name: str) -> None:
     with pytest.raises(LaunchError) as refused:
         chosen_backend(name, CPU, 0, 2, {})
-    assert str(refused.value) == (
-        f"--backend {name!r}, which this torch ({torch.__version__}) does not have; it has gloo, and what a package registers when the "
-        "script imports it; give one of gloo, or leave --backend out for gloo"
+    assert (
+        str(refused.value)
+        == f"--backend {name!r}, which this torch ({torch.__version__}) does not have; it has gloo,"
+        " and what a package registers when the script imports it; give one of gloo, or leave"
+        " --backend out for gloo"
     )
 
 
-def test_one_that_cannot_send_the_devices_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_send_the_devices_tensors_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "is_ucc_available", lambda: True)
     with pytest.raises(
-        LaunchError, match=r"--backend 'nccl' on cpu; it sends tensors on cuda alone; give one of gloo, ucc, or leave --back"
+        LaunchError,
+        match=(
+            r"--backend 'nccl' on cpu; it sends tensors on cuda alone; give one of gloo, ucc, or"
+            r" leave --back"
+        ),
     ):
         chosen_backend("nccl", CPU, 0, 2, {})
     assert chosen_backend("ucc", CPU, 0, 2, {}) == chosen_backend("ucc", CUDA, 0, 2, {}) == "ucc"
 
 
-def test_mpi_carries_only_processes_that_mpirun_has_started_with_the_same_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_carries_only_processes_that_mpirun_has_started_with_the_same_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
-    with pytest.raises(LaunchError, match=r"--backend 'mpi' on rank 3 of 4, and mpirun has not started it; MPI has ranks of its own"):
+    with pytest.raises(
+        LaunchError,
+        match=(
+            r"--backend 'mpi' on rank 3 of 4, and mpirun has not started it; MPI has ranks of"
+            r" its own"
+        ),
+    ):
         chosen_backend("mpi", CPU, 3, 4, {})
     with pytest.raises(LaunchError, match=r"on rank 1 of 4, and for mpirun it is rank 1 of 2;"):
         chosen_backend("mpi", CPU, 1, 4, {"PMI_SIZE": "2", "PMI_RANK": "1"})
     with pytest.raises(LaunchError, match=r"on rank 1 of 2, and for mpirun it is rank 0 of 2;"):
         chosen_backend("mpi", CPU, 1, 2, {"PMI_SIZE": "2", "PMI_RANK": "0"})
-    assert chosen_backend("mpi", CPU, 3, 4, {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}) == "mpi"
+    assert (
+        chosen_backend("mpi", CPU, 3, 4, {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"})
+        == "mpi"
+    )
     assert chosen_backend("mpi", CPU, 0, 1, {}) == "mpi"
 
 
 def test_gloo_carries_the_tensors_on_the_cpu_beside_an_accelerator() -> None:
-    assert [group_backends("ucc", CPU), group_backends("gloo", CPU), group_backends("ucc", CUDA)] == [
+    assert [
+        group_backends("ucc", CPU),
+        group_backends("gloo", CPU),
+        group_backends("ucc", CUDA),
+    ] == [
         "cpu:ucc",
         "gloo",
         "cpu:gloo,cuda:ucc",
@@ -87,7 +121,13 @@ def test_gloo_carries_the_tensors_on_the_cpu_beside_an_accelerator() -> None:
 def test_gloo_carries_replicate_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
     for plan in ("shard=2", "tensor=2", "pipeline=2", "replicate=2,shard=2"):
-        with pytest.raises(PlanError, match=r"=2 through 'cpu:gloo,cuda:gloo'; Gloo carries the tensors of cuda for replicate alone;"):
+        with pytest.raises(
+            PlanError,
+            match=(
+                r"=2 through 'cpu:gloo,cuda:gloo'; Gloo carries the tensors of cuda for replicate"
+                r" alone;"
+            ),
+        ):
             check_carries(Plan.parse(plan), CUDA)
         check_carries(Plan.parse(plan), CPU)
     check_carries(Plan.parse("replicate=2"), CUDA)
@@ -111,7 +151,10 @@ def joined(backend: str | None) -> str:
 def test_it_is_refused_for_a_process_group_that_the_script_has_made(pool: WorkerPool) -> None:
     assert pool.run(2, joined, None) == ["2", "2"]
     for said in pool.run(2, joined, "gloo"):
-        assert said.startswith("--backend 'gloo', and the script has made a process group, which lockstep uses as it is; ")
+        assert said.startswith(
+            "--backend 'gloo', and the script has made a process group, which lockstep uses as it"
+            " is; "
+        )
 
 
 SCRIPT = """
@@ -135,16 +178,35 @@ if __name__ == "__main__":
 
 
 @pytest.mark.command
-@pytest.mark.parametrize("plan", ["shard=2,transport=torch", pytest.param("replicate=2,numerics=bitwise", marks=pytest.mark.slow)])
-def test_a_run_trains_through_a_backend_that_the_script_registers(tmp_path: Path, plan: str) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "shard=2,transport=torch",
+        pytest.param("replicate=2,numerics=bitwise", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_trains_through_a_backend_that_the_script_registers(
+    tmp_path: Path, plan: str
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
     command = [sys.executable, "-m", "lockstep", "run", "--nproc", "2", "--plan", plan]
     lines = []
     for backend in (["--backend", "telegraph"], []):
         run_dir = ["--run-dir", str(tmp_path / f"run-{len(backend)}")]
-        done = subprocess.run([*command, *run_dir, *backend, str(script)], env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            [*command, *run_dir, *backend, str(script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
         assert done.returncode == 0, done.stderr
         lines.append(sorted(line for line in done.stdout.splitlines() if "made" in line))
     (through,) = {line.partition("made ")[2] for line in lines[0]}

@@ -1,5 +1,5 @@
-"""Sums of which each rank sends its part in fewer bytes: near the exact ones, the same bits on every rank, and nothing
-lost unnoticed."""
+"""Sums of which each rank sends its part in fewer bytes: near the exact ones, the same bits on
+every rank, and nothing lost unnoticed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def given(length: int, rank: int) -> Tensor:
 
 
 def summed(name: str, through: str, keeps: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each of `LENGTHS` the sum, that of what is exact, and what this rank has left. All of them are under way at
-    once."""
+    """For each of `LENGTHS` the sum, that of what is exact, and what this rank has left. All of
+    them are under way at once."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"), owns_group=False)
     memory = SharedMemoryGroup.create() if through == "memory" else None
@@ -53,8 +53,14 @@ def summed(name: str, through: str, keeps: bool) -> list[tuple[Tensor, Tensor, T
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=tier(size)) for size in (2, 3, 4)])
 @pytest.mark.parametrize("name", RELATIVE)
-def test_a_sum_is_near_the_exact_one_and_the_same_on_all_ranks_whatever_carries_it(pool: WorkerPool, name: str, size: int) -> None:
-    everyone = [each for through in ("gloo", "memory") for each in pool.run(size, summed, name, through, False)]
+def test_a_sum_is_near_the_exact_one_and_the_same_on_all_ranks_whatever_carries_it(
+    pool: WorkerPool, name: str, size: int
+) -> None:
+    everyone = [
+        each
+        for through in ("gloo", "memory")
+        for each in pool.run(size, summed, name, through, False)
+    ]
     for place, (length, exact) in enumerate(LENGTHS):
         parts = torch.stack([given(length, rank) for rank in range(size)])
         first = everyone[0][place]
@@ -64,7 +70,9 @@ def test_a_sum_is_near_the_exact_one_and_the_same_on_all_ranks_whatever_carries_
         total = parts.double().sum(dim=0)
         if length:
             blocks = [block.abs().max() for block in parts.double().split(256, dim=1)]
-            room = torch.cat([(size + size) * RELATIVE[name] * most.expand(min(256, length)) for most in blocks])[:length]
+            room = torch.cat(
+                [(size + size) * RELATIVE[name] * most.expand(min(256, length)) for most in blocks]
+            )[:length]
             assert bool(((first[0].double() - total).abs() <= 1.01 * room).all())
         expected = given(exact, 10)
         for rank in range(1, size):
@@ -78,19 +86,31 @@ def test_what_rounding_took_is_left_with_the_ranks(pool: WorkerPool, size: int) 
     for place, (length, _) in enumerate(LENGTHS):
         parts = torch.stack([given(length, rank) for rank in range(size)])
         left = torch.stack([each[place][2] for each in everyone])
-        torch.testing.assert_close(everyone[0][place][0] + left.sum(dim=0), parts.sum(dim=0), rtol=1e-5, atol=1e-5 * float(10.0**2))
+        torch.testing.assert_close(
+            everyone[0][place][0] + left.sum(dim=0),
+            parts.sum(dim=0),
+            rtol=1e-5,
+            atol=1e-5 * float(10.0**2),
+        )
         assert not length or bool(left.any())
 
 
 def senders(names: str) -> tuple[int, int, bool, bool]:
-    """The place of this rank, how many there are, whether it is one, and whether it sends for others."""
+    """The place of this rank, how many there are, whether it is one, and whether it sends for
+    others."""
     hosts, rank, size = on_hosts(names), distributed.get_rank(), distributed.get_world_size()
     assert isinstance(hosts, HierarchicalAllReduce)
-    with_hosts = World(rank, size, rank, size, torch.device("cpu"), owns_group=False, hierarchy=hosts)
+    with_hosts = World(
+        rank, size, rank, size, torch.device("cpu"), owns_group=False, hierarchy=hosts
+    )
     made = Senders.of(with_hosts)
     hosts.close()
     return made.rank, made.size, made.includes_this_rank, made.host_shared_memory is not None
 
 
 def test_of_several_hosts_one_rank_of_each_sends(pool: WorkerPool) -> None:
-    assert pool.run(3, senders, "aba") == [(0, 2, True, True), (1, 2, True, False), (0, 2, False, True)]
+    assert pool.run(3, senders, "aba") == [
+        (0, 2, True, True),
+        (1, 2, True, False),
+        (0, 2, False, True),
+    ]

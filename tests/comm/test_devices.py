@@ -14,12 +14,23 @@ from torch.distributed import HashStore
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError
-from lockstep.comm.devices import RankDevice, be_a_host_of_its_own, check_devices, exchange, find_device
+from lockstep.comm.devices import (
+    RankDevice,
+    be_a_host_of_its_own,
+    check_devices,
+    exchange,
+    find_device,
+)
 from lockstep.comm.world import join
 
 
 def gpus(*ids: str, host: str = "node1", **changes: Any) -> list[RankDevice]:
-    return [RankDevice(**{"host": host, "type": "cuda", "id": f"{host}/{each}", "visible": 1, **changes}) for each in ids]
+    return [
+        RankDevice(
+            **{"host": host, "type": "cuda", "id": f"{host}/{each}", "visible": 1, **changes}
+        )
+        for each in ids
+    ]
 
 
 def test_each_rank_may_see_a_gpu_of_its_own_as_the_first() -> None:
@@ -32,18 +43,25 @@ def test_two_ranks_on_one_gpu_are_refused_unless_both_are_to_share_it() -> None:
     one, several = "'0'", gpus("GPU-a/0", "GPU-a/0", "GPU-b/0", why="CUDA_VISIBLE_DEVICES='0'")
     with pytest.raises(LaunchError) as refused:
         check_devices([*gpus("GPU-c/0", host="node2"), *several])
-    assert str(refused.value) == (
-        f"3 processes on node1 and 2 GPUs: ranks 1, 2 have one between them; each process sees 1 (CUDA_VISIBLE_DEVICES={one}); each "
-        "process takes a GPU of its own; start 2 processes there, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU, or give "
-        "--share-devices (LOCKSTEP_SHARE_DEVICES=1) to try a plan on fewer GPUs than it needs"
+    assert (
+        str(refused.value)
+        == "3 processes on node1 and 2 GPUs: ranks 1, 2 have one between them; each process sees 1"
+        f" (CUDA_VISIBLE_DEVICES={one}); each process takes a GPU of its own; start 2 processes"
+        " there, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU, or give"
+        " --share-devices (LOCKSTEP_SHARE_DEVICES=1) to try a plan on fewer GPUs than it needs"
     )
-    with pytest.raises(LaunchError, match=r"^2 processes on node1 and 1 GPU: ranks 0, 1 have one .* start 1 process there"):
+    with pytest.raises(
+        LaunchError,
+        match=r"^2 processes on node1 and 1 GPU: ranks 0, 1 have one .* start 1 process there",
+    ):
         check_devices([*gpus("GPU-a/0", shares=True), *gpus("GPU-a/0")])
     assert check_devices(gpus("GPU-a/0", "GPU-a/0", "GPU-b/0", shares=True)) == 2
 
 
 def test_a_rank_without_the_backend_is_named_to_the_others() -> None:
-    lacking = gpus("GPU-b/0", host="node2", refusal="this torch has no nccl; install one that has it")
+    lacking = gpus(
+        "GPU-b/0", host="node2", refusal="this torch has no nccl; install one that has it"
+    )
     with pytest.raises(LaunchError, match=r"^rank 1 on node2: this torch has no nccl; install"):
         check_devices([*gpus("GPU-a/0"), *lacking])
     with pytest.raises(LaunchError, match=r"^this torch has no nccl; install"):
@@ -87,12 +105,22 @@ def test_the_process_that_holds_the_store_learns_of_the_devices_last() -> None:
     ("odd", "says"),
     [
         (
-            RankDevice(host="node2", type="cpu", why="torch 2.13.0 for CUDA 13.0 sees none of 8 NVIDIA GPUs"),
-            r"^rank 0 on node1 computes on cuda, and rank 1 on node2 on cpu \(torch .* sees none of 8 NVIDIA GPUs\); all ranks of a run",
+            RankDevice(
+                host="node2",
+                type="cpu",
+                why="torch 2.13.0 for CUDA 13.0 sees none of 8 NVIDIA GPUs",
+            ),
+            (
+                r"^rank 0 on node1 computes on cuda, and rank 1 on node2 on cpu \(torch .* sees"
+                r" none of 8 NVIDIA GPUs\); all ranks of a run"
+            ),
         ),
         (
             RankDevice(host="node2", type="", why="its own fails; see nvidia-smi"),
-            r"^rank 1 on node2: its own fails; see nvidia-smi, or hide the GPUs \(CUDA_VISIBLE_DEVICES=\) to compute on the CPU$",
+            (
+                r"^rank 1 on node2: its own fails; see nvidia-smi, or hide the GPUs"
+                r" \(CUDA_VISIBLE_DEVICES=\) to compute on the CPU$"
+            ),
         ),
     ],
 )
@@ -107,11 +135,19 @@ def test_a_device_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(accelerator, "count", lambda: 2)
     monkeypatch.setattr(accelerator, "device", busy)
-    with pytest.raises(LaunchError, match=r"^this process: it sees 2 GPUs, and its own fails: CUDA error: devices are busy; a process"):
+    with pytest.raises(
+        LaunchError,
+        match=(
+            r"^this process: it sees 2 GPUs, and its own fails: CUDA error: devices are busy; a"
+            r" process"
+        ),
+    ):
         join(rank=0, size=1, local_rank=0, local_size=1)
 
 
-def test_a_process_that_sees_fewer_devices_than_there_are_local_ranks_takes_one_of_those(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_sees_fewer_devices_than_there_are_local_ranks_takes_one_of_those(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(accelerator, "device", lambda index: torch.device("cuda", index))
     monkeypatch.setattr(accelerator, "identity", lambda device, _: f"GPU-{device.index}")
     for visible, indices in ((8, [0, 1, 2, 3]), (1, [0, 0, 0, 0]), (2, [0, 1, 0, 1])):
@@ -143,7 +179,9 @@ def test_mig_instances_are_counted_by_a_fork(monkeypatch: pytest.MonkeyPatch) ->
     accelerator._counted_by_fork.cache_clear()
 
 
-def test_a_gpu_that_torch_does_not_see_has_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gpu_that_torch_does_not_see_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(accelerator, "count", lambda: 0)
     assert accelerator.unseen({}, tmp_path) == ""
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
@@ -154,13 +192,25 @@ def test_a_gpu_that_torch_does_not_see_has_a_reason(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.version, "cuda", cuda)
         seen.append(accelerator.unseen(environ, tmp_path).replace(torch.__version__, "2.13.0"))
     assert seen == [
-        "torch 2.13.0 is built without CUDA and sees none of 2 NVIDIA GPUs (/dev/nvidia0, ...); install a torch for CUDA",
-        "CUDA_VISIBLE_DEVICES='7' names none of 2 NVIDIA GPUs (/dev/nvidia0, ...) that torch can use; correct it, or unset it",
-        "torch 2.13.0 for CUDA 13.0 sees none of 2 NVIDIA GPUs (/dev/nvidia0, ...); nvidia-smi shows whether the driver works",
+        (
+            "torch 2.13.0 is built without CUDA and sees none of 2 NVIDIA GPUs (/dev/nvidia0, ...);"
+            " install a torch for CUDA"
+        ),
+        (
+            "CUDA_VISIBLE_DEVICES='7' names none of 2 NVIDIA GPUs (/dev/nvidia0, ...) that torch"
+            " can use; correct it, or unset it"
+        ),
+        (
+            "torch 2.13.0 for CUDA 13.0 sees none of 2 NVIDIA GPUs (/dev/nvidia0, ...); nvidia-smi"
+            " shows whether the driver works"
+        ),
     ]
     monkeypatch.setattr(accelerator, "unseen", lambda _: seen[1])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(LaunchError, match=r"^this process: CUDA_VISIBLE_DEVICES='7' names none of .* or hide the GPUs"):
+    with pytest.raises(
+        LaunchError,
+        match=r"^this process: CUDA_VISIBLE_DEVICES='7' names none of .* or hide the GPUs",
+    ):
         join(rank=0, size=1, local_rank=0, local_size=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert join(rank=0, size=1, local_rank=0, local_size=1).device.type == "cpu"
@@ -170,7 +220,11 @@ def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl() -> None:
     environ = {"NCCL_IB_DISABLE": "0"}
     be_a_host_of_its_own(gpus("GPU-a/0", "GPU-a/0"), environ)
     assert environ["NCCL_HOSTID"]
-    assert (environ["NCCL_SOCKET_IFNAME"], environ["NCCL_NET"], environ["NCCL_IB_DISABLE"]) == ("lo", "Socket", "0")
+    assert (environ["NCCL_SOCKET_IFNAME"], environ["NCCL_NET"], environ["NCCL_IB_DISABLE"]) == (
+        "lo",
+        "Socket",
+        "0",
+    )
     several: dict[str, str] = {}
     be_a_host_of_its_own([*gpus("GPU-a/0", "GPU-a/0"), *gpus("GPU-b/0", host="node2")], several)
     assert "NCCL_SOCKET_IFNAME" not in several

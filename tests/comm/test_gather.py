@@ -27,7 +27,9 @@ def gathered(run_dir: str, counts: list[int]) -> tuple[torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize("counts", [[3], [22, 21], [22, 21, 21], [2, 0, 1]])
-def test_each_rank_has_the_rows_of_all_and_the_gradients_of_all_for_its_own(pool: WorkerPool, tmp_path: Path, counts: list[int]) -> None:
+def test_each_rank_has_the_rows_of_all_and_the_gradients_of_all_for_its_own(
+    pool: WorkerPool, tmp_path: Path, counts: list[int]
+) -> None:
     found = pool.run(len(counts), gathered, str(tmp_path / "run"), counts)
     expected = torch.cat([rows_of(rank, counts) for rank in range(len(counts))])
     factors = torch.arange(1.0, expected.numel() + 1).reshape(expected.shape)
@@ -35,4 +37,6 @@ def test_each_rank_has_the_rows_of_all_and_the_gradients_of_all_for_its_own(pool
         start = sum(counts[:rank])
         assert torch.equal(everyone, expected)
         assert gradient is not None
-        assert torch.equal(gradient, factors[start : start + counts[rank]] * sum(range(1, len(counts) + 1)))
+        assert torch.equal(
+            gradient, factors[start : start + counts[rank]] * sum(range(1, len(counts) + 1))
+        )

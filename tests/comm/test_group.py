@@ -26,7 +26,11 @@ COUNTS = {1: [3], 2: [2, 0], 3: [0, 3, 1], 4: [1, 0, 5, 2]}
 
 def world() -> World:
     numbers = {name: int(os.environ[name.upper()]) for name in ("rank", "local_rank")}
-    return join(size=int(os.environ["WORLD_SIZE"]), local_size=int(os.environ["LOCAL_WORLD_SIZE"]), **numbers)
+    return join(
+        size=int(os.environ["WORLD_SIZE"]),
+        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        **numbers,
+    )
 
 
 def rows_of(rank: int, count: int) -> Tensor:
@@ -45,7 +49,12 @@ def exchange(*, shares: bool) -> dict[str, Any]:
 def exchanged(here: World) -> dict[str, Any]:
     counts = COUNTS[here.size]
     rows = rows_of(here.rank, counts[here.rank])
-    text = {"rank": here.rank, "text": "ü" * here.rank, "none": None, "list": [1.5, math.inf] * here.rank}
+    text = {
+        "rank": here.rank,
+        "text": "ü" * here.rank,
+        "none": None,
+        "list": [1.5, math.inf] * here.rank,
+    }
     total = rows.sum(dim=0)
     here.all_reduce(total)
     return {
@@ -57,10 +66,20 @@ def exchanged(here: World) -> dict[str, Any]:
         "whole numbers": here.gather_rows(torch.tensor([here.rank]), [1] * here.size),
         "values": here.gather_values(text),
         "of one length": [
-            here.gather_values(value) for value in (here.rank, None, "ü" * 100, f"{here.rank:100}", f"{here.rank:54}", f"{here.rank:55}")
+            here.gather_values(value)
+            for value in (
+                here.rank,
+                None,
+                "ü" * 100,
+                f"{here.rank:100}",
+                f"{here.rank:54}",
+                f"{here.rank:55}",
+            )
         ],
         "of one rank": [
-            here.value_of(source, value) for source in range(here.size) for value in (text, here.rank, f"{here.rank:100}", None)
+            here.value_of(source, value)
+            for source in range(here.size)
+            for value in (text, here.rank, f"{here.rank:100}", None)
         ],
         "ragged": here.gather_ragged(rows if counts[here.rank] else None),
         "ragged, known shapes": here.gather_ragged(rows),
@@ -70,7 +89,9 @@ def exchanged(here: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world_size", "shares"), [*[(size, False) for size in COUNTS], (3, True)])
-def test_every_rank_gets_the_rows_and_values_of_all_in_rank_order(pool: WorkerPool, world_size: int, shares: bool) -> None:
+def test_every_rank_gets_the_rows_and_values_of_all_in_rank_order(
+    pool: WorkerPool, world_size: int, shares: bool
+) -> None:
     counts = COUNTS[world_size]
     everything = torch.cat([rows_of(rank, count) for rank, count in enumerate(counts)])
     for rank, found in enumerate(pool.run(world_size, partial(exchange, shares=shares))):
@@ -88,15 +109,26 @@ def test_every_rank_gets_the_rows_and_values_of_all_in_rank_order(pool: WorkerPo
         assert found["values"][-1]["list"] == [1.5, math.inf] * (world_size - 1)
         ranks = range(world_size)
         spaced = [[f"{each:{width}}" for each in ranks] for width in (100, 54, 55)]
-        assert found["of one length"] == [[*ranks], [None] * world_size, ["ü" * 100] * world_size, *spaced]
-        assert found["of one rank"] == [value for source in ranks for value in (found["values"][source], source, f"{source:100}", None)]
+        assert found["of one length"] == [
+            [*ranks],
+            [None] * world_size,
+            ["ü" * 100] * world_size,
+            *spaced,
+        ]
+        assert found["of one rank"] == [
+            value
+            for source in ranks
+            for value in (found["values"][source], source, f"{source:100}", None)
+        ]
         assert found["still there"]
 
 
 def count_exchanges() -> list[int]:
     here, counts = world(), []
     for value in (here.rank, "same" * 100, f"{here.rank:100}"):
-        with mock.patch.object(World, "gather_rows", autospec=True, side_effect=World.gather_rows) as exchange:
+        with mock.patch.object(
+            World, "gather_rows", autospec=True, side_effect=World.gather_rows
+        ) as exchange:
             here.gather_values(value)
         counts.append(exchange.call_count)
     return counts
@@ -150,14 +182,20 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(LaunchError) as caught:
             join(rank=0, size=2, local_rank=0, local_size=2, timeout=timedelta(seconds=5))
         port = taken.getsockname()[1]
-    assert str(caught.value) == (
-        f"the rendezvous port 127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT) is in use by another program; give another, or let lockstep run "
-        "choose"
+    assert (
+        str(caught.value)
+        == f"the rendezvous port 127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT) is in use by another"
+        " program; give another, or let lockstep run choose"
     )
 
 
-@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=60), st.randoms(use_true_random=False))
-def test_an_exact_sum_does_not_depend_on_the_order(values: list[float], shuffled: random.Random) -> None:
+@given(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=60),
+    st.randoms(use_true_random=False),
+)
+def test_an_exact_sum_does_not_depend_on_the_order(
+    values: list[float], shuffled: random.Random
+) -> None:
     other = values[:]
     shuffled.shuffle(other)
     assert exact_sum(values) == exact_sum(other)

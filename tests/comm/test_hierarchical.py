@@ -1,4 +1,5 @@
-"""Sums over ranks of several hosts. The hosts are in name only, each a part of the ranks of this one."""
+"""Sums over ranks of several hosts. The hosts are in name only, each a part of the ranks of this
+one."""
 
 from __future__ import annotations
 
@@ -39,12 +40,15 @@ def on_hosts(names: str) -> HierarchicalAllReduce | Unavailable:
 
 
 def parts(length: int) -> list[Tensor]:
-    return [values(length, torch.float32, (length, rank)) for rank in range(distributed.get_world_size())]
+    return [
+        values(length, torch.float32, (length, rank))
+        for rank in range(distributed.get_world_size())
+    ]
 
 
 def sums(names: str) -> tuple[bool, list[Tensor], list[Tensor]]:
-    """Whether vectors' sums are right, and a model's gradients beside those of all ranks' rows on one process, in
-    float64."""
+    """Whether vectors' sums are right, and a model's gradients beside those of all ranks' rows on
+    one process, in float64."""
     hosts, rank, size = on_hosts(names), distributed.get_rank(), distributed.get_world_size()
     assert isinstance(hosts, HierarchicalAllReduce)
     right = True
@@ -55,7 +59,9 @@ def sums(names: str) -> tuple[bool, list[Tensor], list[Tensor]]:
         everyone = [torch.empty_like(mine) for _ in range(size)]
         distributed.all_gather(everyone, mine)
         right &= all(torch.equal(each, mine) for each in everyone)
-    models = [nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5)).double() for _ in range(2)]
+    models = [
+        nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5)).double() for _ in range(2)
+    ]
     models[1].load_state_dict(models[0].state_dict())
     parallel = DistributedDataParallel(models[0], gradient_as_bucket_view=True, bucket_cap_mb=0.002)
     parallel.register_comm_hook(None, hosts.sum_bucket)
@@ -65,10 +71,18 @@ def sums(names: str) -> tuple[bool, list[Tensor], list[Tensor]]:
         parallel(rows[rank]).square().sum().backward()
     models[1](rows).square().sum().backward()
     hosts.close()
-    return right, *[[p.grad.clone() for p in model.parameters() if p.grad is not None] for model in models]  # type: ignore[return-value]
+    return right, *[
+        [p.grad.clone() for p in model.parameters() if p.grad is not None] for model in models
+    ]  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("names", [pytest.param(names, marks=tier(len(names))) for names in ("aab", "aba", "baa", "aabb", "abab", "aaab")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, marks=tier(len(names)))
+        for names in ("aab", "aba", "baa", "aabb", "abab", "aaab")
+    ],
+)
 def test_the_sum_is_over_the_ranks_of_all_hosts(pool: WorkerPool, names: str) -> None:
     for right, found, expected in pool.run(len(names), sums, names):
         assert right
@@ -78,7 +92,8 @@ def test_the_sum_is_over_the_ranks_of_all_hosts(pool: WorkerPool, names: str) ->
 
 
 def refused(names: str, breaks: int) -> HierarchicalAllReduce | Unavailable:
-    """Rank `breaks` cannot open the memory of its host. (The pool looks for what is left behind.)"""
+    """Rank `breaks` cannot open the memory of its host. (The pool looks for what is left
+    behind.)"""
     if distributed.get_rank() == breaks:
         made = segment._open
         segment._open = lambda *_: made([{"process": os.getpid(), "descriptor": -1}], 0)
@@ -86,7 +101,9 @@ def refused(names: str, breaks: int) -> HierarchicalAllReduce | Unavailable:
 
 
 def test_ranks_that_are_all_on_hosts_of_their_own_have_nothing_to_share(pool: WorkerPool) -> None:
-    assert pool.run(3, refused, "abc", -1) == [Unavailable("no two of its ranks are on one host")] * 3
+    assert (
+        pool.run(3, refused, "abc", -1) == [Unavailable("no two of its ranks are on one host")] * 3
+    )
 
 
 def test_where_one_host_has_no_memory_no_rank_uses_any(pool: WorkerPool) -> None:
@@ -96,8 +113,8 @@ def test_where_one_host_has_no_memory_no_rank_uses_any(pool: WorkerPool) -> None
 
 
 def lose_a_host(folder: str, rank: int) -> tuple[str, float]:
-    """Rank 2, the whole of host b, is killed: the first of host a hears of it from the network, and lives on; the
-    second from the first."""
+    """Rank 2, the whole of host b, is killed: the first of host a hears of it from the network, and
+    lives on; the second from the first."""
     hosts = on_hosts("aab")
     assert isinstance(hosts, HierarchicalAllReduce)
     tensor = torch.ones(1000)
@@ -127,7 +144,9 @@ def losing(path: str) -> list[Any]:
     return forked(path, 3, partial(lose_a_host, path))
 
 
-def test_the_loss_of_another_host_ends_the_waits_of_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_loss_of_another_host_ends_the_waits_of_all_ranks(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     [found] = pool.run(1, losing, str(tmp_path))
     assert found[2] == -signal.SIGKILL
     assert found[0][0] in ("RuntimeError", "DistBackendError"), found

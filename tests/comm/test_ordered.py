@@ -1,4 +1,5 @@
-"""The ordered sum: whoever holds which microbatches, values are added in the one order of the tree."""
+"""The ordered sum: whoever holds which microbatches, values are added in the one order of the
+tree."""
 
 from __future__ import annotations
 
@@ -36,20 +37,26 @@ def test_the_shares_of_all_ranks_are_the_whole_tree_in_order(count: int, world_s
 
 
 @given(exponent=st.integers(0, 6), world_exponent=st.integers(0, 5))
-def test_at_powers_of_two_each_rank_holds_one_node_as_in_a_ring(exponent: int, world_exponent: int) -> None:
+def test_at_powers_of_two_each_rank_holds_one_node_as_in_a_ring(
+    exponent: int, world_exponent: int
+) -> None:
     shares = nodes_of(2 ** (exponent + world_exponent), 2**world_exponent)
     assert all(len(held) == 1 for held in shares.nodes)
 
 
 @given(count=st.integers(1, 300), world_size=st.integers(1, 40))
 def test_a_share_is_covered_by_few_nodes(count: int, world_size: int) -> None:
-    assert all(len(held) <= 2 * max(1, count.bit_length()) for held in nodes_of(count, world_size).nodes)
+    assert all(
+        len(held) <= 2 * max(1, count.bit_length()) for held in nodes_of(count, world_size).nodes
+    )
 
 
 def leaves(count: int, length: int) -> list[Tensor]:
     """Values of very different sizes, so that another order gives other bits."""
     generator = torch.Generator().manual_seed(1000 * count + length)
-    return [torch.randn(length, generator=generator) * 10.0 ** (place % 7) for place in range(count)]
+    return [
+        torch.randn(length, generator=generator) * 10.0 ** (place % 7) for place in range(count)
+    ]
 
 
 def ordered_sums(speeds: tuple[float, ...]) -> list[list[Tensor]]:
@@ -98,4 +105,7 @@ def test_the_sum_has_the_bits_of_the_tree_on_one_process_on_every_rank(
 def test_another_order_of_these_values_has_other_bits() -> None:
     values = leaves(7, 64)
     spans = [(place, place + 1) for place in range(7)]
-    assert not torch.equal(fold(spans, [value.clone() for value in values], 7, torch.add), sum(values, start=torch.zeros(64)))
+    assert not torch.equal(
+        fold(spans, [value.clone() for value in values], 7, torch.add),
+        sum(values, start=torch.zeros(64)),
+    )

@@ -27,7 +27,14 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.torch_private import PrefixStore, Store, TCPStore
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.recovery.regroup import CollectivesAborted, abort_collectives, abortable, is_aborted, join_over, leave_groups
+from lockstep.comm.recovery.regroup import (
+    CollectivesAborted,
+    abort_collectives,
+    abortable,
+    is_aborted,
+    join_over,
+    leave_groups,
+)
 from lockstep.comm.world import World
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
@@ -52,7 +59,8 @@ class Place:
 
 
 class Launcher:
-    """Processes that join group after group; what lockstep's launcher does when it sees one of them end."""
+    """Processes that join group after group; what lockstep's launcher does when it sees one of them
+    end."""
 
     def __init__(self, count: int) -> None:
         """Fork `count` processes, before this one has threads."""
@@ -91,8 +99,8 @@ class Launcher:
         self.waiting.insert(0, (process, pipe))
 
     def regroup(self, collective: str, plan: str, *, size: int) -> list[Any]:
-        """Tell all processes, in whatever they wait, of a new group, with new ones if it is larger. Returns what each
-        says of it, by rank."""
+        """Tell all processes, in whatever they wait, of a new group, with new ones if it is larger.
+        Returns what each says of it, by rank."""
         while len(self.processes) < size:
             self.processes.append(self.waiting.pop())
         self._generation += 1
@@ -114,8 +122,10 @@ class Launcher:
 
 
 def _live(pipe: Connection) -> None:
-    """Join the groups that the launcher names, one after the other, and wait in a collective of each."""
-    torch.set_num_threads(1)  # makes torch's pool of threads, which a fork breaks, anew before two threads do so at once
+    """Join the groups that the launcher names, one after the other, and wait in a collective of
+    each."""
+    # makes torch's pool of threads, which a fork breaks, anew before two threads do so at once
+    torch.set_num_threads(1)
     places: queue.Queue[Place] = queue.Queue()
     places.put(pipe.recv())
 
@@ -154,7 +164,14 @@ def _serve(world: World, place: Place, pipe: Connection, left: int) -> None:
     collective()
     total = torch.tensor([10.0**place.rank])
     dist.all_reduce(total)
-    pipe.send({"sum": total.item(), "left": left, "name": getattr(dist.group.WORLD, "group_name", None), **_held()})
+    pipe.send(
+        {
+            "sum": total.item(),
+            "left": left,
+            "name": getattr(dist.group.WORLD, "group_name", None),
+            **_held(),
+        }
+    )
     while place.rank:
         collective()
     if is_aborted(2 * ANSWER_SECONDS):  # as a rank does that computes
@@ -162,7 +179,10 @@ def _serve(world: World, place: Place, pipe: Connection, left: int) -> None:
 
 
 def _held() -> dict[str, int]:
-    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
 
 
 def _all_reduce_in_shared_memory(mesh: Mesh) -> Callable[[], object]:
@@ -206,14 +226,21 @@ WAITS: dict[str, Callable[[Mesh], Callable[[], object]]] = {
 
 
 def lose_and_replace(collective: str, plans: dict[int, str]) -> list[Any]:
-    """What the processes say of a group of 4 ranks, of 3 after one was killed, of 4 after one was stopped, whose
-    connections stay open, with two other processes."""
+    """What the processes say of a group of 4 ranks, of 3 after one was killed, of 4 after one was
+    stopped, whose connections stay open, with two other processes."""
     with Launcher(6) as launcher:
         said = [launcher.regroup(collective, plans[4], size=4)]
         for size, lose in ((3, launcher.kill), (4, launcher.stop)):
-            time.sleep(0.05)  # most wait in the collective now; those that do not yet must leave it too
+            # most wait in the collective now; those that do not yet must leave it too
+            time.sleep(0.05)
             lose(0)
-            said.append(launcher.regroup(collective if size in plans else "all-reduce", plans.get(size, "replicate=3"), size=size))
+            said.append(
+                launcher.regroup(
+                    collective if size in plans else "all-reduce",
+                    plans.get(size, "replicate=3"),
+                    size=size,
+                )
+            )
     return said
 
 
@@ -228,9 +255,15 @@ def lose_and_replace(collective: str, plans: dict[int, str]) -> list[Any]:
         ("FSDP2", {4: "shard=4", 3: "shard=3"}),
     ],
 )
-def test_survivors_leave_a_collective_and_join_a_new_group(pool: WorkerPool, collective: str, plans: dict[int, str]) -> None:
+def test_survivors_leave_a_collective_and_join_a_new_group(
+    pool: WorkerPool, collective: str, plans: dict[int, str]
+) -> None:
     said = pool.run(1, lose_and_replace, collective, plans)[0]
-    assert [[each["sum"] for each in group] for group in said] == [[1111.0] * 4, [111.0] * 3, [1111.0] * 4]
+    assert [[each["sum"] for each in group] for group in said] == [
+        [1111.0] * 4,
+        [111.0] * 3,
+        [1111.0] * 4,
+    ]
     assert [each["left"] for group in said for each in group] == [0] * 11
 
 
@@ -249,7 +282,13 @@ def test_nothing_of_a_group_is_left(pool: WorkerPool) -> None:
 def names_of_groups() -> list[list[str]]:
     """What a process that stays, and one that comes later, call their group in each generation."""
     with Launcher(3) as launcher:
-        return [[each["name"] for each in launcher.regroup("all-reduce", f"replicate={size}", size=size)] for size in (2, 3)]
+        return [
+            [
+                each["name"]
+                for each in launcher.regroup("all-reduce", f"replicate={size}", size=size)
+            ]
+            for size in (2, 3)
+        ]
 
 
 def test_no_name_of_a_group_is_used_again(pool: WorkerPool) -> None:
@@ -272,7 +311,8 @@ def test_a_group_that_the_script_made_is_not_left(pool: WorkerPool) -> None:
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns where there is no group, in a process with the store of a launcher."""
+    """What the function returns where there is no group, in a process with the store of a
+    launcher."""
     dist.destroy_process_group()
     return function(loopback_store(), *args)
 
@@ -306,7 +346,10 @@ def test_an_abort_ends_a_join_too(pool: WorkerPool) -> None:
 
 def abort_beside_other_connections(store: TCPStore) -> bytes:
     """What a connection of the user, which a thread awaits in an epoll, carries after an abort."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as theirs:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as theirs,
+    ):
         mine, _ = server.accept()
         with mine, selectors.EpollSelector() as selector:
             selector.register(mine, selectors.EVENT_READ)

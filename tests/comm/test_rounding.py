@@ -24,8 +24,8 @@ rows = st.builds(
 
 
 def scattered(seed: int, shape: tuple[int, int], low: int, high: int) -> Tensor:
-    """Numbers of either sign whose powers of two are from `low` to `high`, some of them 0, as float32 has them: at most
-    its largest."""
+    """Numbers of either sign whose powers of two are from `low` to `high`, some of them 0, as
+    float32 has them: at most its largest."""
     generator = torch.Generator().manual_seed(seed)
     size = (shape[0], shape[1] * BLOCK)
     powers = torch.randint(low, high + 1, size, generator=generator).double()
@@ -37,10 +37,18 @@ def scattered(seed: int, shape: tuple[int, int], low: int, high: int) -> Tensor:
 def allowed(name: str, numbers: Tensor) -> Tensor:
     """How far each may be away."""
     sizes = numbers.double().abs()
-    largest = sizes.view(len(numbers), numbers.shape[1] // BLOCK, BLOCK).amax(dim=2).repeat_interleave(BLOCK, dim=1)
+    largest = (
+        sizes.view(len(numbers), numbers.shape[1] // BLOCK, BLOCK)
+        .amax(dim=2)
+        .repeat_interleave(BLOCK, dim=1)
+    )
     if name == "bf16":
         return sizes * 2.0**-8 + 2.0**-134
-    return (largest / 253.9).clamp(min=2.0**-127) if name == "int8" else torch.maximum(sizes * 2.0**-11, largest * 2.0**-38)
+    return (
+        (largest / 253.9).clamp(min=2.0**-127)
+        if name == "int8"
+        else torch.maximum(sizes * 2.0**-11, largest * 2.0**-38)
+    )
 
 
 @given(rows)
@@ -52,7 +60,9 @@ def test_numbers_come_back_as_near_as_is_said(numbers: Tensor) -> None:
         assert sent.shape == (len(numbers), rounding.bytes(numbers.shape[1]))
         back = rounding.decode(sent)
         assert back.dtype is torch.float32
-        if name == "bf16":  # what is within half a step of the largest goes to infinity, and is found out by whoever looks for that
+        # what is within half a step of the largest goes to infinity, and is found out by whoever
+        # looks for that
+        if name == "bf16":
             beyond = numbers.abs() >= LARGEST * (1 - 2.0**-9)
             assert bool(back[beyond].isinf().all())
             back = torch.where(beyond, numbers, back)
@@ -65,7 +75,9 @@ def test_rows_do_not_depend_on_one_another(numbers: Tensor, name: str) -> None:
     sent = rounding.encode(numbers)
     for place, alone in enumerate(numbers):
         assert torch.equal(sent[place], rounding.encode(alone[None])[0])
-        assert torch.equal(rounding.decode(sent)[place], rounding.decode(sent[place : place + 1])[0])
+        assert torch.equal(
+            rounding.decode(sent)[place], rounding.decode(sent[place : place + 1])[0]
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,8 @@
-"""Shared memory where it cannot be had; and where a rank dies, hangs, raises or calls something else.
+"""Shared memory where it cannot be had; and where a rank dies, hangs, raises or calls something
+else.
 
-(No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants classes.)
+(No `from __future__ import annotations` here: DDP looks at its hooks' annotations, and wants
+classes.)
 """
 
 import errno
@@ -40,7 +42,9 @@ BUFFER_BYTES = 16 << 10
 DEATH_GRACE_SECONDS = 4.0
 
 
-def shared_group(group: distributed.ProcessGroup | None = None, **options: Any) -> SharedMemoryGroup:
+def shared_group(
+    group: distributed.ProcessGroup | None = None, **options: Any
+) -> SharedMemoryGroup:
     made = SharedMemoryGroup.create(group, buffer_bytes=BUFFER_BYTES, **options)
     assert isinstance(made, SharedMemoryGroup), made
     return made
@@ -50,8 +54,8 @@ def shared_group(group: distributed.ProcessGroup | None = None, **options: Any) 
 
 
 def forked(path: str, world_size: int, function: Callable[[int], Any]) -> list[Any]:
-    """What `function(rank)` returned in `world_size` processes with a Gloo group of their own; the signal of one that
-    was killed."""
+    """What `function(rank)` returned in `world_size` processes with a Gloo group of their own; the
+    signal of one that was killed."""
     distributed.destroy_process_group()
     children, ports = [], []
     for rank in range(world_size):
@@ -61,7 +65,9 @@ def forked(path: str, world_size: int, function: Callable[[int], Any]) -> list[A
             try:
                 number = int.from_bytes(os.read(port, 4), "little")
                 store = distributed.TCPStore("127.0.0.1", number, is_master=False)  # type: ignore[attr-defined]
-                distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+                distributed.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=world_size
+                )
                 distributed.barrier()
                 Path(f"{path}/{rank}").write_bytes(pickle.dumps(function(rank)))
                 os._exit(0)
@@ -71,12 +77,16 @@ def forked(path: str, world_size: int, function: Callable[[int], Any]) -> list[A
         os.close(port)
         children.append(child)
         ports.append(tell_port)
-    server = loopback_store()  # only now: a child that is forked beside its threads may wait for a lock that one of them held
+    # only now: a child that is forked beside its threads may wait for a lock that one of them held
+    server = loopback_store()
     for tell_port in ports:
         os.write(tell_port, server.port.to_bytes(4, "little"))
         os.close(tell_port)
     endings = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return [pickle.loads(Path(f"{path}/{rank}").read_bytes()) if ending == 0 else ending for rank, ending in enumerate(endings)]
+    return [
+        pickle.loads(Path(f"{path}/{rank}").read_bytes()) if ending == 0 else ending
+        for rank, ending in enumerate(endings)
+    ]
 
 
 Caught = tuple[str, tuple[int, ...], str, float]
@@ -101,7 +111,8 @@ def caught(group: SharedMemoryGroup, call: Callable[[], object]) -> Caught:
 
 
 def at_round(group: SharedMemoryGroup, number: int, action: Callable[[], object]) -> None:
-    """Call `action` when this rank comes to that round, and has written its part but not announced it."""
+    """Call `action` when this rank comes to that round, and has written its part but not announced
+    it."""
     rounds = group._rounds
     announce = rounds.announce
 
@@ -139,8 +150,12 @@ def losing(path: str, operation: str, lost: int, number: int) -> list[Any]:
     return forked(path, 3, partial(lose, operation, lost, number))
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"])
-def test_a_killed_rank_is_named_on_all_others_within_a_second(pool: WorkerPool, tmp_path: Path, operation: str) -> None:
+@pytest.mark.parametrize(
+    "operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
+)
+def test_a_killed_rank_is_named_on_all_others_within_a_second(
+    pool: WorkerPool, tmp_path: Path, operation: str
+) -> None:
     before = leaks.take(["shared-memory"])
     lost, number = random.randrange(3), random.randrange(12)
     [found] = pool.run(1, losing, str(tmp_path), operation, lost, number)
@@ -177,12 +192,14 @@ def lose_a_rank_in_a_backward(rank: int) -> tuple[str, tuple[int, ...]]:
 
 
 def test_a_backward_raises_the_error_of_its_hook(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(1, forked, str(tmp_path), 2, lose_a_rank_in_a_backward) == [[("PeerDied", (1,)), -signal.SIGKILL]]
+    assert pool.run(1, forked, str(tmp_path), 2, lose_a_rank_in_a_backward) == [
+        [("PeerDied", (1,)), -signal.SIGKILL]
+    ]
 
 
 def die_while_it_is_made(point: str, rank: int) -> str:
-    """Rank 1 is killed after rank 0 has made the memory; rank 0 hears of it from the process group, and is killed
-    too."""
+    """Rank 1 is killed after rank 0 has made the memory; rank 0 hears of it from the process group,
+    and is killed too."""
     if rank == 1:
         setattr(segment, point, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError):
@@ -192,7 +209,9 @@ def die_while_it_is_made(point: str, rank: int) -> str:
 
 
 @pytest.mark.parametrize("point", ["_offer", "_open"])
-def test_nothing_is_left_where_ranks_are_killed_while_it_is_made(pool: WorkerPool, tmp_path: Path, point: str) -> None:
+def test_nothing_is_left_where_ranks_are_killed_while_it_is_made(
+    pool: WorkerPool, tmp_path: Path, point: str
+) -> None:
     before = leaks.take(["shared-memory"])
     [found] = pool.run(1, forked, str(tmp_path), 2, partial(die_while_it_is_made, point))
     assert found == [-signal.SIGKILL] * 2
@@ -202,7 +221,11 @@ def test_nothing_is_left_where_ranks_are_killed_while_it_is_made(pool: WorkerPoo
 def hang() -> Caught | None:
     """Ranks 1 and 2 of four never come; rank 3 does, and waits with rank 0."""
     with shared_group(timeout=timedelta(seconds=0.5)) as group:
-        found = caught(group, lambda: group.all_reduce(torch.ones(10))) if group.rank in (0, 3) else None
+        found = (
+            caught(group, lambda: group.all_reduce(torch.ones(10)))
+            if group.rank in (0, 3)
+            else None
+        )
         distributed.barrier()
         return found
 
@@ -232,7 +255,10 @@ def raise_in_one(number: int) -> Caught | str:
             at_round(group, number, fail)
             with pytest.raises(ZeroDivisionError):
                 collective(group, "all_reduce")()
-            with pytest.raises(PeerStopped, match="raised ZeroDivisionError: on purpose; this group cannot be used any more"):
+            with pytest.raises(
+                PeerStopped,
+                match="raised ZeroDivisionError: on purpose; this group cannot be used any more",
+            ):
                 collective(group, "all_gather")()
             return met_again("raised")
         return met_again(caught(group, collective(group, "all_reduce")))
@@ -261,7 +287,9 @@ def close_in_one() -> Caught | str:
         return caught(group, lambda: group.all_reduce(torch.ones(3)))
 
 
-@pytest.mark.parametrize("function", [partial(raise_in_one, 0), partial(raise_in_one, 3), abort_in_one, close_in_one])
+@pytest.mark.parametrize(
+    "function", [partial(raise_in_one, 0), partial(raise_in_one, 3), abort_in_one, close_in_one]
+)
 def test_a_rank_that_stops_stops_all(pool: WorkerPool, function: Callable[[], Any]) -> None:
     for rank, found in enumerate(pool.run(3, function)):
         if rank == 1:
@@ -295,10 +323,16 @@ def call_differently(which: str) -> Caught:
         odd = group.rank == 1
         calls: dict[str, Callable[[], None]] = {
             "length": lambda: group.all_reduce(torch.zeros(30000 + odd)),
-            "dtype": lambda: group.all_reduce(torch.zeros(30, dtype=torch.float64 if odd else torch.float32)),
-            "operation": lambda: group.broadcast(torch.zeros(30), 0) if odd else group.all_reduce(torch.zeros(30)),
+            "dtype": lambda: group.all_reduce(
+                torch.zeros(30, dtype=torch.float64 if odd else torch.float32)
+            ),
+            "operation": lambda: (
+                group.broadcast(torch.zeros(30), 0) if odd else group.all_reduce(torch.zeros(30))
+            ),
             "source": lambda: group.broadcast(torch.zeros(30), int(odd)),
-            "sizes": lambda: group.all_to_all(torch.zeros(4 + odd), torch.zeros(4), [2 + odd, 2], [2, 2]),
+            "sizes": lambda: group.all_to_all(
+                torch.zeros(4 + odd), torch.zeros(4), [2 + odd, 2], [2, 2]
+            ),
         }
         return caught(group, calls[which])
 
@@ -306,14 +340,28 @@ def call_differently(which: str) -> Caught:
 @pytest.mark.parametrize(
     ("which", "said"),
     [
-        ("length", ("all_reduce of float32, 30000 elements", "all_reduce of float32, 30001 elements")),
+        (
+            "length",
+            ("all_reduce of float32, 30000 elements", "all_reduce of float32, 30001 elements"),
+        ),
         ("dtype", ("all_reduce of float32, 30 elements", "all_reduce of float64, 30 elements")),
-        ("operation", ("all_reduce of float32, 30 elements", "broadcast of float32, 30 elements, from rank 0")),
+        (
+            "operation",
+            (
+                "all_reduce of float32, 30 elements",
+                "broadcast of float32, 30 elements, from rank 0",
+            ),
+        ),
         ("source", ("from rank 0", "from rank 1")),
-        ("sizes", ("it called another collective", "rank 0 sends 2 elements to rank 1, which expects 3")),
+        (
+            "sizes",
+            ("it called another collective", "rank 0 sends 2 elements to rank 1, which expects 3"),
+        ),
     ],
 )
-def test_ranks_that_call_different_things_are_told(pool: WorkerPool, which: str, said: tuple[str, str]) -> None:
+def test_ranks_that_call_different_things_are_told(
+    pool: WorkerPool, which: str, said: tuple[str, str]
+) -> None:
     found = pool.run(2, call_differently, which)
     assert [kind for kind, *_ in found] == ["CallsDiffer"] * 2
     assert any(said[0] in text for _, _, text, _ in found), found
@@ -324,8 +372,8 @@ def test_ranks_that_call_different_things_are_told(pool: WorkerPool, which: str,
 
 
 def unavailable(rank: int, name: str, value: Any) -> str:
-    """On that rank, a function of the system is another; the reason that this rank got, and that nothing stayed
-    open."""
+    """On that rank, a function of the system is another; the reason that this rank got, and that
+    nothing stayed open."""
     before = set(os.listdir("/proc/self/fd"))
     if distributed.get_rank() == rank:
         module, _, attribute = name.rpartition(".")
@@ -364,16 +412,31 @@ def no_mark(*_: object) -> int:
 @pytest.mark.parametrize(
     ("rank", "name", "value", "expected"),
     [
-        (0, "os.posix_fallocate", no_space, "rank 0: ValueError: \\d+ bytes of shared memory cannot be had: .*No space left on device"),
+        (
+            0,
+            "os.posix_fallocate",
+            no_space,
+            (
+                "rank 0: ValueError: \\d+ bytes of shared memory cannot be had: .*No space left on"
+                " device"
+            ),
+        ),
         (1, "os.pidfd_open", not_permitted, "rank 1: PermissionError: .*Operation not permitted"),
         (2, "platform.machine", arm, "rank 2: ValueError: the processor is aarch64; x86_64 alone"),
         (0, "os.memfd_create", not_permitted, "rank 0: PermissionError"),
         (0, "os.pwrite", no_mark, "rank 0: ValueError: the memory that it opened is not rank 0's"),
         (1, "segment.process_id_space", another_boot, "rank 1 runs on another host than rank 0$"),
-        (1, "segment.process_id_space", another_container, "rank 1 runs in another container than rank 0, on the same host, .*--pid=host"),
+        (
+            1,
+            "segment.process_id_space",
+            another_container,
+            "rank 1 runs in another container than rank 0, on the same host, .*--pid=host",
+        ),
     ],
 )
-def test_where_one_rank_cannot_all_ranks_get_the_same_reason(pool: WorkerPool, rank: int, name: str, value: Any, expected: str) -> None:
+def test_where_one_rank_cannot_all_ranks_get_the_same_reason(
+    pool: WorkerPool, rank: int, name: str, value: Any, expected: str
+) -> None:
     reasons = pool.run(3, unavailable, rank, name, value)
     assert len(set(reasons)) == 1
     assert re.match(expected, reasons[0]), reasons[0]
@@ -384,12 +447,16 @@ def alone() -> object:
 
 
 def test_one_process_shares_memory_with_nobody(pool: WorkerPool) -> None:
-    assert pool.run(1, alone) == [Unavailable("there is one process, which has nobody to share memory with")]
+    assert pool.run(1, alone) == [
+        Unavailable("there is one process, which has nobody to share memory with")
+    ]
 
 
 @given(size=st.integers(2, 200), buffers=st.integers(1, 64))
 def test_no_two_words_of_the_segment_are_in_one_place(size: int, buffers: int) -> None:
-    lines = {word for rank in range(size) for word in range(segment._line(rank), segment._line(rank) + 3)}
+    lines = {
+        word for rank in range(size) for word in range(segment._line(rank), segment._line(rank) + 3)
+    }
     width = segment._call_words(size)
     first = segment._line(size)
     assert len(lines) == 3 * size

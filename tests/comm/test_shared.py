@@ -17,25 +17,38 @@ from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.testing.pool import WorkerPool
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.complex64)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.complex64,
+)
 # Small, so that a tensor of a few thousand elements takes many rounds.
 BUFFER_BYTES = 16 << 10
 CASES = 150
 
 
-def shared_group(group: distributed.ProcessGroup | None = None, **options: Any) -> SharedMemoryGroup:
+def shared_group(
+    group: distributed.ProcessGroup | None = None, **options: Any
+) -> SharedMemoryGroup:
     made = SharedMemoryGroup.create(group, buffer_bytes=BUFFER_BYTES, **options)
     assert isinstance(made, SharedMemoryGroup), made
     return made
 
 
 def values(length: int, dtype: torch.dtype, key: tuple[int, ...]) -> Tensor:
-    """Of very different sizes, so that another order of a sum gives other bits. The same for the same key, on any
-    rank."""
+    """Of very different sizes, so that another order of a sum gives other bits. The same for the
+    same key, on any rank."""
     generator = torch.Generator().manual_seed(hash(key))
     if not dtype.is_floating_point and not dtype.is_complex:
         return torch.randint(0, 100, (length,), generator=generator).to(dtype)
-    real = torch.randn(length, generator=generator, dtype=torch.float64) * 10.0 ** torch.randint(-3, 4, (length,), generator=generator)
+    real = torch.randn(length, generator=generator, dtype=torch.float64) * 10.0 ** torch.randint(
+        -3, 4, (length,), generator=generator
+    )
     return real.to(dtype)
 
 
@@ -57,7 +70,9 @@ def lengths(draw: random.Random) -> int:
     return draw.choice([0, 1, 2, draw.randrange(100), draw.randrange(3000), draw.randrange(30000)])
 
 
-def check_all_reduce(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_all_reduce(
+    group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int
+) -> bool:
     length = lengths(draw)
     everyone = [values(length, dtype, (case, rank)) for rank in range(group.size)]
     mine = everyone[group.rank].clone()
@@ -65,7 +80,9 @@ def check_all_reduce(group: SharedMemoryGroup, draw: random.Random, dtype: torch
     return same(mine, total_of(everyone))
 
 
-def check_reduce_scatter(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_reduce_scatter(
+    group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int
+) -> bool:
     length = lengths(draw)
     everyone = [values(length * group.size, dtype, (case, rank)) for rank in range(group.size)]
     output = torch.empty(length, dtype=dtype)
@@ -73,7 +90,9 @@ def check_reduce_scatter(group: SharedMemoryGroup, draw: random.Random, dtype: t
     return same(output, total_of([each.view(group.size, length)[group.rank] for each in everyone]))
 
 
-def check_all_gather(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_all_gather(
+    group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int
+) -> bool:
     length = lengths(draw)
     everyone = [values(length, dtype, (case, rank)) for rank in range(group.size)]
     output = torch.empty(group.size, length, dtype=dtype)
@@ -84,7 +103,9 @@ def check_all_gather(group: SharedMemoryGroup, draw: random.Random, dtype: torch
     return same(output, torch.stack(everyone))
 
 
-def check_start_all_gather(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_start_all_gather(
+    group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int
+) -> bool:
     """Two that are begun, of which the second completes the first, and another call between."""
     length = lengths(draw)
     everyone = [values(length, dtype, (case, rank)) for rank in range(group.size)]
@@ -99,27 +120,45 @@ def check_start_all_gather(group: SharedMemoryGroup, draw: random.Random, dtype:
     return right and same(outputs[1], torch.stack(everyone))
 
 
-def check_broadcast(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
+def check_broadcast(
+    group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int
+) -> bool:
     length, source = lengths(draw), draw.randrange(group.size)
     mine = values(length, dtype, (case, group.rank))
     group.broadcast(mine, source)
     return same(mine, values(length, dtype, (case, source)))
 
 
-def check_all_to_all(group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int) -> bool:
-    sizes = [[lengths(draw) if draw.random() < 0.7 else 0 for _ in range(group.size)] for _ in range(group.size)]
+def check_all_to_all(
+    group: SharedMemoryGroup, draw: random.Random, dtype: torch.dtype, case: int
+) -> bool:
+    sizes = [
+        [lengths(draw) if draw.random() < 0.7 else 0 for _ in range(group.size)]
+        for _ in range(group.size)
+    ]
     everyone = [values(sum(row), dtype, (case, rank)) for rank, row in enumerate(sizes)]
     received = [row[group.rank] for row in sizes]
     output = torch.empty(sum(received), dtype=dtype)
     group.all_to_all(output, everyone[group.rank], received, sizes[group.rank])
-    return same(output, torch.cat([each.split(row)[group.rank] for each, row in zip(everyone, sizes, strict=True)]))
+    return same(
+        output,
+        torch.cat([each.split(row)[group.rank] for each, row in zip(everyone, sizes, strict=True)]),
+    )
 
 
-CHECKS = (check_all_reduce, check_reduce_scatter, check_all_gather, check_start_all_gather, check_broadcast, check_all_to_all)
+CHECKS = (
+    check_all_reduce,
+    check_reduce_scatter,
+    check_all_gather,
+    check_start_all_gather,
+    check_broadcast,
+    check_all_to_all,
+)
 
 
 def run_cases(group: SharedMemoryGroup, seed: int, count: int) -> list[str]:
-    """What was wrong. The collectives follow each other in a random order, and sums are added in either way."""
+    """What was wrong. The collectives follow each other in a random order, and sums are added in
+    either way."""
     draw = random.Random(seed)
     wrong = []
     for case in range(count):
@@ -136,7 +175,9 @@ def random_collectives(seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_collectives_of_any_size_and_dtype_are_what_they_are_defined_to_be(pool: WorkerPool, world_size: int) -> None:
+def test_collectives_of_any_size_and_dtype_are_what_they_are_defined_to_be(
+    pool: WorkerPool, world_size: int
+) -> None:
     seed = random.randrange(10**6)
     assert pool.run(world_size, random_collectives, seed) == [[]] * world_size, seed
 
@@ -144,7 +185,9 @@ def test_collectives_of_any_size_and_dtype_are_what_they_are_defined_to_be(pool:
 def overlapping_groups() -> list[str]:
     """Ranks 0 and 2, 1 and 2, and all, by turns."""
     groups = [distributed.new_group(ranks) for ranks in ([0, 2], [1, 2])]
-    made = [shared_group(group) for group in groups if distributed.get_rank(group) >= 0] + [shared_group()]
+    made = [shared_group(group) for group in groups if distributed.get_rank(group) >= 0] + [
+        shared_group()
+    ]
     wrong = []
     for turn in range(3):
         for group in made:
@@ -176,14 +219,21 @@ def test_thousands_of_calls_one_after_the_other(pool: WorkerPool) -> None:
 
 
 def look_at_a_wait() -> tuple[list[CollectiveCall], list[CollectiveCall], list[CollectiveCall]]:
-    """What is under way on rank 0: before, while and after it waits for rank 1 to begin a gathering too."""
+    """What is under way on rank 0: before, while and after it waits for rank 1 to begin a gathering
+    too."""
     with shared_group(distributed.new_group([0, 1], group_desc="a pair")) as group:
         output, seen = torch.empty(2, 3), []
         if group.rank == 0:
             group.all_reduce(torch.ones(2))
             begun = group.start_all_gather(output, torch.ones(3))
             seen.append(active_calls())
-            looking = threading.Thread(target=lambda: (time.sleep(0.3), seen.append(active_calls()), distributed.send(torch.ones(1), 1)))
+            looking = threading.Thread(
+                target=lambda: (
+                    time.sleep(0.3),
+                    seen.append(active_calls()),
+                    distributed.send(torch.ones(1), 1),
+                )
+            )
             looking.start()
             begun.wait()
             looking.join()
@@ -199,7 +249,9 @@ def look_at_a_wait() -> tuple[list[CollectiveCall], list[CollectiveCall], list[C
 def test_a_rank_that_waits_tells_in_which_call_of_which_group(pool: WorkerPool) -> None:
     before, amid, after = pool.run(2, look_at_a_wait)[0]
     assert [before, after] == [[], []]
-    assert amid == [CollectiveCall("all_gather", "shared memory of a pair", 2, "float32, 3 elements")]
+    assert amid == [
+        CollectiveCall("all_gather", "shared memory of a pair", 2, "float32, 3 elements")
+    ]
 
 
 # What is refused
@@ -229,7 +281,10 @@ def test_tensors_that_do_not_fit_are_refused_with_what_would(pool: WorkerPool) -
         for text, expected in zip(
             said,
             (
-                "a non-contiguous tensor on cpu; shared memory exchanges contiguous tensors on the CPU",
+                (
+                    "a non-contiguous tensor on cpu; shared memory exchanges contiguous tensors on"
+                    " the CPU"
+                ),
                 "a contiguous tensor on meta; shared memory",
                 "torch.float8_e4m3fn cannot be exchanged",
                 "reduce_scatter of 4 float32 into 3 float32; the output is 1/2 of the input",
@@ -252,8 +307,12 @@ def test_tensors_that_do_not_fit_are_refused_with_what_would(pool: WorkerPool) -
     code=st.integers(0, len(shared_tensors.DTYPES) - 1),
     source=st.integers(0, 2**16 - 1),
 )
-def test_what_is_called_can_be_read_back(length: int, collective: str, code: int, source: int) -> None:
-    name, text = shared_tensors.called(shared_tensors.signature_of(collective, code, length, source))
+def test_what_is_called_can_be_read_back(
+    length: int, collective: str, code: int, source: int
+) -> None:
+    name, text = shared_tensors.called(
+        shared_tensors.signature_of(collective, code, length, source)
+    )
     assert name == collective
     assert text.startswith(str(shared_tensors.DTYPES[code]).removeprefix("torch."))
     assert (f", {length} elements" in text) == (collective != "all_to_all")
@@ -261,7 +320,9 @@ def test_what_is_called_can_be_read_back(length: int, collective: str, code: int
     assert shared_tensors.signature_of(collective, code, length, source) < 2**63
 
 
-@given(parts=st.lists(st.lists(st.floats(width=32), min_size=4, max_size=4), min_size=2, max_size=6))
+@given(
+    parts=st.lists(st.lists(st.floats(width=32), min_size=4, max_size=4), min_size=2, max_size=6)
+)
 def test_a_sum_is_added_in_the_order_of_the_ranks(parts: list[list[float]]) -> None:
     tensors = [torch.tensor(part, dtype=torch.float32) for part in parts]
     out = torch.empty(4)

@@ -18,7 +18,13 @@ class Record:
 
 def batch():
     x = torch.arange(3.0)
-    return {"list": [x, "text", 3], "tuple": (x, None), "pair": Pair(x, 1), "record": Record(x, "a"), "ordered": OrderedDict(x=x)}
+    return {
+        "list": [x, "text", 3],
+        "tuple": (x, None),
+        "pair": Pair(x, 1),
+        "record": Record(x, "a"),
+        "ordered": OrderedDict(x=x),
+    }
 
 
 def test_a_batch_on_the_cpu_stays_what_it_is():
@@ -28,7 +34,13 @@ def test_a_batch_on_the_cpu_stays_what_it_is():
 
 def test_every_tensor_goes_to_the_device_and_containers_and_other_values_stay():
     moved = to_device(batch(), torch.device("meta"))
-    tensors = [moved["list"][0], moved["tuple"][0], moved["pair"].x, moved["record"].x, moved["ordered"]["x"]]
+    tensors = [
+        moved["list"][0],
+        moved["tuple"][0],
+        moved["pair"].x,
+        moved["record"].x,
+        moved["ordered"]["x"],
+    ]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert [type(part) for part in moved.values()] == [list, tuple, Pair, Record, OrderedDict]
     assert moved["list"][1:] == ["text", 3]

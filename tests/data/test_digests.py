@@ -13,7 +13,16 @@ import torch
 from hypothesis import given, strategies as st
 
 from lockstep.base.errors import DataError
-from lockstep.data.digests import SAMPLES, Digests, changing, check_same, difference, digest_parts, not_compared, spread
+from lockstep.data.digests import (
+    SAMPLES,
+    Digests,
+    changing,
+    check_same,
+    difference,
+    digest_parts,
+    not_compared,
+    spread,
+)
 
 
 @dataclass
@@ -65,14 +74,19 @@ def test_equal_samples_have_equal_digests_by_the_path_of_each_part() -> None:
         ({"array": np.arange(4, dtype=np.uint16)}, "['array']"),
         ({"numbers": [1, 2.5, "Word", None, True]}, "['numbers']"),
         ({"numbers": (1, 2.5, "word", None, True)}, "['numbers']"),
-        ({"nested": (torch.tensor(1), [np.float32(2), {"deep": b"Bytes"}])}, "['nested'][1][1]['deep']"),
+        (
+            {"nested": (torch.tensor(1), [np.float32(2), {"deep": b"Bytes"}])},
+            "['nested'][1][1]['deep']",
+        ),
         ({"pair": Pair(torch.ones(2, dtype=torch.bfloat16), 4)}, "['pair'].label"),
         ({"names": {"b", "c"}}, "['names']"),
         ({"half": torch.zeros(0, 1)}, "['half']"),
         ({"more": 1}, "['more']"),
     ],
 )
-def test_another_value_shape_or_dtype_is_found_where_it_is(changed: Mapping[str, Any], path: str) -> None:
+def test_another_value_shape_or_dtype_is_found_where_it_is(
+    changed: Mapping[str, Any], path: str
+) -> None:
     assert difference(digest_parts(sample()), digest_parts(sample(**changed))) == path
 
 
@@ -96,13 +110,20 @@ def test_parts_that_cannot_be_compared_are_named() -> None:
 def test_lengths_are_compared_where_samples_cannot_be() -> None:
     check_same("data", [digests([1, 2]), digests([1, 3])], lengths_only=True)
     with pytest.raises(DataError, match="their lengths differ"):
-        check_same("data", [Digests.of(["sample 0"], lambda _: 0), Digests.of(["sample 1"], lambda _: 0)], lengths_only=True)
+        check_same(
+            "data",
+            [Digests.of(["sample 0"], lambda _: 0), Digests.of(["sample 1"], lambda _: 0)],
+            lengths_only=True,
+        )
 
 
 def test_a_sample_of_many_parts_has_the_last_ones_in_one_digest() -> None:
     parts = [torch.tensor(i) for i in range(100)]
     assert len(digest_parts(parts)) == 65
-    assert difference(digest_parts(parts), digest_parts([*parts[:-1], torch.tensor(-1)])) == " beyond its first 64 parts"
+    assert (
+        difference(digest_parts(parts), digest_parts([*parts[:-1], torch.tensor(-1)]))
+        == " beyond its first 64 parts"
+    )
 
 
 @given(st.integers(1, 10**12))
@@ -127,16 +148,24 @@ def test_ranks_with_the_same_samples_pass_even_if_one_had_time_for_fewer() -> No
 def test_the_first_sample_that_differs_is_named() -> None:
     with pytest.raises(DataError) as caught:
         check_same("data", [UNREAD, digests([1, [torch.ones(1)]]), digests([1, [torch.zeros(1)]])])
-    assert str(caught.value) == (
-        "data: sample 1[0] differs between rank 1 and rank 2; all ranks have one dataset, of which each computes a part, so "
-        "every rank must make the same: seed what is drawn (torch.Generator().manual_seed(0), also for random_split), sort what is "
-        "listed (sorted(os.listdir(folder))), and leave rank and clock out of it"
+    assert (
+        str(caught.value)
+        == "data: sample 1[0] differs between rank 1 and rank 2; all ranks have one dataset, of"
+        " which each computes a part, so every rank must make the same: seed what is drawn"
+        " (torch.Generator().manual_seed(0), also for random_split), sort what is listed"
+        " (sorted(os.listdir(folder))), and leave rank and clock out of it"
     )
 
 
 def test_datasets_of_other_lengths_are_refused() -> None:
-    one, other = (Digests.of([f"sample {index}" for index in spread(length)], lambda _: 0) for length in (10, 11))
-    with pytest.raises(DataError, match="data has sample 9 on rank 0 where rank 1 has sample 10: their lengths differ"):
+    one, other = (
+        Digests.of([f"sample {index}" for index in spread(length)], lambda _: 0)
+        for length in (10, 11)
+    )
+    with pytest.raises(
+        DataError,
+        match="data has sample 9 on rank 0 where rank 1 has sample 10: their lengths differ",
+    ):
         check_same("data", [one, other])
 
 

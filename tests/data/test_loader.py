@@ -74,7 +74,10 @@ DATASETS = {
     "tensors": lambda: (pairs(), None),
     "samples": lambda: (Items(lambda i: {"x": torch.full((2,), float(i)), "name": str(i)}), None),
     "augmented": lambda: (Items(lambda i: (i, *drawn())), None),
-    "augmented at once": lambda: (Many(lambda indices: {"x": torch.tensor(indices), "noise": torch.rand(len(indices))}), None),
+    "augmented at once": lambda: (
+        Many(lambda indices: {"x": torch.tensor(indices), "noise": torch.rand(len(indices))}),
+        None,
+    ),
     "listed at once": lambda: (Many(lambda indices: [(i, *drawn()) for i in indices]), None),
     "randomly collated": lambda: (pairs(), lambda samples: (default_collate(samples), *drawn())),
 }
@@ -122,31 +125,51 @@ def test_the_default_generators_are_left_as_they_are_when_a_sample_fails(load):
 def test_microbatches_hold_the_samples_of_their_spans_in_the_keyed_order(load):
     fetched = load(Items(length=100), spans(32, 5, steps=40), seed=3)
     asked = list(spans(32, 5, steps=40))
-    assert [(each.step, each.index, each.size) for each in fetched] == [(span.step, span.index, span.stop - span.start) for span in asked]
+    assert [(each.step, each.index, each.size) for each in fetched] == [
+        (span.step, span.index, span.stop - span.start) for span in asked
+    ]
     _, samples = Order(100, 3).samples(np.arange(32 * 40))
-    assert [each.batch.tolist() for each in fetched] == [samples[span.start : span.stop].tolist() for span in asked]
+    assert [each.batch.tolist() for each in fetched] == [
+        samples[span.start : span.stop].tolist() for span in asked
+    ]
 
 
 def test_a_microbatch_larger_than_a_chunk_of_the_order_is_whole(load):
-    (fetched,) = load(Items(length=10), [Span(step=0, index=0, start=5, stop=5 + 2 * CHUNK_POSITIONS)])
-    assert fetched.batch.tolist() == Order(10, 0).samples(np.arange(5, 5 + 2 * CHUNK_POSITIONS))[1].tolist()
+    (fetched,) = load(
+        Items(length=10), [Span(step=0, index=0, start=5, stop=5 + 2 * CHUNK_POSITIONS)]
+    )
+    assert (
+        fetched.batch.tolist()
+        == Order(10, 0).samples(np.arange(5, 5 + 2 * CHUNK_POSITIONS))[1].tolist()
+    )
 
 
-def test_unshuffled_data_come_in_their_own_order_and_random_ones_do_not_depend_on_the_microbatch(load):
+def test_unshuffled_data_come_in_their_own_order_and_random_ones_do_not_depend_on_the_microbatch(
+    load,
+):
     fours = load(Items(lambda i: (i, drawn())), spans(10, 4, steps=1), shuffle=False)
     torch.manual_seed(1)
     threes = load(Items(lambda i: (i, drawn())), spans(10, 3, steps=1), shuffle=False)
     assert [each.batch[0].tolist() for each in fours] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    numbers, again = (torch.cat([torch.stack(each.batch[1]) for each in some], dim=1) for some in (fours, threes))
+    numbers, again = (
+        torch.cat([torch.stack(each.batch[1]) for each in some], dim=1) for some in (fours, threes)
+    )
     assert torch.equal(numbers, again)
 
 
 def augmentation(load, **options):
     """(epoch, sample) -> what the generators gave, over three epochs."""
     among = options.pop("among", spans(10, 4))
-    fetched = [number for each in load(Items(lambda i: (i, drawn())), among, collate=list, **options) for number in each.batch]
+    fetched = [
+        number
+        for each in load(Items(lambda i: (i, drawn())), among, collate=list, **options)
+        for number in each.batch
+    ]
     epochs, _ = Order(10, 0).samples(np.arange(len(fetched)))
-    return {(epoch, sample): numbers for epoch, (sample, numbers) in zip(epochs.tolist(), fetched, strict=True)}
+    return {
+        (epoch, sample): numbers
+        for epoch, (sample, numbers) in zip(epochs.tolist(), fetched, strict=True)
+    }
 
 
 def test_the_augmentation_of_a_sample_depends_on_seed_epoch_and_sample_only(load):
@@ -158,9 +181,15 @@ def test_the_augmentation_of_a_sample_depends_on_seed_epoch_and_sample_only(load
     assert not set(augmentation(load, seed=1).values()) & set(numbers.values())
 
 
-def test_the_augmentation_of_a_microbatch_fetched_at_once_depends_on_seed_epoch_and_first_sample_only(load):
+def test_the_augmentation_of_a_microbatch_fetched_at_once_depends_on_seed_epoch_and_first_sample_only(
+    load,
+):
     def numbers(size, **options):
-        fetched = load(Many(lambda indices: {"first": indices[0], "drawn": drawn()}), spans(10, size), **options)
+        fetched = load(
+            Many(lambda indices: {"first": indices[0], "drawn": drawn()}),
+            spans(10, size),
+            **options,
+        )
         return {(each.step, each.batch["first"]): each.batch["drawn"] for each in fetched}
 
     assert len(set(numbers(2).values())) == 15
@@ -175,7 +204,11 @@ def test_tensors_that_are_only_indexed_need_no_generators():
 
 def test_a_subset_of_an_augmented_dataset_is_augmented_sample_by_sample(load):
     def numbers(size):
-        fetched = load(Subset(Items(lambda i: (i, drawn()), length=20), range(10, 20)), spans(10, size), collate=list)
+        fetched = load(
+            Subset(Items(lambda i: (i, drawn()), length=20), range(10, 20)),
+            spans(10, size),
+            collate=list,
+        )
         return [each for microbatch in fetched for each in microbatch.batch]
 
     assert numbers(4) == numbers(5)
@@ -183,7 +216,10 @@ def test_a_subset_of_an_augmented_dataset_is_augmented_sample_by_sample(load):
 
 def test_random_collation_depends_on_seed_step_and_microbatch_only(load):
     def numbers(**options):
-        return {(each.step, each.index): each.batch for each in load(pairs(), collate=lambda samples: drawn(), **options)}
+        return {
+            (each.step, each.index): each.batch
+            for each in load(pairs(), collate=lambda samples: drawn(), **options)
+        }
 
     assert len(set(numbers().values())) == 9
     later = itertools.dropwhile(lambda span: span.step < 1, spans(8, 3))
@@ -212,7 +248,11 @@ def test_one_microbatch_of_tensors_may_be_changed_while_another_waits_for_its_ba
 def test_a_microbatch_of_tensors_starts_where_a_tensor_of_its_own_would(load, features, size):
     data = TensorDataset(torch.randn(64, features), torch.arange(64), torch.randn(64).double())
     fetched = load(data, spans(64, size, steps=1))
-    assert all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for microbatch in fetched for tensor in microbatch.batch)
+    assert all(
+        tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        for microbatch in fetched
+        for tensor in microbatch.batch
+    )
 
 
 def test_a_tensor_dataset_with_an_item_of_its_own_is_asked_for_it(load):
@@ -222,21 +262,29 @@ def test_a_tensor_dataset_with_an_item_of_its_own_is_asked_for_it(load):
 
     data = pairs()
     for fetched, doubled in zip(load(data), load(Doubled(*data.tensors)), strict=True):
-        assert [part.tolist() for part in doubled.batch] == [(2 * part).tolist() for part in fetched.batch]
+        assert [part.tolist() for part in doubled.batch] == [
+            (2 * part).tolist() for part in fetched.batch
+        ]
 
 
 def test_a_list_from_getitems_is_collated_and_anything_else_is_the_batch(load):
     lists = load(Many(lambda indices: [{"x": i} for i in indices]))
-    assert [each.batch["x"].tolist() for each in lists] == [each.batch["x"] for each in load(Many(lambda indices: {"x": indices}))]
-    assert all(type(each.batch) is tuple for each in load(Many(lambda indices: (torch.tensor(indices),))))
+    assert [each.batch["x"].tolist() for each in lists] == [
+        each.batch["x"] for each in load(Many(lambda indices: {"x": indices}))
+    ]
+    assert all(
+        type(each.batch) is tuple for each in load(Many(lambda indices: (torch.tensor(indices),)))
+    )
 
 
 def test_a_list_from_getitems_that_is_not_one_item_a_sample_is_refused(load):
     with pytest.raises(DataError) as caught:
         load(Many(lambda indices: [torch.tensor(indices), torch.tensor(indices)]))
-    assert str(caught.value) == (
-        "__getitems__ of Many returned a list of 2 for 3 indices after step 0, microbatch 0; a list holds one item a sample, to be "
-        "collated; return a tuple, a dict or a tensor for a batch made already"
+    assert (
+        str(caught.value)
+        == "__getitems__ of Many returned a list of 2 for 3 indices after step 0, microbatch 0; a"
+        " list holds one item a sample, to be collated; return a tuple, a dict or a tensor for a"
+        " batch made already"
     )
 
 
@@ -285,10 +333,14 @@ def test_failing_getitems_and_collate_keep_their_exceptions_and_are_named(load, 
     with pytest.raises(OSError, match="disk gone") as caught:
         load(Many(fails), workers=workers, seed=1)
     indices = Order(10, 1).samples(np.arange(3))[1].tolist()
-    assert caught.value.__notes__ == [f"raised by __getitems__({indices}) of Many after step 0, microbatch 0"]
+    assert caught.value.__notes__ == [
+        f"raised by __getitems__({indices}) of Many after step 0, microbatch 0"
+    ]
     with pytest.raises(OSError, match="disk gone") as caught:
         load(pairs(), workers=workers, seed=1, collate=fails)
-    assert caught.value.__notes__ == [f"raised by collate after step 0, microbatch 0: samples {indices}"]
+    assert caught.value.__notes__ == [
+        f"raised by collate after step 0, microbatch 0: samples {indices}"
+    ]
 
 
 def test_an_exception_that_cannot_leave_its_worker_comes_as_its_traceback(load):
@@ -298,7 +350,12 @@ def test_an_exception_that_cannot_leave_its_worker_comes_as_its_traceback(load):
 
         raise Local("only here")
 
-    with pytest.raises(WorkerError, match=r"(?s)a loader process failed:\nTraceback.*in fails.*Local: only here.*raised by sample"):
+    with pytest.raises(
+        WorkerError,
+        match=(
+            r"(?s)a loader process failed:\nTraceback.*in fails.*Local: only here.*raised by sample"
+        ),
+    ):
         load(Items(fails), workers=1)
 
 
@@ -307,10 +364,13 @@ def test_ragged_samples_without_a_collate_are_refused(load, workers):
     with pytest.raises(DataError) as caught:
         load(Items(lambda i: torch.zeros(1 + i)), spans(10, 2), workers=workers)
     samples = Order(10, 0).samples(np.arange(2))[1]
-    assert str(caught.value) == (
-        f"after step 0, microbatch 0: samples {samples.tolist()} do not make a batch: stack expects each tensor to be equal size, but "
-        f"got [{samples[0] + 1}] at entry 0 and [{samples[1] + 1}] at entry 1; torch's default collate needs samples of one structure "
-        "and shape; give Recipe.collate or Evaluation.collate, a function from a list of samples to a batch"
+    assert (
+        str(caught.value)
+        == f"after step 0, microbatch 0: samples {samples.tolist()} do not make a batch: stack"
+        f" expects each tensor to be equal size, but got [{samples[0] + 1}] at entry 0 and"
+        f" [{samples[1] + 1}] at entry 1; torch's default collate needs samples of one structure"
+        " and shape; give Recipe.collate or Evaluation.collate, a function from a list of"
+        " samples to a batch"
     )
 
 
@@ -324,9 +384,10 @@ def test_a_dataset_that_changes_its_length_is_refused(workers):
     with pytest.raises(DataError) as caught:
         next(fetched)
     loader.close()
-    assert str(caught.value) == (
-        "the dataset has 12 samples after step 0, microbatch 1, and had 10 before; the order of a run follows from the length; "
-        "give data whose len() stays the same"
+    assert (
+        str(caught.value)
+        == "the dataset has 12 samples after step 0, microbatch 1, and had 10 before; the order of"
+        " a run follows from the length; give data whose len() stays the same"
     )
 
 
@@ -335,8 +396,14 @@ def test_a_batch_made_otherwise_than_the_first_is_refused(load, workers):
     eighth = Order(10, 0).samples(np.array([7]))[1].item()
 
     with pytest.raises(DataError) as caught:
-        load(Items(lambda i: {"x": torch.tensor(i), "y": torch.tensor(i if i == eighth else 1.0)}), spans(4, 1), workers=workers)
-    assert str(caught.value) == (
-        "after step 1, microbatch 3: batch['y'] is torch.int64 and was torch.float32 in the first microbatch; every microbatch has the "
-        "same containers, keys and dtypes (shapes may differ); make them so in the dataset or in the collate function"
+        load(
+            Items(lambda i: {"x": torch.tensor(i), "y": torch.tensor(i if i == eighth else 1.0)}),
+            spans(4, 1),
+            workers=workers,
+        )
+    assert (
+        str(caught.value)
+        == "after step 1, microbatch 3: batch['y'] is torch.int64 and was torch.float32 in the"
+        " first microbatch; every microbatch has the same containers, keys and dtypes (shapes"
+        " may differ); make them so in the dataset or in the collate function"
     )

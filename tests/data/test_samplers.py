@@ -21,8 +21,16 @@ def listed(batches: list[list[Any]]) -> list[list[list[int]]]:
     return [[[int(index) for index in microbatch] for microbatch in batch] for batch in batches]
 
 
-@given(weights=st.lists(st.floats(0, 10), min_size=1, max_size=30).filter(lambda found: sum(found) > 0), epoch=EPOCHS, seed=SEEDS)
-def test_weighted_draws_only_samples_with_a_weight_and_the_same_again(weights: list[float], epoch: int, seed: int) -> None:
+@given(
+    weights=st.lists(st.floats(0, 10), min_size=1, max_size=30).filter(
+        lambda found: sum(found) > 0
+    ),
+    epoch=EPOCHS,
+    seed=SEEDS,
+)
+def test_weighted_draws_only_samples_with_a_weight_and_the_same_again(
+    weights: list[float], epoch: int, seed: int
+) -> None:
     drawn = samplers.weighted(weights, samples=50)(epoch, seed)
     assert drawn.shape == (50,)
     assert all(weights[index] > 0 for index in drawn)
@@ -53,7 +61,11 @@ def test_balanced_draws_each_label_equally_often() -> None:
     assert drawn["dog"] == pytest.approx(10_000, rel=0.05)
 
 
-@given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4), samples=st.integers(1, 60), seed=SEEDS)
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    samples=st.integers(1, 60),
+    seed=SEEDS,
+)
 def test_a_mixture_has_each_dataset_in_its_ratio_and_repeats_no_sample_before_all_were_seen(
     sizes: list[int], samples: int, seed: int
 ) -> None:
@@ -95,9 +107,13 @@ def test_batches_by_length_waste_little_and_change_from_epoch_to_epoch() -> None
     lengths = [int(length) for length in np.random.default_rng(0).integers(5, 200, 2000)]
     sampler = samplers.by_length(lengths, tokens=2000)
     batches = [microbatch for batch in listed(sampler(0, 0)) for microbatch in batch]
-    padded = sum(len(microbatch) * max(lengths[index] for index in microbatch) for microbatch in batches)
+    padded = sum(
+        len(microbatch) * max(lengths[index] for index in microbatch) for microbatch in batches
+    )
     assert padded / sum(lengths) < 1.1
-    assert {frozenset(each) for each in batches} != {frozenset(each) for batch in listed(sampler(1, 0)) for each in batch}
+    assert {frozenset(each) for each in batches} != {
+        frozenset(each) for batch in listed(sampler(1, 0)) for each in batch
+    }
 
 
 @pytest.mark.parametrize(
@@ -106,7 +122,10 @@ def test_batches_by_length_waste_little_and_change_from_epoch_to_epoch() -> None
         (lambda: samplers.weighted([0.0, 0.0]), "not all 0"),
         (lambda: samplers.weighted([1.0, -1.0]), "not negative"),
         (lambda: samplers.weighted([1.0, float("nan")]), "finite"),
-        (lambda: samplers.weighted([1.0, 0.0], samples=2, replacement=False), "without replacement at most as many as those"),
+        (
+            lambda: samplers.weighted([1.0, 0.0], samples=2, replacement=False),
+            "without replacement at most as many as those",
+        ),
         (lambda: samplers.mixture([3, 4], [1.0], samples=5), "a ratio for each dataset"),
         (lambda: samplers.by_length([3, 0], tokens=5), "at least 1 a sample"),
     ],

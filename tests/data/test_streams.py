@@ -41,17 +41,23 @@ def read(count, *, window, open=numbered, shard=0, seed=0, epoch=0, position=0):
 
 
 @given(st.integers(0, 5), st.integers(1, 20), st.integers(0, 2**63 - 1))
-def test_every_epoch_of_a_shard_has_each_of_its_samples_once_each_window_its_own(shard, window, seed):
+def test_every_epoch_of_a_shard_has_each_of_its_samples_once_each_window_its_own(
+    shard, window, seed
+):
     found = read(60, window=window, shard=shard, seed=seed)
     epoch = 0
     while found:
         length = length_of(shard, epoch)
         seen, found = found[:length], found[length:]
-        assert [(sample.epoch, sample.position) for sample in seen] == [(epoch, place) for place in range(len(seen))]
+        assert [(sample.epoch, sample.position) for sample in seen] == [
+            (epoch, place) for place in range(len(seen))
+        ]
         assert all(sample.value == (shard, epoch, sample.number) for sample in seen)
         if found:
             for first in range(0, length, window):
-                assert sorted(sample.number for sample in seen[first : first + window]) == list(range(first, min(first + window, length)))
+                assert sorted(sample.number for sample in seen[first : first + window]) == list(
+                    range(first, min(first + window, length))
+                )
         epoch += 1
 
 
@@ -59,13 +65,24 @@ def test_every_epoch_of_a_shard_has_each_of_its_samples_once_each_window_its_own
 def test_a_shard_read_from_a_position_on_goes_on_as_if_it_had_been_read_to_it(shard, window, count):
     whole = read(60, window=window, shard=shard)
     last = whole[count]
-    for epoch, position in ((last.epoch, last.position), *([(whole[count - 1].epoch, whole[count - 1].position + 1)] if count else [])):
-        assert read(60 - count, window=window, shard=shard, epoch=epoch, position=position) == whole[count:]
+    for epoch, position in (
+        (last.epoch, last.position),
+        *([(whole[count - 1].epoch, whole[count - 1].position + 1)] if count else []),
+    ):
+        assert (
+            read(60 - count, window=window, shard=shard, epoch=epoch, position=position)
+            == whole[count:]
+        )
 
 
 def test_a_window_of_one_is_no_shuffle_and_larger_ones_are_shuffled_each_otherwise():
     def orders(**options):
-        return [sample.number for sample in read(40, open=lambda shard, epoch, start: iter(range(start, 40)), **options)]
+        return [
+            sample.number
+            for sample in read(
+                40, open=lambda shard, epoch, start: iter(range(start, 40)), **options
+            )
+        ]
 
     assert orders(window=1) == list(range(40))
     first, *others = [
@@ -78,7 +95,22 @@ def test_a_window_of_one_is_no_shuffle_and_larger_ones_are_shuffled_each_otherwi
 
 
 def test_the_order_of_a_window_never_changes_between_versions():
-    assert [sample.number for sample in read(14, window=8, seed=7, shard=2)] == [7, 3, 6, 5, 2, 1, 4, 0, 12, 11, 10, 8, 9, 2]
+    assert [sample.number for sample in read(14, window=8, seed=7, shard=2)] == [
+        7,
+        3,
+        6,
+        5,
+        2,
+        1,
+        4,
+        0,
+        12,
+        11,
+        10,
+        8,
+        9,
+        2,
+    ]
 
 
 class Heavy:
@@ -127,7 +159,8 @@ def test_an_epoch_without_a_sample_is_refused_and_one_that_was_seen_whole_is_not
         return iter(range(start, 4 if epoch < 2 else 0))
 
     message = (
-        "shard 1 of the stream has no sample in epoch 2; each shard has at least one; check what open(1, 2, 0) reads, or give fewer shards"
+        "shard 1 of the stream has no sample in epoch 2; each shard has at least one; check what"
+        " open(1, 2, 0) reads, or give fewer shards"
     )
     with pytest.raises(DataError) as caught:
         read(9, window=2, open=empty_later, shard=1, position=4)
@@ -138,15 +171,20 @@ def test_an_epoch_without_a_sample_is_refused_and_one_that_was_seen_whole_is_not
 def test_a_shard_that_has_become_shorter_than_what_was_seen_of_it_is_refused():
     with pytest.raises(DataError) as caught:
         read(1, window=4, open=lambda shard, epoch, start: iter(range(start, 5)), position=7)
-    assert str(caught.value) == (
-        "shard 0 of the stream ends before sample 7 of epoch 0, where it stood; what a shard gives must follow from shard and epoch "
-        "alone; give the shards that the run began with"
+    assert (
+        str(caught.value)
+        == "shard 0 of the stream ends before sample 7 of epoch 0, where it stood; what a shard"
+        " gives must follow from shard and epoch alone; give the shards that the run began with"
     )
 
 
 def test_what_open_returns_must_be_an_iterator():
     with pytest.raises(
-        DataError, match=r"Stream\.open\(0, 0, 0\) returned a NoneType; it returns an iterator over the shard's samples; make"
+        DataError,
+        match=(
+            r"Stream\.open\(0, 0, 0\) returned a NoneType; it returns an iterator over the shard's"
+            r" samples; make"
+        ),
     ):
         read(1, window=4, open=lambda *_: None)
 
@@ -168,9 +206,18 @@ def load():
     loaders = []
 
     def fetch(open, among=None, *, begin=(0, 0), shards=6, window=5, **options):
-        loaders.append(StreamLoader(ls.Stream(open, shards=shards, window=window), **{"seed": 0, "device": CPU, **options}))
+        loaders.append(
+            StreamLoader(
+                ls.Stream(open, shards=shards, window=window),
+                **{"seed": 0, "device": CPU, **options},
+            )
+        )
         positions = dict.fromkeys(range(shards), ShardPosition(*begin))
-        return list(loaders[-1].fetch(spans() if among is None else among, microbatches=3, positions=positions))
+        return list(
+            loaders[-1].fetch(
+                spans() if among is None else among, microbatches=3, positions=positions
+            )
+        )
 
     yield fetch
     for loader in loaders:
@@ -193,14 +240,19 @@ STREAMS = {
 @pytest.mark.parametrize("mine", [None, [0, 2], [1]])
 def test_any_number_of_workers_gives_the_same_microbatches(load, kind, mine):
     open, collate = STREAMS[kind]
-    alone, one, three = (repr(load(open, spans(mine=mine), collate=collate, workers=workers)) for workers in (0, 1, 3))
+    alone, one, three = (
+        repr(load(open, spans(mine=mine), collate=collate, workers=workers))
+        for workers in (0, 1, 3)
+    )
     assert alone.count("Microbatch(") == 6 * (3 if mine is None else len(mine))
     assert alone == one == three
 
 
 @WORKERS
 def test_a_loader_that_begins_anew_elsewhere_does_so_with_its_workers(workers):
-    loader = StreamLoader(ls.Stream(numbered, shards=6, window=5), seed=0, workers=workers, device=CPU)
+    loader = StreamLoader(
+        ls.Stream(numbered, shards=6, window=5), seed=0, workers=workers, device=CPU
+    )
     whole = list(loader.fetch(spans(), microbatches=3, positions={}))
     positions = {each.origin.shard: each.origin.after for each in whole[:9]}
     again = list(loader.fetch(spans(first=3), microbatches=3, positions=positions))
@@ -255,7 +307,10 @@ def test_what_open_itself_draws_does_not_depend_on_where_it_starts():
 
 def test_random_collation_depends_on_seed_step_and_microbatch_only(load):
     def numbers(**options):
-        return {(each.step, each.index): each.batch for each in load(numbered, collate=lambda samples: drawn(), **options)}
+        return {
+            (each.step, each.index): each.batch
+            for each in load(numbered, collate=lambda samples: drawn(), **options)
+        }
 
     assert len(set(numbers().values())) == 18
     assert numbers(window=1) == numbers()
@@ -267,8 +322,13 @@ def test_a_microbatch_says_which_samples_it_has_and_where_its_shard_goes_on(load
     for each in load(numbered, collate=list, workers=workers):
         shard = each.index + 3 * (each.step % 2)
         assert each.origin.shard == shard
-        assert each.batch == [(shard, epoch, number) for epoch, number in zip(each.origin.epochs, each.origin.numbers, strict=True)]
-    found = load(lambda shard, epoch, start: iter(range(start, 6)), spans(steps=3), window=1, shards=3)
+        assert each.batch == [
+            (shard, epoch, number)
+            for epoch, number in zip(each.origin.epochs, each.origin.numbers, strict=True)
+        ]
+    found = load(
+        lambda shard, epoch, start: iter(range(start, 6)), spans(steps=3), window=1, shards=3
+    )
     assert [str(each.origin) for each in found if each.index == 1] == [
         "samples [0, 1, 2, 3] of shard 1 in epoch 0",
         "samples [4, 5] of shard 1 in epoch 0 and [0, 1] of shard 1 in epoch 1",
@@ -277,13 +337,20 @@ def test_a_microbatch_says_which_samples_it_has_and_where_its_shard_goes_on(load
     assert [each.origin.after for each in found if each.index == 1] == [(0, 4), (1, 2), (1, 6)]
 
 
-def test_a_microbatch_that_is_computed_again_is_not_read_again_and_not_what_was_made_of_the_first(load):
+def test_a_microbatch_that_is_computed_again_is_not_read_again_and_not_what_was_made_of_the_first(
+    load,
+):
     again = [
         Span(step=0, index=1, start=4, stop=8),
         Span(step=0, index=1, start=4, stop=8, is_dummy=True),
         Span(step=1, index=1, start=16, stop=20),
     ]
-    first, second, third = load(lambda shard, epoch, start: (torch.tensor(n) for n in range(start, 99)), again, window=1, shards=3)
+    first, second, third = load(
+        lambda shard, epoch, start: (torch.tensor(n) for n in range(start, 99)),
+        again,
+        window=1,
+        shards=3,
+    )
     assert [each.is_dummy for each in (first, second, third)] == [False, True, False]
     first.batch.zero_()
     assert second.batch.tolist() == [0, 1, 2, 3]
@@ -301,7 +368,9 @@ def test_a_failing_sample_keeps_its_exception_and_is_named(load, workers):
     with pytest.raises(KeyError) as caught:
         load(fails, workers=workers)
     assert caught.value.args == ("no such record", 3)
-    assert caught.value.__notes__ == ["raised by sample 3 of shard 2 in epoch 1, from Stream.open(2, 1, 0)"]
+    assert caught.value.__notes__ == [
+        "raised by sample 3 of shard 2 in epoch 1, from Stream.open(2, 1, 0)"
+    ]
     if workers:
         assert "in fails" in str(caught.value.__cause__)
 
@@ -313,14 +382,22 @@ def test_a_failing_open_keeps_its_exception_and_is_named(load, workers):
 
     with pytest.raises(OSError, match="disk gone") as caught:
         load(fails, workers=workers, begin=(3, 7))
-    assert caught.value.__notes__ == ["raised by sample 5 of shard 0 in epoch 3, from Stream.open(0, 3, 5)"]
+    assert caught.value.__notes__ == [
+        "raised by sample 5 of shard 0 in epoch 3, from Stream.open(0, 3, 5)"
+    ]
 
 
 @WORKERS
 def test_samples_that_make_no_batch_are_named(load, workers):
     with pytest.raises(DataError) as caught:
-        load(lambda shard, epoch, start: (torch.zeros(1 + n) for n in range(start, 9)), workers=workers, window=1)
-    assert "microbatch 0: samples [0, 1, 2, 3] of shard 0 in epoch 0 do not make a batch: " in str(caught.value)
+        load(
+            lambda shard, epoch, start: (torch.zeros(1 + n) for n in range(start, 9)),
+            workers=workers,
+            window=1,
+        )
+    assert "microbatch 0: samples [0, 1, 2, 3] of shard 0 in epoch 0 do not make a batch: " in str(
+        caught.value
+    )
 
     def cannot(samples):
         raise ZeroDivisionError
@@ -334,9 +411,16 @@ def test_samples_that_make_no_batch_are_named(load, workers):
 @WORKERS
 def test_a_batch_made_otherwise_than_the_first_is_refused(load, workers):
     with pytest.raises(
-        DataError, match=r"^after step 0, microbatch 1: batch is torch.float32 and was torch.int64 in the first microbatch;"
+        DataError,
+        match=(
+            r"^after step 0, microbatch 1: batch is torch.float32 and was torch.int64 in the first"
+            r" microbatch;"
+        ),
     ):
-        load(lambda shard, epoch, start: (torch.tensor(1.0 if shard else 1) for _ in range(9)), workers=workers)
+        load(
+            lambda shard, epoch, start: (torch.tensor(1.0 if shard else 1) for _ in range(9)),
+            workers=workers,
+        )
 
 
 @WORKERS
@@ -348,7 +432,9 @@ def test_requests_are_taken_only_as_far_ahead_as_workers_make_them(workers):
             taken.append(span)
             yield span
 
-    loader = StreamLoader(ls.Stream(numbered, shards=3, window=2), seed=0, workers=workers, device=CPU)
+    loader = StreamLoader(
+        ls.Stream(numbered, shards=3, window=2), seed=0, workers=workers, device=CPU
+    )
     next(loader.fetch(noted(), microbatches=3, positions={}))
     assert len(taken) <= 5
     loader.close()

@@ -43,9 +43,17 @@ def test_batches_made_alike_allow_change_in_shapes_and_plain_values(then, now):
         ([F, L], [F, L, L], "batch has 3 parts and had 2 parts"),
         ([F, F], [F, L], "batch has 2 parts and had any number of torch.float32"),
         ({"x": F, "y": L}, {"x": F}, "batch has ['x'] and had ['x', 'y']"),
-        ({"x": [{"y": F}, L]}, {"x": [{"y": L}, L]}, "batch['x'][0]['y'] is torch.int64 and was torch.float32"),
+        (
+            {"x": [{"y": F}, L]},
+            {"x": [{"y": L}, L]},
+            "batch['x'][0]['y'] is torch.int64 and was torch.float32",
+        ),
         (Record(F, [L]), Record(F, [F]), "batch['y'][0] is torch.float32 and was torch.int64"),
-        ({"x": np.zeros(2)}, {"x": "a"}, "batch['x'] is no tensor or container and was an array of float64"),
+        (
+            {"x": np.zeros(2)},
+            {"x": "a"},
+            "batch['x'] is no tensor or container and was an array of float64",
+        ),
     ],
 )
 def test_a_difference_names_the_place_and_both_sides(then, now, words):

@@ -31,7 +31,11 @@ def loader():
 
 
 def children():
-    return {process.pid for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE}
+    return {
+        process.pid
+        for process in psutil.Process().children()
+        if process.status() != psutil.STATUS_ZOMBIE
+    }
 
 
 def test_workers_start_with_the_first_fetch_serve_all_and_end_on_closing(loader):
@@ -50,7 +54,11 @@ def test_workers_start_with_the_first_fetch_serve_all_and_end_on_closing(loader)
 def test_each_worker_makes_so_many_microbatches_ahead(monkeypatch, workers, prefetch):
     asked = []
     all_requests = Loader._requests
-    monkeypatch.setattr(Loader, "_requests", lambda self, spans: (asked.append(each) or each for each in all_requests(self, spans)))
+    monkeypatch.setattr(
+        Loader,
+        "_requests",
+        lambda self, spans: (asked.append(each) or each for each in all_requests(self, spans)),
+    )
     loader = Loader(DATA, seed=0, workers=workers, prefetch=prefetch, device=torch.device("cpu"))
     fetched = loader.fetch(spans(30))
     for taken in range(1, 4):
@@ -77,7 +85,8 @@ def test_workers_that_are_killed_leave_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = children()
     killed = Loader(DATA, seed=0, workers=2, device=torch.device("cpu"))
-    assert len(list(killed.fetch(spans()))) == 6  # they are idle then, and none is killed in the midst of handing over memory
+    # they are idle then, and none is killed in the midst of handing over memory
+    assert len(list(killed.fetch(spans()))) == 6
     assert len(list(tmp_path.glob("*/listener-*"))) >= 1
     for pid in children() - before:
         os.kill(pid, signal.SIGKILL)
@@ -90,7 +99,9 @@ def test_workers_that_are_killed_leave_no_file(tmp_path, monkeypatch):
 
 def test_a_temporary_folder_with_a_long_name_is_refused_before_workers_are_started(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/" + "a" * 75)
-    message = r"\(TMPDIR\), whose name has 76 bytes; .* leaves 75 bytes; set TMPDIR to a shorter path"
+    message = (
+        r"\(TMPDIR\), whose name has 76 bytes; .* leaves 75 bytes; set TMPDIR to a shorter path"
+    )
     with pytest.raises(LaunchError, match=message):
         Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
 
@@ -104,7 +115,9 @@ def test_the_longest_folder_that_is_not_refused_works(tmp_path, monkeypatch):
     loader.close()
 
 
-def test_sockets_are_in_the_parents_folder_which_it_removes_however_this_process_ends(tmp_path, monkeypatch):
+def test_sockets_are_in_the_parents_folder_which_it_removes_however_this_process_ends(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "the system's"))
     monkeypatch.setattr(parent, "_folder", None)
     parent.use_parents_folder(tmp_path)
@@ -126,7 +139,9 @@ def test_a_parents_folder_with_a_long_name_is_not_used(tmp_path, monkeypatch):
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error_and_no_wait_for_ever():
-    loader = Loader(DATA, collate=lambda samples: lambda: samples, seed=0, workers=1, device=torch.device("cpu"))
+    loader = Loader(
+        DATA, collate=lambda samples: lambda: samples, seed=0, workers=1, device=torch.device("cpu")
+    )
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(loader.fetch(spans()))
     loader.close()
@@ -143,8 +158,11 @@ next(fetched)
 print(*(process.pid for process in psutil.Process().children()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed process leaves multiprocessing's folder behind
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    # a killed process leaves multiprocessing's folder behind
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         workers = [int(pid) for pid in process.stdout.readline().split()]
         assert process.wait() == -signal.SIGKILL
     assert len(workers) == 2

@@ -28,11 +28,21 @@ class DevicePool(WorkerPool):
     """Its workers inherit the device from the process that they are forks of."""
 
     def _start(self) -> None:
-        with patch.dict(os.environ, build.environment(DEVICES)), patch.object(sys, "path", [str(build.PATH), *sys.path]):
+        with (
+            patch.dict(os.environ, build.environment(DEVICES)),
+            patch.object(sys, "path", [str(build.PATH), *sys.path]),
+        ):
             super()._start()
 
 
 @pytest.fixture(scope="session")
 def devices() -> Iterator[WorkerPool]:
-    with DevicePool(max_workers=4, preload=["lockstep.run", "lockstep.model.pipeline.torch_stage", "torch.distributed.checkpoint"]) as pool:
+    with DevicePool(
+        max_workers=4,
+        preload=[
+            "lockstep.run",
+            "lockstep.model.pipeline.torch_stage",
+            "torch.distributed.checkpoint",
+        ],
+    ) as pool:
         yield pool

@@ -18,8 +18,14 @@ def on_device(function: Callable[..., T], *args: Any) -> T:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     torch.accelerator.set_device_index(rank)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     dist.init_process_group(
-        "cpu:gloo,standin:standin_gloo", store=dist.PrefixStore("devices", store), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "cpu:gloo,standin:standin_gloo",
+        store=dist.PrefixStore("devices", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
     )
     return function(*args)

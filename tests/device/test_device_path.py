@@ -39,15 +39,28 @@ def four_steps_then_four(before: str, after: str, run_dir: str) -> tuple[str, in
     return train(after, run_dir, allow_change=["steps"])
 
 
-def test_a_run_goes_on_under_another_plan_with_the_same_bits(devices: WorkerPool, tmp_path: Path) -> None:
-    expected = devices.run(2, on_device, train, "replicate=2,numerics=bitwise", str(tmp_path / "whole"))
+def test_a_run_goes_on_under_another_plan_with_the_same_bits(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
+    expected = devices.run(
+        2, on_device, train, "replicate=2,numerics=bitwise", str(tmp_path / "whole")
+    )
     plans = ("replicate=2,numerics=bitwise", "shard=2,numerics=bitwise")
-    assert devices.run(2, on_device, four_steps_then_four, *plans, str(tmp_path / "halves")) == expected
+    assert (
+        devices.run(2, on_device, four_steps_then_four, *plans, str(tmp_path / "halves"))
+        == expected
+    )
 
 
-def test_parameters_that_wait_on_the_cpu_learn_the_same_on_any_number_of_devices(devices: WorkerPool, tmp_path: Path) -> None:
-    on_two = devices.run(2, on_device, train, "shard=2,numerics=bitwise,offload=yes", str(tmp_path / "two"))
-    on_three = devices.run(3, on_device, train, "shard=3,numerics=bitwise,offload=yes", str(tmp_path / "three"))
+def test_parameters_that_wait_on_the_cpu_learn_the_same_on_any_number_of_devices(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
+    on_two = devices.run(
+        2, on_device, train, "shard=2,numerics=bitwise,offload=yes", str(tmp_path / "two")
+    )
+    on_three = devices.run(
+        3, on_device, train, "shard=3,numerics=bitwise,offload=yes", str(tmp_path / "three")
+    )
     assert set(on_two) == set(on_three)
 
 
@@ -56,9 +69,15 @@ def test_a_model_split_over_devices_learns_the_same(devices: WorkerPool, tmp_pat
     assert devices.run(1, on_device, train, "split=2", str(tmp_path / "two devices")) == expected
 
 
-def test_torchs_data_parallel_is_refused_where_it_knows_no_such_device(devices: WorkerPool, tmp_path: Path) -> None:
+def test_torchs_data_parallel_is_refused_where_it_knows_no_such_device(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
     with pytest.raises(
-        PlanError, match=r"data_parallel=2 on standin; torch\.nn\.DataParallel works on CUDA and ROCm alone; use replicate=2"
+        PlanError,
+        match=(
+            r"data_parallel=2 on standin; torch\.nn\.DataParallel works on CUDA and ROCm alone; use"
+            r" replicate=2"
+        ),
     ):
         devices.run(1, on_device, train, "data_parallel=2", str(tmp_path / "run"))
 
@@ -66,7 +85,10 @@ def test_torchs_data_parallel_is_refused_where_it_knows_no_such_device(devices: 
 def peak(run_dir: str) -> tuple[float, int]:
     ls.train(steps(), run_dir=run_dir)
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    return max(row.get("memory_bytes", 0.0) for row in rows), torch.accelerator.max_memory_allocated()
+    return (
+        max(row.get("memory_bytes", 0.0) for row in rows),
+        torch.accelerator.max_memory_allocated(),
+    )
 
 
 def test_peak_memory_is_the_devices(devices: WorkerPool, tmp_path: Path) -> None:
@@ -86,10 +108,19 @@ if __name__ == "__main__":
 
 
 def command(*arguments: str, folder: Path, seconds: float) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **build.environment(2), "TMPDIR": str(folder)}  # torchrun leaves a folder
+    # torchrun leaves a folder
+    environment = {**os.environ, **build.environment(2), "TMPDIR": str(folder)}
     environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
     given = [sys.executable, *arguments]
-    return subprocess.run(given, env=environment, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
+    return subprocess.run(
+        given,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
 
 
 def lockstep(*arguments: str, folder: Path, seconds: float = 100) -> str:
@@ -100,10 +131,13 @@ def lockstep(*arguments: str, folder: Path, seconds: float = 100) -> str:
 
 def test_a_command_starts_a_process_for_each_device(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    found = {lockstep("run", "--nproc", count, "--plan", "numerics=bitwise", "train.py", folder=tmp_path) for count in ("auto", "1")}
+    found = {
+        lockstep("run", "--nproc", count, "--plan", "numerics=bitwise", "train.py", folder=tmp_path)
+        for count in ("auto", "1")
+    }
     assert len(found) == 1
     assert "fingerprint" in found.pop()
-    (run, *_) = (tmp_path / "runs").glob("*/run.json")
+    run, *_ = (tmp_path / "runs").glob("*/run.json")
     assert "standin" in run.read_text()
 
 
@@ -122,10 +156,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "launcher", [["-m", "lockstep", "run", "--nproc", "2", "--run-dir", "run"], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]]
+    "launcher",
+    [
+        ["-m", "lockstep", "run", "--nproc", "2", "--run-dir", "run"],
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
+    ],
 )
-def test_a_rank_that_fails_ends_without_waiting_for_the_others(tmp_path: Path, launcher: list[str]) -> None:
-    """The shutdown of a group waits for all ranks, and the other one waits in a collective for this one."""
+def test_a_rank_that_fails_ends_without_waiting_for_the_others(
+    tmp_path: Path, launcher: list[str]
+) -> None:
+    """The shutdown of a group waits for all ranks, and the other one waits in a collective for this
+    one."""
     (tmp_path / "train.py").write_text(FAILING)
     done = command(*launcher, "train.py", folder=tmp_path, seconds=50)  # it would wait for 60
     assert done.returncode != 0
@@ -135,18 +176,25 @@ def test_a_rank_that_fails_ends_without_waiting_for_the_others(tmp_path: Path, l
 SECONDS_BEFORE_THE_COPIES = 0.02
 
 
-def saved_while_training_goes_on(folder: str, fault: str) -> tuple[dict[str, list[float]], dict[str, int], tuple[int, int], str | None]:
-    """Save tensors that later kernels change. Returns what was saved, the host's waits until then, the numbers of
-    registered memories during it and after the end, and why copies were slow."""
+def saved_while_training_goes_on(
+    folder: str, fault: str
+) -> tuple[dict[str, list[float]], dict[str, int], tuple[int, int], str | None]:
+    """Save tensors that later kernels change. Returns what was saved, the host's waits until then,
+    the numbers of registered memories during it and after the end, and why copies were slow."""
     import standin
 
     world = World(0, 1, 0, 1, torch.device("standin", 0), owns_group=False)
-    state = {"weight": torch.arange(6.0, device=world.device).reshape(2, 3).T, "bias": torch.ones(2, device="standin:1")}
+    state = {
+        "weight": torch.arange(6.0, device=world.device).reshape(2, 3).T,
+        "bias": torch.ones(2, device="standin:1"),
+    }
     saver = Saver(world, folder, ATTEMPT)
     with pytest.MonkeyPatch.context() as patch:
         if fault == "not waited for":
             patch.setattr(accelerator, "is_reached", lambda *given: True)
-            patch.setattr("lockstep.checkpoint.saver._FileContent.device_seconds", lambda content: 0.0)
+            patch.setattr(
+                "lockstep.checkpoint.saver._FileContent.device_seconds", lambda content: 0.0
+            )
         if fault == "refused":
             patch.setattr(standin._Runtime, "cudaHostRegister", lambda *given: 801)
         saver.prepare(state)
@@ -164,13 +212,16 @@ def saved_while_training_goes_on(folder: str, fault: str) -> tuple[dict[str, lis
     assert (ended.device_seconds >= SECONDS_BEFORE_THE_COPIES) == (not fault)
     saver.close()
     found = {name: torch.full(tensor.shape, -1.0) for name, tensor in state.items()}
-    CheckpointReader(FolderStorage(Path(folder)), CheckpointName(1, ATTEMPT)).load_into(found, world)
+    CheckpointReader(FolderStorage(Path(folder)), CheckpointName(1, ATTEMPT)).load_into(
+        found, world
+    )
     saved = {name: each.flatten().tolist() for name, each in found.items()}
     return saved, waits, (registered, len(standin.registered)), reason
 
 
 def device_seconds_unprepared(folder: str) -> float:
-    """Return the `device_seconds` of a save whose memory takes `SECONDS_BEFORE_THE_COPIES` to be made."""
+    """Return the `device_seconds` of a save whose memory takes `SECONDS_BEFORE_THE_COPIES` to be
+    made."""
     world = World(0, 1, 0, 1, torch.device("standin", 0), owns_group=False)
     saver = Saver(world, folder, ATTEMPT)
     register = accelerator.register_memory
@@ -204,10 +255,14 @@ def stopped_seconds(run_dir: str) -> list[float]:
     return [event["stopped_seconds"] for event in events if event["event"] == "checkpoint-saved"]
 
 
-def test_the_time_that_a_save_stops_training_is_from_the_last_kernel_to_the_end_of_the_copies(devices: WorkerPool, tmp_path: Path) -> None:
+def test_the_time_that_a_save_stops_training_is_from_the_last_kernel_to_the_end_of_the_copies(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
     (found,) = devices.run(1, on_device, stopped_seconds, str(tmp_path / "run"))
     assert min(found) >= SECONDS_BEFORE_THE_COPIES
-    (unprepared,) = devices.run(1, on_device, device_seconds_unprepared, str(tmp_path / "unprepared"))
+    (unprepared,) = devices.run(
+        1, on_device, device_seconds_unprepared, str(tmp_path / "unprepared")
+    )
     assert unprepared >= SECONDS_BEFORE_THE_COPIES
 
 
@@ -215,8 +270,12 @@ def test_a_checkpoint_is_copied_while_the_host_goes_on(devices: WorkerPool, tmp_
     truth = {"weight": [0.0, 3.0, 1.0, 4.0, 2.0, 5.0], "bias": [1.0, 1.0]}
     (found,) = devices.run(1, on_device, saved_while_training_goes_on, str(tmp_path / "right"), "")
     assert found == (truth, {}, (1, 0), None)
-    ((saved, waits, counts, reason),) = devices.run(1, on_device, saved_while_training_goes_on, str(tmp_path / "refused"), "refused")
+    ((saved, waits, counts, reason),) = devices.run(
+        1, on_device, saved_while_training_goes_on, str(tmp_path / "refused"), "refused"
+    )
     assert (saved, waits, counts) == (truth, {"a copy to the host": 2}, (0, 0))
     assert re.fullmatch(r"cudaHostRegister of \d+ bytes failed with status 801", str(reason))
-    ((early, *_),) = devices.run(1, on_device, saved_while_training_goes_on, str(tmp_path / "wrong"), "not waited for")
+    ((early, *_),) = devices.run(
+        1, on_device, saved_while_training_goes_on, str(tmp_path / "wrong"), "not waited for"
+    )
     assert all(math.isnan(number) for numbers in early.values() for number in numbers)

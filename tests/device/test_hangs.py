@@ -1,4 +1,5 @@
-"""Hangs and losses on accelerators: who is named, and what the others save of a state that their hosts are ahead of."""
+"""Hangs and losses on accelerators: who is named, and what the others save of a state that their
+hosts are ahead of."""
 
 from __future__ import annotations
 
@@ -53,18 +54,40 @@ def of_means(output: Any, batch: Any) -> ls.Loss:
 
 
 def recipe() -> ls.Recipe:
-    """The host reads nothing of a step, not even weights from the other ranks: it goes ahead of its device."""
+    """The host reads nothing of a step, not even weights from the other ranks: it goes ahead of its
+    device."""
     return steps(weight=None, loss=of_means)
 
 
-def run(folder: Path, how: str, *options: str, ahead: str | None) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, how: str, *options: str, ahead: str | None
+) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    environment = {**os.environ, **build.environment(2), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        **build.environment(2),
+        "TMPDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
     environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
     if ahead is not None:
         environment["STAND_IN_HOST_AHEAD"] = ahead
-    line = [sys.executable, "-m", "lockstep", "run", "--nproc", "2", "--run-dir", "run", *options, "train.py", how]
-    return subprocess.run(line, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    line = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "run",
+        "--nproc",
+        "2",
+        "--run-dir",
+        "run",
+        *options,
+        "train.py",
+        how,
+    ]
+    return subprocess.run(
+        line, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
 def event_rows(folder: Path) -> list[dict[str, Any]]:
@@ -76,7 +99,8 @@ def events(folder: Path) -> dict[str, int]:
 
 
 def train(run_dir: str) -> str:
-    return ls.train(recipe(), run_dir=run_dir, log_every=100, allow_change=["loss"]).fingerprint  # its module has another name here
+    # its module has another name here
+    return ls.train(recipe(), run_dir=run_dir, log_every=100, allow_change=["loss"]).fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -130,19 +154,29 @@ def fail_in_each_way(folder: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_is_not_certainly_the_state_of_one_step_is_not_saved(devices: WorkerPool, tmp_path: Path) -> None:
+def test_what_is_not_certainly_the_state_of_one_step_is_not_saved(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
     ((between, amid, failed, behind),) = devices.run(1, on_device, fail_in_each_way, str(tmp_path))
     assert between["rescued"]["step"] == 3
     assert "the device is amid a step" in amid["rescue-failed"]["reason"]
-    assert "collectives of the accelerator were aborted, or have failed" in failed["rescue-failed"]["reason"]
-    assert "the device has done 1 steps, and the hooks, which have a state, have seen more" in behind["rescue-failed"]["reason"]
+    assert (
+        "collectives of the accelerator were aborted, or have failed"
+        in failed["rescue-failed"]["reason"]
+    )
+    assert (
+        "the device has done 1 steps, and the hooks, which have a state, have seen more"
+        in behind["rescue-failed"]["reason"]
+    )
     expected = devices.run(1, on_device, train, str(tmp_path / "undisturbed"))
     assert devices.run(1, on_device, train, str(tmp_path / "between")) == expected
 
 
 @pytest.mark.command
 @pytest.mark.parametrize("ahead", [None, "3"], ids=["host waits", "host ahead"])
-def test_what_the_survivors_of_a_killed_rank_save_is_resumed_to_the_same_bits(tmp_path: Path, undisturbed: str, ahead: str | None) -> None:
+def test_what_the_survivors_of_a_killed_rank_save_is_resumed_to_the_same_bits(
+    tmp_path: Path, undisturbed: str, ahead: str | None
+) -> None:
     ended = run(tmp_path, "killed", "--max-restarts", "1", ahead=ahead)
     assert ended.returncode == 0, ended.stderr
     found = events(tmp_path)
@@ -151,17 +185,29 @@ def test_what_the_survivors_of_a_killed_rank_save_is_resumed_to_the_same_bits(tm
 
 
 @pytest.mark.command
-def test_a_rank_that_waits_for_its_device_is_named_with_the_one_it_waits_for(devices: WorkerPool, tmp_path: Path, undisturbed: str) -> None:
+def test_a_rank_that_waits_for_its_device_is_named_with_the_one_it_waits_for(
+    devices: WorkerPool, tmp_path: Path, undisturbed: str
+) -> None:
     ended = run(tmp_path, "sleeps", "--hang-after", "6s", ahead="2")
     assert ended.returncode == HUNG_STATUS, ended.stderr
-    line = next(number for number, text in enumerate(SCRIPT.splitlines(), start=1) if "time.sleep" in text)
-    assert f"rank 1 is waited for: it is in a call that does not return at {tmp_path / 'train.py'}:{line}" in ended.stderr
+    line = next(
+        number for number, text in enumerate(SCRIPT.splitlines(), start=1) if "time.sleep" in text
+    )
+    assert (
+        "rank 1 is waited for: it is in a call that does not return at"
+        f" {tmp_path / 'train.py'}:{line}" in ended.stderr
+    )
     assert "rank 0 waits in ALLREDUCE of float32" in ended.stderr
     assert ", after step 5, " in ended.stderr, "its host is two steps ahead of its device"
     (hang,) = [row for row in event_rows(tmp_path) if row["event"] == "hang"]
     assert hang["ranks"] == [1]
-    late = re.search(r"rank 1 \(.*\) is in a call that does not return since (\d+) s, .* which may take 6 s", ended.stderr)
+    late = re.search(
+        r"rank 1 \(.*\) is in a call that does not return since (\d+) s, .* which may take 6 s",
+        ended.stderr,
+    )
     assert late is not None, ended.stderr
-    assert max(hang["seconds"], int(late[1])) < 10, "by the clocks of both ranks, when the stacks of all were taken"
+    assert max(hang["seconds"], int(late[1])) < 10, (
+        "by the clocks of both ranks, when the stacks of all were taken"
+    )
     assert events(tmp_path)["rescued"] == 4
     assert devices.run(2, on_device, train, str(tmp_path / "run"))[0] == undisturbed

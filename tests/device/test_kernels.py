@@ -56,12 +56,18 @@ def by_hand() -> int:
     model = models.gpt(0.1).to("standin")
     optimizer = adamw(model)
     samples = models.TEXTS["data"]
-    batches = [default_collate([samples[i] for i in range(start, start + MICROBATCH)]) for start in range(0, SAMPLES, MICROBATCH)]
+    batches = [
+        default_collate([samples[i] for i in range(start, start + MICROBATCH)])
+        for start in range(0, SAMPLES, MICROBATCH)
+    ]
     for _ in range(3):
         launched()
         total = sum(models.tokens(batch) for batch in batches)
         for batch in batches:
-            here = {name: value.pin_memory().to("standin", non_blocking=True) for name, value in batch.items()}
+            here = {
+                name: value.pin_memory().to("standin", non_blocking=True)
+                for name, value in batch.items()
+            }
             (models.of_words(model(here["input_ids"]), here).total / total).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

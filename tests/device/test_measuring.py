@@ -14,13 +14,21 @@ from lockstep.base.errors import LaunchError
 from lockstep.cli import doctor
 from lockstep.planner.machines import measuring_gpu
 from lockstep.planner.machines.hardware import load_device, parse_target
-from lockstep.planner.machines.measuring_gpu import LAUNCHED, LONG_SECONDS, measure, timed_collectives, write_gpu_sheets
+from lockstep.planner.machines.measuring_gpu import (
+    LAUNCHED,
+    LONG_SECONDS,
+    measure,
+    timed_collectives,
+    write_gpu_sheets,
+)
 from lockstep.planner.machines.sheets import GpuReadings
 from lockstep.testing.pool import WorkerPool
 
 READINGS = GpuReadings(
-    name="Stand-in", generation="other", memory_bytes=16 << 30, multiprocessors=1, matmul={"float16": 2e12, "float32": 1e12},
-    attention={"flash": 1e12}, attention_dtype="float16", copied_bytes_per_second=1e11, launch_seconds=1e-6,
+    name="Stand-in", generation="other", memory_bytes=16 << 30, multiprocessors=1,
+    matmul={"float16": 2e12, "float32": 1e12},
+    attention={"flash": 1e12}, attention_dtype="float16", copied_bytes_per_second=1e11,
+    launch_seconds=1e-6,
 )  # fmt: skip
 ROWS = [
     {"collective": name, "size_bytes": size, "seconds": 1e-5 + size / 1e10}
@@ -54,7 +62,9 @@ def test_a_device_is_measured(devices: WorkerPool) -> None:
 def test_a_slow_device_is_measured_with_small_sizes(devices: WorkerPool) -> None:
     ((slow, few),) = devices.run(1, on_device, with_timer, LONG_SECONDS)
     assert slow.matmul["float32"] == pytest.approx(2 * measuring_gpu.WIDTHS[0] ** 3 / LONG_SECONDS)
-    assert slow.copied_bytes_per_second == pytest.approx(2 * measuring_gpu.COPIED_BYTES[0] / LONG_SECONDS)
+    assert slow.copied_bytes_per_second == pytest.approx(
+        2 * measuring_gpu.COPIED_BYTES[0] / LONG_SECONDS
+    )
     assert few < 20
 
 
@@ -64,7 +74,9 @@ def write(path: Path, devices: int, **fakes: Any) -> list[Path]:
         return write_gpu_sheets(path, devices)
 
 
-def test_the_files_are_those_that_a_plan_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_are_those_that_a_plan_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert write(Path("mine.toml"), 4) == [Path("mine.toml"), Path("mine-link.toml")]
     cluster = parse_target("8 x mine.toml")
@@ -85,13 +97,18 @@ def test_the_collectives_of_two_and_of_all_devices_are_timed(tmp_path: Path) -> 
 
 def test_devices_that_cannot_talk_are_said_to_be_so() -> None:
     with (
-        patch("lockstep.doctor.diagnose.diagnose", lambda **_: type("", (), {"results": {"timed": []}})),
+        patch(
+            "lockstep.doctor.diagnose.diagnose",
+            lambda **_: type("", (), {"results": {"timed": []}}),
+        ),
         pytest.raises(LaunchError, match="see what lockstep doctor --nproc 4 says"),
     ):
         timed_collectives(4)
 
 
-def test_the_command_measures_the_gpus_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_measures_the_gpus_where_there_are_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # which the command would set
     path = tmp_path / "mine.toml"
     fakes = {"spawn": lambda *_, **__: READINGS, "timed_collectives": lambda ranks: ROWS}
@@ -102,9 +119,13 @@ def test_the_command_measures_the_gpus_where_there_are_some(tmp_path: Path, monk
     assert load_device(str(path)).name == "Stand-in"
 
 
-def test_a_name_that_a_plan_would_not_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_a_plan_would_not_take_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    ended = CliRunner().invoke(doctor.command, ["--write", str(tmp_path / "mine")], standalone_mode=False)
+    ended = CliRunner().invoke(
+        doctor.command, ["--write", str(tmp_path / "mine")], standalone_mode=False
+    )
     assert isinstance(ended.exception, LaunchError)
     assert "name it mine.toml" in str(ended.exception)
 

@@ -1,4 +1,5 @@
-"""Memory over time on accelerators: what the device's allocator says, and what was allocated before."""
+"""Memory over time on accelerators: what the device's allocator says, and what was allocated
+before."""
 
 from __future__ import annotations
 
@@ -26,11 +27,19 @@ def profiled(run_dir: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize(("plan", "ranks"), [("replicate=1", 1), ("shard=2", 2)])
-def test_the_causes_add_up_to_what_the_device_has_allocated(devices: WorkerPool, tmp_path: Path, plan: str, ranks: int) -> None:
+def test_the_causes_add_up_to_what_the_device_has_allocated(
+    devices: WorkerPool, tmp_path: Path, plan: str, ranks: int
+) -> None:
     devices.run(ranks, on_device, profiled, str(tmp_path), plan)
-    for rank, found in enumerate(json.loads((tmp_path / "profile" / "memory.json").read_text())["ranks"]):
+    for rank, found in enumerate(
+        json.loads((tmp_path / "profile" / "memory.json").read_text())["ranks"]
+    ):
         trace = json.loads((tmp_path / "profile" / f"rank-{rank}.json").read_text())
-        allocated = [event["args"] for event in trace["traceEvents"] if event["name"] == "[memory]" and event["args"]["Device Type"] != 0]
+        allocated = [
+            event["args"]
+            for event in trace["traceEvents"]
+            if event["name"] == "[memory]" and event["args"]["Device Type"] != 0
+        ]
         assert {args["Device Id"] for args in allocated} == {rank}
         assert found["peak_bytes"] == max(args["Total Allocated"] for args in allocated)
         sizes: dict[str, Any] = found["bytes_by_cause"]

@@ -1,4 +1,5 @@
-"""Out of memory on accelerators: the step changes nothing, and the run goes on under a plan that there is room for."""
+"""Out of memory on accelerators: the step changes nothing, and the run goes on under a plan that
+there is room for."""
 
 from __future__ import annotations
 
@@ -30,14 +31,18 @@ WIDTH, MICROBATCH, STEPS, AT = 128, 1024, 6, 3
 PLAN = "shard=2,numerics=bitwise"
 FALLBACKS = ("checkpointing=full", "offload=yes", "microbatch_splits=1")
 LIMITS = (12_700_000, 9_500_000, 7_500_000, 5_800_000)
-"""Bytes of a device that are enough with none of the fallbacks, one, two and three: a step takes 12.1 MB (the first one
-12.6), 8.7, 7.0 and 5.1."""
+"""Bytes of a device that are enough with none of the fallbacks, one, two and three: a step takes
+12.1 MB (the first one 12.6), 8.7, 7.0 and 5.1."""
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
+        self.up, self.down, self.dropout = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.down(torch.tanh(self.up(x))))
@@ -45,7 +50,9 @@ class Layer(nn.Module):
 
 def recipe(**changes: Any) -> ls.Recipe:
     """Steps of two microbatches, of which the activations are larger than the model."""
-    inputs, targets = torch.randn(2, 4 * MICROBATCH, WIDTH, generator=torch.Generator().manual_seed(0))
+    inputs, targets = torch.randn(
+        2, 4 * MICROBATCH, WIDTH, generator=torch.Generator().manual_seed(0)
+    )
     given: dict[str, Any] = {
         "model": lambda: nn.Sequential(*(Layer() for _ in range(4))),
         "data": TensorDataset(inputs, targets),
@@ -62,7 +69,8 @@ def recipe(**changes: Any) -> ls.Recipe:
 
 
 class Scarce(ls.Hook):
-    """This rank's device has `limit` bytes from step `at` on; where that was too little before, from the start."""
+    """This rank's device has `limit` bytes from step `at` on; where that was too little before,
+    from the start."""
 
     def __init__(self, at: int, limit: int) -> None:
         self.at, self.limit = at, limit
@@ -89,8 +97,14 @@ class Scarce(ls.Hook):
 
     def now(self) -> Any:
         """Copies of this rank's parts of the model and of the optimizer's state."""
-        states = {"model": self.run.model.state_dict(), "optimizer": self.run.optimizers[0].state_dict()["state"]}
-        return tree_map(lambda value: to_local(value).cpu().clone() if isinstance(value, Tensor) else value, states)
+        states = {
+            "model": self.run.model.state_dict(),
+            "optimizer": self.run.optimizers[0].state_dict()["state"],
+        }
+        return tree_map(
+            lambda value: to_local(value).cpu().clone() if isinstance(value, Tensor) else value,
+            states,
+        )
 
 
 class End(NamedTuple):
@@ -103,7 +117,9 @@ class End(NamedTuple):
     """Bytes of the device that were not given back."""
 
 
-def train(run_dir: str, limits: dict[int, int], at: int = AT, plan: str = PLAN, optimizer: Any = None) -> End:
+def train(
+    run_dir: str, limits: dict[int, int], at: int = AT, plan: str = PLAN, optimizer: Any = None
+) -> End:
     """`limits`: by rank."""
     hook, end = Scarce(at, limits.get(dist.get_rank(), 2**34)), End()
     given = recipe() if optimizer is None else recipe(optimizer=optimizer)
@@ -135,13 +151,18 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 def ended_well(run_dir: Path, limit: int, *, fallbacks: int) -> bool:
-    """Whether the run did all of its steps with these fallbacks, one after another. No device had more than `limit`
-    bytes at any time, and all say so."""
+    """Whether the run did all of its steps with these fallbacks, one after another. No device had
+    more than `limit` bytes at any time, and all say so."""
     failures = json.loads((run_dir / FILE).read_text())["failures"]
-    assert [(each["step"], each["then"]) for each in failures] == [(AT, then) for then in FALLBACKS[:fallbacks]]
+    assert [(each["step"], each["then"]) for each in failures] == [
+        (AT, then) for then in FALLBACKS[:fallbacks]
+    ]
     assert [row["step"] for row in events(run_dir, "resumed")] == [AT] * fallbacks
     assert [row["then"] for row in events(run_dir, "out-of-memory")] == list(FALLBACKS[:fallbacks])
-    result, rows = (json.loads((run_dir / "result.json").read_text()), lines(run_dir / "metrics.jsonl"))
+    result, rows = (
+        json.loads((run_dir / "result.json").read_text()),
+        lines(run_dir / "metrics.jsonl"),
+    )
     assert all(fallback in result["plan"] for fallback in FALLBACKS[:fallbacks])
     assert all(0 < row["memory_bytes"] <= limit for row in rows if row["step"] > AT)
     return bool(result["steps"] == STEPS == rows[-1]["step"])
@@ -153,18 +174,25 @@ def fingerprint(run_dir: Path) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(devices: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The fingerprint with memory enough for every step, and for no more: nor does trying the loss take more."""
+    """The fingerprint with memory enough for every step, and for no more: nor does trying the loss
+    take more."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     limits = dict.fromkeys(range(2), LIMITS[0])
     assert devices.run(2, on_device, train, str(run_dir), limits, 0) == [End()] * 2
     return fingerprint(run_dir)
 
 
-def test_a_step_without_room_on_one_device_ends_all_ranks_and_changes_nothing(devices: WorkerPool, tmp_path: Path) -> None:
-    """And the memory is given back, and the next plan is written, though the other rank sees no more than an end."""
+def test_a_step_without_room_on_one_device_ends_all_ranks_and_changes_nothing(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
+    """And the memory is given back, and the next plan is written, though the other rank sees no
+    more than an end."""
     lost, ran_out = devices.run(2, on_device, train, str(tmp_path / "run"), {1: LIMITS[1]})
     assert ran_out.error.startswith("OutOfMemoryError\nthe stand-in device is out of memory")
-    assert f"resumes after step {AT} with checkpointing=full if the same command is given again" in ran_out.error
+    assert (
+        f"resumes after step {AT} with checkpointing=full if the same command is given again"
+        in ran_out.error
+    )
     assert "Connection closed by peer" in lost.error
     assert (lost.changed, ran_out.changed, ran_out.kept_bytes) == (False, False, 0)
     (failure,) = json.loads((tmp_path / "run" / FILE).read_text())["failures"]
@@ -183,20 +211,29 @@ def test_with_checkpointing_and_then_offload_the_bits_are_those_of_an_undisturbe
     assert fingerprint(tmp_path / "run") == undisturbed
 
 
-def test_a_rank_without_room_for_trying_the_loss_leaves_no_other_waiting(devices: WorkerPool, tmp_path: Path) -> None:
+def test_a_rank_without_room_for_trying_the_loss_leaves_no_other_waiting(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
     lost, ran_out = devices.run(2, on_device, train, str(tmp_path / "run"), {1: 3_000_000}, 0)
     assert ran_out.error.startswith("OutOfMemoryError")
     assert "Connection closed by peer" in lost.error
-    assert json.loads((tmp_path / "run" / FILE).read_text())["failures"][0]["then"] == "checkpointing=full"
+    assert (
+        json.loads((tmp_path / "run" / FILE).read_text())["failures"][0]["then"]
+        == "checkpointing=full"
+    )
 
 
 def with_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     """It needs whole tensors, and is refused with offload."""
-    matrices, others = ([each for each in model.parameters() if (each.dim() == 2) == two] for two in (True, False))
+    matrices, others = (
+        [each for each in model.parameters() if (each.dim() == 2) == two] for two in (True, False)
+    )
     return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3)]
 
 
-def test_offload_is_skipped_where_the_optimizer_would_be_refused(devices: WorkerPool, tmp_path: Path) -> None:
+def test_offload_is_skipped_where_the_optimizer_would_be_refused(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
     plan, limits = f"{PLAN},checkpointing=full", dict.fromkeys(range(2), LIMITS[2])
     with patch.dict(os.environ, LOCKSTEP_OUT_OF_MEMORY="halve"):
         ends = devices.run(2, on_device, train, str(tmp_path / "run"), limits, 1, plan, with_muon)
@@ -213,8 +250,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.command
-@pytest.mark.parametrize("fallbacks", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_command_goes_on_until_its_devices_have_room(tmp_path: Path, undisturbed: str, fallbacks: int) -> None:
+@pytest.mark.parametrize(
+    "fallbacks",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
+)
+def test_a_command_goes_on_until_its_devices_have_room(
+    tmp_path: Path, undisturbed: str, fallbacks: int
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.format(limit=LIMITS[fallbacks]))
     options = ("--nproc", "2", "--run-dir", "run", "--plan", PLAN, "--out-of-memory", "halve")
     lockstep("run", *options, "train.py", folder=tmp_path, seconds=200)

@@ -1,4 +1,5 @@
-"""What errors about a plan recommend, on accelerators: each remedy trains the model of one process."""
+"""What errors about a plan recommend, on accelerators: each remedy trains the model of one
+process."""
 
 from __future__ import annotations
 
@@ -17,22 +18,52 @@ REMEDIES = {
         "data_parallel=2": ("use replicate=2, which works on every device", []),
         "data_parallel=2,numerics=bitwise": ("or use replicate=2, which goes with everything", []),
         "split=5": ("each device is a GPU of its own; split over 4", ["split=4"]),
-        "split=1+1": ("the numbers add up to them; correct the plan, or name the layers", ["split=3+3"]),
+        "split=1+1": (
+            "the numbers add up to them; correct the plan, or name the layers",
+            ["split=3+3"],
+        ),
         "offload=yes": ("or leave offload=yes out", ["replicate=1"]),
         "shard=1,offload=yes": ("or leave offload=yes out", ["shard=1"]),
-        "replicate=2": ("change the plan, or the number of processes to 2", ["replicate=1", "replicate=auto"]),
+        "replicate=2": (
+            "change the plan, or the number of processes to 2",
+            ["replicate=1", "replicate=auto"],
+        ),
     },
     2: {
-        "replicate=2,offload=yes": ("give shard two processes or more, or leave", ["shard=2,offload=yes", "replicate=2"]),
-        "shard=2,offload=yes,numerics=bitwise,threads=2": ("leave threads out", ["shard=2,offload=yes,numerics=bitwise"]),
-        "tensor=2,numerics=bitwise": ("leave numerics=bitwise out, or use replicate and", ["tensor=2", "shard=2,numerics=bitwise"]),
+        "replicate=2,offload=yes": (
+            "give shard two processes or more, or leave",
+            ["shard=2,offload=yes", "replicate=2"],
+        ),
+        "shard=2,offload=yes,numerics=bitwise,threads=2": (
+            "leave threads out",
+            ["shard=2,offload=yes,numerics=bitwise"],
+        ),
+        "tensor=2,numerics=bitwise": (
+            "leave numerics=bitwise out, or use replicate and",
+            ["tensor=2", "shard=2,numerics=bitwise"],
+        ),
         "tensor=2,compile=yes": ("leave compile=yes out, or use replicate and shard", ["tensor=2"]),
-        "pipeline=2,numerics=bitwise": ("leave numerics=bitwise out, or", ["pipeline=2", "replicate=2,numerics=bitwise"]),
-        "shard=2,assignment=measured": ("leave assignment=measured out, or", ["shard=2", "replicate=2,assignment=measured"]),
-        "split=2,replicate=2": ("leave one of the two out; over processes, pipeline does what", ["replicate=2", "pipeline=2"]),
-        "data_parallel=2,replicate=2": ("over processes, replicate does what data_parallel does", ["replicate=2"]),
+        "pipeline=2,numerics=bitwise": (
+            "leave numerics=bitwise out, or",
+            ["pipeline=2", "replicate=2,numerics=bitwise"],
+        ),
+        "shard=2,assignment=measured": (
+            "leave assignment=measured out, or",
+            ["shard=2", "replicate=2,assignment=measured"],
+        ),
+        "split=2,replicate=2": (
+            "leave one of the two out; over processes, pipeline does what",
+            ["replicate=2", "pipeline=2"],
+        ),
+        "data_parallel=2,replicate=2": (
+            "over processes, replicate does what data_parallel does",
+            ["replicate=2"],
+        ),
         "shard=3": ("change the plan, or the number of processes to 3", ["shard=2", "shard=auto"]),
-        "replicate=auto,shard=auto": ("only one axis can be auto; give the others a size", ["replicate=auto,shard=2"]),
+        "replicate=auto,shard=auto": (
+            "only one axis can be auto; give the others a size",
+            ["replicate=auto,shard=2"],
+        ),
     },
     4: {
         "pipeline=2,shard=2,schedule=zero-bubble": (
@@ -62,11 +93,15 @@ def follow(size: int, folder: str) -> list[tuple[str, dict[str, float]]]:
 
 
 @pytest.mark.parametrize("size", REMEDIES)
-def test_the_plans_that_an_error_recommends_train_the_model_of_one_process(devices: WorkerPool, tmp_path: Path, size: int) -> None:
+def test_the_plans_that_an_error_recommends_train_the_model_of_one_process(
+    devices: WorkerPool, tmp_path: Path, size: int
+) -> None:
     (expected,) = devices.run(1, on_device, train, "replicate=1", str(tmp_path / "one"))
     everyone = devices.run(size, on_device, follow, size, str(tmp_path / "run"), timeout_seconds=50)
     assert all(found == everyone[0] for found in everyone)
-    for (mistake, (words, _)), (said, losses) in zip(REMEDIES[size].items(), everyone[0], strict=True):
+    for (mistake, (words, _)), (said, losses) in zip(
+        REMEDIES[size].items(), everyone[0], strict=True
+    ):
         assert words in said, mistake
         assert losses == {plan: pytest.approx(expected, rel=1e-4) for plan in losses}, mistake
 

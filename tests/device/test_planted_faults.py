@@ -1,5 +1,6 @@
-"""Faults that are easy to make in code for devices, planted into lockstep one at a time. Training must not hide any: it
-raises, or the check of what it should give fails, as those in test_training.py would."""
+"""Faults that are easy to make in code for devices, planted into lockstep one at a time. Training
+must not hide any: it raises, or the check of what it should give fails, as those in
+test_training.py would."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ Fault = Callable[[], AbstractContextManager[Any]]
 
 def computation_does_not_wait_for_copies() -> AbstractContextManager[Any]:
     streams = SimpleNamespace(wait_stream=lambda other: None)
-    return several(patch.object(accelerator, "current_stream", lambda device: streams), memory_of_copies_is_used_again_at_once())
+    return several(
+        patch.object(accelerator, "current_stream", lambda device: streams),
+        memory_of_copies_is_used_again_at_once(),
+    )
 
 
 def memory_of_copies_is_used_again_at_once() -> AbstractContextManager[Any]:
@@ -42,7 +46,11 @@ def copies_make_the_host_wait() -> AbstractContextManager[Any]:
     to = Tensor.to
 
     def blocking(tensor: Tensor, *given: Any, **settings: Any) -> Tensor:
-        return to(tensor, *given, **{name: value for name, value in settings.items() if name != "non_blocking"})
+        return to(
+            tensor,
+            *given,
+            **{name: value for name, value in settings.items() if name != "non_blocking"},
+        )
 
     return patch.object(Tensor, "to", blocking)
 
@@ -52,7 +60,10 @@ def a_generator_of_the_wrong_device_is_seeded() -> AbstractContextManager[Any]:
 
 
 def a_batch_goes_to_another_ranks_device() -> AbstractContextManager[Any]:
-    return patch("lockstep.training.microbatches.to_device", lambda batch, device: to_device(batch, torch.device("standin", 0)))
+    return patch(
+        "lockstep.training.microbatches.to_device",
+        lambda batch, device: to_device(batch, torch.device("standin", 0)),
+    )
 
 
 def the_norm_is_exchanged_on_the_cpu() -> AbstractContextManager[Any]:
@@ -139,18 +150,33 @@ def several(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 FAULTS: dict[Fault, tuple[str, str]] = {
-    computation_does_not_wait_for_copies: ("replicate=1", "race: .* reads what copy to the device on stream 1"),
-    memory_of_copies_is_used_again_at_once: ("replicate=1", "race: memory of stream 1 of device 0 is used again"),
+    computation_does_not_wait_for_copies: (
+        "replicate=1",
+        "race: .* reads what copy to the device on stream 1",
+    ),
+    memory_of_copies_is_used_again_at_once: (
+        "replicate=1",
+        "race: memory of stream 1 of device 0 is used again",
+    ),
     copies_make_the_host_wait: ("replicate=1", "host waits: .*a copy to the device"),
     a_generator_of_the_wrong_device_is_seeded: ("replicate=2", "another fingerprint"),
     a_batch_goes_to_another_ranks_device: ("replicate=2", "same device"),
     the_norm_is_exchanged_on_the_cpu: ("replicate=2", "host waits: .*a copy to the host"),
-    a_cpu_tensor_is_in_the_optimizer: ("replicate=1", "_fused_adamw_: expected all tensors to be on the same device"),
+    a_cpu_tensor_is_in_the_optimizer: (
+        "replicate=1",
+        "_fused_adamw_: expected all tensors to be on the same device",
+    ),
     the_loss_is_read_in_each_step: ("replicate=2", "host waits: .*item"),
     the_loss_scaler_asks_for_a_number: ("replicate=1", "host waits: .*item"),
-    a_pinned_buffer_is_filled_while_it_is_copied: ("replicate=2", "race: pinned memory was changed"),
+    a_pinned_buffer_is_filled_while_it_is_copied: (
+        "replicate=2",
+        "race: pinned memory was changed",
+    ),
     microbatches_are_computed_on_two_streams_in_turn: ("replicate=1", "race: "),
-    a_sum_over_ranks_is_used_before_it_is_there: ("shard=2", "race: .* reads what a collective on .* writes"),
+    a_sum_over_ranks_is_used_before_it_is_there: (
+        "shard=2",
+        "race: .* reads what a collective on .* writes",
+    ),
     an_update_is_not_gated_on_the_device: ("replicate=1", "host waits: .*item"),
 }
 """The plan under which each is planted, and words of what is raised."""
@@ -176,13 +202,19 @@ def right(devices: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict
     """The fingerprint under each plan, without a fault."""
     folder = tmp_path_factory.mktemp("right")
     return {
-        plan: devices.run(processes(plan), on_device, check, None, plan, str(folder / plan), None)[0]
+        plan: devices.run(processes(plan), on_device, check, None, plan, str(folder / plan), None)[
+            0
+        ]
         for plan in {plan for plan, _ in FAULTS.values()}
     }
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_training_does_not_hide_it(devices: WorkerPool, tmp_path: Path, right: dict[str, str], fault: Fault) -> None:
+def test_training_does_not_hide_it(
+    devices: WorkerPool, tmp_path: Path, right: dict[str, str], fault: Fault
+) -> None:
     plan, words = FAULTS[fault]
     with pytest.raises(WorkerFailed, match=words):
-        devices.run(processes(plan), on_device, check, fault, plan, str(tmp_path / "run"), right[plan])
+        devices.run(
+            processes(plan), on_device, check, fault, plan, str(tmp_path / "run"), right[plan]
+        )

@@ -1,4 +1,5 @@
-"""Process groups of mesh axes where the default group is bound to a device, so that its backend can split it."""
+"""Process groups of mesh axes where the default group is bound to a device, so that its backend can
+split it."""
 
 from __future__ import annotations
 
@@ -17,14 +18,22 @@ from lockstep.testing.pool import WorkerPool
 
 
 def axes_of_a_bound_group(plan: str) -> dict[str, list[float]]:
-    """Return the timeout of each axis in seconds, and the sum of its ranks, on the CPU and on the device."""
+    """Return the timeout of each axis in seconds, and the sum of its ranks, on the CPU and on the
+    device."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     device = torch.device("standin", rank)
     torch.accelerator.set_device_index(rank)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     config, met = "cpu:gloo,standin:standin_gloo", PrefixStore("bound", store)
-    dist.init_process_group(config, store=met, rank=rank, world_size=size, timeout=timedelta(minutes=10), device_id=device)
+    dist.init_process_group(
+        config,
+        store=met,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=10),
+        device_id=device,
+    )
     world = join(rank=rank, size=size, local_rank=rank, local_size=size)
     mesh = Mesh.of(world, Plan.parse(plan).resolve(size))
     found = {}
@@ -41,7 +50,9 @@ def axes_of_a_bound_group(plan: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("plan", ["replicate=2,shard=2"])
-def test_the_groups_of_axes_have_the_timeout_of_all_groups_on_the_cpu_too(devices: WorkerPool, plan: str) -> None:
+def test_the_groups_of_axes_have_the_timeout_of_all_groups_on_the_cpu_too(
+    devices: WorkerPool, plan: str
+) -> None:
     for rank, found in enumerate(devices.run(4, axes_of_a_bound_group, plan)):
         replicas, shards = float(2 * (rank % 2) + 2), float(4 * (rank // 2) + 1)
         assert found == {

@@ -1,4 +1,5 @@
-"""What the stand-in accelerator finds. Each of these faults would be silent, or rare, on a real device."""
+"""What the stand-in accelerator finds. Each of these faults would be silent, or rare, on a real
+device."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from lockstep.testing.pool import WorkerFailed, WorkerPool
 
 
 def on_another_stream(tensor: Tensor, *, waits: bool) -> torch.Stream:
-    """Add 1 on a new stream, which first waits for what is queued on the current one, if it `waits`."""
+    """Add 1 on a new stream, which first waits for what is queued on the current one, if it
+    `waits`."""
     stream = torch.Stream(tensor.device)
     if waits:
         stream.wait_stream(torch.accelerator.current_stream())
@@ -92,15 +94,29 @@ def asks_for_a_number(how: Callable[[Tensor], Any]) -> None:
 
 
 FAULTS: dict[Callable[[], None], str] = {
-    writes_before_the_write: r"race: aten::add on stream 1 of device 0 reads what aten::fill_ on stream 0 of device 0 writes",
-    reads_before_the_write: r"race: aten::add on stream 0 of device 0 reads what aten::add on stream 1",
-    is_freed_while_another_stream_uses_it: r"race: memory of stream 0 of device 0 is used again, which aten::add on stream 1",
+    writes_before_the_write: (
+        r"race: aten::add on stream 1 of device 0 reads what aten::fill_ on stream 0 of device 0"
+        r" writes"
+    ),
+    reads_before_the_write: (
+        r"race: aten::add on stream 0 of device 0 reads what aten::add on stream 1"
+    ),
+    is_freed_while_another_stream_uses_it: (
+        r"race: memory of stream 0 of device 0 is used again, which aten::add on stream 1"
+    ),
     changes_pinned_memory_before_it_was_read: r"race: pinned memory was changed before the copy",
-    mixes_a_tensor_of_the_cpu_in: r"expected all tensors to be on the same device|Expected all tensors to be on the same device",
+    mixes_a_tensor_of_the_cpu_in: (
+        r"expected all tensors to be on the same device|Expected all tensors to be on the same"
+        r" device"
+    ),
     mixes_devices: r"same device",
     draws_from_the_cpus_generator: r"expected a generator of the stand-in device, found one of cpu",
-    reads_the_result_of_a_collective_without_waiting: r"race: aten::add on stream 0 .* reads what a collective",
-    changes_what_a_collective_still_sends: r"race: aten::zero_ on stream 0 .* writes what a collective on .* reads",
+    reads_the_result_of_a_collective_without_waiting: (
+        r"race: aten::add on stream 0 .* reads what a collective"
+    ),
+    changes_what_a_collective_still_sends: (
+        r"race: aten::zero_ on stream 0 .* writes what a collective on .* reads"
+    ),
     asks_for_more_memory_than_there_is: r"OutOfMemoryError: the stand-in device is out of memory",
 }
 
@@ -135,8 +151,12 @@ def synchronize(tensor: Tensor) -> Any:
     torch.accelerator.synchronize()
 
 
-@pytest.mark.parametrize("how", [item, condition, copy_back, mask, copy_in, synchronize], ids=lambda how: how.__name__)
-def test_a_wait_of_the_host_raises_where_there_must_be_none(devices: WorkerPool, how: Callable[[Tensor], Any]) -> None:
+@pytest.mark.parametrize(
+    "how", [item, condition, copy_back, mask, copy_in, synchronize], ids=lambda how: how.__name__
+)
+def test_a_wait_of_the_host_raises_where_there_must_be_none(
+    devices: WorkerPool, how: Callable[[Tensor], Any]
+) -> None:
     with pytest.raises(WorkerFailed, match="the host waits for the device, where it must not"):
         devices.run(1, on_device, asks_for_a_number, how)
 
@@ -154,9 +174,13 @@ def what_is_right() -> tuple[list[float], list[float], list[float], bool]:
     return early, late, tensor.tolist(), copied.tolist() == [2.0] * 4
 
 
-def test_what_waits_is_computed_and_a_copy_arrives_when_the_host_has_waited(devices: WorkerPool) -> None:
+def test_what_waits_is_computed_and_a_copy_arrives_when_the_host_has_waited(
+    devices: WorkerPool,
+) -> None:
     for early, late, reduced, arrived in devices.run(2, on_device, what_is_right):
-        assert all(number != number for number in early + late), "a copy that nobody has waited for is not there"
+        assert all(number != number for number in early + late), (
+            "a copy that nobody has waited for is not there"
+        )
         assert reduced == [4.0] * 4
         assert arrived
 

@@ -1,4 +1,5 @@
-"""Training on accelerators: the same model under every plan, and no wait of the host in a step that does not log."""
+"""Training on accelerators: the same model under every plan, and no wait of the host in a step that
+does not log."""
 
 from __future__ import annotations
 
@@ -24,19 +25,30 @@ from lockstep.testing.pool import WorkerPool
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook
 
-PLANS = {"replicate=1": 1, "replicate=2": 2, "replicate=3": 3, "shard=2": 2, "shard=3": 3, "replicate=2,shard=2": 4}
+PLANS = {
+    "replicate=1": 1,
+    "replicate=2": 2,
+    "replicate=3": 3,
+    "shard=2": 2,
+    "shard=3": 3,
+    "replicate=2,shard=2": 4,
+}
 STAGES = {"tensor=2": 2, "split=2": 1, "pipeline=2": 2, "pipeline=2,replicate=2": 4}
 HOST_EXCHANGES = {"pipeline=2": 2, "pipeline=2,replicate=2": 2}
-"""Collectives between hosts in a step: stages learn of the shapes of microbatches, and of failed forwards."""
+"""Collectives between hosts in a step: stages learn of the shapes of microbatches, and of failed
+forwards."""
 
 
 def network() -> nn.Module:
     """Draws dropout masks."""
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
-    """Its update is gated on the device. Of others the host must know whether the gradient is finite."""
+    """Its update is gated on the device. Of others the host must know whether the gradient is
+    finite."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
@@ -45,8 +57,18 @@ def of_outputs(output: torch.Tensor, batch: Any) -> ls.Sum:
 
 
 def steps(**changes: Any) -> ls.Recipe:
-    given: dict[str, Any] = {"loss": of_outputs, "weight": lambda batch: len(batch[1]), "inputs": lambda batch: batch[1]}
-    given |= {"model": network, "optimizer": fused, "global_batch": 20, "steps": 8, "clip_norm": 0.5}
+    given: dict[str, Any] = {
+        "loss": of_outputs,
+        "weight": lambda batch: len(batch[1]),
+        "inputs": lambda batch: batch[1],
+    }
+    given |= {
+        "model": network,
+        "optimizer": fused,
+        "global_batch": 20,
+        "steps": 8,
+        "clip_norm": 0.5,
+    }
     return recipe(**{**given, "tensor": {"0": "colwise", "3": "rowwise"}, **changes})
 
 
@@ -54,7 +76,8 @@ EXCHANGES = "exchanges between hosts"
 
 
 class Waits(ls.Hook):
-    """Counts what the host waits for in each step, but for the first: there it sets up, and tries the loss."""
+    """Counts what the host waits for in each step, but for the first: there it sets up, and tries
+    the loss."""
 
     def __init__(self) -> None:
         self.waits: list[dict[str, int]] = []
@@ -62,7 +85,8 @@ class Waits(ls.Hook):
 
     @contextmanager
     def watching_hosts(self) -> Iterator[None]:
-        """Count the collectives of tensors on the CPU too, but for the all-gather of the batches' weights."""
+        """Count the collectives of tensors on the CPU too, but for the all-gather of the batches'
+        weights."""
         with pytest.MonkeyPatch.context() as patch:
             for name in ("all_reduce", "broadcast"):
                 patch.setattr(dist, name, self._counting(getattr(dist, name)))
@@ -84,10 +108,13 @@ class Waits(ls.Hook):
 
 
 def train(plan: str, run_dir: str, **changes: Any) -> tuple[str, str, list[dict[str, int]]]:
-    """Return the fingerprint, the device, and the host's waits in each step between the third and the last."""
+    """Return the fingerprint, the device, and the host's waits in each step between the third and
+    the last."""
     hook, where = Waits(), []
     with hook.watching_hosts():
-        result = ls.train(steps(**changes), plan=plan, run_dir=run_dir, hooks=[hook, Where(where)], log_every=100)
+        result = ls.train(
+            steps(**changes), plan=plan, run_dir=run_dir, hooks=[hook, Where(where)], log_every=100
+        )
     return result.fingerprint, where[0], hook.waits[3:]
 
 
@@ -102,7 +129,9 @@ class Where(ls.Hook):
 @pytest.fixture(scope="module")
 def expected(devices: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The fingerprint of one process."""
-    ((fingerprint, device, _),) = devices.run(1, on_device, train, "numerics=bitwise", str(tmp_path_factory.mktemp("one") / "run"))
+    ((fingerprint, device, _),) = devices.run(
+        1, on_device, train, "numerics=bitwise", str(tmp_path_factory.mktemp("one") / "run")
+    )
     assert device == "standin:0"
     return fingerprint
 
@@ -111,7 +140,9 @@ def expected(devices: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> s
 def test_the_bits_are_those_of_one_process_and_the_host_waits_for_nothing(
     devices: WorkerPool, tmp_path: Path, expected: str, plan: str
 ) -> None:
-    everyone = devices.run(PLANS[plan], on_device, train, f"{plan},numerics=bitwise", str(tmp_path / "run"))
+    everyone = devices.run(
+        PLANS[plan], on_device, train, f"{plan},numerics=bitwise", str(tmp_path / "run")
+    )
     for rank, (fingerprint, device, waits) in enumerate(everyone):
         assert (fingerprint, device) == (expected, f"standin:{rank}")
         assert waits == [{}] * 5
@@ -131,7 +162,13 @@ class ReadsBeforeItWrites(nn.Module):
 def trained_with(plan: str, run_dir: str, reads: bool) -> tuple[list[bool], str]:
     """Return whether new tensors are filled in each forward and after the run, and the error."""
     model, error = ReadsBeforeItWrites(reads=reads), ""
-    changes = {"model": lambda: model, "global_batch": 20, "microbatch": 20, "steps": 3, "tensor": None}
+    changes = {
+        "model": lambda: model,
+        "global_batch": 20,
+        "microbatch": 20,
+        "steps": 3,
+        "tensor": None,
+    }
     try:
         train(plan, run_dir, **changes)
     except LossError as raised:
@@ -139,17 +176,27 @@ def trained_with(plan: str, run_dir: str, reads: bool) -> tuple[list[bool], str]
     return [*model.fills, torch.utils.deterministic.fill_uninitialized_memory], error
 
 
-def test_bitwise_fills_new_tensors_in_the_first_step_where_reading_one_is_seen(devices: WorkerPool, tmp_path: Path) -> None:
-    ((fills, error),) = devices.run(1, on_device, trained_with, "numerics=bitwise", str(tmp_path / "right"), False)
+def test_bitwise_fills_new_tensors_in_the_first_step_where_reading_one_is_seen(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
+    ((fills, error),) = devices.run(
+        1, on_device, trained_with, "numerics=bitwise", str(tmp_path / "right"), False
+    )
     assert (fills[0], fills[-3:], error) == (True, [False, False, True], "")
-    ((_, error),) = devices.run(1, on_device, trained_with, "numerics=bitwise", str(tmp_path / "reads"), True)
+    ((_, error),) = devices.run(
+        1, on_device, trained_with, "numerics=bitwise", str(tmp_path / "reads"), True
+    )
     assert "after step 0: the loss is nan" in error
 
 
 @pytest.mark.parametrize("plan", tiered({**PLANS, **STAGES}))
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_in_fast_numerics_the_host_waits_for_nothing(devices: WorkerPool, tmp_path: Path, plan: str, precision: str) -> None:
-    everyone = devices.run({**PLANS, **STAGES}[plan], on_device, train_in, precision, plan, str(tmp_path / "run"))
+def test_in_fast_numerics_the_host_waits_for_nothing(
+    devices: WorkerPool, tmp_path: Path, plan: str, precision: str
+) -> None:
+    everyone = devices.run(
+        {**PLANS, **STAGES}[plan], on_device, train_in, precision, plan, str(tmp_path / "run")
+    )
     exchanges = HOST_EXCHANGES.get(plan)
     for _, _, waits in everyone:
         assert waits == [{} if exchanges is None else {EXCHANGES: exchanges}] * 5
@@ -160,7 +207,8 @@ def train_in(precision: str, plan: str, run_dir: str) -> Any:
 
 
 class Summed(ls.Hook):
-    """Counts the tensors that the latest step has summed over replicas before its backward has ended, and after it."""
+    """Counts the tensors that the latest step has summed over replicas before its backward has
+    ended, and after it."""
 
     def __init__(self) -> None:
         self.during = self.after = 0
@@ -186,16 +234,23 @@ SUM_EACH = World.sum_each
 
 
 def train_summing(plan: str, run_dir: str) -> tuple[float, int, int]:
-    """Return the loss, and what `Summed` has counted. All tensors are as large as those that are summed in place."""
+    """Return the loss, and what `Summed` has counted. All tensors are as large as those that are
+    summed in place."""
     hook = Summed()
     with patch.object(comm_world, "IN_PLACE_BYTES", 1):
         result = ls.train(steps(), plan=plan, run_dir=run_dir, hooks=[hook], log_every=100)
     return result.loss, hook.during, hook.after
 
 
-@pytest.mark.parametrize(("plan", "during", "after"), [("replicate=2,shard=2", 6, 0), ("replicate=2,tensor=2", 0, 7)])
-def test_replicas_sum_in_the_last_backward_or_in_place(devices: WorkerPool, tmp_path: Path, plan: str, during: int, after: int) -> None:
-    ((alone, _, _),) = devices.run(1, on_device, train_summing, "replicate=1", str(tmp_path / "alone"))
+@pytest.mark.parametrize(
+    ("plan", "during", "after"), [("replicate=2,shard=2", 6, 0), ("replicate=2,tensor=2", 0, 7)]
+)
+def test_replicas_sum_in_the_last_backward_or_in_place(
+    devices: WorkerPool, tmp_path: Path, plan: str, during: int, after: int
+) -> None:
+    ((alone, _, _),) = devices.run(
+        1, on_device, train_summing, "replicate=1", str(tmp_path / "alone")
+    )
     for found in devices.run(4, on_device, train_summing, plan, str(tmp_path / "run")):
         assert found == (pytest.approx(alone, rel=1e-5), during, after)
 
@@ -218,7 +273,9 @@ def train_fp16(plan: str, run_dir: str, is_fused: bool) -> tuple[str, list[int],
     hook = Overflows()
     optimizer = fused if is_fused else foreach
     given = steps(precision="fp16", loss=overflowing, optimizer=optimizer)
-    result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[hook], log_every=3, saving=ls.Saving(every=4))
+    result = ls.train(
+        given, plan=plan, run_dir=run_dir, hooks=[hook], log_every=3, saving=ls.Saving(every=4)
+    )
     return result.fingerprint, hook.skipped, result.loss
 
 
@@ -227,11 +284,15 @@ def foreach(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("plan", ["replicate=1", "replicate=2", "shard=2"])
-def test_a_loss_scale_on_the_device_skips_the_steps_that_one_on_the_host_skips(devices: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_a_loss_scale_on_the_device_skips_the_steps_that_one_on_the_host_skips(
+    devices: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     ranks = PLANS[plan]
     on_the_device = devices.run(ranks, on_device, train_fp16, plan, str(tmp_path / "device"), True)
     on_the_host = devices.run(ranks, on_device, train_fp16, plan, str(tmp_path / "host"), False)
-    for (_, skipped, loss), (_, expected, expected_loss) in zip(on_the_device, on_the_host, strict=True):
+    for (_, skipped, loss), (_, expected, expected_loss) in zip(
+        on_the_device, on_the_host, strict=True
+    ):
         assert skipped == expected != []
         assert loss == pytest.approx(expected_loss, rel=1e-3)
 
@@ -248,7 +309,9 @@ def train_failing(run_dir: str) -> str:
     return "no error"
 
 
-def test_a_failed_forward_of_a_stage_is_raised_on_every_rank(devices: WorkerPool, tmp_path: Path) -> None:
+def test_a_failed_forward_of_a_stage_is_raised_on_every_rank(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
     first, last = devices.run(2, on_device, train_failing, str(tmp_path / "run"))
     assert last == "on purpose"
     assert first == "rank 1 of the pipeline failed: ValueError: on purpose"
@@ -275,7 +338,9 @@ def train_asking(plan: str, run_dir: str) -> list[int]:
 
 
 @pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2"])
-def test_ranks_of_an_axis_agree_on_a_request_of_one_a_step_later(devices: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_ranks_of_an_axis_agree_on_a_request_of_one_a_step_later(
+    devices: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     first, second = devices.run(2, on_device, train_asking, plan, str(tmp_path / "run"))
     assert first == second == [5]
 
@@ -313,14 +378,19 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def evaluated(plan: str, run_dir: str) -> tuple[dict[str, float], list[dict[str, int]]]:
     hook = EvaluationWaits()
     metrics = {"error": ls.Mean(errors), "difference": ls.Gathered(both, difference)}
-    given = steps(steps=4, evaluation=ls.Evaluation(data=rows(37, seed=6), every=2, metrics=metrics))
+    given = steps(
+        steps=4, evaluation=ls.Evaluation(data=rows(37, seed=6), every=2, metrics=metrics)
+    )
     result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[hook], log_every=100)
     return result.metrics, hook.waits
 
 
 @pytest.mark.parametrize("plan", ["replicate=1", "replicate=2", "shard=2", "pipeline=2"])
-def test_an_evaluation_waits_for_the_device_once(devices: WorkerPool, tmp_path: Path, plan: str) -> None:
-    """The second one: a pipeline discovers shapes in the first. The last microbatch may be under way when taken."""
+def test_an_evaluation_waits_for_the_device_once(
+    devices: WorkerPool, tmp_path: Path, plan: str
+) -> None:
+    """The second one: a pipeline discovers shapes in the first. The last microbatch may be under
+    way when taken."""
     ranks = {**PLANS, **STAGES}[plan]
     everyone = devices.run(ranks, on_device, evaluated, plan, str(tmp_path / "run"))
     for metrics, waits in everyone:
@@ -340,24 +410,37 @@ class Puts(nn.Sequential):
         scores = super().forward(rows)
         places, values = torch.zeros(1, dtype=torch.long, device=rows.device), scores.new_ones(1)
         added = scores.new_zeros(3)
-        added = added.put_(places, values) if self.by == "put_" else added.view(-1).index_copy_(0, places, values)
+        added = (
+            added.put_(places, values)
+            if self.by == "put_"
+            else added.view(-1).index_copy_(0, places, values)
+        )
         return scores + added
 
 
 def puts(by: str, plan: str, run_dir: str) -> str:
     try:
-        return ls.train(steps(model=lambda: Puts(by), tensor=None), plan=plan, run_dir=run_dir).fingerprint
+        return ls.train(
+            steps(model=lambda: Puts(by), tensor=None), plan=plan, run_dir=run_dir
+        ).fingerprint
     except PlanError as error:
         return str(error)
 
 
-def test_an_operation_that_does_not_repeat_is_refused_in_the_words_of_the_plan(devices: WorkerPool, tmp_path: Path) -> None:
+def test_an_operation_that_does_not_repeat_is_refused_in_the_words_of_the_plan(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
     found: dict[str, list[str]] = {"put_": [], "index_copy_": []}
     for ranks in (1, 2):
         plan = f"replicate={ranks},numerics=bitwise"
         for by in found:
-            found[by] += devices.run(ranks, on_device, puts, by, plan, str(tmp_path / f"{by}-{ranks}"))
-    assert all("torch has no implementation of put_" in text and "index_copy_" in text for text in found["put_"])
+            found[by] += devices.run(
+                ranks, on_device, puts, by, plan, str(tmp_path / f"{by}-{ranks}")
+            )
+    assert all(
+        "torch has no implementation of put_" in text and "index_copy_" in text
+        for text in found["put_"]
+    )
     assert len(set(found["index_copy_"])) == 1
 
 
@@ -370,7 +453,10 @@ def train_normalized(plan: str, run_dir: str) -> list[dict[str, int]]:
 
 
 def test_the_host_does_not_wait_for_running_statistics(devices: WorkerPool, tmp_path: Path) -> None:
-    assert devices.run(2, on_device, train_normalized, "shard=2", str(tmp_path / "run")) == [[{}] * 5] * 2
+    assert (
+        devices.run(2, on_device, train_normalized, "shard=2", str(tmp_path / "run"))
+        == [[{}] * 5] * 2
+    )
 
 
 class WithSpare(nn.Module):
@@ -392,9 +478,15 @@ def train_with_spare(plan: str, run_dir: str) -> tuple[str, list[dict[str, int]]
     return fingerprint, train(plan, f"{run_dir}/fast", **given)[2]
 
 
-def test_the_host_does_not_wait_to_know_what_other_ranks_have_used(devices: WorkerPool, tmp_path: Path) -> None:
-    ((expected, _),) = devices.run(1, on_device, train_with_spare, "replicate=1", str(tmp_path / "one"))
+def test_the_host_does_not_wait_to_know_what_other_ranks_have_used(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
+    ((expected, _),) = devices.run(
+        1, on_device, train_with_spare, "replicate=1", str(tmp_path / "one")
+    )
     for plan in ("replicate=2", "shard=2"):
-        for fingerprint, waits in devices.run(2, on_device, train_with_spare, plan, str(tmp_path / plan)):
+        for fingerprint, waits in devices.run(
+            2, on_device, train_with_spare, plan, str(tmp_path / plan)
+        ):
             assert fingerprint == expected
             assert waits == [{EXCHANGES: 1}] * 5

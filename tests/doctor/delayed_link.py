@@ -1,5 +1,5 @@
-"""A wire with a delay between two network namespaces, for kernels without netem: python wire.py NAMESPACE DEVICE
-NAMESPACE DEVICE SECONDS.
+"""A wire with a delay between two network namespaces, for kernels without netem: python wire.py
+NAMESPACE DEVICE NAMESPACE DEVICE SECONDS.
 
 Makes a TAP device in each, carries frames between them, and says `ready` when both are there.
 """
@@ -26,11 +26,16 @@ CHECKSUMS, SEGMENTS_4, SEGMENTS_6 = 0x01, 0x02, 0x04
 def tap(namespace: str, device: str) -> int:
     """A descriptor of a new TAP device there."""
     libc = ctypes.CDLL(None, use_errno=True)
-    home, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    home, there = (
+        os.open("/proc/self/ns/net", os.O_RDONLY),
+        os.open(f"/run/netns/{namespace}", os.O_RDONLY),
+    )
     if libc.setns(there, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     made = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(made, TUNSETIFF, struct.pack("16sH22x", device.encode(), TAP | NO_INFORMATION | HEADERS))
+    fcntl.ioctl(
+        made, TUNSETIFF, struct.pack("16sH22x", device.encode(), TAP | NO_INFORMATION | HEADERS)
+    )
     fcntl.ioctl(made, TUNSETVNETHDRSZ, struct.pack("i", 10))
     fcntl.ioctl(made, TUNSETOFFLOAD, CHECKSUMS | SEGMENTS_4 | SEGMENTS_6)
     libc.setns(home, CLONE_NEWNET)
@@ -46,7 +51,13 @@ def carry(one: int, other: int, seconds: float) -> None:
         patience = max(0.0, on_its_way[0][0] - time.monotonic()) if on_its_way else None
         for ready in select.select([one, other], [], [], patience)[0]:
             with suppress(BlockingIOError):
-                on_its_way.append((time.monotonic() + seconds, other if ready == one else one, os.read(ready, 70000)))
+                on_its_way.append(
+                    (
+                        time.monotonic() + seconds,
+                        other if ready == one else one,
+                        os.read(ready, 70000),
+                    )
+                )
         while on_its_way and on_its_way[0][0] <= time.monotonic():
             _, to, frame = on_its_way.popleft()
             with suppress(OSError):  # a device that is down drops

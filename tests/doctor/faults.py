@@ -1,8 +1,8 @@
-"""One rank of the doctor with a planted fault: python faults.py FOLDER DEADLINE_SECONDS, with FAULT=NAME in the
-environment.
+"""One rank of the doctor with a planted fault: python faults.py FOLDER DEADLINE_SECONDS, with
+FAULT=NAME in the environment.
 
-The fault is in rank 1. A barrier that does nothing is planted in all ranks, because it would hang if one rank alone
-skipped it.
+The fault is in rank 1. A barrier that does nothing is planted in all ranks, because it would hang
+if one rank alone skipped it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ AHEAD_SECONDS = 30.0
 
 def after(name: str, change: Callable[..., None]) -> None:
     """Have a collective of torch's do something more on one rank, when it is done."""
-    holder = collective_checks if name.endswith("_single") and hasattr(collective_checks, name) else dist
+    holder = (
+        collective_checks if name.endswith("_single") and hasattr(collective_checks, name) else dist
+    )
     real = getattr(holder, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

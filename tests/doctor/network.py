@@ -1,5 +1,5 @@
-"""Hosts that are network namespaces on one bridge, for tests of several machines: real network stacks, links with a
-rate or a delay."""
+"""Hosts that are network namespaces on one bridge, for tests of several machines: real network
+stacks, links with a rate or a delay."""
 
 from __future__ import annotations
 
@@ -34,9 +34,19 @@ class Network:
         return f"{NET}.{number}"
 
     def inside(self, number: int) -> list[str]:
-        """What to put before a command that is to run on a host. The host has a name of its own too."""
+        """What to put before a command that is to run on a host. The host has a name of its own
+        too."""
         set_name = f'hostname host{number} && exec "$@"'
-        return ["nsenter", f"--net=/run/netns/{self.hosts[number]}", "unshare", "--uts", "sh", "-c", set_name, "sh"]
+        return [
+            "nsenter",
+            f"--net=/run/netns/{self.hosts[number]}",
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            set_name,
+            "sh",
+        ]
 
     def up(self) -> None:
         run(f"ip -n {self.name} link add bridge type bridge forward_delay 0 stp_state 0")
@@ -67,16 +77,22 @@ class Network:
         lines = (
             f"{on} qdisc add dev eth0 root handle 1: htb default 1",
             f"{on} class add dev eth0 parent 1: classid 1:1 htb rate 40gbit quantum 60000",
-            f"{on} class add dev eth0 parent 1: classid 1:2 htb rate {megabits}mbit burst 128k quantum 60000",
-            f"{on} filter add dev eth0 parent 1: protocol ip u32 match ip dst {self.address(receiver)} flowid 1:2",
+            (
+                f"{on} class add dev eth0 parent 1: classid 1:2 htb rate {megabits}mbit burst 128k"
+                " quantum 60000"
+            ),
+            (
+                f"{on} filter add dev eth0 parent 1: protocol ip u32 match ip dst"
+                f" {self.address(receiver)} flowid 1:2"
+            ),
         )
         if any(run(line, check=False) for line in lines):
             pytest.skip("this kernel limits no rates (htb and u32 of tc)")
 
     def contain(self, number: int) -> list[str]:
-        """What to put before a command that is to run in a container on a host, as Docker's own network has it: its
-        address is 172.17.0.2 on each host, behind a bridge named docker0, what it sends seems to come from the
-        host, and its first process has the id 1."""
+        """What to put before a command that is to run in a container on a host, as Docker's own
+        network has it: its address is 172.17.0.2 on each host, behind a bridge named docker0, what
+        it sends seems to come from the host, and its first process has the id 1."""
         if shutil.which("nft") is None:
             pytest.skip("no program nft, which has the kernel translate addresses")
         host, box = self.hosts[number], f"{self.name}-box{number}"
@@ -93,7 +109,10 @@ class Network:
         run(f"ip -n {box} route add default via 172.17.0.1")
         inside = ["nsenter", f"--net=/run/netns/{host}"]
         subprocess.run([*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"], check=True)
-        rules = "table ip docker { chain out { type nat hook postrouting priority 100; ip saddr 172.17.0.0/16 oif eth0 masquerade; }; }"
+        rules = (
+            "table ip docker { chain out { type nat hook postrouting priority 100; ip saddr"
+            " 172.17.0.0/16 oif eth0 masquerade; }; }"
+        )
         subprocess.run([*inside, "nft", rules], check=True)
         return ["nsenter", f"--net=/run/netns/{box}", "unshare", "--pid", "--fork", "--kill-child"]
 
@@ -102,7 +121,15 @@ class Network:
         if not os.path.exists("/dev/net/tun"):
             pytest.skip("no /dev/net/tun, by which a link with a delay is made")
         run(f"ip -n {self.hosts[number]} link del eth0")
-        line = [sys.executable, str(DELAYED_LINK), self.hosts[number], "eth0", self.name, f"tap{number}", str(milliseconds / 1000)]
+        line = [
+            sys.executable,
+            str(DELAYED_LINK),
+            self.hosts[number],
+            "eth0",
+            self.name,
+            f"tap{number}",
+            str(milliseconds / 1000),
+        ]
         link = subprocess.Popen(line, stdout=subprocess.PIPE)
         self._links.append(link)
         assert link.stdout is not None
@@ -122,7 +149,11 @@ class Network:
 def network(count: int) -> Iterator[Network]:
     """Skips the test where the machine has no network namespaces."""
     made = Network(count)
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare"))) or run(f"ip netns add {made.name}", check=False):
+    if (
+        os.geteuid() != 0
+        or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare")))
+        or run(f"ip netns add {made.name}", check=False)
+    ):
         pytest.skip("network namespaces need root, and the programs ip, tc, nsenter and unshare")
     try:
         made.up()
@@ -131,7 +162,9 @@ def network(count: int) -> Iterator[Network]:
         made.down()
 
 
-def on_hosts(network: Network, arguments: Sequence[str], *, cwd: Path, seconds: float = 100) -> list[subprocess.CompletedProcess[str]]:
+def on_hosts(
+    network: Network, arguments: Sequence[str], *, cwd: Path, seconds: float = 100
+) -> list[subprocess.CompletedProcess[str]]:
     """Run `python ARGUMENTS` on all hosts at once. In order of their numbers."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     started = [
@@ -151,4 +184,7 @@ def on_hosts(network: Network, arguments: Sequence[str], *, cwd: Path, seconds: 
         for each in started:
             each.kill()
             each.communicate()
-    return [subprocess.CompletedProcess(each.args, each.returncode, *text) for each, text in zip(started, said, strict=True)]
+    return [
+        subprocess.CompletedProcess(each.args, each.returncode, *text)
+        for each, text in zip(started, said, strict=True)
+    ]

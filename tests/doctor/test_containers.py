@@ -1,4 +1,5 @@
-"""The doctor in a container that lacks what training needs, and in one that was started as its remedies say."""
+"""The doctor in a container that lacks what training needs, and in one that was started as its
+remedies say."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from containers import container
 ENVIRONMENT = {
     name: value
     for name, value in os.environ.items()
-    if name not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "LOCKSTEP_RUN_DIR")
+    if name
+    not in (
+        "OMP_NUM_THREADS",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "LOCKSTEP_RUN_DIR",
+    )
 }
 
 
@@ -39,7 +46,13 @@ def examined(before: Sequence[str], *options: str) -> dict[str, dict[str, Any]]:
         "--json",
         *options,
     ]
-    ended = subprocess.run(line, env=ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        line,
+        env=ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.stdout, ended.stderr
     return {check["check"]: check for check in json.loads(ended.stdout)["checks"]}
 
@@ -51,28 +64,39 @@ def test_what_a_container_lacks_is_named_with_its_remedy(tmp_path: Path) -> None
     assert found["container"]["found"].startswith("Docker: a quota of 0.5 of ")
     assert found["container"]["found"].endswith(" CPUs, 900 MiB of memory")
     expected = {
-        "/dev/shm": ("64 MiB free; up to 128 MiB needed for 1 process", "docker run --shm-size=8g or --ipc=host"),
+        "/dev/shm": (
+            "64 MiB free; up to 128 MiB needed for 1 process",
+            "docker run --shm-size=8g or --ipc=host",
+        ),
         "locked memory": ("64 KiB, with mlx5_0", "docker run --ulimit memlock=-1"),
         "memory": ("MiB available", "docker run --memory"),
-        "lifetime": ("/root is in the container's own file system (overlay on /), and is lost", "docker run -v"),
+        "lifetime": (
+            "/root is in the container's own file system (overlay on /), and is lost",
+            "docker run -v",
+        ),
     }
     for name, (text, remedy) in expected.items():
         assert found[name]["verdict"] == "failed", found[name]
         assert text in found[name]["found"]
         assert remedy in found[name]["remedy"]
     cores = len(os.sched_getaffinity(0))
-    assert found["threads"]["found"].startswith(f"1 process × 1 thread on 1 core (of {cores}, by the control group's CPU quota of 0.5)")
+    assert found["threads"]["found"].startswith(
+        f"1 process × 1 thread on 1 core (of {cores}, by the control group's CPU quota of 0.5)"
+    )
 
 
 @pytest.mark.command
 def test_the_remedies_help(tmp_path: Path) -> None:
-    """But for the locked memory, which not even root may raise where the kernel withholds CAP_SYS_RESOURCE."""
+    """But for the locked memory, which not even root may raise where the kernel withholds
+    CAP_SYS_RESOURCE."""
     runs = tmp_path / "runs"
     runs.mkdir()
     limits = {"cpu.cfs_quota_us": "100000", "memory.limit_in_bytes": str(4 << 30)}
     with container(tmp_path, limits=limits, shm="1g", volume=runs) as before:
         found = examined(before, "--run-dir", str(runs))
-    assert {found[name]["verdict"] for name in ("container", "/dev/shm", "memory", "threads", "path")} == {"ok"}
+    assert {
+        found[name]["verdict"] for name in ("container", "/dev/shm", "memory", "threads", "path")
+    } == {"ok"}
     assert not {"lifetime", "locked memory"} & found.keys()
 
 
@@ -80,7 +104,18 @@ def test_the_remedies_help(tmp_path: Path) -> None:
 def test_two_containers_of_one_host_are_told_that_they_share_no_memory(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["doctor", "--nproc", "1", "--nnodes", "2", "--rdzv", f"127.0.0.1:{port}", "--run-dir", str(tmp_path), "--json"]
+    words = [
+        "doctor",
+        "--nproc",
+        "1",
+        "--nnodes",
+        "2",
+        "--rdzv",
+        f"127.0.0.1:{port}",
+        "--run-dir",
+        str(tmp_path),
+        "--json",
+    ]
     with ExitStack() as stack:
         started = []
         for box in ("one", "two"):
@@ -88,7 +123,11 @@ def test_two_containers_of_one_host_are_told_that_they_share_no_memory(tmp_path:
             line = [*before, sys.executable, "-m", "lockstep", *words]
             environ = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
             started.append(
-                stack.enter_context(subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+                stack.enter_context(
+                    subprocess.Popen(
+                        line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                    )
+                )
             )
             stack.callback(started[-1].kill)
         said = [each.communicate(timeout=50) for each in started]

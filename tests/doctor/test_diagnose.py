@@ -19,7 +19,16 @@ from lockstep.doctor.summary import RankStatus, stalled_check
 
 FAULTS = str(Path(__file__).with_name("faults.py"))
 DEADLINE_SECONDS = 6.0
-BREAKABLE = ("all-reduce", "barrier", "all-to-all", "broadcast", "reduce", "scatter", "all-gather", "reduce-scatter")
+BREAKABLE = (
+    "all-reduce",
+    "barrier",
+    "all-to-all",
+    "broadcast",
+    "reduce",
+    "scatter",
+    "all-gather",
+    "reduce-scatter",
+)
 """Those after the second are slow tests."""
 
 
@@ -29,10 +38,17 @@ def diagnosed(fault: str) -> Diagnosis:
 
 
 def of(found: Diagnosis, *sections: str) -> list[CheckResult]:
-    return [check for check in found.checks if check.section in sections and check.verdict not in ("ok", "skipped")]
+    return [
+        check
+        for check in found.checks
+        if check.section in sections and check.verdict not in ("ok", "skipped")
+    ]
 
 
-@pytest.mark.parametrize("collective", [*BREAKABLE[:1], *(pytest.param(each, marks=pytest.mark.slow) for each in BREAKABLE[1:])])
+@pytest.mark.parametrize(
+    "collective",
+    [*BREAKABLE[:1], *(pytest.param(each, marks=pytest.mark.slow) for each in BREAKABLE[1:])],
+)
 def test_a_wrong_result_of_a_wrapped_collective_is_found(collective: str) -> None:
     found = diagnosed(collective)
     assert found.status == 1
@@ -40,7 +56,11 @@ def test_a_wrong_result_of_a_wrapped_collective_is_found(collective: str) -> Non
     assert (check.check, check.verdict) == (collective, "failed")
     assert re.search(r"rank [01] " if collective == "barrier" else "rank 1 ", check.found)
     assert "left when" in check.found if collective == "barrier" else "at index " in check.found
-    right = [each.check for each in found.checks if each.section == "collectives" and each.verdict == "ok"]
+    right = [
+        each.check
+        for each in found.checks
+        if each.section == "collectives" and each.verdict == "ok"
+    ]
     assert right == [each for each in COLLECTIVES if each != collective]
 
 
@@ -50,7 +70,9 @@ def test_a_wrong_result_of_a_wrapped_collective_is_found(collective: str) -> Non
         pytest.param("hang", f"timed out: rank 1 is at {FAULTS}:", marks=pytest.mark.command),
         pytest.param("kill", "rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
         pytest.param("stop", "timed out: rank 1 does not answer", marks=pytest.mark.slow),
-        pytest.param("refuse", "rank 1 failed: RuntimeError: no such thing here", marks=pytest.mark.slow),
+        pytest.param(
+            "refuse", "rank 1 failed: RuntimeError: no such thing here", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_collective_that_does_not_end_does_not_hold_the_doctor_up(fault: str, text: str) -> None:
@@ -59,7 +81,10 @@ def test_a_collective_that_does_not_end_does_not_hold_the_doctor_up(fault: str, 
     check, *_ = of(found, "collectives", "rendezvous")
     assert (check.verdict, check.check) == ("failed", "all-reduce sum bool")
     assert text in check.found
-    assert any(each.verdict == "skipped" and "not run: all-reduce, scatter" in each.found for each in found.checks)
+    assert any(
+        each.verdict == "skipped" and "not run: all-reduce, scatter" in each.found
+        for each in found.checks
+    )
 
 
 @pytest.mark.slow
@@ -76,22 +101,34 @@ print(json.dumps([found.status, [asdict(check) for check in found.checks]]))
         port = free.getsockname()[1]
     environ = {**os.environ, "FAULT": "clock", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     started = [
-        subprocess.Popen([sys.executable, "-c", code, str(port)], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(port)],
+            cwd=tmp_path,
+            env=environ,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
     said = [each.communicate(timeout=50)[0] for each in started]
     for text in said:
         code, checks = json.loads(text)
         assert code == 1
-        (check,) = [check for check in checks if check["check"] == "clock" and check["section"] == "machine"]
+        (check,) = [
+            check for check in checks if check["check"] == "clock" and check["section"] == "machine"
+        ]
         assert check["verdict"] == "failed"
         assert check["found"].startswith("30 s ahead of")
         assert check["machine"].endswith("#1")
         assert check["remedy"]
 
 
-def status(rank: int, index: int = 7, location: str | None = None, error: str | None = None) -> RankStatus:
-    return RankStatus(rank=rank, index=index, probe=f"probe {index}", location=location, error=error)
+def status(
+    rank: int, index: int = 7, location: str | None = None, error: str | None = None
+) -> RankStatus:
+    return RankStatus(
+        rank=rank, index=index, probe=f"probe {index}", location=location, error=error
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +136,10 @@ def status(rank: int, index: int = 7, location: str | None = None, error: str | 
     [
         ([status(0), status(2)], "ranks 1, 3 do not answer"),
         ([status(0), status(1, 6), status(2), status(3)], "rank 1 is still in probe 6"),
-        ([status(0), status(1, location="x.py:3, in f"), status(2), status(3)], "rank 1 is at x.py:3, in f"),
+        (
+            [status(0), status(1, location="x.py:3, in f"), status(2), status(3)],
+            "rank 1 is at x.py:3, in f",
+        ),
         ([status(0), status(1, error="E"), status(2), status(3)], "rank 1 failed: E"),
         ([status(0), status(1), status(2), status(3)], "all ranks entered it and wait"),
     ],

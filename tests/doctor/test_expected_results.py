@@ -27,7 +27,9 @@ BY_HAND = {"sum": sum, "min": min, "max": max, "product": np.prod, "avg": np.mea
 
 
 @given(st.sampled_from(ALL), st.integers(1, 9), st.integers(0, 2000))
-def test_what_is_held_follows_from_what_all_give(case: CollectiveCase, size: int, first: int) -> None:
+def test_what_is_held_follows_from_what_all_give(
+    case: CollectiveCase, size: int, first: int
+) -> None:
     global_ranks = list(range(first, first + 3 * size, 3))
     inputs = [rank_input(case, global_ranks, rank).tolist() for rank in range(size)]
     for rank in range(size):
@@ -52,7 +54,9 @@ def test_what_is_held_follows_from_what_all_give(case: CollectiveCase, size: int
 @pytest.mark.parametrize("apart", [1, 2, 8])
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 100, 1000])
 @pytest.mark.parametrize("data_type", DATA_TYPES, ids=lambda data_type: data_type.name)
-def test_every_type_holds_every_partial_result_and_every_rank_counts(data_type: object, size: int, apart: int) -> None:
+def test_every_type_holds_every_partial_result_and_every_rank_counts(
+    data_type: object, size: int, apart: int
+) -> None:
     global_ranks = list(range(0, size * apart, apart))
     for case in (case for case in cases("all-reduce") if case.data_type == data_type):
         inputs = np.array([rank_input(case, global_ranks, rank) for rank in range(size)])
@@ -66,16 +70,24 @@ def test_every_type_holds_every_partial_result_and_every_rank_counts(data_type: 
             assert np.prod(inputs.astype(object), axis=0).max() <= case.data_type.limit
 
 
-@pytest.mark.parametrize("case", [case for case in ALL if case.data_type.name == "float32"], ids=lambda case: case.name)
-def test_a_rank_that_holds_its_own_numbers_or_its_neighbour_s_is_not_right(case: CollectiveCase) -> None:
+@pytest.mark.parametrize(
+    "case", [case for case in ALL if case.data_type.name == "float32"], ids=lambda case: case.name
+)
+def test_a_rank_that_holds_its_own_numbers_or_its_neighbour_s_is_not_right(
+    case: CollectiveCase,
+) -> None:
     global_ranks = [0, 1, 2, 3]
     for rank in global_ranks:
         expected = expected_output(case, global_ranks, rank)
         if expected is not None:
             leads = case.collective in ("broadcast", "scatter") and rank == root(global_ranks)
-            assert leads or not np.array_equal(np.resize(rank_input(case, global_ranks, rank), len(expected)), expected)
+            assert leads or not np.array_equal(
+                np.resize(rank_input(case, global_ranks, rank), len(expected)), expected
+            )
     if case.collective not in (*REDUCTIONS, "gather", "all-gather", "broadcast"):
-        assert not np.array_equal(expected_output(case, global_ranks, 0), expected_output(case, global_ranks, 1))
+        assert not np.array_equal(
+            expected_output(case, global_ranks, 0), expected_output(case, global_ranks, 1)
+        )
 
 
 @given(st.integers(2, 40))
@@ -87,7 +99,8 @@ def test_every_rank_is_in_one_group_of_each_way_and_no_group_is_one_rank(size: i
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
     factors = {
-        "all-reduce": 1.5, "reduce-scatter": 0.75, "all-gather": 0.75, "all-to-all": 0.75, "gather": 0.75, "scatter": 0.75,
+        "all-reduce": 1.5, "reduce-scatter": 0.75, "all-gather": 0.75, "all-to-all": 0.75,
+        "gather": 0.75, "scatter": 0.75,
         "broadcast": 1.0, "reduce": 1.0, "send/recv": 1.0,
     }  # fmt: skip
     assert {name: bus_bandwidth(name, 10**9, 1.0, 4) / 1e9 for name in factors} == factors

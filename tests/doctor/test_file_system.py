@@ -52,14 +52,20 @@ def test_this_file_system_is_well_and_nothing_stays_in_it(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("rename", [copying, removing_first, copying_folders])
 def test_a_rename_that_is_not_atomic_is_seen(tmp_path: Path, rename: object) -> None:
-    (check,) = [check for check in file_system_checks(probe(tmp_path, rename=rename)) if check.check == "rename"]  # type: ignore[arg-type]
+    (check,) = [
+        check
+        for check in file_system_checks(probe(tmp_path, rename=rename))
+        if check.check == "rename"
+    ]  # type: ignore[arg-type]
     assert check.verdict == "failed"
     assert check.found.startswith("is not atomic: a f")
     assert check.remedy
     assert list(tmp_path.iterdir()) == []
 
 
-def test_locks_that_do_not_exclude_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_that_do_not_exclude_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     assert verdicts(tmp_path)["lock"] == "failed"
 
@@ -72,7 +78,9 @@ def test_syncs_that_fail_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert verdicts(tmp_path)["sync"] == "failed"
 
 
-def test_a_file_system_with_another_clock_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_with_another_clock_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() - 60)
     (check,) = [check for check in file_system_checks(probe(tmp_path)) if check.check == "clock"]
@@ -80,7 +88,9 @@ def test_a_file_system_with_another_clock_is_seen(tmp_path: Path, monkeypatch: p
     assert check.found == "the file system's is 60 s ahead of this machine's"
 
 
-def test_where_nothing_can_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(**_: object) -> str:
         raise OSError(30, "Read-only file system")
 
@@ -89,13 +99,20 @@ def test_where_nothing_can_be_written_is_said(tmp_path: Path, monkeypatch: pytes
     assert (check.verdict, check.found) == ("failed", f"{tmp_path}: Read-only file system")
 
 
-def test_a_run_directory_that_is_not_there_yet_is_tried_where_it_would_be_made(tmp_path: Path) -> None:
+def test_a_run_directory_that_is_not_there_yet_is_tried_where_it_would_be_made(
+    tmp_path: Path,
+) -> None:
     assert existing(tmp_path / "runs" / "a") == tmp_path
     assert existing(tmp_path) == tmp_path
 
 
 @pytest.mark.parametrize("below", [".", "runs/a"])
-def test_a_run_directory_that_is_a_file_or_lies_below_one_is_refused(tmp_path: Path, below: str) -> None:
+def test_a_run_directory_that_is_a_file_or_lies_below_one_is_refused(
+    tmp_path: Path, below: str
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirectoryError, match=f"{tmp_path}/file is not a folder; a run directory is a folder; choose another path"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=f"{tmp_path}/file is not a folder; a run directory is a folder; choose another path",
+    ):
         existing(tmp_path / "file" / below)

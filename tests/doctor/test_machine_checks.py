@@ -20,16 +20,23 @@ from lockstep.doctor.machine_checks import (
 )
 
 HEALTHY = MachineInfo(
-    host="a", address="10.0.0.1", interface="eth0", interfaces=("lo", "eth0", "docker0"), interface_details=", 10000 Mbit/s",
-    versions={"python": "3.11.2", "torch": "2.13.0"}, gpus=0, gpu_names=(), topology={}, container=None,
+    host="a", address="10.0.0.1", interface="eth0", interfaces=("lo", "eth0", "docker0"),
+    interface_details=", 10000 Mbit/s",
+    versions={"python": "3.11.2", "torch": "2.13.0"}, gpus=0, gpu_names=(), topology={},
+    container=None,
     process_ids=("boot", 1), cores=8, cpu_quota=None,
     shared_memory_bytes=8 << 30, available_memory_bytes=16 << 30, memory_limit_bytes=None,
-    open_files_limit=4096, open_files_hard_limit=10**6, locked_memory_bytes=8 << 20, infiniband=(), free_tasks=10000,
+    open_files_limit=4096, open_files_hard_limit=10**6, locked_memory_bytes=8 << 20,
+    infiniband=(), free_tasks=10000,
 )  # fmt: skip
 
 
-def check_of(check: str, environ: Mapping[str, str] | None = None, nproc: int = 4, **changed: Any) -> CheckResult:
-    checks = machine_checks(replace(HEALTHY, **changed), environ or {}, nproc=nproc, world_size=nproc)
+def check_of(
+    check: str, environ: Mapping[str, str] | None = None, nproc: int = 4, **changed: Any
+) -> CheckResult:
+    checks = machine_checks(
+        replace(HEALTHY, **changed), environ or {}, nproc=nproc, world_size=nproc
+    )
     (found,) = [each for each in checks if each.check == check]
     return found
 
@@ -40,8 +47,14 @@ def test_a_quota_is_followed_and_a_container_is_shown_with_its_limits() -> None:
         == "2 processes × 2 threads on 4 cores (of 8, by the control group's CPU quota of 4.5)"
     )
     shown = check_of("container", container="Podman", cpu_quota=4.5, memory_limit_bytes=2 << 30)
-    assert (shown.verdict, shown.found) == ("ok", "Podman: a quota of 4.5 of 8 CPUs, 2 GiB of memory")
-    assert check_of("container", container="Docker").found == "Docker: no CPU quota, no limit of memory"
+    assert (shown.verdict, shown.found) == (
+        "ok",
+        "Podman: a quota of 4.5 of 8 CPUs, 2 GiB of memory",
+    )
+    assert (
+        check_of("container", container="Docker").found
+        == "Docker: no CPU quota, no limit of memory"
+    )
 
 
 def test_the_bridge_of_containers_is_no_matter_on_one_machine() -> None:
@@ -50,17 +63,25 @@ def test_the_bridge_of_containers_is_no_matter_on_one_machine() -> None:
 
 def test_containers_of_one_host_that_share_no_memory_are_named() -> None:
     spaces = [("host1", 5), ("host2", 5), ("host1", 6), ("host1", 5), ("host3", 7)]
-    (check,) = shared_memory_differences(list("abcde"), [{"process_ids": space} for space in spaces])
+    (check,) = shared_memory_differences(
+        list("abcde"), [{"process_ids": space} for space in spaces]
+    )
     assert (check.check, check.verdict) == ("one host", "slow")
     assert check.found.startswith("a, c are containers of one host")
     assert "--pid=host --ipc=host" in check.remedy
-    assert shared_memory_differences(["a", "b"], [{"process_ids": space} for space in spaces[:2]]) == []
+    assert (
+        shared_memory_differences(["a", "b"], [{"process_ids": space} for space in spaces[:2]])
+        == []
+    )
 
 
 def test_a_machine_that_is_well_has_nothing_to_mend() -> None:
     assert worst(machine_checks(HEALTHY, {}, nproc=4, world_size=4)) == "ok"
     shared = replace(HEALTHY, gpus=1, gpu_names=("H100",))
-    assert worst(machine_checks(shared, {"LOCKSTEP_SHARE_DEVICES": "1"}, nproc=4, world_size=4)) == "ok"
+    assert (
+        worst(machine_checks(shared, {"LOCKSTEP_SHARE_DEVICES": "1"}, nproc=4, world_size=4))
+        == "ok"
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +111,9 @@ def test_a_machine_that_is_well_has_nothing_to_mend() -> None:
         ("interface", {}, {"NCCL_SOCKET_IFNAME": "^lo,eth,docker"}, "matches none", "unset"),
     ],
 )  # fmt: skip
-def test_a_defect_is_named_with_a_remedy(check: str, changed: dict[str, Any], environ: dict[str, str], text: str, remedy: str) -> None:
+def test_a_defect_is_named_with_a_remedy(
+    check: str, changed: dict[str, Any], environ: dict[str, str], text: str, remedy: str
+) -> None:
     check = check_of(check, environ, **changed)
     assert check.is_bad
     assert text in check.found
@@ -103,16 +126,21 @@ def test_what_nccl_takes_for_interfaces_is_understood(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "error", "verdict"), [(0.1, 0.001, "ok"), (-30.0, 0.001, "failed"), (1.4, 1.0, "ok"), (1.4, 0.1, "failed")]
+    ("offset", "error", "verdict"),
+    [(0.1, 0.001, "ok"), (-30.0, 0.001, "failed"), (1.4, 1.0, "ok"), (1.4, 0.1, "failed")],
 )
-def test_a_clock_is_wrong_beyond_half_a_second_and_what_is_not_known(offset: float, error: float, verdict: str) -> None:
+def test_a_clock_is_wrong_beyond_half_a_second_and_what_is_not_known(
+    offset: float, error: float, verdict: str
+) -> None:
     check = clock_check("b", offset, error, "a")
     assert check.verdict == verdict
     assert ("behind a" if offset < 0 else "ahead of a") in check.found
 
 
 def test_versions_that_differ_between_machines_are_named() -> None:
-    (check,) = version_differences(["a", "b", "c"], [{"torch": "2.13"}, {"torch": "2.13"}, {"torch": "2.12"}])
+    (check,) = version_differences(
+        ["a", "b", "c"], [{"torch": "2.13"}, {"torch": "2.13"}, {"torch": "2.12"}]
+    )
     assert (check.verdict, check.found) == ("failed", "torch is 2.13 on a and 2.12 on c")
 
 
@@ -137,7 +165,9 @@ Legend:
 def test_the_driver_s_table_of_links_is_read() -> None:
     assert parse_topology(TOPOLOGY) == {"0-1": "NV18", "0-2": "SYS", "1-2": "PHB"}
     assert parse_topology("") == {}
-    check = check_of("GPU links", nproc=3, gpus=3, gpu_names=("H100",) * 3, topology=parse_topology(TOPOLOGY))
+    check = check_of(
+        "GPU links", nproc=3, gpus=3, gpu_names=("H100",) * 3, topology=parse_topology(TOPOLOGY)
+    )
     assert check.found.startswith("NV18 × 1, PHB × 1, SYS × 1")
 
 
@@ -164,7 +194,10 @@ def test_a_variable_that_bites_is_named_with_why(environ: dict[str, str], verdic
     assert "unset" in check.remedy or "NCCL_DEBUG=WARN" in check.remedy
 
 
-@pytest.mark.parametrize("environ", [{}, {"NCCL_DEBUG": "WARN"}, {"CUDA_LAUNCH_BLOCKING": "0"}, {"http_proxy": "http://proxy"}])
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"NCCL_DEBUG": "WARN"}, {"CUDA_LAUNCH_BLOCKING": "0"}, {"http_proxy": "http://proxy"}],
+)
 def test_what_does_not_bite_is_nothing_to_mend(environ: dict[str, str]) -> None:
     checks = environment_variables.environment_checks(environ, nproc=2)
     assert [check.verdict for check in checks] == ["ok"]
@@ -172,7 +205,10 @@ def test_what_does_not_bite_is_nothing_to_mend(environ: dict[str, str]) -> None:
 
 
 def test_variables_that_differ_between_machines_are_named() -> None:
-    all_of_them = [{"NCCL_ALGO": "Ring", "HOME": "/a", "NCCL_SOCKET_IFNAME": "eth0"}, {"HOME": "/b", "NCCL_SOCKET_IFNAME": "eth1"}]
+    all_of_them = [
+        {"NCCL_ALGO": "Ring", "HOME": "/a", "NCCL_SOCKET_IFNAME": "eth0"},
+        {"HOME": "/b", "NCCL_SOCKET_IFNAME": "eth1"},
+    ]
     (check,) = environment_variables.variable_differences(
         ["a", "b"], [environment_variables.relevant_variables(each) for each in all_of_them]
     )

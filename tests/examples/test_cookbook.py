@@ -1,4 +1,5 @@
-"""The cookbook: each training has one fingerprint on any number of processes and after a resume, and passes verify."""
+"""The cookbook: each training has one fingerprint on any number of processes and after a resume,
+and passes verify."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def module(name: str) -> Any:
 
 def train(name: str, run_dir: str, plan: str, fails: bool = False) -> str:
     example, begin = module(name), Run.begin_step
-    options: dict[str, Any] = {"run_dir": run_dir, "plan": f"{plan},numerics=bitwise", "saving": ls.Saving(every=4)}
+    options: dict[str, Any] = {
+        "run_dir": run_dir,
+        "plan": f"{plan},numerics=bitwise",
+        "saving": ls.Saving(every=4),
+    }
 
     def begin_or_fail(run: Run, source: Any) -> None:
         if run.step == FAIL_AFTER:
@@ -44,7 +49,10 @@ def train(name: str, run_dir: str, plan: str, fails: bool = False) -> str:
         begin(run, source)
 
     if fails:
-        with patch.object(Run, "begin_step", begin_or_fail), pytest.raises(RuntimeError, match="lost"):
+        with (
+            patch.object(Run, "begin_step", begin_or_fail),
+            pytest.raises(RuntimeError, match="lost"),
+        ):
             example.train(**options)
     fingerprint: str = example.train(**options)
     return fingerprint
@@ -59,16 +67,25 @@ def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return chosen
 
 
-def test_it_has_one_fingerprint_on_any_number_of_processes_and_after_a_resume(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_it_has_one_fingerprint_on_any_number_of_processes_and_after_a_resume(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
     (alone,) = pool.run(1, train, name, str(tmp_path / "alone"), "replicate=1", timeout_seconds=60)
     plans = {plan: ranks for plan, ranks in PLANS.items() if (name, plan) not in REFUSED}
-    found = {plan: set(pool.run(ranks, train, name, str(tmp_path / plan), plan, timeout_seconds=60)) for plan, ranks in plans.items()}
-    found["resumed"] = set(pool.run(2, train, name, str(tmp_path / "resumed"), "replicate=2", True, timeout_seconds=60))
+    found = {
+        plan: set(pool.run(ranks, train, name, str(tmp_path / plan), plan, timeout_seconds=60))
+        for plan, ranks in plans.items()
+    }
+    found["resumed"] = set(
+        pool.run(2, train, name, str(tmp_path / "resumed"), "replicate=2", True, timeout_seconds=60)
+    )
     assert found == {plan: {alone} for plan in found}
 
 
 @pytest.mark.parametrize(("training", "plan"), REFUSED)
-def test_a_plan_under_which_it_cannot_train_is_refused(pool: WorkerPool, tmp_path: Path, training: str, plan: str) -> None:
+def test_a_plan_under_which_it_cannot_train_is_refused(
+    pool: WorkerPool, tmp_path: Path, training: str, plan: str
+) -> None:
     with pytest.raises(ls.errors.PlanError, match=REFUSED[training, plan]):
         pool.run(PLANS[plan], train, training, str(tmp_path), plan, timeout_seconds=60)
 
@@ -76,15 +93,23 @@ def test_a_plan_under_which_it_cannot_train_is_refused(pool: WorkerPool, tmp_pat
 def test_it_is_short_and_knows_the_public_face_alone(name: str) -> None:
     lines = (COOKBOOK / f"{name}.py").read_text().splitlines()
     assert 30 <= len(lines) <= 110
-    assert [line for line in lines if "lockstep" in line and "import" in line] == ["import lockstep as ls"]
+    assert [line for line in lines if "lockstep" in line and "import" in line] == [
+        "import lockstep as ls"
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_it_passes_verify(tmp_path: Path, name: str) -> None:
-    command = [str(Path(sys.executable).parent / "lockstep"), "verify", str(COOKBOOK / f"{name}.py")]
+    command = [
+        str(Path(sys.executable).parent / "lockstep"),
+        "verify",
+        str(COOKBOOK / f"{name}.py"),
+    ]
     plans = [plan for plan in ("replicate=2", "shard=2") if (name, plan) not in REFUSED]
     command += ["--plans", *plans, "--steps", "3", *VERIFY_OPTIONS.get(name, [])]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr

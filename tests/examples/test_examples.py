@@ -20,7 +20,18 @@ import lockstep as ls
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = ("regression", "digits", "gpt", "cartpole")
 SMALL_GPT = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "128", "--sample", "12"]
-BITWISE_GPT = ["--steps", "20", "--dropout", "0.1", "--global-batch", "32", "--microbatch", "4", "--sample", "1"]
+BITWISE_GPT = [
+    "--steps",
+    "20",
+    "--dropout",
+    "0.1",
+    "--global-batch",
+    "32",
+    "--microbatch",
+    "4",
+    "--sample",
+    "1",
+]
 BITWISE_DIGITS = ["--steps", "40"]
 Load = Callable[[str], ModuleType]
 Start = Callable[..., str]
@@ -41,18 +52,26 @@ def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_says_which_options_it_takes(name: str, example: Load, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_says_which_options_it_takes(
+    name: str, example: Load, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ending:
         example(name).main(["--help"])
     assert ending.value.code == 0
     shown = capsys.readouterr().out
-    assert [option for option in ("--steps", "--seed", "--global-batch", "--microbatch") if option not in shown] == []
+    assert [
+        option
+        for option in ("--steps", "--seed", "--global-batch", "--microbatch")
+        if option not in shown
+    ] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_imports_nothing_of_lockstep_but_its_public_face(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
-    assert [line for line in text.splitlines() if "lockstep" in line and "import" in line] == ["import lockstep as ls"]
+    assert [line for line in text.splitlines() if "lockstep" in line and "import" in line] == [
+        "import lockstep as ls"
+    ]
 
 
 def test_regression_finds_the_line(example: Load) -> None:
@@ -72,8 +91,12 @@ def test_digits_holds_out_what_it_measures_on(example: Load) -> None:
     assert (len(training), len(held_out)) == (1437, 360)
 
 
-def test_gpt_learns_and_shows_a_sample_and_where_the_run_is(example: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    result = example("gpt").main([*SMALL_GPT, "--steps", "20", "--global-batch", "8", "--microbatch", "4"])
+def test_gpt_learns_and_shows_a_sample_and_where_the_run_is(
+    example: Load, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = example("gpt").main(
+        [*SMALL_GPT, "--steps", "20", "--global-batch", "8", "--microbatch", "4"]
+    )
     assert result.steps == 20
     assert result.metrics["loss"] < 5.0
     shown = capsys.readouterr().out
@@ -87,7 +110,9 @@ def test_gpt_trains_for_a_single_step(example: Load) -> None:
     assert example("gpt").main([*SMALL_GPT, "--steps", "1"]).steps == 1
 
 
-def test_gpt_refuses_heads_that_do_not_divide_the_width(example: Load, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpt_refuses_heads_that_do_not_divide_the_width(
+    example: Load, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ending:
         example("gpt").main(["--width", "130", "--heads", "4"])
     assert ending.value.code == 2
@@ -119,7 +144,11 @@ def test_gpt_reads_windows_that_overlap_by_the_byte_to_predict_from(example: Loa
 
 
 def test_cartpole_plays_and_learns_for_a_few_steps(example: Load) -> None:
-    assert 8 <= example("cartpole").main(["--steps", "2", "--global-batch", "4", "--microbatch", "2"]) <= 500
+    assert (
+        8
+        <= example("cartpole").main(["--steps", "2", "--global-batch", "4", "--microbatch", "2"])
+        <= 500
+    )
 
 
 def test_cartpole_counts_a_game_until_it_ends(example: Load) -> None:
@@ -134,27 +163,51 @@ def test_cartpole_counts_a_game_until_it_ends(example: Load) -> None:
 
 @pytest.fixture
 def start(example: Load, tmp_path: Path) -> Start:
-    """Starts an example in one of the four ways, in bitwise numerics, and returns the fingerprint that its run
-    wrote."""
+    """Starts an example in one of the four ways, in bitwise numerics, and returns the fingerprint
+    that its run wrote."""
 
-    def run(launcher: str, name: str, arguments: list[str], *, nproc: int = 1, workers: int = 0) -> str:
+    def run(
+        launcher: str, name: str, arguments: list[str], *, nproc: int = 1, workers: int = 0
+    ) -> str:
         folder = tmp_path / f"{name}-{launcher}-{nproc}-{workers}"
         plan = f"replicate={nproc},numerics=bitwise,workers={workers}"
         script = str(EXAMPLES / f"{name}.py")
         if launcher == "spawn":
-            result = ls.spawn(example(name).main, nproc=nproc, args=(arguments,), plan=plan, run_dir=str(folder))
+            result = ls.spawn(
+                example(name).main, nproc=nproc, args=(arguments,), plan=plan, run_dir=str(folder)
+            )
             assert result.fingerprint == _fingerprint(folder)
             return result.fingerprint
         command = {
             "python": [],
-            "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)],
-            "lockstep": ["-m", "lockstep", "run", "--nproc", str(nproc), "--plan", plan, "--run-dir", str(folder)],
+            "torchrun": [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(nproc),
+            ],
+            "lockstep": [
+                "-m",
+                "lockstep",
+                "run",
+                "--nproc",
+                str(nproc),
+                "--plan",
+                plan,
+                "--run-dir",
+                str(folder),
+            ],
         }[launcher]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}  # torchrun leaves a folder there
         if launcher != "lockstep":
             environment |= {"LOCKSTEP_PLAN": plan, "LOCKSTEP_RUN_DIR": str(folder)}
         ending = subprocess.run(
-            [sys.executable, *command, script, *arguments], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, *command, script, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert ending.returncode == 0, ending.stderr
         return _fingerprint(folder)
@@ -168,23 +221,35 @@ def _fingerprint(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments"), [("gpt", BITWISE_GPT), ("digits", BITWISE_DIGITS)])
-def test_one_fingerprint_at_1_2_3_4_and_8_processes(name: str, arguments: list[str], start: Start) -> None:
+def test_one_fingerprint_at_1_2_3_4_and_8_processes(
+    name: str, arguments: list[str], start: Start
+) -> None:
     found = {nproc: start("lockstep", name, arguments, nproc=nproc) for nproc in (1, 2, 3, 4, 8)}
     assert set(found.values()) == {found[1]}, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments"), [("gpt", BITWISE_GPT), ("digits", BITWISE_DIGITS)])
-def test_one_fingerprint_under_every_launcher(name: str, arguments: list[str], start: Start) -> None:
+def test_one_fingerprint_under_every_launcher(
+    name: str, arguments: list[str], start: Start
+) -> None:
     found = {"python": start("python", name, arguments)}
-    found |= {launcher: start(launcher, name, arguments, nproc=2) for launcher in ("torchrun", "lockstep", "spawn")}
+    found |= {
+        launcher: start(launcher, name, arguments, nproc=2)
+        for launcher in ("torchrun", "lockstep", "spawn")
+    }
     assert set(found.values()) == {found["python"]}, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments"), [("gpt", BITWISE_GPT), ("digits", BITWISE_DIGITS)])
-def test_one_fingerprint_with_0_1_and_3_loader_workers(name: str, arguments: list[str], start: Start) -> None:
-    found = {workers: start("lockstep", name, arguments, nproc=2, workers=workers) for workers in (0, 1, 3)}
+def test_one_fingerprint_with_0_1_and_3_loader_workers(
+    name: str, arguments: list[str], start: Start
+) -> None:
+    found = {
+        workers: start("lockstep", name, arguments, nproc=2, workers=workers)
+        for workers in (0, 1, 3)
+    }
     assert set(found.values()) == {found[0]}, found
 
 

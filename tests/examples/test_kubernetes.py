@@ -1,5 +1,5 @@
-"""The example for Kubernetes against the fields that it uses of the operator's API, and its command against ours. No
-cluster."""
+"""The example for Kubernetes against the fields that it uses of the operator's API, and its command
+against ours. No cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from lockstep.options import LaunchOptions
 
 JOB = Path(__file__).resolve().parents[2] / "examples" / "kubernetes" / "pytorchjob.yaml"
 TOLD = {"PET_NNODES": "2:4", "PET_RDZV_ENDPOINT": "gpt-worker-0:23456"}
-"""By the operator (1.8), to the containers of a job whose `elasticPolicy` asks for two to four workers."""
+"""By the operator (1.8), to the containers of a job whose `elasticPolicy` asks for two to four
+workers."""
 
 TEXT, NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}
 
@@ -25,7 +26,12 @@ TEXT, NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}
 def fields(*required: str, **kinds: Any) -> dict[str, Any]:
     """An object of these fields and no other; a name may end in _, which is not part of it."""
     properties = {name.removesuffix("_"): kind for name, kind in kinds.items()}
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
 
 
 def many(kind: dict[str, Any]) -> dict[str, Any]:
@@ -39,8 +45,15 @@ CONTAINER = fields(
     image=TEXT,
     command=many(TEXT),
     args=many(TEXT),
-    ports=many(fields("name", "containerPort", name={"const": "pytorchjob-port"}, containerPort=NUMBER)),
-    resources=fields(limits={"type": "object", "additionalProperties": {"type": "string", "pattern": r"^\d+([KMGT]i)?$"}}),
+    ports=many(
+        fields("name", "containerPort", name={"const": "pytorchjob-port"}, containerPort=NUMBER)
+    ),
+    resources=fields(
+        limits={
+            "type": "object",
+            "additionalProperties": {"type": "string", "pattern": r"^\d+([KMGT]i)?$"},
+        }
+    ),
     volumeMounts=many(fields("name", "mountPath", name=TEXT, mountPath=TEXT)),
 )
 VOLUME = fields(
@@ -49,7 +62,12 @@ VOLUME = fields(
     persistentVolumeClaim=fields("claimName", claimName=TEXT),
     emptyDir=fields(medium={"enum": ["", "Memory"]}, sizeLimit=TEXT),
 )
-POD = fields("containers", containers=many(CONTAINER), volumes=many(VOLUME), terminationGracePeriodSeconds=NUMBER)
+POD = fields(
+    "containers",
+    containers=many(CONTAINER),
+    volumes=many(VOLUME),
+    terminationGracePeriodSeconds=NUMBER,
+)
 REPLICAS = fields(
     "template",
     replicas=NUMBER,
@@ -67,9 +85,15 @@ SCHEMA = fields(
     spec=fields(
         "pytorchReplicaSpecs",
         elasticPolicy=fields(
-            rdzvBackend={"enum": ["c10d", "etcd", "etcd-v2"]}, minReplicas=NUMBER, maxReplicas=NUMBER, maxRestarts=NUMBER, rdzvPort=NUMBER
+            rdzvBackend={"enum": ["c10d", "etcd", "etcd-v2"]},
+            minReplicas=NUMBER,
+            maxReplicas=NUMBER,
+            maxRestarts=NUMBER,
+            rdzvPort=NUMBER,
         ),
-        runPolicy=fields(backoffLimit=NUMBER, cleanPodPolicy={"enum": ["", "All", "Running", "None"]}),
+        runPolicy=fields(
+            backoffLimit=NUMBER, cleanPodPolicy={"enum": ["", "All", "Running", "None"]}
+        ),
         pytorchReplicaSpecs=fields(Master=REPLICAS, Worker=REPLICAS),
     ),
 )
@@ -83,7 +107,9 @@ def job() -> dict[str, Any]:
 
 def test_the_example_has_the_fields_of_the_api(job: dict[str, Any]) -> None:
     jsonschema.validate(job, SCHEMA)
-    job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["arguments"] = []
+    job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0][
+        "arguments"
+    ] = []
     with pytest.raises(jsonschema.ValidationError, match="'arguments' was unexpected"):
         jsonschema.validate(job, SCHEMA)
 
@@ -91,14 +117,23 @@ def test_the_example_has_the_fields_of_the_api(job: dict[str, Any]) -> None:
 def test_its_command_is_one_of_ours_and_its_volumes_are_there(job: dict[str, Any]) -> None:
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     (container,) = pod["containers"]
-    line = [re.sub(r"\$\((\w+)\)", lambda found: TOLD[found[1]], word) for word in (*container["command"], *container["args"])]
+    line = [
+        re.sub(r"\$\((\w+)\)", lambda found: TOLD[found[1]], word)
+        for word in (*container["command"], *container["args"])
+    ]
     assert line[:2] == ["lockstep", "run"]
     given = command.make_context("lockstep run", line[2:]).params
     host, _, port = TOLD["PET_RDZV_ENDPOINT"].partition(":")
-    assert Machines.parse(LaunchOptions(nnodes=given["nnodes"], rdzv=given["rdzv"])) == Machines(2, 4, host, int(port))
+    assert Machines.parse(LaunchOptions(nnodes=given["nnodes"], rdzv=given["rdzv"])) == Machines(
+        2, 4, host, int(port)
+    )
     assert host == f"{job['metadata']['name']}-worker-0"
     assert container["ports"][0]["containerPort"] == int(port)
     elastic = job["spec"]["elasticPolicy"]
     assert TOLD["PET_NNODES"] == f"{elastic['minReplicas']}:{elastic['maxReplicas']}"
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert given["run_dir"].startswith(tuple(mount["mountPath"] for mount in container["volumeMounts"]))
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+    assert given["run_dir"].startswith(
+        tuple(mount["mountPath"] for mount in container["volumeMounts"])
+    )

@@ -2,8 +2,8 @@
 
     python tests/examples/test_notebook.py [FILE]
 
-executes it in FILE's folder and writes FILE; without one, the notebook in the repository, without the report, which
-GitHub does not show and which names this machine.
+executes it in FILE's folder and writes FILE; without one, the notebook in the repository, without
+the report, which GitHub does not show and which names this machine.
 """
 
 from __future__ import annotations
@@ -26,18 +26,27 @@ MOST_BYTES = 50_000
 def executed(folder: Path) -> Any:
     """The notebook with its outputs. Raises if a cell does."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=100, coalesce_streams=True, resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(
+        notebook, timeout=100, coalesce_streams=True, resources={"metadata": {"path": str(folder)}}
+    ).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times, which would change with each execution
     return notebook
 
 
 def texts(notebook: Any) -> str:
-    return "".join(output["text"] for cell in notebook.cells for output in cell.get("outputs", ()) if output["output_type"] == "stream")
+    return "".join(
+        output["text"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if output["output_type"] == "stream"
+    )
 
 
 def shown(notebook: Any, kind: str) -> list[str]:
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    outputs = [
+        output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output
+    ]
     return [output["data"][kind] for output in outputs if kind in output["data"]]
 
 
@@ -48,7 +57,9 @@ def check(notebook: Any) -> None:
     assert "on the true wave, fingerprint" in texts(notebook)
     assert len(shown(notebook, "image/png")) == 1
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
-    assert counts == list(range(1, len(counts) + 1)), "cells were executed out of order, or not at all"
+    assert counts == list(range(1, len(counts) + 1)), (
+        "cells were executed out of order, or not at all"
+    )
 
 
 @pytest.mark.command
@@ -56,10 +67,25 @@ def check(notebook: Any) -> None:
 def test_the_notebook_runs_and_shows_progress_a_picture_and_the_report(tmp_path: Path) -> None:
     # In a process of its own: the client of a kernel leaves an event loop open.
     (tmp_path / "tmp").mkdir()
-    own = {"IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "runtime", "MPLCONFIGDIR": "matplotlib", "TMPDIR": "tmp"}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(tmp_path / folder) for name, folder in own.items()}}
+    own = {
+        "IPYTHONDIR": "ipython",
+        "JUPYTER_RUNTIME_DIR": "runtime",
+        "MPLCONFIGDIR": "matplotlib",
+        "TMPDIR": "tmp",
+    }
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        **{name: str(tmp_path / folder) for name, folder in own.items()},
+    }
     written = tmp_path / "executed.ipynb"
-    ended = subprocess.run([sys.executable, __file__, written], env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, __file__, written],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     notebook = nbformat.read(written, as_version=4)
     check(notebook)
@@ -70,7 +96,9 @@ def test_the_notebook_runs_and_shows_progress_a_picture_and_the_report(tmp_path:
 def test_the_notebook_in_the_repository_has_its_outputs_and_is_small() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     check(notebook)
-    assert not shown(notebook, "text/html"), "python tests/examples/test_notebook.py writes it without the report"
+    assert not shown(notebook, "text/html"), (
+        "python tests/examples/test_notebook.py writes it without the report"
+    )
     assert NOTEBOOK.stat().st_size < MOST_BYTES
 
 
@@ -81,7 +109,9 @@ def main() -> None:
     notebook = executed(NOTEBOOK.parent)
     for cell in notebook.cells:
         if "outputs" in cell:
-            cell.outputs = [output for output in cell.outputs if "text/html" not in output.get("data", {})]
+            cell.outputs = [
+                output for output in cell.outputs if "text/html" not in output.get("data", {})
+            ]
     nbformat.write(notebook, NOTEBOOK)
 
 

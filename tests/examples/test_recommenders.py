@@ -30,7 +30,10 @@ def test_it_moves_what_sparse_adam_moves() -> None:
     theirs.load_state_dict(ours.state_dict())
     theirs.users.sparse = theirs.items.sparse = True
     before = ours.users.weight.detach().clone()
-    optimizers = [(ours, names["LazyAdam"](ours.parameters())), (theirs, SparseAdam(theirs.parameters()))]
+    optimizers = [
+        (ours, names["LazyAdam"](ours.parameters())),
+        (theirs, SparseAdam(theirs.parameters())),
+    ]
     for rows in torch.arange(64).split(16):
         batch = names["ratings"][rows]
         for model, optimizer in optimizers:

@@ -28,7 +28,8 @@ def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name, value in {"parameters": {}, "values": {}, "is_closed": False}.items():
         monkeypatch.setattr(declared, name, value)
-    spec = spec_from_file_location("example_of_a_search", SCRIPT)  # tests/search would be called `search`, too
+    # tests/search would be called `search`, too
+    spec = spec_from_file_location("example_of_a_search", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -37,7 +38,9 @@ def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-def test_alone_it_trains_with_its_defaults(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_alone_it_trains_with_its_defaults(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = example.main(["--steps", "150", "--every", "50"])
     assert result.metrics["accuracy"] >= 0.8
     assert "lr=0.001, width=64, dropout=0.2" in capsys.readouterr().out
@@ -54,20 +57,50 @@ def test_it_takes_values_from_the_command_line(
 
 
 def test_it_knows_the_public_face_alone() -> None:
-    assert [line for line in SCRIPT.read_text().splitlines() if "lockstep" in line and "import" in line] == ["import lockstep as ls"]
+    assert [
+        line for line in SCRIPT.read_text().splitlines() if "lockstep" in line and "import" in line
+    ] == ["import lockstep as ls"]
 
 
 @pytest.mark.command
 @pytest.mark.timeout(180)
 def test_a_short_search_of_it(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).parent / "lockstep"), "search", "--metric", "accuracy", "--mode", "max", "--trials", "5"]
-    command += ["--parallel", "2", "--pruner", "asha", "--json", "--csv", "trials.csv", str(SCRIPT), "--steps", "100"]
+    command = [
+        str(Path(sys.executable).parent / "lockstep"),
+        "search",
+        "--metric",
+        "accuracy",
+        "--mode",
+        "max",
+        "--trials",
+        "5",
+    ]
+    command += [
+        "--parallel",
+        "2",
+        "--pruner",
+        "asha",
+        "--json",
+        "--csv",
+        "trials.csv",
+        str(SCRIPT),
+        "--steps",
+        "100",
+    ]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     results = json.loads(ended.stdout)
     assert [trial["state"] in ("complete", "pruned") for trial in results["trials"]] == [True] * 5
     assert results["trials"][0]["parameters"] == {"lr": 1e-3, "width": 64, "dropout": 0.2}
-    assert results["best"]["value"] == max(trial["value"] for trial in results["trials"] if trial["state"] == "complete") > 0.3
+    assert (
+        results["best"]["value"]
+        == max(trial["value"] for trial in results["trials"] if trial["state"] == "complete")
+        > 0.3
+    )
     with open(tmp_path / "trials.csv", encoding="utf-8") as file:
-        assert [row["lr"] for row in csv.DictReader(file)] == [str(trial["parameters"]["lr"]) for trial in results["trials"]]
+        assert [row["lr"] for row in csv.DictReader(file)] == [
+            str(trial["parameters"]["lr"]) for trial in results["trials"]
+        ]

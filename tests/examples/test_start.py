@@ -1,4 +1,5 @@
-"""The commands of docs/start.md, in their order, as a newcomer types them; and both scripts of the page on FSDP."""
+"""The commands of docs/start.md, in their order, as a newcomer types them; and both scripts of the
+page on FSDP."""
 
 from __future__ import annotations
 
@@ -70,13 +71,21 @@ pytestmark = [pytest.mark.command, pytest.mark.timeout(240)]
 
 
 def shell(command: str, folder: Path) -> str:
-    """What a command prints. It finds the interpreter and the commands of this environment first."""
+    """What a command prints. It finds the interpreter and the commands of this environment
+    first."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(folder),
     }
-    ended = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
     return ended.stdout
 
@@ -90,8 +99,15 @@ def test_every_command_of_the_start_page_runs(tmp_path: Path) -> None:
     shown = {command: shell(command, tmp_path) for command in commands if command != INSTALLATION}
     assert len(shown) == len(commands) - 1 >= 8
     assert re.search(r"accuracy 0\.[89]", shown["python train.py"]), "the example learns"
-    alone, together = shown["python train.py"], shown["lockstep run --nproc 2 --run-dir runs/two train.py"]
-    assert re.findall(r"^loss .*", alone, flags=re.MULTILINE) == re.findall(r"^loss .*", together, flags=re.MULTILINE) != []
+    alone, together = (
+        shown["python train.py"],
+        shown["lockstep run --nproc 2 --run-dir runs/two train.py"],
+    )
+    assert (
+        re.findall(r"^loss .*", alone, flags=re.MULTILINE)
+        == re.findall(r"^loss .*", together, flags=re.MULTILINE)
+        != []
+    )
     assert (tmp_path / "model.safetensors").is_file()
     assert (tmp_path / "runs" / "two" / "report.html").is_file()
 
@@ -101,5 +117,9 @@ def test_both_scripts_of_the_page_on_fsdp_train(side: str, tmp_path: Path) -> No
     found = two_scripts((DOCS / "moving-in" / "fsdp.md").read_text(encoding="utf-8"))
     assert found is not None
     (tmp_path / "train.py").write_text(COMMON + (found[1] if side == "theirs" else found[3]) + LAST)
-    command = "torchrun --standalone --nproc-per-node 2" if side == "theirs" else "lockstep run --nproc 2 --plan shard=2"
+    command = (
+        "torchrun --standalone --nproc-per-node 2"
+        if side == "theirs"
+        else "lockstep run --nproc 2 --plan shard=2"
+    )
     assert "fell" in shell(f"{command} train.py", tmp_path)

@@ -21,7 +21,10 @@ from lockstep.logging.phases import FADES
 from lockstep.options import WatchdogTimeouts
 
 REDUCE = CollectiveCall("all_reduce", "default_pg", 7, "float32 (4,)")
-USER, TORCH = Frame("/home/me/train.py", 12, "loss"), Frame("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
+USER, TORCH = (
+    Frame("/home/me/train.py", 12, "loss"),
+    Frame("/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce"),
+)
 
 
 def snapshot(
@@ -34,8 +37,23 @@ def snapshot(
     **more: Any,
 ) -> StackSnapshot:
     stack = (USER, TORCH) if what == "waits" else (USER,)
-    values = {"host": "node", "process": 100 + rank, "phase": "compute", "step": 3, "stack": stack, "threads": {}} | more
-    return StackSnapshot(rank=rank, activity=what, calls=calls, seconds=seconds, limit_seconds=limit_seconds, is_first=is_first, **values)
+    values = {
+        "host": "node",
+        "process": 100 + rank,
+        "phase": "compute",
+        "step": 3,
+        "stack": stack,
+        "threads": {},
+    } | more
+    return StackSnapshot(
+        rank=rank,
+        activity=what,
+        calls=calls,
+        seconds=seconds,
+        limit_seconds=limit_seconds,
+        is_first=is_first,
+        **values,
+    )
 
 
 def judge(*snapshots: StackSnapshot, silent: dict[int, str] | None = None) -> Hang | None:
@@ -49,40 +67,73 @@ def found(*snapshots: StackSnapshot, silent: dict[int, str] | None = None) -> Ha
 
 
 def test_a_process_of_another_container_is_not_looked_for_among_those_of_this_one() -> None:
-    """Its host name may be the same (docker run --network=host), and its process id another process's here."""
-    who = {"host": socket.gethostname(), "process": os.getpid(), "process_ids": process_id_space(), "stacks": -1}
+    """Its host name may be the same (docker run --network=host), and its process id another
+    process's here."""
+    who = {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "process_ids": process_id_space(),
+        "stacks": -1,
+    }
     boot, space = process_id_space()
     elsewhere = who | {"process_ids": [boot, int(space) + 1]}
     assert _why_silent(elsewhere) == (
-        f"process {os.getpid()} on {socket.gethostname()} does not answer: it has ended, it is stopped, or its machine cannot be reached",
+        (
+            f"process {os.getpid()} on {socket.gethostname()} does not answer: it has ended, it is"
+            " stopped, or its machine cannot be reached"
+        ),
         False,
     )
-    assert _why_silent(who | {"process": 2**22 + 1}) == (f"process {2**22 + 1} on {socket.gethostname()} has ended", True)
+    assert _why_silent(who | {"process": 2**22 + 1}) == (
+        f"process {2**22 + 1} on {socket.gethostname()} has ended",
+        True,
+    )
 
 
 def test_a_late_rank_that_does_not_wait_is_named() -> None:
     hang = found(snapshot(0, "waits", REDUCE), snapshot(1, "runs"), snapshot(2, "waits", REDUCE))
     assert (hang.kind, hang.ranks) == ("missing", (1,))
-    assert hang.summary == "rank 1 is waited for: it runs Python code at /home/me/train.py:12 in loss"
-    assert "ranks 0, 2 wait in all_reduce of float32 (4,), call 7 of default_pg since 50 s, after step 3, compute" in hang.report
+    assert (
+        hang.summary == "rank 1 is waited for: it runs Python code at /home/me/train.py:12 in loss"
+    )
+    assert (
+        "ranks 0, 2 wait in all_reduce of float32 (4,), call 7 of default_pg since 50 s, after step"
+        " 3, compute" in hang.report
+    )
 
 
 def test_no_hang_while_the_working_rank_is_within_its_timeout() -> None:
-    assert judge(snapshot(0, "waits", REDUCE), snapshot(1, "computes", limit_seconds=900.0, phase="evaluation")) is None
+    assert (
+        judge(
+            snapshot(0, "waits", REDUCE),
+            snapshot(1, "computes", limit_seconds=900.0, phase="evaluation"),
+        )
+        is None
+    )
 
 
 def test_a_phase_may_take_long_the_first_time_if_no_rank_waits() -> None:
     assert judge(snapshot(0, "runs", is_first=True), snapshot(1, "computes", is_first=True)) is None
     assert found(snapshot(0, "runs", is_first=True), snapshot(1, "waits", REDUCE)).ranks == (0,)
-    assert found(snapshot(0, "runs")).summary == "this process is late: it runs Python code at /home/me/train.py:12 in loss"
+    assert (
+        found(snapshot(0, "runs")).summary
+        == "this process is late: it runs Python code at /home/me/train.py:12 in loss"
+    )
 
 
 def test_a_silent_rank_is_named_with_the_reason() -> None:
     hang = found(snapshot(0, "waits", REDUCE), silent={1: "process 101 on node has ended"})
-    assert (hang.ranks, hang.summary) == ((1,), "rank 1 is waited for: process 101 on node has ended")
-    several = found(snapshot(0, "sleeps"), snapshot(1, "waits", REDUCE), silent={2: "it is stopped"})
-    assert several.summary == (
-        "ranks 0, 2 are waited for: rank 0: it is in a call that does not return at /home/me/train.py:12 in loss; rank 2: it is stopped"
+    assert (hang.ranks, hang.summary) == (
+        (1,),
+        "rank 1 is waited for: process 101 on node has ended",
+    )
+    several = found(
+        snapshot(0, "sleeps"), snapshot(1, "waits", REDUCE), silent={2: "it is stopped"}
+    )
+    assert (
+        several.summary
+        == "ranks 0, 2 are waited for: rank 0: it is in a call that does not return at"
+        " /home/me/train.py:12 in loss; rank 2: it is stopped"
     )
 
 
@@ -96,13 +147,20 @@ def test_a_silent_rank_is_named_with_the_reason() -> None:
     ],
 )
 def test_all_wait_in_different_calls(other: CollectiveCall) -> None:
-    hang = found(snapshot(0, "waits", REDUCE), snapshot(1, "waits", other), snapshot(2, "waits", REDUCE))
+    hang = found(
+        snapshot(0, "waits", REDUCE), snapshot(1, "waits", other), snapshot(2, "waits", REDUCE)
+    )
     assert (hang.kind, hang.ranks) == ("differ", (1,))
-    assert f"ranks 0, 2 in {REDUCE}, call 7 of default_pg at /home/me/train.py:12 in loss; rank 1 in {other}" in hang.summary
+    assert (
+        f"ranks 0, 2 in {REDUCE}, call 7 of default_pg at /home/me/train.py:12 in loss; rank 1 in"
+        f" {other}" in hang.summary
+    )
 
 
 def test_a_gather_may_have_another_size_on_each_rank() -> None:
-    one, other = (CollectiveCall("gather", "default_pg", 7, f"float32 ({size},)") for size in (4, 5))
+    one, other = (
+        CollectiveCall("gather", "default_pg", 7, f"float32 ({size},)") for size in (4, 5)
+    )
     assert found(snapshot(0, "waits", one), snapshot(1, "waits", other)).kind == "between"
 
 
@@ -113,9 +171,17 @@ def test_all_wait_in_the_same_call() -> None:
 
 
 def test_a_loader_worker_is_named() -> None:
-    child = {77: (Frame("/lib/python3.11/queue.py", 1, "get"), Frame("/home/me/data.py", 5, "__getitem__"))}
+    child = {
+        77: (
+            Frame("/lib/python3.11/queue.py", 1, "get"),
+            Frame("/home/me/data.py", 5, "__getitem__"),
+        )
+    }
     hang = found(snapshot(0, "sleeps", phase="data", children=child), snapshot(1, "waits", REDUCE))
-    assert "it waits for loader workers: process 77 is at /home/me/data.py:5 in __getitem__" in hang.summary
+    assert (
+        "it waits for loader workers: process 77 is at /home/me/data.py:5 in __getitem__"
+        in hang.summary
+    )
 
 
 def test_the_statements_around_a_line(tmp_path: Path) -> None:
@@ -134,7 +200,8 @@ def test_the_activity_of_a_thread_follows_from_its_samples_calls_and_cpu_time() 
 
 
 def test_a_rank_whose_device_is_in_a_collective_waits_wherever_its_host_is() -> None:
-    """`item()` is called at the user's line, and uses a processor fully. A moving host may be what is waited for."""
+    """`item()` is called at the user's line, and uses a processor fully. A moving host may be what
+    is waited for."""
     queued = replace(REDUCE, on_device=True)
     assert activity((USER,), calls=[queued], moves=False, cpu_use=1.0) == "waits"
     assert activity((USER,), calls=[queued], moves=False, cpu_use=0.0) == "waits"
@@ -144,11 +211,26 @@ def test_a_rank_whose_device_is_in_a_collective_waits_wherever_its_host_is() -> 
     assert "rank 0 waits in all_reduce of float32 (4,), call 7 of default_pg" in hang.report
 
 
-def entry(number: int, state: str, *, group: str = "default_pg", retired: bool = False, is_p2p: bool = False) -> dict[str, Any]:
-    return {"record_id": number, "state": state, "process_group": ["0", group], "retired": retired, "is_p2p": is_p2p}
+def entry(
+    number: int,
+    state: str,
+    *,
+    group: str = "default_pg",
+    retired: bool = False,
+    is_p2p: bool = False,
+) -> dict[str, Any]:
+    return {
+        "record_id": number,
+        "state": state,
+        "process_group": ["0", group],
+        "retired": retired,
+        "is_p2p": is_p2p,
+    }
 
 
-def test_what_an_accelerators_recorder_holds_is_open_unless_a_later_call_of_its_group_is_done() -> None:
+def test_what_an_accelerators_recorder_holds_is_open_unless_a_later_call_of_its_group_is_done() -> (
+    None
+):
     """NCCL never says that a part of a coalesced call is done."""
     recorded = [
         entry(0, "completed"),
@@ -180,14 +262,20 @@ SOURCE = """if True:
 
 
 class Pace:
-    """A simulated run: ranks go through the same phases, each at its own irregular pace, and wait for one another after
-    each."""
+    """A simulated run: ranks go through the same phases, each at its own irregular pace, and wait
+    for one another after each."""
 
     def __init__(self, seed: int, *, stops: bool) -> None:
         self._random = random.Random(seed)
         self._usual: list[dict[str, float]] = [{} for _ in range(self._random.choice((1, 2, 4)))]
         self._timeouts = WatchdogTimeouts()
-        self._base = {"data": 0.01, "compute": self._random.choice((0.01, 1.0, 10.0)), "evaluation": 30.0, "saving": 2.0, "hooks": 0.001}
+        self._base = {
+            "data": 0.01,
+            "compute": self._random.choice((0.01, 1.0, 10.0)),
+            "evaluation": 30.0,
+            "saving": 2.0,
+            "hooks": 0.001,
+        }
         self.stops_at = self._random.randrange(20, 60) if stops else None
         self.stopped = self._random.randrange(len(self._usual))
 
@@ -214,14 +302,27 @@ class Pace:
     def _asked(self, name: str, took: list[float]) -> list[Hang | None]:
         limits = [self._timeouts.limit_seconds(name, usual.get(name)) for usual in self._usual]
         moments = [limit + 0.1 for limit in limits if limit + 0.1 < max(took)] + [max(took) - 0.1]
-        return [self._at(moment, name, took, limits) for moment in moments if any(moment >= limit for limit in limits)]
+        return [
+            self._at(moment, name, took, limits)
+            for moment in moments
+            if any(moment >= limit for limit in limits)
+        ]
 
     def _at(self, moment: float, name: str, took: list[float], limits: list[float]) -> Hang | None:
         return judge(
             *(
-                snapshot(rank, "waits", REDUCE, seconds=moment, limit_seconds=limit, phase=name)
-                if moment >= took[rank]
-                else snapshot(rank, "computes", seconds=moment, limit_seconds=limit, phase=name, is_first=name not in self._usual[rank])
+                (
+                    snapshot(rank, "waits", REDUCE, seconds=moment, limit_seconds=limit, phase=name)
+                    if moment >= took[rank]
+                    else snapshot(
+                        rank,
+                        "computes",
+                        seconds=moment,
+                        limit_seconds=limit,
+                        phase=name,
+                        is_first=name not in self._usual[rank],
+                    )
+                )
                 for rank, limit in enumerate(limits)
             )
         )

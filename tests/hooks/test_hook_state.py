@@ -57,7 +57,13 @@ class Constant(ls.Hook):
 
 
 def told(run_dir: str, hook: type[ls.Hook]) -> list[dict[str, Any]]:
-    result = ls.train(recipe(steps=4), run_dir=run_dir, plan="replicate=auto", hooks=[hook()], saving=ls.Saving(every=1))
+    result = ls.train(
+        recipe(steps=4),
+        run_dir=run_dir,
+        plan="replicate=auto",
+        hooks=[hook()],
+        saving=ls.Saving(every=1),
+    )
     return [event.details for event in result.events if event.name == "hook-state-not-saved"]
 
 
@@ -70,12 +76,15 @@ def told(run_dir: str, hook: type[ls.Hook]) -> list[dict[str, Any]]:
         (Constant, []),
     ],
 )
-def test_tensors_that_a_hook_changes_and_nobody_saves_are_named_once(tmp_path: Path, hook: type[ls.Hook], expected: Any) -> None:
+def test_tensors_that_a_hook_changes_and_nobody_saves_are_named_once(
+    tmp_path: Path, hook: type[ls.Hook], expected: Any
+) -> None:
     assert told(str(tmp_path / "run"), hook) == expected
 
 
 class Rescaled(nn.Linear):
-    """A number and a tensor of its own that are neither parameters nor buffers, and a cache that each forward sets."""
+    """A number and a tensor of its own that are neither parameters nor buffers, and a cache that
+    each forward sets."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -108,10 +117,20 @@ class Counting(torch.optim.SGD):
         ([], Counting, [["Counting.steps"]]),
     ],
 )
-def test_attributes_that_change_and_nobody_saves_are_named_once(tmp_path: Path, hooks: Any, optimizer: Any, expected: Any) -> None:
-    given = recipe(steps=4, model=lambda: Rescaled(6, 3), optimizer=lambda model: optimizer(model.parameters(), lr=0.1))
+def test_attributes_that_change_and_nobody_saves_are_named_once(
+    tmp_path: Path, hooks: Any, optimizer: Any, expected: Any
+) -> None:
+    given = recipe(
+        steps=4,
+        model=lambda: Rescaled(6, 3),
+        optimizer=lambda model: optimizer(model.parameters(), lr=0.1),
+    )
     result = ls.train(given, run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every=1))
-    assert [event.details["attributes"] for event in result.events if event.name == "attributes-not-saved"] == expected
+    assert [
+        event.details["attributes"]
+        for event in result.events
+        if event.name == "attributes-not-saved"
+    ] == expected
 
 
 class Counts(ls.Hook):
@@ -132,20 +151,39 @@ class Counts(ls.Hook):
 
 
 def counted(run_dir: str, own: str, plan: str) -> int:
-    return ls.train(recipe(steps=4), run_dir=run_dir, plan=plan, hooks=[Counts(own)], saving=ls.Saving(every=2)).steps
+    return ls.train(
+        recipe(steps=4), run_dir=run_dir, plan=plan, hooks=[Counts(own)], saving=ls.Saving(every=2)
+    ).steps
 
 
 @pytest.mark.parametrize("own", ["number", "tensor"])
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_a_state_that_differs_between_ranks_is_not_saved(pool: WorkerPool, tmp_path: Path, own: str, plan: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^after step \d: the state of '0-Counts' differs between rank 0 and rank 1; .*run\.loss"):
+def test_a_state_that_differs_between_ranks_is_not_saved(
+    pool: WorkerPool, tmp_path: Path, own: str, plan: str
+) -> None:
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"^after step \d: the state of '0-Counts' differs between rank 0 and rank 1;"
+            r" .*run\.loss"
+        ),
+    ):
         pool.run(2, counted, str(tmp_path / "run"), own, plan)
     assert pool.run(2, counted, str(tmp_path / "alike"), "", plan) == [4, 4]
 
 
 def averaged(run_dir: str, plan: str) -> int:
-    hooks = [ls.ExponentialMovingAverage(0.9), SavedTeacher()] if plan == "replicate=2" else [ls.ExponentialMovingAverage(0.9)]
-    given = recipe(steps=4, inputs=lambda batch: batch[1], loss=squared_error_of, tensor={"0": "colwise", "2": "rowwise"})
+    hooks = (
+        [ls.ExponentialMovingAverage(0.9), SavedTeacher()]
+        if plan == "replicate=2"
+        else [ls.ExponentialMovingAverage(0.9)]
+    )
+    given = recipe(
+        steps=4,
+        inputs=lambda batch: batch[1],
+        loss=squared_error_of,
+        tensor={"0": "colwise", "2": "rowwise"},
+    )
     return ls.train(given, run_dir=run_dir, plan=plan, hooks=hooks, saving=ls.Saving(every=2)).steps
 
 
@@ -182,11 +220,15 @@ class Draws(ls.Hook):
 
 def drawn(run_dir: str, plan: str) -> tuple[str, list[float]]:
     hook = Draws()
-    result = ls.train(recipe(steps=3), run_dir=run_dir, plan=f"{plan},numerics=bitwise", hooks=[hook])
+    result = ls.train(
+        recipe(steps=3), run_dir=run_dir, plan=f"{plan},numerics=bitwise", hooks=[hook]
+    )
     return result.fingerprint, hook.drawn
 
 
-def test_what_a_hook_draws_is_the_same_on_any_number_of_processes(pool: WorkerPool, tmp_path: Path) -> None:
+def test_what_a_hook_draws_is_the_same_on_any_number_of_processes(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     (alone,) = pool.run(1, drawn, str(tmp_path / "1"), "replicate=1")
     assert pool.run(3, drawn, str(tmp_path / "3"), "replicate=3") == [alone] * 3
     assert len(set(alone[1])) == len(alone[1]) == 21

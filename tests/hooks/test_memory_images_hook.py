@@ -1,4 +1,5 @@
-"""Images are offered after the first, and older ones given up at the second; a recovery waits for none."""
+"""Images are offered after the first, and older ones given up at the second; a recovery waits for
+none."""
 
 from __future__ import annotations
 
@@ -19,13 +20,27 @@ from lockstep.training.recovery.recovery import Recovery
 
 def a_run(step: int, recovered_from: str | None) -> Any:
     """A stand-in for a `Run` without a model."""
-    recorder, phases = SimpleNamespace(attempt="00c0ffee", summary={}), SimpleNamespace(enter=lambda _: None)
-    context = SimpleNamespace(world=alone(), recorder=recorder, phases=phases, recovered_from=recovered_from)
-    return SimpleNamespace(step=step, context=context, modules=[], stateful={}, code=None, loop=SimpleNamespace(values=dict))
+    recorder, phases = (
+        SimpleNamespace(attempt="00c0ffee", summary={}),
+        SimpleNamespace(enter=lambda _: None),
+    )
+    context = SimpleNamespace(
+        world=alone(), recorder=recorder, phases=phases, recovered_from=recovered_from
+    )
+    return SimpleNamespace(
+        step=step,
+        context=context,
+        modules=[],
+        stateful={},
+        code=None,
+        loop=SimpleNamespace(values=dict),
+    )
 
 
 @pytest.mark.parametrize("recovered_from", [None, "rank 1 was killed"])
-def test_images_are_offered_after_the_first_and_older_ones_given_up_at_the_second(recovered_from: str | None) -> None:
+def test_images_are_offered_after_the_first_and_older_ones_given_up_at_the_second(
+    recovered_from: str | None,
+) -> None:
     said: list[Any] = []
     recovery: Any = SimpleNamespace(
         offer_images=lambda descriptors: said.append(len(descriptors)),
@@ -46,7 +61,9 @@ def test_images_are_offered_after_the_first_and_older_ones_given_up_at_the_secon
     assert images == ([[], first, both, both] if recovered_from else [first, both, both, both])
 
 
-@pytest.mark.parametrize("recovery", [None, SimpleNamespace(can_replace=False, raise_if_lost=lambda: None)])
+@pytest.mark.parametrize(
+    "recovery", [None, SimpleNamespace(can_replace=False, raise_if_lost=lambda: None)]
+)
 def test_a_run_that_cannot_recover_has_no_images(recovery: Any) -> None:
     hook, run = MemoryImages(recovery), a_run(0, None)
     hook.before_steps(run)
@@ -67,8 +84,11 @@ def test_the_loss_is_not_tried_again_in_a_recovery() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("other", [None, "a hook of the other rank has changed"])
-def test_a_run_recovers_in_place_only_if_all_of_its_ranks_can(monkeypatch: pytest.MonkeyPatch, device: str, other: str | None) -> None:
-    monkeypatch.setattr(recoveries, "session_was_opened", lambda: False)  # another test may have opened one
+def test_a_run_recovers_in_place_only_if_all_of_its_ranks_can(
+    monkeypatch: pytest.MonkeyPatch, device: str, other: str | None
+) -> None:
+    # another test may have opened one
+    monkeypatch.setattr(recoveries, "session_was_opened", lambda: False)
     said: list[Any] = []
     rejoin: Any = SimpleNamespace(trainings=0, announce=lambda why_not, sizes: said.append(why_not))
     world = SimpleNamespace(size=2, owns_group=True, gather_values=lambda mine: [mine, other])

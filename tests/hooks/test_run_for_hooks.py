@@ -44,7 +44,9 @@ def loss(output: Tensor, batch: list[Tensor]) -> Tensor:
     return ((output - batch[2]) ** 2).mean()
 
 
-def ask(run_dir: str, plan: str, precision: Any = "fp32") -> tuple[Any, list[dict[str, float]], dict[str, Tensor]]:
+def ask(
+    run_dir: str, plan: str, precision: Any = "fp32"
+) -> tuple[Any, list[dict[str, float]], dict[str, Tensor]]:
     asks = Asks()
     tensor = {"0": "colwise", "2": "rowwise"}
     given = recipe(inputs=inputs, loss=loss, steps=2, tensor=tensor, precision=precision)
@@ -53,9 +55,13 @@ def ask(run_dir: str, plan: str, precision: Any = "fp32") -> tuple[Any, list[dic
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_norms_and_the_state_are_those_of_one_process_on_every_rank(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_the_norms_and_the_state_are_those_of_one_process_on_every_rank(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     _, norms, state = ask(str(tmp_path / "alone"), "replicate=1")
-    for rank, (seen, found_norms, found) in enumerate(pool.run(PLANS[plan], ask, str(tmp_path / "run"), plan)):
+    for rank, (seen, found_norms, found) in enumerate(
+        pool.run(PLANS[plan], ask, str(tmp_path / "run"), plan)
+    ):
         assert seen == (rank, "run")
         for found_step, step in zip(found_norms, norms, strict=True):
             assert found_step == pytest.approx(step, rel=1e-4)
@@ -63,7 +69,9 @@ def test_the_norms_and_the_state_are_those_of_one_process_on_every_rank(pool: Wo
         for name, value in state.items():
             assert type(found[name]) is Tensor
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
-    assert [row["largest"] for row in learned(tmp_path / "run")] == pytest.approx([max(step.values()) for step in norms], rel=1e-4)
+    assert [row["largest"] for row in learned(tmp_path / "run")] == pytest.approx(
+        [max(step.values()) for step in norms], rel=1e-4
+    )
 
 
 def test_the_norms_are_without_the_loss_scale(tmp_path: Path) -> None:
@@ -78,7 +86,10 @@ class LogsBadly(ls.Hook):
 
 
 def test_a_name_that_every_line_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"log\(\{'loss': ...\}\); every line has 'loss' already; choose another name"):
+    with pytest.raises(
+        DataError,
+        match=r"log\(\{'loss': ...\}\); every line has 'loss' already; choose another name",
+    ):
         ls.train(recipe(data=rows(48)), run_dir=str(tmp_path / "run"), hooks=[LogsBadly()])
 
 
@@ -96,7 +107,9 @@ def first_once(folder: str, fails: bool) -> tuple[int, str | list[str]]:
         return ls.rank(), f"{type(error).__name__}: {error}"
 
 
-def test_once_calls_the_first_process_of_a_machine_before_the_others(pool: WorkerPool, tmp_path: Path) -> None:
+def test_once_calls_the_first_process_of_a_machine_before_the_others(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     (first, alone), *others = pool.run(3, first_once, str(tmp_path), False)
     assert (first, alone) == (0, [])
     assert [rank for rank, _ in others] == [1, 2]
@@ -106,6 +119,8 @@ def test_once_calls_the_first_process_of_a_machine_before_the_others(pool: Worke
 def test_a_failure_of_the_first_process_is_raised_on_all(pool: WorkerPool, tmp_path: Path) -> None:
     (_, first), (_, second) = pool.run(2, first_once, str(tmp_path), True)
     assert first == "OSError: no network"
-    assert second == (
-        "LaunchError: ls.once: the function failed on rank 0, the first of its machine (OSError: no network); see its traceback"
+    assert (
+        second
+        == "LaunchError: ls.once: the function failed on rank 0, the first of its machine (OSError:"
+        " no network); see its traceback"
     )

@@ -30,9 +30,12 @@ def test_an_error_in_a_library_names_the_line_of_the_script_that_called_it() -> 
     with pytest.raises(TypeError) as raised:
         torch.optim.SGD([torch.nn.Linear(1, 1)])
     line = raised.traceback[0].lineno + 1
-    assert error_with_line(raised.value).startswith("TypeError: optimizer can only optimize Tensors")
+    assert error_with_line(raised.value).startswith(
+        "TypeError: optimizer can only optimize Tensors"
+    )
     assert error_with_line(raised.value).endswith(
-        f"(at {__file__}:{line} in {test_an_error_in_a_library_names_the_line_of_the_script_that_called_it.__name__})"
+        f"(at {__file__}:{line} in"
+        f" {test_an_error_in_a_library_names_the_line_of_the_script_that_called_it.__name__})"
     )
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.hooks.stragglers import MIN_SECONDS, MIN_WINDOWS, PARTS, SLOWDOWN, StragglerFinder, slow
+from lockstep.hooks.stragglers import (
+    MIN_SECONDS,
+    MIN_WINDOWS,
+    PARTS,
+    SLOWDOWN,
+    StragglerFinder,
+    slow,
+)
 
 USUAL = {"data": 0.1, "compute": 1.0, "hooks": 0.01}
 
@@ -41,10 +48,19 @@ def test_each_is_compared_with_the_median_of_the_others() -> None:
     for size in range(2, 9):
         seconds = [rng.choice([1.0, 1.2, 1.5, 2.0]) for _ in range(size)]
         found = {
-            each.rank: each.times for each in slow(times(*({"data": 0.0, "hooks": 0.0, "compute": each} for each in seconds)), [0] * size)
+            each.rank: each.times
+            for each in slow(
+                times(*({"data": 0.0, "hooks": 0.0, "compute": each} for each in seconds)),
+                [0] * size,
+            )
         }
-        truth = [own / statistics.median(seconds[:rank] + seconds[rank + 1 :]) for rank, own in enumerate(seconds)]
-        assert found == {rank: pytest.approx(factor) for rank, factor in enumerate(truth) if factor > SLOWDOWN}
+        truth = [
+            own / statistics.median(seconds[:rank] + seconds[rank + 1 :])
+            for rank, own in enumerate(seconds)
+        ]
+        assert found == {
+            rank: pytest.approx(factor) for rank, factor in enumerate(truth) if factor > SLOWDOWN
+        }
 
 
 def test_the_time_for_each_rank_does_not_grow_with_their_number() -> None:
@@ -53,7 +69,9 @@ def test_the_time_for_each_rank_does_not_grow_with_their_number() -> None:
 
 
 def test_stages_of_a_pipeline_do_not_do_the_same_work() -> None:
-    assert [each.rank for each in slow(times({}, {}, {"compute": 3.0}, {"compute": 4.5}), [0, 0, 1, 1])] == [3]
+    assert [
+        each.rank for each in slow(times({}, {}, {"compute": 3.0}, {"compute": 4.5}), [0, 0, 1, 1])
+    ] == [3]
     assert slow(times({}, {"compute": 3.0}), [0, 1]) == []
 
 
@@ -68,7 +86,8 @@ def test_a_straggler_is_reported_once_after_a_minimum_time() -> None:
 def test_a_rank_that_recovers_may_be_reported_again() -> None:
     stragglers = StragglerFinder([0, 0])
     reported = [
-        bool(stragglers.add(times({}, {"compute": 2.0 if slow_now else 1.0}), 5.0)) for slow_now in [True] * 6 + [False] * 6 + [True] * 6
+        bool(stragglers.add(times({}, {"compute": 2.0 if slow_now else 1.0}), 5.0))
+        for slow_now in [True] * 6 + [False] * 6 + [True] * 6
     ]
     assert reported.count(True) == 2
 
@@ -77,7 +96,9 @@ def test_a_rank_that_recovers_may_be_reported_again() -> None:
 def test_a_short_delay_and_an_irregular_pace_are_not_reported(seed: int) -> None:
     rng, stragglers = random.Random(seed), StragglerFinder([0] * 4)
     for number in range(200):
-        ranks = [{"data": rng.uniform(0.05, 0.15), "compute": rng.uniform(0.8, 1.2)} for _ in range(4)]
+        ranks = [
+            {"data": rng.uniform(0.05, 0.15), "compute": rng.uniform(0.8, 1.2)} for _ in range(4)
+        ]
         if number == 100:
             ranks[2] = {"compute": 1.5}
         assert stragglers.add(times(*ranks), 0.5) == []

@@ -19,11 +19,52 @@ from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
 from lockstep.cli.arguments.target import fingerprint
 
 STEPS = (3, 5)
-TENSORS = {"weight": ("float32", (4, 3)), "bias": ("float32", (3,)), "count": ("int64", ()), "none": ("float32", (0, 2))}
+TENSORS = {
+    "weight": ("float32", (4, 3)),
+    "bias": ("float32", (3,)),
+    "count": ("int64", ()),
+    "none": ("float32", (0, 2)),
+}
 CONSTANTS = [
-    *(None, True, False, -1, 0, 1, 2**31, 2**63, 2**70, 10**400, -(2**63), 1e308, 1e-320, 0.5, float("nan"), float("inf")),
-    *("", "x", "\ud800", "../../x", "/etc/passwd", "a/b", "\x1b]0;x\x07", "<planted>", "\x00", "9" * 5000, "s3://127.0.0.1:9/x"),
-    *("//127.0.0.1/x", "nan", "step-00000005-00c0ffee", "float32", "rank-0.safetensors", "x" * 100_000),
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        2**31,
+        2**63,
+        2**70,
+        10**400,
+        -(2**63),
+        1e308,
+        1e-320,
+        0.5,
+        float("nan"),
+        float("inf"),
+    ),
+    *(
+        "",
+        "x",
+        "\ud800",
+        "../../x",
+        "/etc/passwd",
+        "a/b",
+        "\x1b]0;x\x07",
+        "<planted>",
+        "\x00",
+        "9" * 5000,
+        "s3://127.0.0.1:9/x",
+    ),
+    *(
+        "//127.0.0.1/x",
+        "nan",
+        "step-00000005-00c0ffee",
+        "float32",
+        "rank-0.safetensors",
+        "x" * 100_000,
+    ),
     *([], {}, [[]], [1], ["x"], [None], {"x": 1}, {"": {}}, [0] * 3000, {"a": [{"b": {"c": [1]}}]}),
 ]
 
@@ -33,20 +74,40 @@ def write_run(folder: Path) -> None:
     whole(folder, steps=40, every=10, world=2)
     for step in STEPS:
         _write_checkpoint(folder / "checkpoints" / f"step-{step:08d}-00c0ffee", step)
-    shards = [TensorShard(name, dtype, shape, (0,) * len(shape), shape) for name, (dtype, shape) in TENSORS.items()]
+    shards = [
+        TensorShard(name, dtype, shape, (0,) * len(shape), shape)
+        for name, (dtype, shape) in TENSORS.items()
+    ]
     _write_tensors(folder / "model.safetensors", shards, seed=40)
     result = json.loads((folder / "result.json").read_text())
     result["fingerprint"] = fingerprint(read_safetensors(folder / "model.safetensors"))
-    result["best"] = {"metric": "loss", "value": 1.5, "step": 3, "checkpoint": "step-00000003-00c0ffee"}
+    result["best"] = {
+        "metric": "loss",
+        "value": 1.5,
+        "step": 3,
+        "checkpoint": "step-00000003-00c0ffee",
+    }
     (folder / "result.json").write_text(json.dumps(result))
-    holder = {"pid": os.getpid(), "host": "a", "process_ids": "x", "started": "2026-01-01T00:00:00+00:00"}
+    holder = {
+        "pid": os.getpid(),
+        "host": "a",
+        "process_ids": "x",
+        "started": "2026-01-01T00:00:00+00:00",
+    }
     (folder / "lock").write_text(json.dumps(holder))
     (folder / "huggingface").mkdir()
     (folder / "huggingface" / "config.json").write_text('{"model_type": "x"}')
     (folder / "profile").mkdir()
-    memory = {"seconds": [0.0, 1.0], "bytes_by_cause": {"weights": [1, 2]}, "at_peak": {"weights": 2}, "peak_bytes": 2}
+    memory = {
+        "seconds": [0.0, 1.0],
+        "bytes_by_cause": {"weights": [1, 2]},
+        "at_peak": {"weights": 2},
+        "peak_bytes": 2,
+    }
     memory |= {"peak_seconds": 1.0, "peak_phase": "forward", "largest": [[2, "weights", "w"]]}
-    (folder / "profile" / "memory.json").write_text(json.dumps({"ranks": [memory], "steps": [1, 2]}))
+    (folder / "profile" / "memory.json").write_text(
+        json.dumps({"ranks": [memory], "steps": [1, 2]})
+    )
 
 
 def _write_tensors(path: Path, shards: list[TensorShard], seed: int) -> FileEntry:
@@ -67,12 +128,19 @@ def _write_checkpoint(folder: Path, step: int) -> None:
         else:
             mine[number % 2].append(TensorShard(full, dtype, shape, (0,) * len(shape), shape))
     files = {
-        f"rank-{rank}.safetensors": _write_tensors(folder / f"rank-{rank}.safetensors", mine[rank], seed=step + rank) for rank in range(2)
+        f"rank-{rank}.safetensors": _write_tensors(
+            folder / f"rank-{rank}.safetensors", mine[rank], seed=step + rank
+        )
+        for rank in range(2)
     }
     manifest = Manifest(
         step=step,
         files=files,
-        values={"modules": {"0": {"tied": {"other": "bias"}, "optimizers": {}, "training": {}}}, "state": {"hook": 1}, "step": step},
+        values={
+            "modules": {"0": {"tied": {"other": "bias"}, "optimizers": {}, "training": {}}},
+            "state": {"hook": 1},
+            "step": step,
+        },
         metadata={
             "recipe": {"steps": 40},
             "plan": "replicate=2",
@@ -90,7 +158,9 @@ def _write_checkpoint(folder: Path, step: int) -> None:
 def forged(content: object) -> bytes:
     """A manifest of any content, with the right hash."""
     text = json.dumps(content, separators=(",", ":")).encode()
-    return f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, text)}","content":'.encode() + text + b"}\n"
+    return (
+        f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, text)}","content":'.encode() + text + b"}\n"
+    )
 
 
 class Mutator:
@@ -98,7 +168,9 @@ class Mutator:
 
     def __init__(self, folder: Path, outside: Path) -> None:
         self.folder, self.outside = folder, outside
-        self.files = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+        self.files = {
+            path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+        }
         self.folders = [path for path in sorted(folder.rglob("*")) if path.is_dir()]
         self.is_forged = False
         """True if a manifest has the hash of changed content."""
@@ -109,7 +181,8 @@ class Mutator:
         return "; ".join(self._change(chance) for _ in range(chance.choice([1, 1, 1, 2, 3])))
 
     def restore(self) -> None:
-        """Make it what it was. Names are compared, and the contents of what `change` or a run writes."""
+        """Make it what it was. Names are compared, and the contents of what `change` or a run
+        writes."""
         for folder in (self.folder, *self.folders):
             if folder.is_symlink() or not folder.is_dir():
                 self._remove(folder)
@@ -117,11 +190,16 @@ class Mutator:
             for entry in list(os.scandir(folder)):
                 is_folder = entry.is_dir(follow_symlinks=False)
                 if not (
-                    Path(entry.path) in (self.folders if is_folder else self.files) and (is_folder or entry.is_file(follow_symlinks=False))
+                    Path(entry.path) in (self.folders if is_folder else self.files)
+                    and (is_folder or entry.is_file(follow_symlinks=False))
                 ):
                     self._remove(Path(entry.path))
         for path, content in self.files.items():
-            if not path.exists() or path.stat().st_size != len(content) or path.read_bytes() != content:
+            if (
+                not path.exists()
+                or path.stat().st_size != len(content)
+                or path.read_bytes() != content
+            ):
                 path.write_bytes(content)
 
     def _remove(self, path: Path) -> None:
@@ -136,7 +214,9 @@ class Mutator:
             if path.parent.is_symlink() or not path.parent.is_dir():
                 return f"nothing at {path.relative_to(self.folder)}"
             return f"{self._put(path, chance)} at {path.relative_to(self.folder)}"
-        path = chance.choice([*self.files, *(path for path in self.files if path.name == "manifest.json")])
+        path = chance.choice(
+            [*self.files, *(path for path in self.files if path.name == "manifest.json")]
+        )
         name = path.relative_to(self.folder)
         if not path.is_file() or path.is_symlink():
             return f"nothing at {name}"
@@ -149,7 +229,13 @@ class Mutator:
         name = path.relative_to(self.folder)
         how: Callable[[bytes, random.Random], bytes] = _bytes
         if chance.random() < 0.75:
-            how = self._manifest if path.name == "manifest.json" else _tensors if path.suffix == ".safetensors" else _json
+            how = (
+                self._manifest
+                if path.name == "manifest.json"
+                else _tensors
+                if path.suffix == ".safetensors"
+                else _json
+            )
         path.write_bytes(how(path.read_bytes(), chance))
         if path.suffix == ".safetensors" and path.parent != self.folder and chance.random() < 0.5:
             self._forge_hashes(path)
@@ -229,7 +315,9 @@ def mutated(value: Any, chance: random.Random) -> Any:
     elif kind == 1 and isinstance(inside[key], int | float) and abs(inside[key]) < 1e9:
         inside[key] += chance.choice([-1, 1, -4, 4, 0.5, 1 << 33])
     elif kind == 2 and isinstance(inside, dict):
-        inside[chance.choice(["x", "../x", "\x1b[2J", "<planted>", "\ud800", "step", "", "time"])] = inside.pop(key)
+        inside[
+            chance.choice(["x", "../x", "\x1b[2J", "<planted>", "\ud800", "step", "", "time"])
+        ] = inside.pop(key)
     elif kind == 3 and isinstance(inside, list):
         inside.insert(key, json.loads(json.dumps(chance.choice(inside))))
     elif kind == 4:
@@ -263,7 +351,12 @@ def _tensors(data: bytes, chance: random.Random) -> bytes:
     """A safetensors file with another header."""
     length = int.from_bytes(data[:8], "little")
     if chance.random() < 0.2:
-        return chance.choice([0, 1, length + 1, 1 << 33, (1 << 64) - 1, 99_000_000]).to_bytes(8, "little") + data[8:]
+        return (
+            chance.choice([0, 1, length + 1, 1 << 33, (1 << 64) - 1, 99_000_000]).to_bytes(
+                8, "little"
+            )
+            + data[8:]
+        )
     try:
         header = json.dumps(mutated(json.loads(data[8 : 8 + length]), chance)).encode()
     except (ValueError, RecursionError):
@@ -282,4 +375,8 @@ def _bytes(data: bytes, chance: random.Random) -> bytes:
         return data[:at] + data[at // 2 : at] + data[at:]
     if kind == 3:
         return data[:at] + bytes(min(50, len(data) - at)) + data[at + 50 :]
-    return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :] if at < len(data) else data + b"\0"
+    return (
+        data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+        if at < len(data)
+        else data + b"\0"
+    )

@@ -1,4 +1,5 @@
-"""Commands on changed run directories. `python tests/hostile/fuzz.py COUNT [FIRST]` tries so many."""
+"""Commands on changed run directories. `python tests/hostile/fuzz.py COUNT [FIRST]` tries so
+many."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ class Fuzz:
             self.mutator.restore()
 
     def try_file(self, seed: int) -> None:
-        """Change the bytes of one file, and read it alone, which takes a tenth of the time. Raises `AssertionError`."""
+        """Change the bytes of one file, and read it alone, which takes a tenth of the time. Raises
+        `AssertionError`."""
         chance = random.Random(seed)
         path = chance.choice(self._alone)
         self.mutator.is_forged = False
@@ -89,7 +91,9 @@ class Fuzz:
 
     def _read_file(self, path: Path) -> None:
         if path.parent.parent.name == "checkpoints":
-            found = inspect_all(FolderStorage(path.parent.parent), [CheckpointName.parse(path.parent.name)])  # type: ignore[list-item]
+            found = inspect_all(
+                FolderStorage(path.parent.parent), [CheckpointName.parse(path.parent.name)]
+            )  # type: ignore[list-item]
             self._check_intact([asdict(each) for each in found])
         elif path.suffix == ".safetensors":
             at = Target(FolderStorage(self.run), [], self.run)
@@ -113,7 +117,9 @@ class Fuzz:
             if not self.mutator.is_forged or found["name"] == "model.safetensors":
                 assert found["fingerprints"] == self._right[found["name"]], "its bytes differ"
                 continue
-            self.found["intact, with other hashes"] += found["fingerprints"] != self._right.get(found["name"])
+            self.found["intact, with other hashes"] += found["fingerprints"] != self._right.get(
+                found["name"]
+            )
             check_by_counting(self.run / "checkpoints" / found["name"])
 
     def table(self) -> None:
@@ -139,7 +145,9 @@ class Fuzz:
         self._check_page(self.run / "report.html")
 
     def reports(self) -> None:
-        json.loads(self._said("report", "--json", "-o", self.out / "page.html", self.run, self.other))
+        json.loads(
+            self._said("report", "--json", "-o", self.out / "page.html", self.run, self.other)
+        )
         self._check_page(self.out / "page.html")
 
     def average(self) -> None:
@@ -181,7 +189,9 @@ class Fuzz:
 
     def _said(self, name: str, *words: object) -> str:
         with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()) as complained:
-            import_module(f"lockstep.cli.{name}").command.main(list(map(str, words)), standalone_mode=False)
+            import_module(f"lockstep.cli.{name}").command.main(
+                list(map(str, words)), standalone_mode=False
+            )
         assert "\x1b" not in complained.getvalue()
         return said.getvalue()
 
@@ -211,7 +221,8 @@ def _tensors(model: StateDictReader) -> dict[str, Any]:
 
 
 def check_by_counting(checkpoint: Path) -> None:
-    """Raise `AssertionError` unless each element of each tensor is in one shard, and each shard in its file."""
+    """Raise `AssertionError` unless each element of each tensor is in one shard, and each shard in
+    its file."""
     content = json.loads((checkpoint / "manifest.json").read_bytes())["content"]
     Manifest.decode((checkpoint / "manifest.json").read_bytes())
     counts: dict[str, Any] = {}
@@ -220,13 +231,21 @@ def check_by_counting(checkpoint: Path) -> None:
         assert (checkpoint / name).parent == checkpoint
         used = np.zeros((checkpoint / name).stat().st_size, int)
         for tensor, dtype, shape, offsets, lengths, start in entry["shards"]:
-            size = int(np.prod(lengths, dtype=int)) * int("".join(filter(str.isdecimal, dtype)) or 8) // 8
+            size = (
+                int(np.prod(lengths, dtype=int))
+                * int("".join(filter(str.isdecimal, dtype)) or 8)
+                // 8
+            )
             assert start + size <= len(used)
             used[start : start + size] += 1
             count = counts.setdefault(tensor, np.zeros(shape, int))
             box = (tensor, tuple(offsets), tuple(lengths))
             if box not in seen:
-                count[tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))] += 1
+                count[
+                    tuple(
+                        slice(at, at + length) for at, length in zip(offsets, lengths, strict=True)
+                    )
+                ] += 1
             seen.add(box)
         assert used.max(initial=0) <= 1
     assert all((count == 1).all() for count in counts.values())
@@ -259,7 +278,10 @@ def main(count: int, first: int = 0, files: int = 0) -> None:
                 failures[str(error).partition(": ")[2].rpartition(": ")[0][-60:]] += 1
                 if failures.total() <= 40:
                     print(error, flush=True)
-        print(f"{count} folders in {time.monotonic() - began:.0f} s: {dict(fuzz.found)}; {failures.total()} failures")
+        print(
+            f"{count} folders in {time.monotonic() - began:.0f} s: {dict(fuzz.found)};"
+            f" {failures.total()} failures"
+        )
 
 
 if __name__ == "__main__":

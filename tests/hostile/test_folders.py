@@ -1,4 +1,5 @@
-"""Folders from others: whatever is in them, a command reads it or refuses it, soon, and writes nowhere else."""
+"""Folders from others: whatever is in them, a command reads it or refuses it, soon, and writes
+nowhere else."""
 
 from __future__ import annotations
 
@@ -39,11 +40,19 @@ def run(tmp_path: Path) -> Path:
 
 def commands(*words: object) -> subprocess.CompletedProcess[str]:
     with forked.use():
-        return subprocess.run([forked.LOCKSTEP, *map(str, words)], capture_output=True, text=True, check=False, timeout=50)
+        return subprocess.run(
+            [forked.LOCKSTEP, *map(str, words)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=50,
+        )
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("folders", "files"), [(250, 1500), pytest.param(500, 3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("folders", "files"), [(250, 1500), pytest.param(500, 3000, marks=pytest.mark.slow)]
+)
 def test_commands_on_folders_changed_at_random(tmp_path: Path, folders: int, files: int) -> None:
     fuzz = Fuzz(tmp_path)
     for seed in range(folders):
@@ -55,7 +64,9 @@ def test_commands_on_folders_changed_at_random(tmp_path: Path, folders: int, fil
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=8), inside, max_size=4),
+    lambda inside: (
+        st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=8), inside, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -97,7 +108,9 @@ MANIFEST = forged(
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-0.safetensors"])
 @pytest.mark.parametrize("what", ["a FIFO", "a link", "5 GB", "a folder"])
-def test_what_stands_in_the_place_of_a_file_is_damage_and_not_waited_for(run: Path, what: str, name: str) -> None:
+def test_what_stands_in_the_place_of_a_file_is_damage_and_not_waited_for(
+    run: Path, what: str, name: str
+) -> None:
     storage = FolderStorage(run / "checkpoints")
     first = storage.names()[0]
     path = run / "checkpoints" / str(first) / name
@@ -118,7 +131,17 @@ def test_what_stands_in_the_place_of_a_file_is_damage_and_not_waited_for(run: Pa
         export(str(path.parent), run / "out.safetensors")
 
 
-@pytest.mark.parametrize("name", ["run.json", "result.json", "metrics.jsonl", "events.jsonl", "ranks.jsonl", "profile/memory.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run.json",
+        "result.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "ranks.jsonl",
+        "profile/memory.json",
+    ],
+)
 def test_a_link_in_a_run_is_refused_by_name(run: Path, tmp_path: Path, name: str) -> None:
     (run / name).rename(tmp_path / "aside")
     (run / name).symlink_to(tmp_path / "aside")
@@ -126,14 +149,21 @@ def test_a_link_in_a_run_is_refused_by_name(run: Path, tmp_path: Path, name: str
         read_runs([str(run)])
 
 
-@pytest.mark.parametrize("name", ["events.jsonl", "lock", "checkpoints", "profile", "events.out.tfevents.1.a"])
+@pytest.mark.parametrize(
+    "name", ["events.jsonl", "lock", "checkpoints", "profile", "events.out.tfevents.1.a"]
+)
 def test_a_run_does_not_write_through_a_link(run: Path, tmp_path: Path, name: str) -> None:
     outside = tmp_path / "outside"
     outside.touch()
     if (run / name).exists():
         (run / name).rename(tmp_path / "aside")
     (run / name).symlink_to(outside)
-    with pytest.raises(RunDirectoryError, match=f"holds {name}, which is a link; a run writes to files and folders of its own there; "):
+    with pytest.raises(
+        RunDirectoryError,
+        match=(
+            f"holds {name}, which is a link; a run writes to files and folders of its own there; "
+        ),
+    ):
         RunDirectory.create(run, resume=True, reopen=True)
     assert outside.read_bytes() == b""
     (run / name).unlink()  # the remedy
@@ -156,7 +186,11 @@ def test_nothing_is_connected_to_that_only_the_folder_names(run: Path, tmp_path:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         port = server.getsockname()[1]
-        for url in (f"http://127.0.0.1:{port}/x", f"s3://127.0.0.1:{port}/x", f"//127.0.0.1:{port}/x"):
+        for url in (
+            f"http://127.0.0.1:{port}/x",
+            f"s3://127.0.0.1:{port}/x",
+            f"//127.0.0.1:{port}/x",
+        ):
             told = json.loads((run / "run.json").read_text()) | {"checkpoints": url}
             (run / "run.json").write_text(json.dumps(told))
             at = Target.find(str(run))
@@ -164,14 +198,24 @@ def test_nothing_is_connected_to_that_only_the_folder_names(run: Path, tmp_path:
             (run / "result.json").rename(tmp_path / "result.json")
             for path in (run / "checkpoints").iterdir():
                 path.rename(tmp_path / path.name)
-            with pytest.raises(CheckpointError, match=r"only what you name yourself is connected to; give "):
+            with pytest.raises(
+                CheckpointError, match=r"only what you name yourself is connected to; give "
+            ):
                 export(str(run), tmp_path / "out.safetensors")
             for path in tmp_path.glob("step-*"):
                 path.rename(run / "checkpoints" / path.name)
             (tmp_path / "result.json").rename(run / "result.json")
         (tmp_path / "s").mkdir()
-        (tmp_path / "s" / "search.json").write_text(json.dumps({"storage": f"mysql://me:pw@127.0.0.1:{port}/x", "name": "x"}))
-        with pytest.raises(LaunchError, match=r"only a database that you name yourself is connected to; give --storage mysql://me:\*\*\*@"):
+        (tmp_path / "s" / "search.json").write_text(
+            json.dumps({"storage": f"mysql://me:pw@127.0.0.1:{port}/x", "name": "x"})
+        )
+        with pytest.raises(
+            LaunchError,
+            match=(
+                r"only a database that you name yourself is connected to; give --storage"
+                r" mysql://me:\*\*\*@"
+            ),
+        ):
             results_in(tmp_path / "s", None)
         with pytest.raises(TimeoutError):
             calls.append(server.accept())
@@ -189,12 +233,20 @@ def test_a_local_folder_of_checkpoints_that_a_run_names_is_read(run: Path, tmp_p
     ("statements", "text"),
     [
         ([], "holds no search; it may be another file or database"),
-        (["CREATE TABLE studies (x)", "CREATE VIEW trials AS SELECT 1"], "holds 'trials', which is no table; a search writes tables only"),
-        (["CREATE TABLE t (x)", "CREATE TRIGGER y AFTER INSERT ON t BEGIN DELETE FROM t; END"], "holds 'y', which is no table"),
+        (
+            ["CREATE TABLE studies (x)", "CREATE VIEW trials AS SELECT 1"],
+            "holds 'trials', which is no table; a search writes tables only",
+        ),
+        (
+            ["CREATE TABLE t (x)", "CREATE TRIGGER y AFTER INSERT ON t BEGIN DELETE FROM t; END"],
+            "holds 'y', which is no table",
+        ),
         (["CREATE VIRTUAL TABLE studies USING fts5(x)"], "holds 'studies', which is no table"),
     ],
 )
-def test_a_database_that_no_search_made_is_not_written_to(tmp_path: Path, statements: list[str], text: str) -> None:
+def test_a_database_that_no_search_made_is_not_written_to(
+    tmp_path: Path, statements: list[str], text: str
+) -> None:
     connection = sqlite3.connect(tmp_path / "search.db")
     for statement in statements:
         connection.execute(statement)
@@ -227,9 +279,14 @@ def test_a_database_that_is_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.command
 def test_a_whole_command_says_one_line(run: Path, tmp_path: Path) -> None:
-    (run / "events.jsonl").write_text('{"time": 1.0, "event": "stopped", "step": 1, "reason": "[red]x[/] \\u001b]0;t\\u0007"}\n')
+    (run / "events.jsonl").write_text(
+        '{"time": 1.0, "event": "stopped", "step": 1, "reason": "[red]x[/] \\u001b]0;t\\u0007"}\n'
+    )
     shown = commands("inspect", run)
-    assert (shown.returncode, "stopped: [red]x[/] \\x1b]0;t\\x07" in shown.stdout) == (0, True), shown
+    assert (shown.returncode, "stopped: [red]x[/] \\x1b]0;t\\x07" in shown.stdout) == (
+        0,
+        True,
+    ), shown
     (run / "result.json").unlink()
     os.mkfifo(run / "result.json")
     for words in (

@@ -29,7 +29,12 @@ class Kept:
     """A state with all that a checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": torch.ones(3), "pair": (1, 2.0), 5: float("nan"), "array": torch.ones(2).numpy()}
+        return {
+            "rows": torch.ones(3),
+            "pair": (1, 2.0),
+            5: float("nan"),
+            "array": torch.ones(2).numpy(),
+        }
 
     def load_state_dict(self, state: Any) -> None:
         pass
@@ -40,7 +45,10 @@ class Given:
 
     def __init__(self, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.manifest = Manifest(step=1, files={}, values=values, metadata={})
-        self.tensors = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self.tensors = {
+            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        }
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
         for tensor in state.values():
@@ -76,7 +84,12 @@ def test_any_values_are_restored_or_damage(tmp_path: Path) -> None:
 
 def test_any_position_in_the_data_is_taken_up_or_damage() -> None:
     digests = {"sample 0": {"[0]": "1f", "[1]": "2e"}}
-    saved = LoopState(loops=2, steps_before=3, shards={"0": ShardPosition(1, 5), "1": ShardPosition(0, 2)}, data={"2": digests})
+    saved = LoopState(
+        loops=2,
+        steps_before=3,
+        shards={"0": ShardPosition(1, 5), "1": ShardPosition(0, 2)},
+        data={"2": digests},
+    )
     text, chance, counts = json.dumps(saved.values()), random.Random(0), Counter[str]()
     for _ in range(3000):
         values = mutated(json.loads(text), chance)

@@ -34,12 +34,20 @@ def run(tmp_path: Path) -> Starter:
         **given: Any,
     ) -> Ending:
         path = tmp_path / "script.py"
-        path.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + dedent(source))
+        path.write_text(
+            "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + dedent(source)
+        )
 
         def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
             line = [sys.executable, "-u", "-P", "-m", "lockstep.launch.worker", str(path)]
             variables = {**os.environ, **environment}
-            return subprocess.Popen(line, cwd=tmp_path, env=variables, start_new_session=True, pass_fds=inherited(environment))
+            return subprocess.Popen(
+                line,
+                cwd=tmp_path,
+                env=variables,
+                start_new_session=True,
+                pass_fds=inherited(environment),
+            )
 
         options = RunOptions(**given)
         return run_workers(

@@ -1,4 +1,5 @@
-"""Workers are started, watched and ended by the agent. No torch in the workers here, so that each starts in 0.1 s."""
+"""Workers are started, watched and ended by the agent. No torch in the workers here, so that each
+starts in 0.1 s."""
 
 from __future__ import annotations
 
@@ -34,17 +35,32 @@ def wait_for_end(process: int) -> None:
         psutil.Process(process).wait(10)
 
 
-def test_workers_get_what_torchrun_sets_and_our_own(run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "PYTHONHASHSEED", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+def test_workers_get_what_torchrun_sets_and_our_own(
+    run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "OMP_NUM_THREADS",
+        "PYTHONHASHSEED",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    ):
         monkeypatch.delenv(name, raising=False)
     ending = run(
-        "import json; open(f'rank-{rank}', 'w').write(json.dumps(dict(os.environ)))", plan="replicate=2", run_dir=str(tmp_path / "run")
+        "import json; open(f'rank-{rank}', 'w').write(json.dumps(dict(os.environ)))",
+        plan="replicate=2",
+        run_dir=str(tmp_path / "run"),
     )
     assert (ending.status, ending.finished, ending.report()) == (0, [0, 1], "")
     for rank in (0, 1):
         environment = json.loads((tmp_path / f"rank-{rank}").read_text())
-        added = {name: value for name, value in environment.items() if os.environ.get(name) != value}
-        run_id, port, error_file = (added.pop(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"))
+        added = {
+            name: value for name, value in environment.items() if os.environ.get(name) != value
+        }
+        run_id, port, error_file = (
+            added.pop(name)
+            for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
+        )
         assert run_id.startswith("lockstep-")
         assert int(port) > 0
         assert not Path(error_file).parent.exists()
@@ -78,7 +94,9 @@ def test_workers_get_what_torchrun_sets_and_our_own(run: Starter, tmp_path: Path
 
 
 @pytest.mark.parametrize("is_used", [True, False], ids=["used", "the script names another"])
-def test_the_report_names_the_launchers_own_directory_if_the_run_wrote_to_it(run: Starter, tmp_path: Path, is_used: bool) -> None:
+def test_the_report_names_the_launchers_own_directory_if_the_run_wrote_to_it(
+    run: Starter, tmp_path: Path, is_used: bool
+) -> None:
     default = tmp_path / "runs" / "train-1"
     make = f"os.makedirs({str(default)!r}, exist_ok=True)" if is_used else "pass"
     end = "from lockstep.launch.termination import Preempted; raise Preempted('SIGTERM')"
@@ -87,17 +105,26 @@ def test_the_report_names_the_launchers_own_directory_if_the_run_wrote_to_it(run
     assert ending.new_run_dir == (str(default) if is_used else "")
 
 
-def test_what_the_user_has_set_is_kept(run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth8"}.items():
+def test_what_the_user_has_set_is_kept(
+    run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "OMP_NUM_THREADS": "7",
+        "GLOO_SOCKET_IFNAME": "eth7",
+        "NCCL_SOCKET_IFNAME": "eth8",
+    }.items():
         monkeypatch.setenv(name, value)
     source = (
-        "open('found', 'w').write(' '.join(os.environ[name] for name in ('OMP_NUM_THREADS', 'GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')))"
+        "open('found', 'w').write(' '.join(os.environ[name] for name in ('OMP_NUM_THREADS',"
+        " 'GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')))"
     )
     assert run(source, count=1).status == 0
     assert (tmp_path / "found").read_text() == "7 eth7 eth8"
 
 
-def test_cores_are_shared_out_and_each_process_has_one_thread_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_shared_out_and_each_process_has_one_thread_at_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     assert [threads_per_process(count) for count in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
 
@@ -106,7 +133,11 @@ def test_the_store_listens_on_loopback_alone() -> None:
     rendezvous = LoopbackRendezvous()
     found = rendezvous.next_rendezvous()
     try:
-        listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        listening = [
+            c.laddr
+            for c in psutil.Process().net_connections("inet")
+            if c.status == psutil.CONN_LISTEN
+        ]
         assert found.bootstrap_store_info is not None
         assert ("127.0.0.1", found.bootstrap_store_info.master_port) in listening
         assert {address.ip for address in listening} == {"127.0.0.1"}
@@ -117,14 +148,18 @@ def test_the_store_listens_on_loopback_alone() -> None:
         rendezvous.shutdown()
 
 
-def test_output_is_the_scripts_own_and_nothing_else(run: Starter, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_is_the_scripts_own_and_nothing_else(
+    run: Starter, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run("print('line of', rank); print('error of', rank, file=sys.stderr)").status == 0
     captured = capfd.readouterr()
     assert sorted(captured.out.splitlines()) == ["line of 0", "line of 1"]
     assert sorted(captured.err.splitlines()) == ["error of 0", "error of 1"]
 
 
-def test_when_a_rank_fails_the_others_are_stopped_and_its_traceback_is_reported_once(run: Starter) -> None:
+def test_when_a_rank_fails_the_others_are_stopped_and_its_traceback_is_reported_once(
+    run: Starter,
+) -> None:
     ending = run("if rank == 1: raise ValueError('boom')\nsignal.pause()", count=3)
     assert (ending.status, ending.stopped, ending.finished) == (1, [0, 2], [])
     lines = ending.report().splitlines()
@@ -134,10 +169,11 @@ def test_when_a_rank_fails_the_others_are_stopped_and_its_traceback_is_reported_
 
 
 @pytest.mark.command
-def test_ranks_that_ignore_sigterm_or_hang_at_their_exit_are_killed_with_all_they_started(run: Starter, tmp_path: Path) -> None:
+def test_ranks_that_ignore_sigterm_or_hang_at_their_exit_are_killed_with_all_they_started(
+    run: Starter, tmp_path: Path
+) -> None:
     began = time.monotonic()
-    ending = run(
-        """
+    ending = run("""
         import atexit, subprocess
         sleeper = subprocess.Popen(["sleep", "1000"])
         open(f"sleeper-{rank}", "w").write(str(sleeper.pid))
@@ -151,8 +187,7 @@ def test_ranks_that_ignore_sigterm_or_hang_at_their_exit_are_killed_with_all_the
             open("ready", "w").close()
             raise ValueError("boom")
         signal.pause()
-        """
-    )
+        """)
     assert time.monotonic() - began < 10
     assert (ending.status, ending.stopped) == (1, [0])
     for rank in (0, 1):
@@ -161,39 +196,51 @@ def test_ranks_that_ignore_sigterm_or_hang_at_their_exit_are_killed_with_all_the
 
 def test_a_rank_that_exits_with_a_status_stops_the_others_with_that_status(run: Starter) -> None:
     ending = run("if rank == 0: sys.exit(7)\nsignal.pause()")
-    assert (ending.status, ending.report()) == (7, "rank 0 failed (exit status 7)\nThe others: rank 1 was stopped.")
+    assert (ending.status, ending.report()) == (
+        7,
+        "rank 0 failed (exit status 7)\nThe others: rank 1 was stopped.",
+    )
 
 
 def test_a_rank_that_ends_without_a_word_is_seen(run: Starter) -> None:
-    assert run("if rank == 0: os._exit(3)\nsignal.pause()").report() == "rank 0 failed (exit status 3)\nThe others: rank 1 was stopped."
+    assert (
+        run("if rank == 0: os._exit(3)\nsignal.pause()").report()
+        == "rank 0 failed (exit status 3)\nThe others: rank 1 was stopped."
+    )
 
 
-def test_a_killed_rank_is_named_with_its_signal_and_what_it_started_ends(run: Starter, tmp_path: Path) -> None:
-    ending = run(
-        """
+def test_a_killed_rank_is_named_with_its_signal_and_what_it_started_ends(
+    run: Starter, tmp_path: Path
+) -> None:
+    ending = run("""
         import subprocess
         if rank == 1:
             open("sleeper", "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
             os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()
-        """
-    )
+        """)
     wait_for_end(int((tmp_path / "sleeper").read_text()))
     assert ending.status == 137
-    assert ending.report().startswith("rank 1 was killed by SIGKILL (often the kernel or the container, because memory ran out)\n")
+    assert ending.report().startswith(
+        "rank 1 was killed by SIGKILL (often the kernel or the container, because memory ran out)\n"
+    )
 
 
 def test_a_crash_is_reported_with_the_python_stack(run: Starter) -> None:
-    ending = run("import ctypes\ndef inner(): ctypes.string_at(0)\nif rank == 1: inner()\nsignal.pause()")
+    ending = run(
+        "import ctypes\ndef inner(): ctypes.string_at(0)\nif rank == 1: inner()\nsignal.pause()"
+    )
     assert ending.status == 128 + signal.SIGSEGV
-    assert "rank 1 was killed by SIGSEGV (a crash in native code):\nFatal Python error: Segmentation fault" in ending.report()
+    assert (
+        "rank 1 was killed by SIGSEGV (a crash in native code):\nFatal Python error: Segmentation"
+        " fault" in ending.report()
+    )
     assert "in inner" in ending.report()
     assert "worker.py" not in ending.report()
 
 
 def test_ranks_that_lose_their_peer_do_not_hide_the_one_that_went(run: Starter) -> None:
-    ending = run(
-        """
+    ending = run("""
         import socket
         here = "socket"
         if rank == 0:
@@ -205,32 +252,32 @@ def test_ranks_that_lose_their_peer_do_not_hide_the_one_that_went(run: Starter) 
         peer = socket.socket(socket.AF_UNIX)
         peer.connect(here)
         os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
+        """)
     assert ending.first is not None
     assert ending.first.rank == 1
     assert ending.report().splitlines()[-1] == "The others: rank 0 lost a peer."
 
 
-def test_where_all_that_failed_lost_a_peer_the_cause_is_waited_for(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_that_failed_lost_a_peer_the_cause_is_waited_for(
+    run: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_processes, "FAILURES_SECONDS", 0.0)
     monkeypatch.setattr(worker_processes, "PEER_FAILURES_SECONDS", 30.0)
-    ending = run(
-        """
+    ending = run("""
         if rank == 0: raise ConnectionResetError("Connection reset by peer")
         record = os.environ["TORCHELASTIC_ERROR_FILE"].replace("rank-1.torch", "rank-0.failure")
         while not os.path.exists(record): pass
         time.sleep(0.5)  # as a process dies that writes a core file
         raise ValueError("the cause")
-        """
-    )
+        """)
     assert ending.first is not None
     assert ending.first.rank == 1
 
 
-def test_a_rank_that_failed_may_end_its_exit_functions_while_the_others_are_stopped(run: Starter, tmp_path: Path) -> None:
-    ending = run(
-        """
+def test_a_rank_that_failed_may_end_its_exit_functions_while_the_others_are_stopped(
+    run: Starter, tmp_path: Path
+) -> None:
+    ending = run("""
         import atexit
         if rank == 0:
             def stop(*_):
@@ -245,8 +292,7 @@ def test_a_rank_that_failed_may_end_its_exit_functions_while_the_others_are_stop
         atexit.register(upload)
         while not os.path.exists("ready"): pass
         raise ValueError("boom")
-        """
-    )
+        """)
     assert (ending.status, ending.stopped) == (1, [0])
     assert (tmp_path / "uploaded").exists()
 
@@ -267,11 +313,18 @@ def test_a_script_that_records_its_failure_as_torch_does_is_read(run: Starter) -
         """,
         count=1,
     )
-    assert (ending.status, ending.report()) == (4, "rank 0 failed (exit status 4):\nTraceback of main")
+    assert (ending.status, ending.report()) == (
+        4,
+        "rank 0 failed (exit status 4):\nTraceback of main",
+    )
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_to_the_launcher_ends_all_workers(run: Starter, number: signal.Signals, status: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
+def test_a_signal_to_the_launcher_ends_all_workers(
+    run: Starter, number: signal.Signals, status: int
+) -> None:
     before = {each: signal.getsignal(each) for each in PASSED_ON}
     ending = run(f"if rank == 1: os.kill(os.getppid(), {int(number)})\nsignal.pause()", count=3)
     assert (ending.status, ending.stopped, ending.finished) == (status, [0, 1, 2], [])
@@ -279,7 +332,9 @@ def test_a_signal_to_the_launcher_ends_all_workers(run: Starter, number: signal.
     assert {each: signal.getsignal(each) for each in PASSED_ON} == before
 
 
-def test_a_signal_is_passed_on_to_all_that_a_worker_started_and_they_may_save(run: Starter, tmp_path: Path) -> None:
+def test_a_signal_is_passed_on_to_all_that_a_worker_started_and_they_may_save(
+    run: Starter, tmp_path: Path
+) -> None:
     ending = run(
         """
         import subprocess
@@ -374,7 +429,11 @@ def test_a_process_that_does_not_end_is_left_and_named(monkeypatch: pytest.Monke
             return None
 
     def start(environment: Mapping[str, str]) -> worker_processes.WorkerProcess:
-        return Held() if environment["RANK"] == "1" else subprocess.Popen(["false"], start_new_session=True)
+        return (
+            Held()
+            if environment["RANK"] == "1"
+            else subprocess.Popen(["false"], start_new_session=True)
+        )
 
     ending = run_workers(start, count=2, launcher="lockstep", options=RunOptions())
     assert sleeper.wait() == -signal.SIGTERM

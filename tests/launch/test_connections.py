@@ -45,11 +45,20 @@ class Workers:
 
     def held(self) -> list[str]:
         self.connections.look()
-        return [_name(each) for images in self.connections.images for several in images.values() for each in several]
+        return [
+            _name(each)
+            for images in self.connections.images
+            for several in images.values()
+            for each in several
+        ]
 
 
 def _name(descriptor: int) -> str:
-    return os.readlink(f"/proc/self/fd/{descriptor}").removeprefix("/memfd:").removesuffix(" (deleted)")
+    return (
+        os.readlink(f"/proc/self/fd/{descriptor}")
+        .removeprefix("/memfd:")
+        .removesuffix(" (deleted)")
+    )
 
 
 @contextmanager
@@ -106,10 +115,13 @@ def test_workers_that_refuse_to_go_on_are_not_replaced_even_if_all_have_ended() 
 
 
 def test_a_message_may_be_longer_than_the_system_sends_at_once() -> None:
-    ours, theirs = (Channel(each) for each in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    ours, theirs = (
+        Channel(each) for each in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    )
     sent = [{"text": letter * size} for letter, size in (("a", 1), ("b", 2**21), ("c", 2**15))]
     assert theirs.receive(0.0) is None
-    with ThreadPoolExecutor() as threads:  # each send waits for the receiver to make room; two do not mix
+    # each send waits for the receiver to make room; two do not mix
+    with ThreadPoolExecutor() as threads:
         done = [threads.submit(ours.send, "told", [], **each) for each in sent]
         found = [theirs.receive() for _ in sent]
         assert [each.result() for each in done] == [None] * 3
@@ -121,7 +133,9 @@ def test_a_message_may_be_longer_than_the_system_sends_at_once() -> None:
     theirs.close()
 
 
-def test_a_message_whose_sender_was_killed_is_dropped_and_one_that_comes_in_parts_is_waited_for() -> None:
+def test_a_message_whose_sender_was_killed_is_dropped_and_one_that_comes_in_parts_is_waited_for() -> (
+    None
+):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     receiver = Channel(theirs)
     given = os.memfd_create("given")
@@ -139,7 +153,9 @@ def test_a_message_whose_sender_was_killed_is_dropped_and_one_that_comes_in_part
 
 
 def test_a_message_carries_more_descriptors_than_the_system_sends_at_once() -> None:
-    ours, theirs = (Channel(each) for each in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    ours, theirs = (
+        Channel(each) for each in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    )
     names = [f"image {number}" for number in range(600)]
     opened = [os.memfd_create(name) for name in names]
     ours.send("able", why_not="it")

@@ -10,7 +10,9 @@ from lockstep.plan import Plan
 
 
 def count(asked: str | int, plan: str | None = None, gpus: int = 0) -> int:
-    return count_processes(asked, Plan.parse(plan) if plan is not None else None, lambda: gpus, name="--nproc ")
+    return count_processes(
+        asked, Plan.parse(plan) if plan is not None else None, lambda: gpus, name="--nproc "
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,9 @@ def count(asked: str | int, plan: str | None = None, gpus: int = 0) -> int:
         ("2", "replicate=2,numerics=bitwise", 0, 2),
     ],
 )
-def test_the_number_of_processes(asked: str | int, plan: str | None, gpus: int, expected: int) -> None:
+def test_the_number_of_processes(
+    asked: str | int, plan: str | None, gpus: int, expected: int
+) -> None:
     assert count(asked, plan, gpus) == expected
 
 
@@ -45,19 +49,29 @@ def test_gpus_are_counted_only_where_their_number_matters() -> None:
 def test_what_is_not_a_number_of_processes_is_refused(asked: str | int) -> None:
     with pytest.raises(LaunchError) as refused:
         count(asked)
-    assert str(refused.value) == (
-        f"--nproc {asked}; it is a whole number of processes, at least 1, or auto (what the plan says, or one per GPU, or 1), or gpu "
-        "(one per GPU); give one of those"
+    assert (
+        str(refused.value)
+        == f"--nproc {asked}; it is a whole number of processes, at least 1, or auto (what the plan"
+        " says, or one per GPU, or 1), or gpu (one per GPU); give one of those"
     )
 
 
 def test_one_process_a_gpu_is_refused_without_a_gpu() -> None:
     with pytest.raises(LaunchError) as refused:
         count("gpu")
-    assert str(refused.value) == "--nproc gpu; it starts one process per GPU, and torch sees no GPU here; give a number, or auto"
+    assert (
+        str(refused.value)
+        == "--nproc gpu; it starts one process per GPU, and torch sees no GPU here; give a number,"
+        " or auto"
+    )
 
 
 @pytest.mark.parametrize(("asked", "gpus"), [("3", 0), ("gpu", 3)])
 def test_a_plan_that_does_not_multiply_to_the_number_is_refused(asked: str, gpus: int) -> None:
-    with pytest.raises(PlanError, match="with 3 processes; the axes multiply to 2, and must multiply to the number of processes"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            "with 3 processes; the axes multiply to 2, and must multiply to the number of processes"
+        ),
+    ):
         count(asked, "replicate=2", gpus)

@@ -1,5 +1,5 @@
-"""Recovery in place: the workers that are left keep their processes, and get new ranks with one that takes the lost
-one's place."""
+"""Recovery in place: the workers that are left keep their processes, and get new ranks with one
+that takes the lost one's place."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ def starts(folder: Path, rank: int) -> list[list[list[str]]]:
     return sorted(found, key=lambda each: each[0][2] == "1")
 
 
-def test_the_others_keep_their_processes_and_get_a_new_store(run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_others_keep_their_processes_and_get_a_new_store(
+    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     ending = run(
-        script(
-            """
+        script("""
             if os.environ.get("LOCKSTEP_IN_PLACE"): return
             if rank == 1:
                 wait_until(lambda: times(0))
                 die()
             lose_a_peer()
-            """
-        ),
+            """),
         max_restarts=2,
         recovery="in-place",
     )
@@ -103,7 +103,9 @@ def test_the_others_keep_their_processes_and_get_a_new_store(run: Starter, tmp_p
     assert replacement == [[replacement[0][0], second[1], "1", why]]
 
 
-def test_one_that_cannot_go_on_in_place_makes_all_start_again_with_the_reason(run: Starter, tmp_path: Path) -> None:
+def test_one_that_cannot_go_on_in_place_makes_all_start_again_with_the_reason(
+    run: Starter, tmp_path: Path
+) -> None:
     ending = run(
         script(
             """
@@ -125,7 +127,9 @@ def test_one_that_cannot_go_on_in_place_makes_all_start_again_with_the_reason(ru
 
 
 @pytest.mark.parametrize(("saves", "status"), [(True, 75), (False, 143)])
-def test_a_request_to_end_amid_a_recovery_is_honoured_if_the_state_was_saved(run: Starter, saves: bool, status: int) -> None:
+def test_a_request_to_end_amid_a_recovery_is_honoured_if_the_state_was_saved(
+    run: Starter, saves: bool, status: int
+) -> None:
     ending = run(
         script(
             """
@@ -153,7 +157,9 @@ except ConnectionError:
     assert (ending.status, ending.was_preempted) == (status, saves)
 
 
-def test_a_second_loss_while_the_others_wait_is_one_recovery_more(run: Starter, tmp_path: Path) -> None:
+def test_a_second_loss_while_the_others_wait_is_one_recovery_more(
+    run: Starter, tmp_path: Path
+) -> None:
     ending = run(
         script(
             """
@@ -163,7 +169,8 @@ def test_a_second_loss_while_the_others_wait_is_one_recovery_more(run: Starter, 
             if rank == 2: threading.Thread(target=lambda: (wait_until(lambda: times("late")), die())).start()
             lose_a_peer()
             """,
-            "import threading\nif rank == 1 and times(1): Path('starts-late-0').touch(); time.sleep(0.3)\ntrain(7)",
+            "import threading\nif rank == 1 and times(1): Path('starts-late-0').touch();"
+            " time.sleep(0.3)\ntrain(7)",
         ),
         count=3,
         max_restarts=3,
@@ -178,15 +185,13 @@ def test_one_that_is_lost_again_and_again_at_one_step_ends_the_run_with_its_erro
     run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ending = run(
-        script(
-            """
+        script("""
             wait_until(lambda: times(0) and times(1))
             if rank == 1:
                 rejoin.close(failed=True)
                 raise ValueError("the culprit's")
             lose_a_peer()
-            """
-        ),
+            """),
         max_restarts=9,
         recovery="in-place",
     )
@@ -194,7 +199,10 @@ def test_one_that_is_lost_again_and_again_at_one_step_ends_the_run_with_its_erro
     assert ending.report().startswith("rank 1 failed (exit status 1), first of 2")
     assert "ValueError: the culprit's" in ending.report()
     assert len(starts(tmp_path, 1)) == 3
-    assert [line.rpartition("; ")[2] for line in capfd.readouterr().err.splitlines()] == ["recovery 1 of 9", "recovery 2 of 9"]
+    assert [line.rpartition("; ")[2] for line in capfd.readouterr().err.splitlines()] == [
+        "recovery 1 of 9",
+        "recovery 2 of 9",
+    ]
 
 
 def test_losses_at_different_steps_do_not_end_the_run(run: Starter, tmp_path: Path) -> None:
@@ -219,14 +227,12 @@ def test_losses_at_different_steps_do_not_end_the_run(run: Starter, tmp_path: Pa
 
 def test_a_user_error_ends_the_run(run: Starter, tmp_path: Path) -> None:
     ending = run(
-        script(
-            """
+        script("""
             wait_until(lambda: times(0) and times(1))
             from lockstep.base.errors import DataError
             if rank == 1: raise DataError("value; rule; remedy")
             raise ConnectionResetError("Connection reset by peer")
-            """
-        ),
+            """),
         max_restarts=3,
         recovery="in-place",
     )
@@ -234,14 +240,17 @@ def test_a_user_error_ends_the_run(run: Starter, tmp_path: Path) -> None:
     assert [len(starts(tmp_path, rank)) for rank in (0, 1)] == [1, 1]
 
 
-@pytest.mark.parametrize("waits_for", ["", "waits_for.append('all_reduce of 4 float32')"], ids=["computes", "waits in a collective"])
+@pytest.mark.parametrize(
+    "waits_for",
+    ["", "waits_for.append('all_reduce of 4 float32')"],
+    ids=["computes", "waits in a collective"],
+)
 def test_one_that_does_not_leave_its_step_in_time_is_replaced_too(
     run: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_for: str
 ) -> None:
     monkeypatch.setattr(worker_processes, "HOLD_SECONDS", 300 if waits_for else 0.5)
     ending = run(
-        script(
-            f"""
+        script(f"""
             if os.environ.get("LOCKSTEP_IN_PLACE"): return
             wait_until(lambda: times(0) and times(1) and times(2))
             if rank == 1: die()
@@ -249,8 +258,7 @@ def test_one_that_does_not_leave_its_step_in_time_is_replaced_too(
                 {waits_for}
                 wait_until(lambda: False)
             lose_a_peer()
-            """
-        ),
+            """),
         count=3,
         max_restarts=1,
         recovery="in-place",
@@ -265,24 +273,25 @@ def test_all_that_are_lost_are_replaced_and_have_the_time_that_the_script_took_b
     monkeypatch.setattr(in_place, "START_SECONDS", 0.1)
     ending = run(
         "time.sleep(0.3)\n"
-        + script(
-            """
+        + script("""
             if os.environ.get("LOCKSTEP_IN_PLACE"): return
             wait_until(lambda: times(0) and times(1))
             die()
-            """
-        ),
+            """),
         max_restarts=1,
         recovery="in-place",
     )
     assert ending.status == 0
-    assert [[each[0][2] for each in starts(tmp_path, rank)] for rank in range(2)] == [[None, "1"]] * 2
+    assert [[each[0][2] for each in starts(tmp_path, rank)] for rank in range(2)] == [
+        [None, "1"]
+    ] * 2
 
 
-def test_a_script_that_ends_on_one_rank_makes_the_others_end_as_without_recovery(run: Starter, tmp_path: Path) -> None:
+def test_a_script_that_ends_on_one_rank_makes_the_others_end_as_without_recovery(
+    run: Starter, tmp_path: Path
+) -> None:
     ending = run(
-        script(
-            """
+        script("""
             if os.environ.get("LOCKSTEP_RESTARTED"): return
             wait_until(lambda: times(0) and times(1) and times(2))
             if rank == 2: os._exit(0)
@@ -290,8 +299,7 @@ def test_a_script_that_ends_on_one_rank_makes_the_others_end_as_without_recovery
                 time.sleep(0.3)
                 die()
             raise ConnectionResetError("Connection reset by peer")
-            """
-        ),
+            """),
         count=3,
         max_restarts=1,
         recovery="in-place",
@@ -313,7 +321,8 @@ def test_where_the_replacement_does_not_come_to_its_training_the_run_goes_on(
             if rank == 1: die()
             lose_a_peer()
             """,
-            f"if rejoin.is_rejoining and not Path('tried').exists():\n    Path('tried').touch(); {how}\ntrain(7)",
+            "if rejoin.is_rejoining and not Path('tried').exists():\n    Path('tried').touch();"
+            f" {how}\ntrain(7)",
         ),
         max_restarts=2,
         recovery="in-place",
@@ -322,7 +331,9 @@ def test_where_the_replacement_does_not_come_to_its_training_the_run_goes_on(
     assert (tmp_path / "tried").exists()
 
 
-def test_one_error_of_a_replacement_is_one_recovery_more(run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_error_of_a_replacement_is_one_recovery_more(
+    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     ending = run(
         script(
             """
@@ -331,25 +342,30 @@ def test_one_error_of_a_replacement_is_one_recovery_more(run: Starter, tmp_path:
             if rank == 1: die()
             lose_a_peer()
             """,
-            "if rejoin.is_rejoining and not Path('tried').exists():\n    Path('tried').touch(); raise ValueError('once')\ntrain(7)",
+            "if rejoin.is_rejoining and not Path('tried').exists():\n    Path('tried').touch();"
+            " raise ValueError('once')\ntrain(7)",
         ),
         max_restarts=3,
         recovery="in-place",
     )
     assert ending.status == 0
-    assert [line.rpartition("; ")[2] for line in capfd.readouterr().err.splitlines()] == ["recovery 1 of 3", "recovery 2 of 3"]
+    assert [line.rpartition("; ")[2] for line in capfd.readouterr().err.splitlines()] == [
+        "recovery 1 of 3",
+        "recovery 2 of 3",
+    ]
 
 
-def test_a_loss_after_the_training_has_ended_is_no_recovery_in_place(run: Starter, tmp_path: Path) -> None:
+def test_a_loss_after_the_training_has_ended_is_no_recovery_in_place(
+    run: Starter, tmp_path: Path
+) -> None:
     ending = run(
         script(
             """
             wait_until(lambda: times(0) and times(1))
             """,
-            "train(7)\nrejoin.close(failed=False)\n"
-            "if 'LOCKSTEP_RESTARTED' in os.environ: Path(f'why-{rank}').write_text(os.environ['LOCKSTEP_NOT_IN_PLACE'])\n"
-            "elif rank == 1: time.sleep(0.3); die()\n"
-            "else: time.sleep(60)",
+            "train(7)\nrejoin.close(failed=False)\nif 'LOCKSTEP_RESTARTED' in os.environ:"
+            " Path(f'why-{rank}').write_text(os.environ['LOCKSTEP_NOT_IN_PLACE'])\nelif rank == 1:"
+            " time.sleep(0.3); die()\nelse: time.sleep(60)",
         ),
         max_restarts=1,
         recovery="in-place",
@@ -358,7 +374,9 @@ def test_a_loss_after_the_training_has_ended_is_no_recovery_in_place(run: Starte
     assert (tmp_path / "why-0").read_text() == "rank 0: the training has ended on this process"
 
 
-def test_the_others_save_and_end_where_the_replacement_cannot_start(run: Starter, tmp_path: Path) -> None:
+def test_the_others_save_and_end_where_the_replacement_cannot_start(
+    run: Starter, tmp_path: Path
+) -> None:
     ending = run(
         script(
             """

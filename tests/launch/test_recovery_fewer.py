@@ -26,7 +26,9 @@ def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param([2, 4], [0, 2], id="one more than fits"),
     ],
 )
-def test_those_that_are_left_go_on_with_fewer(run: Starter, tmp_path: Path, sizes: list[int], left: list[int]) -> None:
+def test_those_that_are_left_go_on_with_fewer(
+    run: Starter, tmp_path: Path, sizes: list[int], left: list[int]
+) -> None:
     ending = run(
         script(
             """
@@ -47,7 +49,9 @@ def test_those_that_are_left_go_on_with_fewer(run: Starter, tmp_path: Path, size
     assert found == {f"was-{old}": f"{new} of {len(left)}" for new, old in enumerate(left)}
 
 
-def test_the_others_go_on_until_a_process_that_takes_long_joins(run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_others_go_on_until_a_process_that_takes_long_joins(
+    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     ending = run(
         script(
             """
@@ -62,7 +66,7 @@ def test_the_others_go_on_until_a_process_that_takes_long_joins(run: Starter, tm
         recovery="in-place",
     )
     assert (ending.status, ending.finished) == (0, [0, 1])
-    ((alone,), (_, newcomer)) = (starts(tmp_path, rank) for rank in range(2))
+    (alone,), (_, newcomer) = (starts(tmp_path, rank) for rank in range(2))
     assert len(alone) == 3
     assert len({start[0] for start in alone}) == 1
     assert newcomer[0][3] == "a new process joined"
@@ -87,7 +91,10 @@ def test_without_a_process_that_takes_long_and_fails_the_others_go_on(
         recovery="in-place",
     )
     assert (ending.status, ending.finished) == (0, [0])
-    assert "ImportError: no module; it was to take the place of a lost one, and the run goes on without it" in capfd.readouterr().err
+    assert (
+        "ImportError: no module; it was to take the place of a lost one, and the run goes on"
+        " without it" in capfd.readouterr().err
+    )
 
 
 def test_where_fewer_do_not_fit_the_lost_one_is_replaced(run: Starter, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Recovery in place over several machines, which are threads here: the workers of all wait in their processes until all
-machines have met again."""
+"""Recovery in place over several machines, which are threads here: the workers of all wait in their
+processes until all machines have met again."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ def on_two_machines(run: Starter, source: str, **given: Any) -> list[Ending]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = Machines(2, 2, "127.0.0.1", free.getsockname()[1])
     with ThreadPoolExecutor() as pool:
-        both = [pool.submit(run, source, machines=place, recovery="in-place", **given) for _ in range(2)]
+        both = [
+            pool.submit(run, source, machines=place, recovery="in-place", **given) for _ in range(2)
+        ]
         return [each.result(timeout=50) for each in both]
 
 
-def test_the_workers_of_the_other_machine_keep_their_processes(run: Starter, tmp_path: Path) -> None:
+def test_the_workers_of_the_other_machine_keep_their_processes(
+    run: Starter, tmp_path: Path
+) -> None:
     endings = on_two_machines(
         run,
-        script(
-            """
+        script("""
             if os.environ.get("LOCKSTEP_IN_PLACE"): return
             wait_until(lambda: all(map(times, range(4))))
             time.sleep(0.5)  # until all launchers know
             if rank == 3: die()
             lose_a_peer()
-            """
-        ),
+            """),
         count=2,
         max_restarts=1,
     )
@@ -55,15 +57,13 @@ def test_the_workers_of_the_other_machine_keep_their_processes(run: Starter, tmp
 def test_a_machine_without_a_worker_left_starts_new_ones(run: Starter, tmp_path: Path) -> None:
     endings = on_two_machines(
         run,
-        script(
-            """
+        script("""
             if os.environ.get("LOCKSTEP_IN_PLACE"): return
             wait_until(lambda: times(0) and times(1))
             time.sleep(0.5)
             if rank == 1: die()
             lose_a_peer()
-            """
-        ),
+            """),
         count=1,
         max_restarts=1,
     )

@@ -30,23 +30,38 @@ def machines() -> Machines:
     return Machines(1, 2, "127.0.0.2", port)
 
 
-def test_the_stores_listen_on_the_address_alone_and_the_first_that_comes_keeps_one(machines: Machines) -> None:
+def test_the_stores_listen_on_the_address_alone_and_the_first_that_comes_keeps_one(
+    machines: Machines,
+) -> None:
     keeper = ElasticRendezvous.at(machines)
     visitor = ElasticRendezvous.at(machines)
     assert keeper.agree("name", "first") == "first"
     assert visitor.agree("name", "second") == "first"
     of_workers = keeper._create_tcp_store_server("127.0.0.2", 0)
-    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN
+    ]
     assert {("127.0.0.2", machines.port), ("127.0.0.2", of_workers.port)} <= set(listening)
-    assert {address.ip for address in listening if address.port in (machines.port, of_workers.port)} == {"127.0.0.2"}
+    assert {
+        address.ip for address in listening if address.port in (machines.port, of_workers.port)
+    } == {"127.0.0.2"}
 
 
 def test_without_a_loopback_interface_the_launcher_names_it_at_once() -> None:
     before = ["unshare", "--net"]
     if subprocess.run([*before, "true"], capture_output=True, check=False).returncode:
         pytest.skip("a network namespace needs root")
-    code = "from lockstep.launch.rendezvous import LoopbackRendezvous; LoopbackRendezvous().next_rendezvous()"
-    ended = subprocess.run([*before, sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
+    code = (
+        "from lockstep.launch.rendezvous import LoopbackRendezvous;"
+        " LoopbackRendezvous().next_rendezvous()"
+    )
+    ended = subprocess.run(
+        [*before, sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
     assert "LaunchError: 127.0.0.1 cannot be reached" in ended.stderr
     assert "ip link set lo up" in ended.stderr
 
@@ -56,16 +71,26 @@ def test_another_command_at_the_same_place_is_refused(machines: Machines) -> Non
     keeper.agree("command", "train.py")
     with pytest.raises(LaunchError, match=r"'other\.py'.*'train\.py'"):
         run_workers(
-            lambda _: pytest.fail("started"), count=1, launcher="lockstep", options=RunOptions(), machines=machines, command="other.py"
+            lambda _: pytest.fail("started"),
+            count=1,
+            launcher="lockstep",
+            options=RunOptions(),
+            machines=machines,
+            command="other.py",
         )
 
 
-def test_a_port_that_may_not_be_used_is_named(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_may_not_be_used_is_named(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def create_server(*_: object, **__: object) -> socket.socket:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket, "create_server", create_server)
-    with pytest.raises(LaunchError, match=rf"--rdzv 127.0.0.2:{machines.port}: cannot listen there \(Permission denied\)"):
+    with pytest.raises(
+        LaunchError,
+        match=rf"--rdzv 127.0.0.2:{machines.port}: cannot listen there \(Permission denied\)",
+    ):
         ElasticRendezvous.at(machines)
 
 
@@ -79,15 +104,26 @@ def test_where_nobody_keeps_it_the_wait_ends_with_what_was_tried_and_the_remedy(
     monkeypatch.setattr("lockstep.launch.rendezvous.address_towards", lambda *_: "127.0.0.1")
     monkeypatch.setattr("lockstep.launch.machine_store.NOTICE_SECONDS", 0)
     monkeypatch.setattr("lockstep.launch.machine_store.JOIN_SECONDS", 1)
-    tried = r"\(tried 192\.0\.2\.1 port 29400 from 127\.0\.0\.1 on lo: \[Errno 111\] Connection refused\)"
-    with pytest.raises(LaunchError, match=rf"nobody at --rdzv 192\.0\.2\.1:29400 for 1 s {tried}; .*start it there"):
+    tried = (
+        r"\(tried 192\.0\.2\.1 port 29400 from 127\.0\.0\.1 on lo: \[Errno 111\] Connection"
+        r" refused\)"
+    )
+    with pytest.raises(
+        LaunchError, match=rf"nobody at --rdzv 192\.0\.2\.1:29400 for 1 s {tried}; .*start it there"
+    ):
         ElasticRendezvous.at(Machines(2, 2, "192.0.2.1", 29400))
     (said,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(rf"lockstep: no answer yet at --rdzv 192\.0\.2\.1:29400 {tried}; goes on trying for 1 s", said)
+    assert re.fullmatch(
+        rf"lockstep: no answer yet at --rdzv 192\.0\.2\.1:29400 {tried}; goes on trying for 1 s",
+        said,
+    )
 
 
-def test_a_refusal_is_an_obstacle_only_at_the_port_of_a_machine_that_is_there(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a container has this machine's own address: the connection comes back here, and is refused."""
+def test_a_refusal_is_an_obstacle_only_at_the_port_of_a_machine_that_is_there(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a container has this machine's own address: the connection comes back here, and is
+    refused."""
     monkeypatch.setattr("lockstep.launch.rendezvous.REACH_SECONDS", 0.2)
     keeper = ElasticRendezvous.at(machines)
     with socket.create_server(("127.0.0.2", 0)) as free:
@@ -115,7 +151,9 @@ def meet(several: list[ElasticRendezvous]) -> None:
             found.result()
 
 
-def test_machines_recover_in_place_once_all_have_said_that_they_can(two: list[ElasticRendezvous], machines: Machines) -> None:
+def test_machines_recover_in_place_once_all_have_said_that_they_can(
+    two: list[ElasticRendezvous], machines: Machines
+) -> None:
     one, other = two
     visitor = ElasticRendezvous.at(machines)
     one.note_able()
@@ -145,7 +183,9 @@ def test_the_first_machine_says_why_all_leave(two: list[ElasticRendezvous]) -> N
     assert (one.announced(), other.announced()) == (None, None)
 
 
-def test_machines_wait_for_all_that_are_there(two: list[ElasticRendezvous], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_wait_for_all_that_are_there(
+    two: list[ElasticRendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = two
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(one.wait_for_all)
@@ -163,7 +203,9 @@ def test_machines_wait_for_all_that_are_there(two: list[ElasticRendezvous], monk
     assert found.world_size == 1
 
 
-def test_who_waits_for_a_machine_that_is_lost_meets_the_others_again(two: list[ElasticRendezvous], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_a_machine_that_is_lost_meets_the_others_again(
+    two: list[ElasticRendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = two
     other._stop_heartbeats()
     with pytest.raises(rendezvous._MachineLostError):
@@ -175,11 +217,14 @@ def test_who_waits_for_a_machine_that_is_lost_meets_the_others_again(two: list[E
 
 @pytest.fixture
 def never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep a machine whose threads get no processor for seconds from being lost. Comes before `two`."""
+    """Keep a machine whose threads get no processor for seconds from being lost. Comes before
+    `two`."""
     monkeypatch.setattr(rendezvous, "HEARTBEATS", 1000)
 
 
-def test_machines_that_wait_hear_of_the_end_of_the_run(never_lost: None, two: list[ElasticRendezvous]) -> None:
+def test_machines_that_wait_hear_of_the_end_of_the_run(
+    never_lost: None, two: list[ElasticRendezvous]
+) -> None:
     one, other = two
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(one.wait_for_all)
@@ -188,7 +233,9 @@ def test_machines_that_wait_hear_of_the_end_of_the_run(never_lost: None, two: li
             waiting.result()
 
 
-def test_they_hear_of_it_if_the_one_that_ended_the_run_is_lost(two: list[ElasticRendezvous]) -> None:
+def test_they_hear_of_it_if_the_one_that_ended_the_run_is_lost(
+    two: list[ElasticRendezvous],
+) -> None:
     one, other = two
     other.set_closed()
     time.sleep(2 * rendezvous.STATE_SECONDS)
@@ -199,12 +246,18 @@ def test_they_hear_of_it_if_the_one_that_ended_the_run_is_lost(two: list[Elastic
 
 def test_number_0_is_where_the_others_look_for_it() -> None:
     with pytest.raises(
-        LaunchError, match=r"--master-addr 192\.0\.2\.1:29400: 192\.0\.2\.1 is no address of this machine, whose number is 0"
+        LaunchError,
+        match=(
+            r"--master-addr 192\.0\.2\.1:29400: 192\.0\.2\.1 is no address of this machine, whose"
+            r" number is 0"
+        ),
     ):
         ElasticRendezvous.at(Machines(2, 2, "192.0.2.1", 29400, 0, "lo", "--master-addr"))
 
 
 def test_each_machine_has_a_number_of_its_own() -> None:
     check_machines([(2, "a", None), (0, "b", None), (1, "c", None)])
-    with pytest.raises(LaunchError, match=r"--node-rank 1 at a and at c; .*0 to 2; correct one of them"):
+    with pytest.raises(
+        LaunchError, match=r"--node-rank 1 at a and at c; .*0 to 2; correct one of them"
+    ):
         check_machines([(1, "a", None), (0, "b", None), (1, "c", None)])

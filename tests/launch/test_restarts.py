@@ -21,7 +21,9 @@ Starter = Callable[..., Ending]
 FIRST = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
 
 
-def test_after_a_failure_all_start_again_and_are_told_why(run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_after_a_failure_all_start_again_and_are_told_why(
+    run: Starter, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     ending = run(
         f"""
         import json
@@ -38,9 +40,14 @@ def test_after_a_failure_all_start_again_and_are_told_why(run: Starter, tmp_path
         resume="never",
     )
     assert (ending.status, ending.finished, ending.report()) == (0, [0, 1], "")
-    assert capfd.readouterr().err == "lockstep: rank 1 failed (exit status 1): ValueError: boom; restart 1 of 2\n"
+    assert (
+        capfd.readouterr().err
+        == "lockstep: rank 1 failed (exit status 1): ValueError: boom; restart 1 of 2\n"
+    )
     for rank in (0, 1):
-        first, second = [json.loads(line) for line in (tmp_path / f"rank-{rank}").read_text().splitlines()]
+        first, second = [
+            json.loads(line) for line in (tmp_path / f"rank-{rank}").read_text().splitlines()
+        ]
         assert first[:3] == ["0", None, "never"]
         assert second[:3] == ["1", "rank 1 failed (exit status 1): ValueError: boom", "auto"]
         assert first[3] != second[3]
@@ -59,12 +66,17 @@ def test_restarts_are_counted_in_all_and_the_last_failure_is_reported(
         max_restarts=2,
     )
     assert (tmp_path / "starts").read_text() == "xxx"
-    assert [line.rpartition("; ")[2] for line in capfd.readouterr().err.splitlines()] == ["restart 1 of 2", "restart 2 of 2"]
+    assert [line.rpartition("; ")[2] for line in capfd.readouterr().err.splitlines()] == [
+        "restart 1 of 2",
+        "restart 2 of 2",
+    ]
     assert ending.status == 1
     assert ending.report().endswith("ValueError: the last")
 
 
-def test_a_rank_that_lost_its_peer_is_not_the_reason(run: Starter, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_lost_its_peer_is_not_the_reason(
+    run: Starter, capfd: pytest.CaptureFixture[str]
+) -> None:
     ending = run(
         f"""
         if not {FIRST}: sys.exit(0)
@@ -75,10 +87,15 @@ def test_a_rank_that_lost_its_peer_is_not_the_reason(run: Starter, capfd: pytest
         max_restarts=1,
     )
     assert ending.status == 0
-    assert capfd.readouterr().err == "lockstep: rank 1 failed (exit status 1): ValueError: the cause; restart 1 of 1\n"
+    assert (
+        capfd.readouterr().err
+        == "lockstep: rank 1 failed (exit status 1): ValueError: the cause; restart 1 of 1\n"
+    )
 
 
-def test_when_workers_start_again_nothing_is_left_of_those_before(run: Starter, tmp_path: Path) -> None:
+def test_when_workers_start_again_nothing_is_left_of_those_before(
+    run: Starter, tmp_path: Path
+) -> None:
     ending = run(
         f"""
         import subprocess
@@ -123,7 +140,10 @@ def test_what_is_left_after_a_good_end_is_killed_and_told(
     assert not [pid for pid in (first, second) if pid in parents()]
     assert ending.status == 0
     left_running = f"sleep (process {first}), sleep (process {second})"
-    assert capfd.readouterr().err == f"lockstep: killed what the script had started and left running: {left_running}\n"
+    assert (
+        capfd.readouterr().err
+        == f"lockstep: killed what the script had started and left running: {left_running}\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +164,9 @@ def test_what_no_restart_mends_is_not_tried_again(
     assert capfd.readouterr().err == (asked if status == 130 else "")
 
 
-def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(
+    run: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.2)
     ending = run(
         f"""
@@ -168,18 +190,22 @@ def test_one_that_saves_when_another_fails_is_waited_for_before_all_start_again(
 
 
 def test_one_that_ends_itself_because_the_run_is_over_has_not_failed(run: Starter) -> None:
-    ending = run(
-        """
+    ending = run("""
         from lockstep.launch.worker_files import is_shutting_down
         if rank == 1: sys.exit(5)
         while not is_shutting_down(): time.sleep(0.01)
         os._exit(143)
-        """
+        """)
+    assert ([failure.rank for failure in ending.failures], ending.stopped, ending.status) == (
+        [1],
+        [0],
+        5,
     )
-    assert ([failure.rank for failure in ending.failures], ending.stopped, ending.status) == ([1], [0], 5)
 
 
-def test_workers_that_saved_because_another_machine_asked_start_again(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_saved_because_another_machine_asked_start_again(
+    run: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Regrouping(LoopbackRendezvous):
         """This machine hears of the one that joins only some time after its workers have ended."""
 
@@ -216,12 +242,26 @@ TWO, THREE = ["a", "b"], ["a", "a", "b"]
     ("everyone", "now", "why"),
     [
         ([[0, [], None], [0, [], None]], TWO, None),
-        ([[1, TWO, [1, "rank 0 lost a peer"]], [1, TWO, [0, "rank 3 was killed"]]], TWO, "rank 3 was killed"),
-        ([[1, TWO, [1, "rank 0 lost a peer"]], [1, TWO, [1, "rank 3 lost a peer"]]], TWO, "rank 0 lost a peer"),
-        ([[1, THREE, [1, "rank 0 lost a peer"]], [1, THREE, [1, "rank 3 lost a peer"]]], TWO, "a machine was lost: a; 2 of 3 are left"),
+        (
+            [[1, TWO, [1, "rank 0 lost a peer"]], [1, TWO, [0, "rank 3 was killed"]]],
+            TWO,
+            "rank 3 was killed",
+        ),
+        (
+            [[1, TWO, [1, "rank 0 lost a peer"]], [1, TWO, [1, "rank 3 lost a peer"]]],
+            TWO,
+            "rank 0 lost a peer",
+        ),
+        (
+            [[1, THREE, [1, "rank 0 lost a peer"]], [1, THREE, [1, "rank 3 lost a peer"]]],
+            TWO,
+            "a machine was lost: a; 2 of 3 are left",
+        ),
         ([[0, ["a"], [2, "another machine joined"]], [0, [], None]], TWO, "another machine joined"),
     ],
     ids=["first start", "a cause elsewhere", "peers alone", "a machine lost", "a machine joined"],
 )
-def test_the_machines_agree_on_why_the_workers_start_again(everyone: list[Any], now: list[str], why: str | None) -> None:
+def test_the_machines_agree_on_why_the_workers_start_again(
+    everyone: list[Any], now: list[str], why: str | None
+) -> None:
     assert reasons.restart_reason(everyone, now) == why

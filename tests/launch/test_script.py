@@ -10,7 +10,10 @@ from lockstep.launch.script import misplaced
 
 SCRIPTS = {
     "no arguments": "import lockstep as ls",
-    "an example": '"""lockstep run --plan replicate=2 train.py"""; from lockstep import train  # and --run-dir a',
+    "an example": (
+        '"""lockstep run --plan replicate=2 train.py"""; from lockstep import train  # and'
+        " --run-dir a"
+    ),
     "hands its arguments on": "from lib import main; from .lockstep import x; main()",
     "its own --plan": "import lockstep as ls; parser.add_argument('--plan')",
     "its own --run-dir": "import lockstep as ls; fire(run_dir=1)",
@@ -40,9 +43,18 @@ def test_options_of_the_launcher_behind_a_script_that_does_not_know_them_are_nam
 ) -> None:
     if script in SCRIPTS:
         (tmp_path / "train.py").write_text(SCRIPTS[script])
-    assert misplaced(["--plan", "--run-dir"], arguments, str(tmp_path / "train.py"), imports="lockstep") == named
+    assert (
+        misplaced(
+            ["--plan", "--run-dir"], arguments, str(tmp_path / "train.py"), imports="lockstep"
+        )
+        == named
+    )
 
 
-def test_a_script_of_a_command_that_needs_no_package_is_read_whatever_it_imports(tmp_path: Path) -> None:
+def test_a_script_of_a_command_that_needs_no_package_is_read_whatever_it_imports(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPTS["hands its arguments on"])
-    assert misplaced(["--plan"], ["--plan", "replicate=2"], str(tmp_path / "train.py")) == ["--plan"]
+    assert misplaced(["--plan"], ["--plan", "replicate=2"], str(tmp_path / "train.py")) == [
+        "--plan"
+    ]

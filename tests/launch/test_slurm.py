@@ -9,7 +9,14 @@ import pytest
 from lockstep.base.errors import LaunchError
 from lockstep.launch.machines import Machines
 from lockstep.launch.slurm import commands as sbatch
-from lockstep.launch.slurm.batch_script import BatchScript, JobState, SlurmStep, expand_counts, expand_nodes, limit_seconds
+from lockstep.launch.slurm.batch_script import (
+    BatchScript,
+    JobState,
+    SlurmStep,
+    expand_counts,
+    expand_nodes,
+    limit_seconds,
+)
 from lockstep.options import LaunchOptions
 
 STEP = {
@@ -21,7 +28,13 @@ STEP = {
     "SLURM_PROCID": "2",
     "SLURM_LOCALID": "2",
 }
-LAUNCHERS = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+LAUNCHERS = {
+    **STEP,
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
 
 EXPECTED = """\
 #!/bin/bash
@@ -74,9 +87,16 @@ def test_a_batch_script_is_as_expected() -> None:
 
 
 def test_what_was_not_asked_for_is_not_in_a_batch_script() -> None:
-    lines = BatchScript(script="train.py", name="a", nodes=1, time="30", run=["--run-dir", "/shared/a"]).text().splitlines()
+    lines = (
+        BatchScript(script="train.py", name="a", nodes=1, time="30", run=["--run-dir", "/shared/a"])
+        .text()
+        .splitlines()
+    )
     assert "#SBATCH --exclusive" in lines
-    assert not any("gpus" in line or "cpus" in line or "PATH" in line or "environment" in line for line in lines)
+    assert not any(
+        "gpus" in line or "cpus" in line or "PATH" in line or "environment" in line
+        for line in lines
+    )
     assert "    lockstep run --run-dir /shared/a train.py" in lines
     assert "srun --kill-on-bad-exit=0 --open-mode=append --output=a-%j-%n-%N.txt \\" in lines
 
@@ -148,13 +168,21 @@ def test_a_task_of_srun_is_a_process_of_the_run() -> None:
     }
 
 
-def test_variables_are_set_where_no_launcher_has_and_srun_started_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_set_where_no_launcher_has_and_srun_started_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sbatch, "address_of", lambda node: f"address of {node}")
     environ = dict(STEP)
     sbatch.set_task_variables(environ)
     assert (environ["RANK"], environ["MASTER_ADDR"]) == ("2", "address of n1")
     in_the_batch_script = {name: value for name, value in STEP.items() if "STEP" not in name}
-    alone = {**STEP, "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    alone = {
+        **STEP,
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
     for untouched in ({}, in_the_batch_script, alone, {**STEP, "RANK": "0", "WORLD_SIZE": "1"}):
         environ = dict(untouched)
         sbatch.set_task_variables(environ)
@@ -168,7 +196,14 @@ def test_the_launchers_of_a_step_meet_at_its_first_node(monkeypatch: pytest.Monk
     assert sbatch.machines_of(step, LaunchOptions(interface="eth1")) == Machines(
         2, 2, "n1", 11009, 1, "eth1", "the first node of the Slurm job,"
     )
-    alone = SlurmStep.read({**LAUNCHERS, "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"})
+    alone = SlurmStep.read(
+        {
+            **LAUNCHERS,
+            "SLURM_STEP_NODELIST": "n1",
+            "SLURM_STEP_TASKS_PER_NODE": "1",
+            "SLURM_NODEID": "0",
+        }
+    )
     assert alone is not None
     assert sbatch.machines_of(alone, LaunchOptions()) is None
     with pytest.raises(LaunchError, match="--interface eth1 on one machine"):
@@ -179,37 +214,77 @@ def test_the_launchers_of_a_step_meet_at_its_first_node(monkeypatch: pytest.Monk
         sbatch.machines_of(several, LaunchOptions())
 
 
-@pytest.mark.parametrize(("name", "value"), [("SLURM_STEP_NODELIST", "n[1"), ("SLURM_PROCID", "one"), ("SLURM_JOB_ID", None)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SLURM_STEP_NODELIST", "n[1"), ("SLURM_PROCID", "one"), ("SLURM_JOB_ID", None)],
+)
 def test_half_a_step_is_refused(name: str, value: str | None) -> None:
     environ = {key: found for key, found in {**STEP, name: value}.items() if found is not None}
-    with pytest.raises(LaunchError, match="SLURM_STEP_ID=1, and the rest of what srun sets is not there or not whole"):
+    with pytest.raises(
+        LaunchError,
+        match="SLURM_STEP_ID=1, and the rest of what srun sets is not there or not whole",
+    ):
         SlurmStep.read(environ)
 
 
-def test_the_address_of_a_node_is_its_name_or_what_slurm_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_a_node_is_its_name_or_what_slurm_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     known = {"n1": "10.0.0.1", "n2": "127.0.1.1", "10.0.0.2": "10.0.0.2"}
     monkeypatch.setattr(sbatch, "_resolved", known.get)
-    monkeypatch.setattr(sbatch, "_ask", lambda line: "NodeName=n2 NodeAddr=10.0.0.2 NodeHostName=n2")
-    assert [sbatch.address_of(node) for node in ("n1", "n2", "n3")] == ["n1", "10.0.0.2", "10.0.0.2"]
+    monkeypatch.setattr(
+        sbatch, "_ask", lambda line: "NodeName=n2 NodeAddr=10.0.0.2 NodeHostName=n2"
+    )
+    assert [sbatch.address_of(node) for node in ("n1", "n2", "n3")] == [
+        "n1",
+        "10.0.0.2",
+        "10.0.0.2",
+    ]
 
     def refused(line: list[str]) -> str:
         raise LaunchError("no")
 
     monkeypatch.setattr(sbatch, "_ask", refused)
     assert sbatch.address_of("n2") == "n2"
-    with pytest.raises(LaunchError, match="the address of the node n3, the first of the Slurm job, cannot be found"):
+    with pytest.raises(
+        LaunchError, match="the address of the node n3, the first of the Slurm job, cannot be found"
+    ):
         sbatch.address_of("n3")
 
 
 @pytest.mark.parametrize(
     ("fields", "words", "status"),
     [
-        ("JobState=PENDING Reason=Resources Restarts=0 ExitCode=0:0 NodeList=(null)", "is pending (Resources)", None),
-        ("JobState=RUNNING Reason=None Restarts=2 ExitCode=0:0 NodeList=n[1-2]", "runs on n[1-2] (restart 2)", None),
-        ("JobState=COMPLETED Reason=None Restarts=1 ExitCode=0:0 NodeList=n1", "has ended: COMPLETED, exit status 0", 0),
-        ("JobState=FAILED Reason=NonZeroExitCode Restarts=0 ExitCode=3:0 NodeList=n1", "has ended: FAILED, exit status 3", 3),
-        ("JobState=CANCELLED Reason=None Restarts=0 ExitCode=0:15 NodeList=n1", "has ended: CANCELLED, exit status 143", 143),
-        ("JobState=TIMEOUT Reason=TimeLimit Restarts=0 ExitCode=0:0 NodeList=n1", "has ended: TIMEOUT, exit status 0", 1),
+        (
+            "JobState=PENDING Reason=Resources Restarts=0 ExitCode=0:0 NodeList=(null)",
+            "is pending (Resources)",
+            None,
+        ),
+        (
+            "JobState=RUNNING Reason=None Restarts=2 ExitCode=0:0 NodeList=n[1-2]",
+            "runs on n[1-2] (restart 2)",
+            None,
+        ),
+        (
+            "JobState=COMPLETED Reason=None Restarts=1 ExitCode=0:0 NodeList=n1",
+            "has ended: COMPLETED, exit status 0",
+            0,
+        ),
+        (
+            "JobState=FAILED Reason=NonZeroExitCode Restarts=0 ExitCode=3:0 NodeList=n1",
+            "has ended: FAILED, exit status 3",
+            3,
+        ),
+        (
+            "JobState=CANCELLED Reason=None Restarts=0 ExitCode=0:15 NodeList=n1",
+            "has ended: CANCELLED, exit status 143",
+            143,
+        ),
+        (
+            "JobState=TIMEOUT Reason=TimeLimit Restarts=0 ExitCode=0:0 NodeList=n1",
+            "has ended: TIMEOUT, exit status 0",
+            1,
+        ),
     ],
 )
 def test_what_slurm_says_of_a_job(fields: str, words: str, status: int | None) -> None:
@@ -232,7 +307,10 @@ def test_a_job_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.Monkey
         state = next(states)
         if state == "FAILED":
             Path("a-5-0-n1.txt").write_text("one\ntwo\nthree")
-        return f"JobId=5 JobState={state} Reason=None Restarts=0 ExitCode={3 if state == 'FAILED' else 0}:0 NodeList=n1"
+        return (
+            f"JobId=5 JobState={state} Reason=None Restarts=0"
+            f" ExitCode={3 if state == 'FAILED' else 0}:0 NodeList=n1"
+        )
 
     monkeypatch.setattr(sbatch, "_ask", ask)
     said: list[str] = []

@@ -1,4 +1,5 @@
-"""Signals that ask a training process to save and end: the first is noted, the second ends it at once."""
+"""Signals that ask a training process to save and end: the first is noted, the second ends it at
+once."""
 
 from __future__ import annotations
 
@@ -96,12 +97,16 @@ def test_a_signal_while_the_others_of_a_failed_one_save_lets_them_save(
 def test_a_users_error_before_the_signal_is_not_called_a_request() -> None:
     from lockstep.launch.failures import WorkerFailure, failure_record
 
-    failure = WorkerFailure(rank=0, time=0.0, returncode=1, record=failure_record(ValueError("boom"), None, 1))
+    failure = WorkerFailure(
+        rank=0, time=0.0, returncode=1, record=failure_record(ValueError("boom"), None, 1)
+    )
     ending = Ending(failures=[failure], signal=signal.SIGTERM, has_saved=True)
     assert (ending.was_preempted, ending.status) == (False, 143)
 
 
-def test_the_first_interrupt_is_noted_and_says_what_a_second_one_does(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_interrupt_is_noted_and_says_what_a_second_one_does(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with Termination() as termination:
         signal.raise_signal(signal.SIGINT)
         assert termination.asked == "SIGINT"

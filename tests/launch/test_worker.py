@@ -1,5 +1,5 @@
-"""A worker process runs the user's code as Python would. No torch here: a worker does not import it, and these take 0.1
-s each."""
+"""A worker process runs the user's code as Python would. No torch here: a worker does not import
+it, and these take 0.1 s each."""
 
 from __future__ import annotations
 
@@ -20,10 +20,19 @@ from lockstep.launch.worker_files import FILES, WorkerFiles
 PYTHON = [sys.executable, "-u", "-P", "-m", "lockstep.launch.worker"]
 
 
-def work(folder: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], FailureRecord | None]:
+def work(
+    folder: Path, *arguments: str, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], FailureRecord | None]:
     files = WorkerFiles(folder / "rank-0")
     added = {FILES: str(files.stem), worker.AGENT: str(os.getpid()), **environment}
-    ended = subprocess.run([*PYTHON, *arguments], cwd=folder, env={**os.environ, **added}, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [*PYTHON, *arguments],
+        cwd=folder,
+        env={**os.environ, **added},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return ended, FailureRecord.read(files.failure)
 
 
@@ -50,7 +59,9 @@ def test_a_script_finds_what_python_would_give_it(tmp_path: Path) -> None:
     name = script(tmp_path, ABOUT, "sub/train.py")
     arguments = ["--help", "-m", "--", "", "a b", "$$x", "${local_rank}", "--nproc=3"]
     ended, record = work(tmp_path, name, *arguments)
-    plain = subprocess.run([sys.executable, name, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+    plain = subprocess.run(
+        [sys.executable, name, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert (ended.returncode, ended.stderr, record) == (0, "", None)
     assert json.loads(ended.stdout) == json.loads(plain.stdout)
     assert json.loads(ended.stdout)["argv"] == [name, *arguments]
@@ -62,12 +73,20 @@ def test_a_module_finds_what_python_would_give_it(tmp_path: Path, module: str) -
         script(tmp_path, ABOUT, name)
     script(tmp_path, "", "package/__init__.py")
     ended, record = work(tmp_path, "-m", module, "--help", "a b")
-    plain = subprocess.run([sys.executable, "-m", module, "--help", "a b"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    plain = subprocess.run(
+        [sys.executable, "-m", module, "--help", "a b"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert (ended.returncode, ended.stderr, record) == (0, "", None)
     assert json.loads(ended.stdout) == json.loads(plain.stdout)
 
 
-@pytest.mark.parametrize("module", ["package.missing", "missing", "package..train", "package.", "package"])
+@pytest.mark.parametrize(
+    "module", ["package.missing", "missing", "package..train", "package.", "package"]
+)
 def test_a_module_that_is_not_there_is_a_user_error(tmp_path: Path, module: str) -> None:
     script(tmp_path, "", "package/__init__.py")
     ended, record = work(tmp_path, "-m", module)
@@ -75,8 +94,10 @@ def test_a_module_that_is_not_there_is_a_user_error(tmp_path: Path, module: str)
     assert record is not None
     assert record.user_error
     missing = "package.__main__" if module == "package" else module
-    assert record.message == (
-        f"no module named {missing!r}; -m takes the name of a module that Python can import from here; correct the name"
+    assert (
+        record.message
+        == f"no module named {missing!r}; -m takes the name of a module that Python can import from"
+        " here; correct the name"
     )
 
 
@@ -102,7 +123,9 @@ def test_an_exception_is_recorded_without_our_own_frames_and_not_printed(tmp_pat
         """,
     )
     ended, record = work(tmp_path, name)
-    plain = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False)
+    plain = subprocess.run(
+        [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "atexit ran\n", "")
     assert record is not None
     assert record.traceback == plain.stderr
@@ -111,14 +134,19 @@ def test_an_exception_is_recorded_without_our_own_frames_and_not_printed(tmp_pat
 def test_a_syntax_error_reads_as_python_shows_it(tmp_path: Path) -> None:
     name = script(tmp_path, "x = = 3")
     ended, record = work(tmp_path, name)
-    plain = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False)
+    plain = subprocess.run(
+        [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 1
     assert record is not None
     assert record.traceback.removeprefix("Traceback (most recent call last):\n") == plain.stderr
 
 
 def test_a_user_error_ends_with_status_2_and_is_not_printed(tmp_path: Path) -> None:
-    name = script(tmp_path, "from lockstep.base.errors import DataError; raise DataError('value; rule; remedy')")
+    name = script(
+        tmp_path,
+        "from lockstep.base.errors import DataError; raise DataError('value; rule; remedy')",
+    )
     ended, record = work(tmp_path, name)
     assert (ended.returncode, ended.stderr) == (2, "")
     assert record is not None
@@ -134,7 +162,11 @@ def test_a_user_error_ends_with_status_2_and_is_not_printed(tmp_path: Path) -> N
         ("sys.exit(256 + 7)", 7, ""),
         ("sys.exit('no such corpus')", 1, "no such corpus\n"),
         ("argparse.ArgumentParser(prog='x', usage='x').parse_args(['--help'])", 0, "usage: x"),
-        ("argparse.ArgumentParser(prog='x', usage='x').parse_args(['--nix'])", 2, "usage: x\nx: error: unrecognized arguments: --nix\n"),
+        (
+            "argparse.ArgumentParser(prog='x', usage='x').parse_args(['--nix'])",
+            2,
+            "usage: x\nx: error: unrecognized arguments: --nix\n",
+        ),
         ("os._exit(5)", 5, ""),
         ("signal.raise_signal(signal.SIGINT)", 130, ""),
     ],
@@ -164,7 +196,10 @@ def test_files_left_open_are_written_before_the_process_ends(tmp_path: Path, sta
     )
     ended, _ = work(tmp_path, name)
     assert (ended.returncode, ended.stdout) == (status, "printed")
-    assert ((tmp_path / "text").read_text(), (tmp_path / "binary").read_bytes()) == ("text", b"binary")
+    assert ((tmp_path / "text").read_text(), (tmp_path / "binary").read_bytes()) == (
+        "text",
+        b"binary",
+    )
     assert gzip.decompress((tmp_path / "packed").read_bytes()) == b"packed"
 
 
@@ -237,7 +272,9 @@ def test_a_child_that_the_script_forked_does_not_speak_for_the_worker(tmp_path: 
     assert "ValueError: in the child" in ended.stderr
 
 
-def test_an_excepthook_of_the_script_is_called_and_its_print_is_not_shown_twice(tmp_path: Path) -> None:
+def test_an_excepthook_of_the_script_is_called_and_its_print_is_not_shown_twice(
+    tmp_path: Path,
+) -> None:
     name = script(
         tmp_path,
         """
@@ -268,7 +305,13 @@ def test_a_worker_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (1, "")
 
 
-def test_a_worker_imports_neither_torch_nor_multiprocessing_before_the_script(tmp_path: Path) -> None:
-    name = script(tmp_path, "import sys; print([name for name in ('torch', 'multiprocessing', 'numpy', 'click') if name in sys.modules])")
+def test_a_worker_imports_neither_torch_nor_multiprocessing_before_the_script(
+    tmp_path: Path,
+) -> None:
+    name = script(
+        tmp_path,
+        "import sys; print([name for name in ('torch', 'multiprocessing', 'numpy', 'click') if name"
+        " in sys.modules])",
+    )
     ended, _ = work(tmp_path, name)
     assert ended.stdout == "[]\n"

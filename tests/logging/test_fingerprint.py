@@ -1,4 +1,5 @@
-"""The fingerprint: the layout that its docstring states, for every kind of tensor, however it lies in memory."""
+"""The fingerprint: the layout that its docstring states, for every kind of tensor, however it lies
+in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ NUMPY_TYPES = {
 
 def element_bytes(tensor: Tensor, dtype: str) -> bytes:
     if dtype == "bfloat16":
-        return (np.array(tensor.float().tolist(), dtype="<f4").view("<u4") >> 16).astype("<u2").tobytes()
+        return (
+            (np.array(tensor.float().tolist(), dtype="<f4").view("<u4") >> 16)
+            .astype("<u2")
+            .tobytes()
+        )
     return np.array(tensor.tolist(), dtype=NUMPY_TYPES[dtype]).tobytes()
 
 
@@ -47,15 +52,28 @@ def by_the_docstring(state: dict[str, Any]) -> str:
         data = element_bytes(tensor, dtype)
         stream += struct.pack("<Q", len(name.encode("utf-8"))) + name.encode("utf-8")
         stream += struct.pack("<Q", len(dtype)) + dtype.encode("ascii")
-        stream += struct.pack("<Q", tensor.ndim) + b"".join(struct.pack("<Q", size) for size in tensor.shape)
+        stream += struct.pack("<Q", tensor.ndim) + b"".join(
+            struct.pack("<Q", size) for size in tensor.shape
+        )
         stream += struct.pack("<Q", len(data)) + data
     return hashlib.sha256(stream).hexdigest()
 
 
 def sample(dtype: str, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    values = torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.startswith("complex") else torch.float64) * 50
-    return values.abs().to(getattr(torch, dtype)) if dtype.startswith("uint") else values.to(getattr(torch, dtype))
+    values = (
+        torch.randn(
+            shape,
+            generator=generator,
+            dtype=torch.complex128 if dtype.startswith("complex") else torch.float64,
+        )
+        * 50
+    )
+    return (
+        values.abs().to(getattr(torch, dtype))
+        if dtype.startswith("uint")
+        else values.to(getattr(torch, dtype))
+    )
 
 
 @pytest.mark.parametrize("dtype", [*NUMPY_TYPES, "bfloat16"])
@@ -76,10 +94,16 @@ def test_every_type_is_hashed_as_the_docstring_says(dtype: str) -> None:
     data=st.data(),
     piece_bytes=st.sampled_from([16, 24, 100]),
 )
-def test_strides_and_pieces_do_not_change_it(dtype: str, shape: list[int], data: st.DataObject, piece_bytes: int) -> None:
+def test_strides_and_pieces_do_not_change_it(
+    dtype: str, shape: list[int], data: st.DataObject, piece_bytes: int
+) -> None:
     tensor = sample(dtype, *shape).permute(data.draw(st.permutations(range(len(shape)))))
     if tensor.ndim:
-        tensor = tensor[:: data.draw(st.integers(1, 3))].unsqueeze(1).expand(-1, data.draw(st.integers(1, 3)), *tensor.shape[1:])
+        tensor = (
+            tensor[:: data.draw(st.integers(1, 3))]
+            .unsqueeze(1)
+            .expand(-1, data.draw(st.integers(1, 3)), *tensor.shape[1:])
+        )
     expected = by_the_docstring({"w": tensor})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_PIECE_BYTES", piece_bytes)
@@ -87,19 +111,32 @@ def test_strides_and_pieces_do_not_change_it(dtype: str, shape: list[int], data:
         assert fingerprint({"w": tensor.contiguous()}) == expected
 
 
-def test_pieces_hold_no_more_than_their_limit_and_a_contiguous_tensor_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_hold_no_more_than_their_limit_and_a_contiguous_tensor_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_PIECE_BYTES", 64)
-    for tensor in (torch.arange(100.0), torch.arange(100.0).reshape(4, 25).t(), torch.arange(100.0).reshape(25, 4).t()):
+    for tensor in (
+        torch.arange(100.0),
+        torch.arange(100.0).reshape(4, 25).t(),
+        torch.arange(100.0).reshape(25, 4).t(),
+    ):
         pieces = list(module._pieces(tensor))
         assert max(piece.nbytes for piece in pieces) <= 64
         assert torch.equal(torch.cat(pieces), tensor.reshape(-1))
     whole = torch.arange(100.0)
-    assert [piece.data_ptr() for piece in module._pieces(whole)] == [whole.data_ptr() + start for start in range(0, 400, 64)]
+    assert [piece.data_ptr() for piece in module._pieces(whole)] == [
+        whole.data_ptr() + start for start in range(0, 400, 64)
+    ]
 
 
 def test_conjugate_and_negative_views_are_hashed_by_their_values() -> None:
     values = sample("complex64", 3, 4)
-    state = {"conjugate": values.conj(), "negative": values.conj().imag, "real": values.real, "plain": values}
+    state = {
+        "conjugate": values.conj(),
+        "negative": values.conj().imag,
+        "real": values.real,
+        "plain": values,
+    }
     state["negative and contiguous"] = values[:1, :1].conj().imag
     assert state["negative and contiguous"].is_contiguous()
     assert values.conj().is_conj()
@@ -127,7 +164,9 @@ def test_a_module_is_hashed_by_its_state_dict_with_tied_weights_under_each_name(
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     assert {"embedding.weight", "head.weight", "norm.num_batches_tracked"} <= tensors.keys()
     assert fingerprint(model) == fingerprint(state) == by_the_docstring(tensors)
-    assert fingerprint(model) != by_the_docstring({name: value for name, value in tensors.items() if name != "head.weight"})
+    assert fingerprint(model) != by_the_docstring(
+        {name: value for name, value in tensors.items() if name != "head.weight"}
+    )
 
 
 def test_names_types_shapes_order_and_bits_all_count() -> None:
@@ -148,22 +187,32 @@ def test_names_types_shapes_order_and_bits_all_count() -> None:
 
 
 def test_the_layout_stays_as_it_is() -> None:
-    state = {"weight": torch.tensor([[1.0, -2.0], [0.5, 0.0]], dtype=torch.bfloat16), "steps": torch.tensor(7)}
+    state = {
+        "weight": torch.tensor([[1.0, -2.0], [0.5, 0.0]], dtype=torch.bfloat16),
+        "steps": torch.tensor(7),
+    }
     assert fingerprint(state) == "b11a8492ccfcb9a1c520c1090061179ef3b3bac0514f7925195aaa2221fe8fc2"
     assert fingerprint({}) == hashlib.sha256(b"").hexdigest()
 
 
-def test_on_a_machine_of_the_other_byte_order_elements_are_turned_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_machine_of_the_other_byte_order_elements_are_turned_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "byteorder", "big")
     for dtype in ("<f4", "<c8", "<i2", "?"):
         values = np.arange(6).astype(dtype)
-        assert bytes(module._bytes(torch.from_numpy(values))) == values.astype(values.dtype.newbyteorder(">")).tobytes()
+        assert (
+            bytes(module._bytes(torch.from_numpy(values)))
+            == values.astype(values.dtype.newbyteorder(">")).tobytes()
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_device_does_not_count() -> None:
     state = {"a": sample("float32", 100, 7).t(), "b": sample("bfloat16", 5)}
-    assert fingerprint({name: value.cuda() for name, value in state.items()}) == by_the_docstring(state)
+    assert fingerprint({name: value.cuda() for name, value in state.items()}) == by_the_docstring(
+        state
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,6 +225,8 @@ def test_the_device_does_not_count() -> None:
 def test_a_tensor_without_dense_bytes_is_refused(tensor: Tensor, what: str) -> None:
     with pytest.raises(RecipeError) as refused:
         fingerprint({"fine": torch.zeros(1), "w": tensor})
-    assert str(refused.value) == (
-        f"state dict entry 'w' is a tensor of {what}; a fingerprint hashes dense bytes; materialise it, or make it dense"
+    assert (
+        str(refused.value)
+        == f"state dict entry 'w' is a tensor of {what}; a fingerprint hashes dense bytes;"
+        " materialise it, or make it dense"
     )

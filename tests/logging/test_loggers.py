@@ -48,7 +48,9 @@ def test_a_logger_is_told_what_the_files_say(tmp_path: Path) -> None:
     ls.train(given, run_dir=str(tmp_path / "run"), loggers=[notes], log_every=1)
     assert notes.said[0] == ("start", "run", "replicate=1,numerics=fast")
     assert notes.said[-1] == ("end", 4)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     for line, (what, step, values) in zip(lines, notes.said[1:-1], strict=True):
         assert (what, step) == ("log", line["step"])
         assert {name: line[name] for name in values} == pytest.approx(values)
@@ -67,16 +69,31 @@ def test_a_run_that_fails_has_no_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails_at", ["start", "log", "end"])
-def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path: Path, fails_at: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_logger_that_fails_is_told_once_and_training_goes_on(
+    tmp_path: Path, fails_at: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     bad, good = Notes(fails_at=fails_at), Notes()
-    result = ls.train(recipe(steps=4), run_dir=str(tmp_path / "run"), loggers=[bad, good], log_every=1)
+    result = ls.train(
+        recipe(steps=4), run_dir=str(tmp_path / "run"), loggers=[bad, good], log_every=1
+    )
     assert result.steps == 4
     assert [what for what, *_ in good.said] == ["start", *["log"] * 4, "end"]
-    assert capfd.readouterr().err.count("warning: Notes is dropped for the rest of this run: ConnectionError: gone away\n") == 1
+    assert (
+        capfd.readouterr().err.count(
+            "warning: Notes is dropped for the rest of this run: ConnectionError: gone away\n"
+        )
+        == 1
+    )
     if fails_at != "end":  # which comes after the log of events is closed
-        events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line)
+            for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+        ]
         (failed,) = [event for event in events if event["event"] == "logger-failed"]
-        assert failed["reason"] == "Notes is dropped for the rest of this run: ConnectionError: gone away"
+        assert (
+            failed["reason"]
+            == "Notes is dropped for the rest of this run: ConnectionError: gone away"
+        )
 
 
 def test_training_does_not_wait_for_a_logger(tmp_path: Path) -> None:
@@ -88,7 +105,13 @@ def test_training_does_not_wait_for_a_logger(tmp_path: Path) -> None:
             assert not notes.said
             goes_on.set()
 
-    ls.train(recipe(steps=4), run_dir=str(tmp_path / "run"), loggers=[notes], hooks=[Release()], log_every=1)
+    ls.train(
+        recipe(steps=4),
+        run_dir=str(tmp_path / "run"),
+        loggers=[notes],
+        hooks=[Release()],
+        log_every=1,
+    )
     assert len(notes.said) == 6
 
 
@@ -98,7 +121,10 @@ def test_a_logger_that_does_not_come_to_an_end_is_told(
     monkeypatch.setattr("lockstep.logging.loggers.CLOSE_TIMEOUT_SECONDS", 0.2)
     never = threading.Event()
     ls.train(recipe(steps=2), run_dir=str(tmp_path / "run"), loggers=[Notes(waits_for=never)])
-    assert "Notes did not finish within 0 s after the end of the run; they lack the rest of it" in capfd.readouterr().err
+    assert (
+        "Notes did not finish within 0 s after the end of the run; they lack the rest of it"
+        in capfd.readouterr().err
+    )
     never.set()
 
 
@@ -121,7 +147,12 @@ def test_what_is_not_finite_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "module"), [(ls.WandB, "wandb"), (ls.MLflow, "mlflow")])
-def test_a_service_without_its_package_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, kind: Any, module: str) -> None:
+def test_a_service_without_its_package_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, module: str
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"needs {module}, which is not installed; pip install 'lockstep-train\[{module}\]'"):
+    with pytest.raises(
+        UserError,
+        match=rf"needs {module}, which is not installed; pip install 'lockstep-train\[{module}\]'",
+    ):
         kind()

@@ -1,4 +1,5 @@
-"""The metrics log: valid JSON lines and TensorBoard events with the same numbers, from one write, without a thread."""
+"""The metrics log: valid JSON lines and TensorBoard events with the same numbers, from one write,
+without a thread."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ class Clock:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def crc32c(data: bytes) -> int:
@@ -78,10 +82,18 @@ def test_a_write_is_one_line_of_json(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, clock) as log:
         log.write(1, {"loss": 2.5, "lr": 3e-4})
         clock.now += 2
-        log.write(2, {"evaluation/loss": np.float32(2.25), "accuracy": torch.tensor(0.5), "count": 3})
+        log.write(
+            2, {"evaluation/loss": np.float32(2.25), "accuracy": torch.tensor(0.5), "count": 3}
+        )
     assert rows(tmp_path) == [
         {"step": 1, "time": 1_000_000_000.0, "loss": 2.5, "lr": 3e-4},
-        {"step": 2, "time": 1_000_000_002.0, "evaluation/loss": 2.25, "accuracy": 0.5, "count": 3.0},
+        {
+            "step": 2,
+            "time": 1_000_000_002.0,
+            "evaluation/loss": 2.25,
+            "accuracy": 0.5,
+            "count": 3.0,
+        },
     ]
 
 
@@ -92,11 +104,16 @@ def test_a_write_is_one_tensorboard_record_with_all_values(tmp_path: Path) -> No
     header, first, second = events(tmp_path)
     assert header.file_version == "brain.Event:2"
     assert (first.step, first.wall_time) == (10, 1_000_000_000.0)
-    assert [(value.tag, value.simple_value) for value in first.summary.value] == [("loss", 2.5), ("evaluation/accuracy", 0.75)]
+    assert [(value.tag, value.simple_value) for value in first.summary.value] == [
+        ("loss", 2.5),
+        ("evaluation/accuracy", 0.75),
+    ]
     assert [(value.tag, value.simple_value) for value in second.summary.value] == [("loss", 2.25)]
 
 
-def test_numbers_that_are_not_finite_are_null_with_a_sign_and_the_json_stays_valid(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_null_with_a_sign_and_the_json_stays_valid(
+    tmp_path: Path,
+) -> None:
     with MetricsLog(tmp_path, Clock()) as log:
         log.write(1, {"loss": math.nan, "norm": math.inf, "least": -math.inf, "lr": 0.1})
     (row,) = rows(tmp_path)
@@ -158,20 +175,34 @@ def test_a_clock_that_is_set_back_does_not_keep_rows_from_the_file(tmp_path: Pat
 def test_a_metric_with_a_name_of_the_row_itself_is_refused(tmp_path: Path, name: str) -> None:
     with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError) as refused:
         log.write(1, {"loss": 1.0, name: 2.0})
-    assert str(refused.value) == f"a metric is named '{name}'; every row of metrics.jsonl has its own '{name}'; choose another name"
+    assert (
+        str(refused.value)
+        == f"a metric is named '{name}'; every row of metrics.jsonl has its own '{name}'; choose"
+        " another name"
+    )
     assert rows(tmp_path) == []
 
 
-@pytest.mark.parametrize(("value", "found"), [("high", "'high' (a str)"), (None, "None (a NoneType)"), ([1.0], "[1.0] (a list)")])
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [("high", "'high' (a str)"), (None, "None (a NoneType)"), ([1.0], "[1.0] (a list)")],
+)
 def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, value: Any, found: str) -> None:
     with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError) as refused:
         log.write(1, {"quality": value})
-    assert str(refused.value) == f"metric 'quality' is {found}; a metric is a single number; reduce it, for example by mean()"
+    assert (
+        str(refused.value)
+        == f"metric 'quality' is {found}; a metric is a single number; reduce it, for example by"
+        " mean()"
+    )
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), torch.tensor(1j)])
 def test_a_tensor_that_is_not_one_real_number_is_refused(tmp_path: Path, value: Any) -> None:
-    with MetricsLog(tmp_path, Clock()) as log, pytest.raises(DataError, match=r"metric 'quality' is tensor.*reduce it, for example"):
+    with (
+        MetricsLog(tmp_path, Clock()) as log,
+        pytest.raises(DataError, match=r"metric 'quality' is tensor.*reduce it, for example"),
+    ):
         log.write(1, {"quality": value})
 
 
@@ -185,11 +216,15 @@ def test_closing_twice_is_fine_and_no_thread_is_ever_started(tmp_path: Path) -> 
 
 
 @given(
-    numbers=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.floats(), max_size=40),
+    numbers=st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"])), st.floats(), max_size=40
+    ),
     step=st.integers(0, 2**63 - 1),
     now=st.floats(0, 1e10),
 )
-def test_a_record_is_the_message_that_protocol_buffers_make(numbers: dict[str, float], step: int, now: float) -> None:
+def test_a_record_is_the_message_that_protocol_buffers_make(
+    numbers: dict[str, float], step: int, now: float
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = TensorBoardFile(Path(folder), 0.0)
         file.write(step, now, numbers)
@@ -209,7 +244,10 @@ def test_a_record_is_the_message_that_protocol_buffers_make(numbers: dict[str, f
 def test_a_full_disk_is_told_once_by_the_name_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = MetricsLog(tmp_path)
-    with pytest.raises(RunDirectoryError, match=r"cannot write .*metrics\.jsonl: No space left on device; .* make room"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"cannot write .*metrics\.jsonl: No space left on device; .* make room",
+    ):
         log.write(1, {"loss": 1.0})
     log.close()
 

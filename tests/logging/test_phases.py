@@ -40,7 +40,8 @@ def test_the_longest_of_late_is_remembered_and_fades() -> None:
 
 
 def test_a_phase_that_waits_for_its_items_has_not_ended() -> None:
-    """The first step waits for a batch before its first forward, which may compile the model for minutes."""
+    """The first step waits for a batch before its first forward, which may compile the model for
+    minutes."""
     phases = Phases(clock := Clock())
     phases.enter("compute")
     for took in (100.0, 1.0):

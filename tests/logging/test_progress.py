@@ -49,7 +49,9 @@ class Terminal(io.StringIO):
                 row, column = row + 1, 0
                 lines += [""] * (row + 1 - len(lines))
             elif character:
-                lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
+                lines[row] = (
+                    lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
+                )
                 column += 1
         return lines
 
@@ -83,7 +85,9 @@ def test_without_a_terminal_lines_are_plain_and_can_be_searched(clock: Clock) ->
         progress.evaluation(10, {"loss": 2.10341, "accuracy": 0.5})
         progress.message("step 11 was skipped")
         clock.now += 0.5
-        progress.update(11, loss=2.4, lr=1e-3, samples_per_second=87.25, extra={"gradient_norm": 0.5})
+        progress.update(
+            11, loss=2.4, lr=1e-3, samples_per_second=87.25, extra={"gradient_norm": 0.5}
+        )
     assert stream.getvalue().splitlines() == [
         "step 1/500  loss 2.4012  lr 3.0e-04  1,250 samples/s",
         "step 5/500  loss 2.4012  lr 3.0e-04  1,250 samples/s  4:08 left",
@@ -103,7 +107,9 @@ def test_the_first_and_the_last_step_have_a_line_however_fast_they_come(clock: C
     assert lines[-1].endswith("after 0:00")
 
 
-def test_lines_get_rarer_as_a_run_gets_longer_but_never_rarer_than_one_a_minute(clock: Clock) -> None:
+def test_lines_get_rarer_as_a_run_gets_longer_but_never_rarer_than_one_a_minute(
+    clock: Clock,
+) -> None:
     stream = io.StringIO()
     with Progress(10**6, stream=stream, clock=clock) as progress:
         for step in range(1, 86_400):
@@ -128,7 +134,14 @@ def test_what_is_not_known_is_left_out(clock: Clock) -> None:
 
 @pytest.mark.parametrize(
     ("loss", "text"),
-    [(math.nan, "nan"), (math.inf, "inf"), (0.0, "0.0000"), (-1.5, "-1.5000"), (1e-7, "1.000e-07"), (123456.0, "1.235e+05")],
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (0.0, "0.0000"),
+        (-1.5, "-1.5000"),
+        (1e-7, "1.000e-07"),
+        (123456.0, "1.235e+05"),
+    ],
 )
 def test_a_loss_of_any_size_can_be_read(clock: Clock, loss: float, text: str) -> None:
     stream = io.StringIO()
@@ -139,7 +152,15 @@ def test_a_loss_of_any_size_can_be_read(clock: Clock, loss: float, text: str) ->
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0:00"), (59.6, "1:00"), (3599.4, "59:59"), (3599.6, "1h 00m"), (86_399, "1d 00h"), (7_000, "1h 57m"), (200_000, "2d 07h")],
+    [
+        (0.4, "0:00"),
+        (59.6, "1:00"),
+        (3599.4, "59:59"),
+        (3599.6, "1h 00m"),
+        (86_399, "1d 00h"),
+        (7_000, "1h 57m"),
+        (200_000, "2d 07h"),
+    ],
 )
 def test_durations_are_short_and_rounded(seconds: float, text: str) -> None:
     assert _duration(seconds) == text
@@ -151,7 +172,9 @@ def seconds_left(line: str) -> float:
     return parts[0] * 60 + parts[1] if ":" in found else parts[0] * 3600 + parts[1] * 60
 
 
-def test_time_left_is_right_and_steady_with_noise_a_slow_start_and_evaluations(clock: Clock) -> None:
+def test_time_left_is_right_and_steady_with_noise_a_slow_start_and_evaluations(
+    clock: Clock,
+) -> None:
     random.seed(3)
     stream = io.StringIO()
     ended: list[tuple[float, int]] = []
@@ -171,8 +194,12 @@ def test_time_left_is_right_and_steady_with_noise_a_slow_start_and_evaluations(c
     estimates = [seconds_left(line) for line in lines[1:-1]]
     for (now, step), estimate in zip(ended[1:], estimates, strict=False):
         truth = clock.now - now  # the last evaluation is part of it
-        # Before the first evaluation has been seen, its time cannot be known; it is a sixth of the whole.
-        assert abs(estimate - truth) < (0.25 if step <= 100 else 0.1 if step < 500 else 0.05) * truth + 5
+        # Before the first evaluation has been seen, its time cannot be known; it is a sixth of the
+        # whole.
+        assert (
+            abs(estimate - truth)
+            < (0.25 if step <= 100 else 0.1 if step < 500 else 0.05) * truth + 5
+        )
     rises = [later - earlier for earlier, later in pairwise(estimates[20:])]
     assert max(rises) < 10
 
@@ -200,10 +227,15 @@ def test_a_resumed_run_counts_only_its_own_steps(clock: Clock) -> None:
         for step in (910, 920):
             clock.now += 20
             progress.update(step)
-    assert stream.getvalue().splitlines() == ["step 910/1000  ~3:00 left", "step 920/1000  2:40 left"]
+    assert stream.getvalue().splitlines() == [
+        "step 910/1000  ~3:00 left",
+        "step 920/1000  2:40 left",
+    ]
 
 
-def test_on_a_terminal_one_line_is_kept_up_to_date_and_results_stay_above_it(clock: Clock, terminal: Terminal) -> None:
+def test_on_a_terminal_one_line_is_kept_up_to_date_and_results_stay_above_it(
+    clock: Clock, terminal: Terminal
+) -> None:
     threads = threading.active_count()
     with Progress(500, stream=terminal, clock=clock) as progress:
         assert terminal.screen() == ["  0/500 " + "─" * 40]
@@ -217,10 +249,15 @@ def test_on_a_terminal_one_line_is_kept_up_to_date_and_results_stay_above_it(clo
             f"250/500 {'━' * 20}{'─' * 19}  loss 2.4012  lr 3.0e-04  1,250 samples/s  2:05 left",
         ]
         run(progress, clock, range(251, 501))
-    assert terminal.screen()[2:] == [f"500/500 {'━' * 38}  loss 2.4012  lr 3.0e-04  1,250 samples/s  after 4:10", ""]
+    assert terminal.screen()[2:] == [
+        f"500/500 {'━' * 38}  loss 2.4012  lr 3.0e-04  1,250 samples/s  after 4:10",
+        "",
+    ]
 
 
-def test_the_cursor_is_never_left_hidden_because_a_killed_process_could_not_show_it(clock: Clock, terminal: Terminal) -> None:
+def test_the_cursor_is_never_left_hidden_because_a_killed_process_could_not_show_it(
+    clock: Clock, terminal: Terminal
+) -> None:
     with Progress(500, stream=terminal, clock=clock) as progress:
         for step in range(1, 4):
             assert "\x1b[?25h" in terminal.getvalue().rpartition("\x1b[?25l")[2]
@@ -237,12 +274,16 @@ def test_a_run_that_ends_early_says_how_long_it_took(clock: Clock, terminal: Ter
     assert terminal.screen()[0].endswith("after 1:40")
 
 
-def test_the_line_follows_the_width_of_the_terminal(clock: Clock, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_follows_the_width_of_the_terminal(
+    clock: Clock, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("COLUMNS")
     lines = {}
     with Progress(500, stream=terminal, clock=clock) as progress:
         for step, columns in ((1, 120), (2, 45), (3, 120)):
-            monkeypatch.setattr("os.get_terminal_size", lambda *_, columns=columns: os.terminal_size((columns, 24)))
+            monkeypatch.setattr(
+                "os.get_terminal_size", lambda *_, columns=columns: os.terminal_size((columns, 24))
+            )
             run(progress, clock, range(step, step + 1))
             lines[step] = terminal.screen()[0]
     assert len(lines[2]) <= 45
@@ -250,7 +291,9 @@ def test_the_line_follows_the_width_of_the_terminal(clock: Clock, terminal: Term
     assert len(re.findall("[━─]", lines[1])) == len(re.findall("[━─]", lines[3])) == 40
 
 
-def test_a_terminal_is_drawn_at_most_ten_times_a_second_and_at_the_end(clock: Clock, terminal: Terminal) -> None:
+def test_a_terminal_is_drawn_at_most_ten_times_a_second_and_at_the_end(
+    clock: Clock, terminal: Terminal
+) -> None:
     with Progress(10_000, stream=terminal, clock=clock) as progress:
         before = terminal.getvalue().count("\r")
         run(progress, clock, range(1, 1001), seconds=0.001)
@@ -267,22 +310,36 @@ def test_the_line_fits_any_width_and_keeps_what_matters_most(
     with Progress(total, stream=terminal, clock=clock) as progress:
         for step in (3, 5):
             clock.now += 1
-            progress.update(step, loss=2.4012, lr=3e-4, samples_per_second=1250.4, extra={"gradient_norm": 0.9})
+            progress.update(
+                step, loss=2.4012, lr=3e-4, samples_per_second=1250.4, extra={"gradient_norm": 0.9}
+            )
         (line,) = terminal.screen()
     assert len(line) <= columns
     assert line.startswith(f"5/{total}".rjust(2 * len(str(total)) + 1)[:columns])
-    for text, enough in (("loss 2.4012", 40), ("left", 60), ("samples/s", 80), ("lr 3.0e-04", 120), ("gradient_norm 0.9000", 120)):
+    for text, enough in (
+        ("loss 2.4012", 40),
+        ("left", 60),
+        ("samples/s", 80),
+        ("lr 3.0e-04", 120),
+        ("gradient_norm 0.9000", 120),
+    ):
         assert text in line or columns < enough
     assert "─" in line or columns < 60
 
 
-def test_the_bar_does_not_flicker_when_a_number_gets_longer_and_shorter(clock: Clock, terminal: Terminal) -> None:
+def test_the_bar_does_not_flicker_when_a_number_gets_longer_and_shorter(
+    clock: Clock, terminal: Terminal
+) -> None:
     lengths = []
     with Progress(100, stream=terminal, clock=clock) as progress:
         for step in range(1, 21):
             clock.now += 1
             progress.update(
-                step, loss=10.0 if step % 2 else 9.0, lr=1e-3, samples_per_second=999.0 if step % 3 else 1000.0, extra={"norm": 1.0}
+                step,
+                loss=10.0 if step % 2 else 9.0,
+                lr=1e-3,
+                samples_per_second=999.0 if step % 3 else 1000.0,
+                extra={"norm": 1.0},
             )
             lengths.append(len(re.findall("[━─]", terminal.screen()[0])))
     assert lengths == sorted(lengths, reverse=True)
@@ -304,7 +361,9 @@ def test_what_is_printed_meanwhile_appears_above_the_line_and_the_streams_are_gi
     monkeypatch.undo()
 
 
-def test_what_is_printed_to_a_file_stays_in_the_file(clock: Clock, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_printed_to_a_file_stays_in_the_file(
+    clock: Clock, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = io.StringIO()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", file)
@@ -314,7 +373,9 @@ def test_what_is_printed_to_a_file_stays_in_the_file(clock: Clock, terminal: Ter
     assert "a result" not in terminal.getvalue()
 
 
-def test_an_exception_leaves_the_last_state_on_the_screen_and_the_terminal_clean(clock: Clock, terminal: Terminal) -> None:
+def test_an_exception_leaves_the_last_state_on_the_screen_and_the_terminal_clean(
+    clock: Clock, terminal: Terminal
+) -> None:
     def train() -> None:
         with Progress(100, stream=terminal, clock=clock) as progress:
             run(progress, clock, range(1, 8), seconds=0.03)
@@ -345,16 +406,25 @@ def test_a_terminal_that_cannot_redraw_gets_plain_lines(
     monkeypatch.setenv("TERM", dumb)
     with Progress(3, stream=terminal, clock=clock) as progress:
         run(progress, clock, range(1, 4), seconds=5)
-    assert [line.partition("  ")[0] for line in terminal.getvalue().splitlines()] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert [line.partition("  ")[0] for line in terminal.getvalue().splitlines()] == [
+        "step 1/3",
+        "step 2/3",
+        "step 3/3",
+    ]
     assert "\x1b" not in terminal.getvalue()
 
 
-def test_a_stream_that_cannot_encode_a_text_gets_what_it_can(clock: Clock, terminal: Terminal) -> None:
+def test_a_stream_that_cannot_encode_a_text_gets_what_it_can(
+    clock: Clock, terminal: Terminal
+) -> None:
     terminal.encoding = "ascii"
     with Progress(4, stream=terminal, clock=clock) as progress:
         run(progress, clock, range(1, 3))
         progress.message("größer")
-        assert terminal.screen() == ["gr??er", f"2/4 {'=' * 20}{'-' * 20}  loss 2.4012  lr 3.0e-04  1,250 samples/s  0:01 left"]
+        assert terminal.screen() == [
+            "gr??er",
+            f"2/4 {'=' * 20}{'-' * 20}  loss 2.4012  lr 3.0e-04  1,250 samples/s  0:01 left",
+        ]
     assert terminal.getvalue().isascii()
     raw = io.BytesIO()
     plain = io.TextIOWrapper(raw, encoding="ascii")
@@ -365,7 +435,9 @@ def test_a_stream_that_cannot_encode_a_text_gets_what_it_can(clock: Clock, termi
 
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("first", ["update", "message"])
-def test_a_stream_that_breaks_ends_the_display_and_not_the_run(clock: Clock, terminal: Terminal, live: bool, first: str) -> None:
+def test_a_stream_that_breaks_ends_the_display_and_not_the_run(
+    clock: Clock, terminal: Terminal, live: bool, first: str
+) -> None:
     stream = terminal if live else io.StringIO()
     tried = []
 
@@ -415,7 +487,10 @@ def test_in_a_notebook_one_line_is_kept_up_to_date_and_results_stay_above_it(clo
             f"250/500 {'━' * 20}{'─' * 19}  loss 2.4012  lr 3.0e-04  1,250 samples/s  2:05 left",
         ]
         run(progress, clock, range(251, 501))
-    assert cell.shown()[1:] == [f"500/500 {'━' * 38}  loss 2.4012  lr 3.0e-04  1,250 samples/s  after 4:10", ""]
+    assert cell.shown()[1:] == [
+        f"500/500 {'━' * 38}  loss 2.4012  lr 3.0e-04  1,250 samples/s  after 4:10",
+        "",
+    ]
 
 
 def test_lines_that_processes_write_in_pieces_to_a_notebook_arrive_whole() -> None:

@@ -1,5 +1,5 @@
-"""The run directory: one run writes to it, nothing of an earlier one is overwritten, and no file in it is ever half
-written."""
+"""The run directory: one run writes to it, nothing of an earlier one is overwritten, and no file in
+it is ever half written."""
 
 from __future__ import annotations
 
@@ -40,8 +40,14 @@ sys.stdin.read()
 
 @contextmanager
 def holder(path: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the run directory `path`, and with "forks" a child of it that outlives it."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    """Another process that holds the run directory `path`, and with "forks" a child of it that
+    outlives it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path), how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -55,7 +61,9 @@ def holder(path: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def test_a_directory_is_made_with_its_parents_and_can_be_created_again_after_an_empty_run(tmp_path: Path) -> None:
+def test_a_directory_is_made_with_its_parents_and_can_be_created_again_after_an_empty_run(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "runs" / "first"
     with RunDirectory.create(path) as directory:
         assert directory.path == path
@@ -67,18 +75,25 @@ def test_a_directory_is_made_with_its_parents_and_can_be_created_again_after_an_
     RunDirectory.create(path).close()
 
 
-def test_the_path_is_absolute_so_that_a_script_may_change_its_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_is_absolute_so_that_a_script_may_change_its_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with RunDirectory.create(Path("here")) as directory:
         assert directory.path == tmp_path / "here"
 
 
-def test_a_directory_held_by_another_process_is_refused_with_that_process_named(tmp_path: Path) -> None:
+def test_a_directory_held_by_another_process_is_refused_with_that_process_named(
+    tmp_path: Path,
+) -> None:
     with holder(tmp_path) as process:
         with pytest.raises(RunDirectoryError) as refused:
             RunDirectory.create(tmp_path)
         assert re.fullmatch(
-            re.escape(f"run directory {tmp_path} is in use by a live run (process {process.pid} on {socket.gethostname()}, since ")
+            re.escape(
+                f"run directory {tmp_path} is in use by a live run (process {process.pid} on"
+                f" {socket.gethostname()}, since "
+            )
             + r"\S+"
             + re.escape("); one run writes to a directory; choose another, or end that run first"),
             str(refused.value),
@@ -88,7 +103,9 @@ def test_a_directory_held_by_another_process_is_refused_with_that_process_named(
 
 
 @pytest.mark.parametrize("how", ["alone", "forks"])
-def test_the_claim_of_a_killed_process_is_void_at_once_even_where_a_child_of_it_lives_on(tmp_path: Path, how: str) -> None:
+def test_the_claim_of_a_killed_process_is_void_at_once_even_where_a_child_of_it_lives_on(
+    tmp_path: Path, how: str
+) -> None:
     with holder(tmp_path, how) as process:
         process.kill()
         process.wait()
@@ -98,7 +115,10 @@ def test_the_claim_of_a_killed_process_is_void_at_once_even_where_a_child_of_it_
 
 
 def test_a_directory_is_refused_a_second_time_in_the_same_process(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path), pytest.raises(RunDirectoryError, match=rf"in use by a live run \(process {os.getpid()} on"):
+    with (
+        RunDirectory.create(tmp_path),
+        pytest.raises(RunDirectoryError, match=rf"in use by a live run \(process {os.getpid()} on"),
+    ):
         RunDirectory.create(tmp_path)
 
 
@@ -120,7 +140,9 @@ def test_a_claim_is_on_the_file_that_has_the_name_and_not_on_one_that_its_holder
         assert (tmp_path / "lock").exists()
 
 
-def test_a_process_on_a_lost_machine_loses_the_directory_and_leaves_it_alone(tmp_path: Path) -> None:
+def test_a_process_on_a_lost_machine_loses_the_directory_and_leaves_it_alone(
+    tmp_path: Path,
+) -> None:
     lost = RunDirectory.create(tmp_path / "run")
     assert lost.holder is not None
     with pytest.raises(RunDirectoryError, match="in use by a live run"):
@@ -145,20 +167,29 @@ def test_closing_twice_gives_up_only_the_own_claim(tmp_path: Path) -> None:
             RunDirectory.create(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "events.jsonl", "result.json", "model.safetensors"])
-def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["run.json", "metrics.jsonl", "events.jsonl", "result.json", "model.safetensors"]
+)
+def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_is(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / name).write_text("earlier")
     with pytest.raises(RunDirectoryError) as refused:
         RunDirectory.create(tmp_path)
     ended = " that has ended" if name == "result.json" else ""
-    assert str(refused.value) == (
-        f"run directory {tmp_path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; "
-        f"{'go on with more steps (--allow-change steps), ' if ended else ''}choose another directory, or remove this one"
+    assert (
+        str(refused.value)
+        == f"run directory {tmp_path} already holds a run{ended} ({name}); nothing of an earlier"
+        " run is overwritten;"
+        f" {'go on with more steps (--allow-change steps), ' if ended else ''}choose another"
+        " directory, or remove this one"
     )
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "earlier")]
 
 
-def test_what_a_run_left_that_was_killed_before_it_wrote_anything_is_taken_over(tmp_path: Path) -> None:
+def test_what_a_run_left_that_was_killed_before_it_wrote_anything_is_taken_over(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "events.jsonl").touch()
     RunDirectory.create(tmp_path).close()
 
@@ -169,32 +200,44 @@ def test_a_path_that_is_a_file_or_lies_below_one_is_refused(tmp_path: Path, belo
     path = tmp_path / "file" / below
     with pytest.raises(RunDirectoryError) as refused:
         RunDirectory.create(path)
-    assert str(refused.value) == (
-        f"run directory {path} is, or lies below, something that is not a folder; a run directory is a folder; choose another path"
+    assert (
+        str(refused.value)
+        == f"run directory {path} is, or lies below, something that is not a folder; a run"
+        " directory is a folder; choose another path"
     )
 
 
 def test_a_place_that_cannot_be_written_to_is_refused() -> None:
     with pytest.raises(RunDirectoryError) as refused:
         RunDirectory.create(Path("/proc/lockstep"))
-    assert str(refused.value) == (
-        "run directory /proc/lockstep cannot be written to (No such file or directory: /proc/lockstep); a run directory is a folder "
-        "in which files can be created and locked; choose another, or change its permissions"
+    assert (
+        str(refused.value)
+        == "run directory /proc/lockstep cannot be written to (No such file or directory:"
+        " /proc/lockstep); a run directory is a folder in which files can be created and locked;"
+        " choose another, or change its permissions"
     )
 
 
-def test_a_disk_without_room_is_said_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_said_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(RunDirectoryError, match=re.escape(f"{tmp_path} cannot be written to (No space left on device: {tmp_path});")):
+    with pytest.raises(
+        RunDirectoryError,
+        match=re.escape(f"{tmp_path} cannot be written to (No space left on device: {tmp_path});"),
+    ):
         RunDirectory.create(tmp_path)
 
 
 def test_a_name_that_the_system_cannot_write_is_refused(tmp_path: Path) -> None:
     for name in ("d\udfff", "a\0b"):
-        with pytest.raises(RunDirectoryError, match=r"has a name that this system cannot write \(.*use plain letters"):
+        with pytest.raises(
+            RunDirectoryError,
+            match=r"has a name that this system cannot write \(.*use plain letters",
+        ):
             RunDirectory.create(tmp_path / name)
 
 
@@ -204,13 +247,16 @@ def test_a_path_that_the_locale_cannot_decode_is_written_with_its_own_bytes(tmp_
     assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8")) == {"path": "dé"}
 
 
-def test_a_users_own_file_of_the_locks_name_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:
+def test_a_users_own_file_of_the_locks_name_is_neither_overwritten_nor_removed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "lock").write_text('{"version": 7}')
     with pytest.raises(RunDirectoryError) as refused:
         RunDirectory.create(tmp_path)
-    assert str(refused.value) == (
-        f"run directory {tmp_path} holds a file named 'lock' that no run wrote; a run records its claim in that file; "
-        "choose another directory"
+    assert (
+        str(refused.value)
+        == f"run directory {tmp_path} holds a file named 'lock' that no run wrote; a run records"
+        " its claim in that file; choose another directory"
     )
     assert (tmp_path / "lock").read_text() == '{"version": 7}'
 
@@ -224,7 +270,10 @@ def test_json_is_written_readably(tmp_path: Path) -> None:
 
 def test_json_names_numbers_that_are_not_finite(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path) as directory:
-        directory.write_json("result.json", {"loss": float("nan"), "metrics": {"f1": [1.0, float("-inf")]}, "steps": 3})
+        directory.write_json(
+            "result.json",
+            {"loss": float("nan"), "metrics": {"f1": [1.0, float("-inf")]}, "steps": 3},
+        )
     assert json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail) == {
         "loss": None,
         "metrics": {"f1": [1.0, None]},
@@ -243,7 +292,11 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_one_before_and_nothing_e
     with RunDirectory.create(tmp_path) as directory:
         directory.write_json("result.json", {"steps": 1})
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", fails) if step == "fsync" else patch.setattr(os, "replace", fails)
+            (
+                patch.setattr(os, "fsync", fails)
+                if step == "fsync"
+                else patch.setattr(os, "replace", fails)
+            )
             with pytest.raises(OSError, match="the disk is full"):
                 directory.write_json("result.json", {"steps": 2})
             with pytest.raises(OSError, match="the disk is full"):
@@ -284,46 +337,70 @@ def test_a_file_of_tensors_holds_every_name_with_its_bits(tmp_path: Path) -> Non
         assert loaded[name].dtype == tensor.dtype
         assert loaded[name].shape == tensor.shape
         assert torch.equal(
-            loaded[name].float() if name == "float8" else loaded[name], tensor.float() if name == "float8" else tensor.detach()
+            loaded[name].float() if name == "float8" else loaded[name],
+            tensor.float() if name == "float8" else tensor.detach(),
         )
 
 
 @pytest.mark.parametrize(
     ("value", "found"),
     [
-        (torch.zeros(2, dtype=torch.complex128), "a tensor of layout torch.strided, type torch.complex128, on device cpu"),
-        (torch.zeros(2, device="meta"), "a tensor of layout torch.strided, type torch.float32, on device meta"),
-        (torch.eye(2).to_sparse(), "a tensor of layout torch.sparse_coo, type torch.float32, on device cpu"),
+        (
+            torch.zeros(2, dtype=torch.complex128),
+            "a tensor of layout torch.strided, type torch.complex128, on device cpu",
+        ),
+        (
+            torch.zeros(2, device="meta"),
+            "a tensor of layout torch.strided, type torch.float32, on device meta",
+        ),
+        (
+            torch.eye(2).to_sparse(),
+            "a tensor of layout torch.sparse_coo, type torch.float32, on device cpu",
+        ),
         ({"scale": 1}, "a dict"),
     ],
 )
-def test_an_entry_that_the_format_cannot_hold_is_named_before_anything_is_written(tmp_path: Path, value: Any, found: str) -> None:
+def test_an_entry_that_the_format_cannot_hold_is_named_before_anything_is_written(
+    tmp_path: Path, value: Any, found: str
+) -> None:
     state = {"good": torch.zeros(1), "bad": value}
     with RunDirectory.create(tmp_path) as directory, pytest.raises(RecipeError) as refused:
         directory.save_tensors("model.safetensors", state)
-    assert str(refused.value) == (
-        f"state dict entry 'bad' is {found}; model.safetensors holds dense tensors of integers, floats, bools and complex64; "
-        "change its type, or leave it out of the state dict (a buffer: persistent=False; get_extra_state: return a tensor)"
+    assert (
+        str(refused.value)
+        == f"state dict entry 'bad' is {found}; model.safetensors holds dense tensors of integers,"
+        " floats, bools and complex64; change its type, or leave it out of the state dict (a"
+        " buffer: persistent=False; get_extra_state: return a tensor)"
     )
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(RecipeError, match="'bad'"):
         check_tensors(state)
 
 
-def test_a_default_path_has_the_script_the_time_and_a_number_where_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_path_has_the_script_the_time_and_a_number_where_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     now = datetime(2026, 1, 31, 12, 0, 0)
     paths = []
     for _ in range(3):
         paths.append(default_run_path("examples/gpt.py", now))
         paths[-1].mkdir(parents=True)
-    assert paths == [Path("runs/gpt-20260131-120000"), Path("runs/gpt-20260131-120000-2"), Path("runs/gpt-20260131-120000-3")]
+    assert paths == [
+        Path("runs/gpt-20260131-120000"),
+        Path("runs/gpt-20260131-120000-2"),
+        Path("runs/gpt-20260131-120000-3"),
+    ]
 
 
 @pytest.mark.parametrize("script", [None, "", "-c", "-m"])
-def test_a_default_path_without_a_script_is_called_run(script: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_path_without_a_script_is_called_run(
+    script: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert default_run_path(script, datetime(2026, 1, 31, 12, 0, 0)) == Path("runs/run-20260131-120000")
+    assert default_run_path(script, datetime(2026, 1, 31, 12, 0, 0)) == Path(
+        "runs/run-20260131-120000"
+    )
 
 
 def test_the_environment_is_json_and_says_what_the_bits_may_depend_on() -> None:
@@ -331,7 +408,10 @@ def test_the_environment_is_json_and_says_what_the_bits_may_depend_on() -> None:
     assert environment["versions"]["torch"] == torch.__version__
     assert environment["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert set(environment["versions"]) == {"lockstep", "python", "torch", "numpy"}
-    assert environment["threads"] == {"intra_op": torch.get_num_threads(), "inter_op": torch.get_num_interop_threads()}
+    assert environment["threads"] == {
+        "intra_op": torch.get_num_threads(),
+        "inter_op": torch.get_num_interop_threads(),
+    }
     assert environment["command_line"] == sys.orig_argv
     assert environment["host"] == socket.gethostname()
     assert environment["device"]["type"] == "cpu"

@@ -1,4 +1,5 @@
-"""What the tests of costs train, and what each rank of it sends and holds. At module level, for workers."""
+"""What the tests of costs train, and what each rank of it sends and holds. At module level, for
+workers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ SENT, SENT_AGAIN = 200, 208
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.up, self.gate, self.down = (
+            nn.Linear(WIDTH, HIDDEN),
+            nn.Linear(WIDTH, HIDDEN),
+            nn.Linear(HIDDEN, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)) * self.gate(x))  # type: ignore[no-any-return]
@@ -71,7 +76,8 @@ class Costs:
     optimizer: int
     """Bytes that the rank holds after the step."""
     activations: int
-    """The most blocks whose activations it kept at one time, each counted once for each microbatch."""
+    """The most blocks whose activations it kept at one time, each counted once for each
+    microbatch."""
     weights: int
     """The most bytes of blocks' weights that it kept for a backward when it computed a loss."""
 
@@ -105,7 +111,8 @@ KEPT_PER_BLOCK = 3
 
 
 def bytes_sent() -> int:
-    """What this process has sent over the TCP connections that it has open, as the kernel counts it."""
+    """What this process has sent over the TCP connections that it has open, as the kernel counts
+    it."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -118,9 +125,15 @@ def bytes_sent() -> int:
             os.close(descriptor)
             continue
         with connection:
-            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+            if connection.type == socket.SOCK_STREAM and connection.family in (
+                socket.AF_INET,
+                socket.AF_INET6,
+            ):
                 said = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                (sent,), (again,) = struct.unpack_from("Q", said, SENT), struct.unpack_from("Q", said, SENT_AGAIN)
+                (sent,), (again,) = (
+                    struct.unpack_from("Q", said, SENT),
+                    struct.unpack_from("Q", said, SENT_AGAIN),
+                )
                 total += sent - again
     return total
 
@@ -137,9 +150,18 @@ def first(batch: Sequence[Tensor]) -> Tensor:
     return batch[0]
 
 
-def costs(plan: str, run_dir: str, model: type[Model], styles: Mapping[str, str], precision: Precision = "fp32") -> Costs:
-    """Those of a step of `MICROBATCHES` on all ranks together. Not of the first one, in which a plan learns shapes."""
-    words = torch.randint(WORDS, (2 * MICROBATCHES * SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+def costs(
+    plan: str,
+    run_dir: str,
+    model: type[Model],
+    styles: Mapping[str, str],
+    precision: Precision = "fp32",
+) -> Costs:
+    """Those of a step of `MICROBATCHES` on all ranks together. Not of the first one, in which a
+    plan learns shapes."""
+    words = torch.randint(
+        WORDS, (2 * MICROBATCHES * SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
     batches = {"global_batch": MICROBATCHES * SAMPLES, "microbatch": SAMPLES, "steps": 2}
     sent = weights = 0
 
@@ -160,9 +182,18 @@ def costs(plan: str, run_dir: str, model: type[Model], styles: Mapping[str, str]
             dist.barrier()
             sent = bytes_sent() - before
         parameters = list(made.parameters())
-        state = [value for kept in optimizer.state.values() for value in kept.values() if value.dim()]
+        state = [
+            value for kept in optimizer.state.values() for value in kept.values() if value.dim()
+        ]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return Costs(sent, _bytes(parameters), _bytes(gradients), _bytes(state), -(-Kept.most // KEPT_PER_BLOCK), weights)
+        return Costs(
+            sent,
+            _bytes(parameters),
+            _bytes(gradients),
+            _bytes(state),
+            -(-Kept.most // KEPT_PER_BLOCK),
+            weights,
+        )
 
 
 def _bytes(tensors: Sequence[Any]) -> int:

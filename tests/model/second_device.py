@@ -1,8 +1,9 @@
-"""A second device on a machine that has none: tensors with values, on which no operation takes another device's
-tensors.
+"""A second device on a machine that has none: tensors with values, on which no operation takes
+another device's tensors.
 
-Torch takes them for tensors on its meta device, and a dispatch mode computes with the values, which are in the CPU's
-memory. The CPU stands for another device of the same kind: not even a scalar of it may meet them.
+Torch takes them for tensors on its meta device, and a dispatch mode computes with the values, which
+are in the CPU's memory. The CPU stands for another device of the same kind: not even a scalar of it
+may meet them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ class There(Tensor):
     @staticmethod
     def __new__(cls, value: Tensor) -> There:
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, value.shape, strides=value.stride(), storage_offset=value.storage_offset(), dtype=value.dtype, device=ELSEWHERE
+            cls,
+            value.shape,
+            strides=value.stride(),
+            storage_offset=value.storage_offset(),
+            dtype=value.dtype,
+            device=ELSEWHERE,
         )
         made.value = value
         return made
@@ -85,7 +91,10 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation on lists, done on the first of each, then the second of each."""
     results = []
     for place in range(len(args[0])):
-        row, named = ([[a[place]] if isinstance(a, list | tuple) else a for a in each] for each in (args, kwargs.values()))
+        row, named = (
+            [[a[place]] if isinstance(a, list | tuple) else a for a in each]
+            for each in (args, kwargs.values())
+        )
         tensors = [leaf for leaf in tree_flatten((row, named))[0] if isinstance(leaf, Tensor)]
         _check_one_device(func._schema.name, tensors)
         result = func(*_values(row), **_values(dict(zip(kwargs, named, strict=True))))
@@ -96,7 +105,9 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _check_one_device(name: str, tensors: list[Tensor]) -> None:
     if len({isinstance(tensor, There) for tensor in tensors}) > 1:
-        raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found at least two devices")
+        raise RuntimeError(
+            f"{name}: Expected all tensors to be on the same device, but found at least two devices"
+        )
 
 
 def _there(item: Any) -> Any:

@@ -19,7 +19,9 @@ from lockstep.plan import Plan
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 16))
+        self.inner = nn.Sequential(
+            nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 16)
+        )
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         return x + scale * self.inner(x)
@@ -144,22 +146,33 @@ def test_a_block_that_is_computed_again_is_not_given_a_cache_to_lengthen():
     with torch.no_grad():
         block(torch.ones(2, 4), past_key_values=cache)
     assert cache.get_seq_length() == 2
-    with pytest.raises(RecipeError, match=r"given a cache of 2 keys \(a Cache\) .*use_cache=False, or choose checkpointing=none"):
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"given a cache of 2 keys \(a Cache\) .*use_cache=False, or choose checkpointing=none"
+        ),
+    ):
         block(torch.ones(2, 4), past_key_values=cache)
 
 
 @pytest.mark.parametrize("bitwise", [True, False])
 def test_kernels_are_not_chosen_by_their_time_where_bits_count(monkeypatch, bitwise):
     given = {}
-    monkeypatch.setattr(torch, "compile", lambda forward, **options: given.update(options) or forward)
+    monkeypatch.setattr(
+        torch, "compile", lambda forward, **options: given.update(options) or forward
+    )
     compile_forward(Block(), bitwise=bitwise)
     assert given["options"]["deterministic"] is bitwise
 
 
-def test_compiled_blocks_keep_no_results_that_they_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_keep_no_results_that_they_overwrite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
     monkeypatch.setattr(parallelize, "compile_forward", lambda block, *, bitwise: None)
-    monkeypatch.setattr(parallelize, "checkpoint_activations", lambda block, mode: asked.append(mode))
+    monkeypatch.setattr(
+        parallelize, "checkpoint_activations", lambda block, mode: asked.append(mode)
+    )
     for plan in ("checkpointing=selective", "compile=yes,checkpointing=selective", "compile=yes"):
         parallelize._wrap_blocks(nn.Sequential(Block()), ["0"], Plan.parse(plan))
     assert asked == ["selective", "full"]

@@ -59,7 +59,9 @@ def test_what_shares_a_parameter_with_other_parts_is_no_block():
             self.layers[2].weight = self.layers[0].weight
 
     assert blocks_of(SharesParameter(), None) == ["layers.1"]
-    with pytest.raises(RecipeError, match=r"block 'layers.0' shares a parameter with what lies outside of it"):
+    with pytest.raises(
+        RecipeError, match=r"block 'layers.0' shares a parameter with what lies outside of it"
+    ):
         blocks_of(SharesParameter(), ["layers.*"])
 
 
@@ -76,7 +78,13 @@ def test_named_blocks_come_in_the_models_order(patterns, found):
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
-    with pytest.raises(RecipeError, match=r"blocks have 'blocks.\*', which matches no module of the model; modules are embedding, layers"):
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"blocks have 'blocks.\*', which matches no module of the model; modules are embedding,"
+            r" layers"
+        ),
+    ):
         blocks_of(Transformer(), ["blocks.*"])
 
 

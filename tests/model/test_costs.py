@@ -1,8 +1,8 @@
-"""The formulas of docs/plans/*.md, measured: what each rank sends in a step, as the kernel counts it, and what it
-holds.
+"""The formulas of docs/plans/*.md, measured: what each rank sends in a step, as the kernel counts
+it, and what it holds.
 
-The formulas' letters are those of the pages. Beyond them a rank may send a fiftieth and a few KiB: Gloo's headers, and
-the numbers that a step tells all ranks.
+The formulas' letters are those of the pages. Beyond them a rank may send a fiftieth and a few KiB:
+Gloo's headers, and the numbers that a step tells all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from model.costs import BLOCKS, LENGTH, MICROBATCHES, SAMPLES, STYLES, WIDTH, WORDS, Costs, Model, TiedModel, costs
+from model.costs import (
+    BLOCKS,
+    LENGTH,
+    MICROBATCHES,
+    SAMPLES,
+    STYLES,
+    WIDTH,
+    WORDS,
+    Costs,
+    Model,
+    TiedModel,
+    costs,
+)
 
 from lockstep.recipe.checks import Precision
 from lockstep.testing.pool import WorkerPool
@@ -23,7 +35,8 @@ P = sum(parameter.nbytes for parameter in Model().parameters())
 U = 2 * W
 """In no block."""
 SHORT_P = sum(
-    each.nbytes // 2 if name.endswith("weight") and name != "words.weight" else each.nbytes for name, each in Model().named_parameters()
+    each.nbytes // 2 if name.endswith("weight") and name != "words.weight" else each.nbytes
+    for name, each in Model().named_parameters()
 )
 """What is gathered under autocast: weights of linear layers in its precision."""
 SHORT_U = W + W // 2
@@ -32,7 +45,11 @@ A = 4 * SAMPLES * LENGTH * WIDTH
 """One activation, between blocks, of a microbatch."""
 LOGITS = 4 * SAMPLES * LENGTH * WORDS
 M = MICROBATCHES
-WHOLE = sum(parameter.nbytes for name, parameter in Model().named_parameters() if "blocks" not in name or "down.bias" in name)
+WHOLE = sum(
+    parameter.nbytes
+    for name, parameter in Model().named_parameters()
+    if "blocks" not in name or "down.bias" in name
+)
 """Bytes of what the tensor axis leaves whole."""
 EXTRA_BYTES = 4096
 VOCABULARY = STYLES | {"words": "embedding", "head": "vocabulary"}
@@ -44,8 +61,8 @@ def ring(ranks: int) -> float:
 
 
 def sharded(parameters: float, unblocked: float, ranks: int, rounds: int) -> float:
-    """Sent under sharding=full: what is in no block is gathered once a round. Gloo's reduce-scatter sends what its
-    all-reduce does."""
+    """Sent under sharding=full: what is in no block is gathered once a round. Gloo's reduce-scatter
+    sends what its all-reduce does."""
     return (2 * parameters - unblocked + 2 * parameters) * rounds * ring(ranks)
 
 
@@ -92,19 +109,41 @@ CASES = [
     Case("replicate=2", 2, everywhere(2 * P * ring(2)), everywhere(P), lambda rank: BLOCKS),
     # Shares of [0 1 2] and [3 4 5]: two nodes of the tree each.
     Case("replicate=2,numerics=bitwise", 2, everywhere((2 + 1) * P * ring(2)), everywhere(P)),
-    Case("shard=3", 3, everywhere(sharded(P, U, 3, M // 3)), everywhere(P / 3), lambda rank: BLOCKS),
+    Case(
+        "shard=3", 3, everywhere(sharded(P, U, 3, M // 3)), everywhere(P / 3), lambda rank: BLOCKS
+    ),
     Case("shard=2,sharding=gradients", 2, everywhere((P + 2 * P) * M // 2 * ring(2)), HALF),
     Case("shard=2,checkpointing=full", 2, everywhere(sharded(P, U, 2, M // 2)), HALF),
-    Case("shard=2,numerics=bitwise", 2, everywhere((2 * P - U + P) * M // 2 * ring(2) + 8 * ROWS * ring(2)), HALF),
+    Case(
+        "shard=2,numerics=bitwise",
+        2,
+        everywhere((2 * P - U + P) * M // 2 * ring(2) + 8 * ROWS * ring(2)),
+        HALF,
+    ),
     Case("replicate=2,shard=2", 4, everywhere(sharded(P, U, 2, 2) + 2 * P / 2 * ring(2)), HALF),
     Case(
         "replicate=2,shard=2,numerics=bitwise",
         4,
-        everywhere((2 * P - U) * 2 * ring(2) + P * 2 * ring(4) + P / 2 * ring(2) + 8 * ROWS * ring(2)),
+        everywhere(
+            (2 * P - U) * 2 * ring(2) + P * 2 * ring(4) + P / 2 * ring(2) + 8 * ROWS * ring(2)
+        ),
         HALF,
     ),
-    Case("shard=2", 2, everywhere((2 * SHORT_P - SHORT_U + 2 * P) * M // 2 * ring(2)), HALF, lambda rank: BLOCKS, precision="bf16"),
-    Case("shard=2", 2, everywhere((2 * SHORT_P - SHORT_U + 2 * P) * M // 2 * ring(2)), HALF, precision="fp16"),
+    Case(
+        "shard=2",
+        2,
+        everywhere((2 * SHORT_P - SHORT_U + 2 * P) * M // 2 * ring(2)),
+        HALF,
+        lambda rank: BLOCKS,
+        precision="bf16",
+    ),
+    Case(
+        "shard=2",
+        2,
+        everywhere((2 * SHORT_P - SHORT_U + 2 * P) * M // 2 * ring(2)),
+        HALF,
+        precision="fp16",
+    ),
     Case("tensor=2", 2, everywhere(layers(2, M)), everywhere(tensor_part(2))),
     Case(
         "tensor=2",
@@ -120,7 +159,12 @@ CASES = [
         everywhere(tensor_part(2) - U / 2),
         styles=tuple((VOCABULARY | {"head": "loss"}).items()),
     ),
-    Case("replicate=2,tensor=2", 4, everywhere(layers(2, M // 2) + 2 * tensor_part(2) * ring(2)), everywhere(tensor_part(2))),
+    Case(
+        "replicate=2,tensor=2",
+        4,
+        everywhere(layers(2, M // 2) + 2 * tensor_part(2) * ring(2)),
+        everywhere(tensor_part(2)),
+    ),
     Case(
         "shard=2,tensor=2",
         4,
@@ -129,34 +173,81 @@ CASES = [
     ),
     Case("pipeline=2,schedule=gpipe", 2, everywhere(A * M), HALF, lambda rank: BLOCKS // 2 * M),
     Case("pipeline=2", 2, everywhere(A * M), HALF, lambda rank: BLOCKS // 2 * (2 - rank)),
-    Case("pipeline=2,schedule=interleaved", 2, everywhere(3 * A * M), HALF, lambda rank: BLOCKS // 4 * (3 * 2 - 2 * rank - 1)),
-    Case("pipeline=2,schedule=zero-bubble", 2, everywhere(A * M), HALF, lambda rank: BLOCKS // 2 * 2),
-    Case("pipeline=4", 4, ends(A * M, 2 * A * M, 4), ends(W + block_bytes(), block_bytes(), 4), lambda rank: 4 - rank),
+    Case(
+        "pipeline=2,schedule=interleaved",
+        2,
+        everywhere(3 * A * M),
+        HALF,
+        lambda rank: BLOCKS // 4 * (3 * 2 - 2 * rank - 1),
+    ),
+    Case(
+        "pipeline=2,schedule=zero-bubble", 2, everywhere(A * M), HALF, lambda rank: BLOCKS // 2 * 2
+    ),
+    Case(
+        "pipeline=4",
+        4,
+        ends(A * M, 2 * A * M, 4),
+        ends(W + block_bytes(), block_bytes(), 4),
+        lambda rank: 4 - rank,
+    ),
     # With `words` and `head` one parameter, the first stage sends its gradient, and gets the sum.
     Case("pipeline=2", 2, everywhere(A * M + W), HALF, model=TiedModel),
     Case("replicate=2,pipeline=2", 4, everywhere(A * M // 2 + 2 * P / 2 * ring(2)), HALF),
-    Case("shard=2,pipeline=2", 4, everywhere(A * M // 2 + sharded(P / 2, 0, 2, M // 2)), everywhere(P / 4)),
-    Case("tensor=2,pipeline=2", 4, everywhere(A * M + layers(2, M, BLOCKS // 2)), everywhere(tensor_part(2) / 2)),
+    Case(
+        "shard=2,pipeline=2",
+        4,
+        everywhere(A * M // 2 + sharded(P / 2, 0, 2, M // 2)),
+        everywhere(P / 4),
+    ),
+    Case(
+        "tensor=2,pipeline=2",
+        4,
+        everywhere(A * M + layers(2, M, BLOCKS // 2)),
+        everywhere(tensor_part(2) / 2),
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if place in QUICK else pytest.mark.slow, id=f"{case.plan}-{place}") for place, case in enumerate(CASES)],
+    [
+        pytest.param(
+            case, marks=() if place in QUICK else pytest.mark.slow, id=f"{case.plan}-{place}"
+        )
+        for place, case in enumerate(CASES)
+    ],
 )
-def test_a_rank_sends_and_holds_what_the_pages_say(pool: WorkerPool, tmp_path: Path, case: Case) -> None:
+def test_a_rank_sends_and_holds_what_the_pages_say(
+    pool: WorkerPool, tmp_path: Path, case: Case
+) -> None:
     plan = f"{case.plan},transport=torch"
-    found: list[Costs] = pool.run(case.ranks, costs, plan, str(tmp_path / "run"), case.model, dict(case.styles), case.precision)
+    found: list[Costs] = pool.run(
+        case.ranks,
+        costs,
+        plan,
+        str(tmp_path / "run"),
+        case.model,
+        dict(case.styles),
+        case.precision,
+    )
     for rank, cost in enumerate(found):
         sent, held = case.sent(rank), case.held(rank)
-        assert sent <= cost.sent <= 1.02 * sent + EXTRA_BYTES, f"rank {rank} sent {cost.sent / sent:.3f} of the formula"
-        assert (cost.parameters, cost.gradients, cost.optimizer) == (held, held, 2 * held), f"rank {rank}"
+        assert sent <= cost.sent <= 1.02 * sent + EXTRA_BYTES, (
+            f"rank {rank} sent {cost.sent / sent:.3f} of the formula"
+        )
+        assert (cost.parameters, cost.gradients, cost.optimizer) == (
+            held,
+            held,
+            2 * held,
+        ), f"rank {rank}"
         if "shard=" in plan and "sharding=gradients" not in plan:
             assert cost.weights == 0, f"rank {rank}"
         if case.activations is not None:
             assert cost.activations == case.activations(rank), f"rank {rank}"
 
 
-def test_replicas_of_one_host_send_nothing_of_their_gradients(pool: WorkerPool, tmp_path: Path) -> None:
+def test_replicas_of_one_host_send_nothing_of_their_gradients(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for cost in pool.run(2, costs, "replicate=2", str(tmp_path / "run"), Model, STYLES):
         assert 0 < cost.sent < EXTRA_BYTES

@@ -1,5 +1,5 @@
-"""`torch.nn.DataParallel` around a model's forward, and what it is refused for. On a CPU only how the model is wrapped
-can be seen."""
+"""`torch.nn.DataParallel` around a model's forward, and what it is refused for. On a CPU only how
+the model is wrapped can be seen."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Model(nn.Module):
 
 
 class OnTheCPU(nn.DataParallel[Any]):
-    """Cuts and puts together as on GPUs, with copies of the module that share its lists and functions, as torch's
-    have."""
+    """Cuts and puts together as on GPUs, with copies of the module that share its lists and
+    functions, as torch's have."""
 
     def __init__(self, module: nn.Module, device_ids: list[int]) -> None:
         nn.Module.__init__(self)
@@ -39,14 +39,20 @@ class OnTheCPU(nn.DataParallel[Any]):
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         count = len(device_ids)
-        named = [dict(zip(kwargs, parts, strict=True)) for parts in zip(*(value.chunk(count) for value in kwargs.values()), strict=True)]
+        named = [
+            dict(zip(kwargs, parts, strict=True))
+            for parts in zip(*(value.chunk(count) for value in kwargs.values()), strict=True)
+        ]
         return list(zip(*(value.chunk(count) for value in inputs), strict=True)), named
 
     def replicate(self, module: nn.Module, device_ids: Any) -> Any:
         return [_replica(module) for _ in device_ids]
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-        return [replica(*args, **named) for replica, args, named in zip(replicas, inputs, kwargs, strict=True)]
+        return [
+            replica(*args, **named)
+            for replica, args, named in zip(replicas, inputs, kwargs, strict=True)
+        ]
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         return torch.cat(outputs)
@@ -54,11 +60,15 @@ class OnTheCPU(nn.DataParallel[Any]):
 
 def _replica(module: nn.Module) -> nn.Module:
     replica = copy.copy(module)
-    replica._modules = {name: _replica(child) for name, child in module._modules.items() if child is not None}
+    replica._modules = {
+        name: _replica(child) for name, child in module._modules.items() if child is not None
+    }
     return replica
 
 
-def test_the_forward_is_cut_and_the_model_stays_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_forward_is_cut_and_the_model_stays_the_users_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generators = [torch.Generator() for _ in range(3)]
     monkeypatch.setattr(nn, "DataParallel", OnTheCPU)
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
@@ -90,7 +100,10 @@ def test_the_forward_is_cut_and_the_model_stays_the_users_own(monkeypatch: pytes
 def test_batchnorm_would_see_parts_of_a_microbatch_and_is_refused() -> None:
     with pytest.raises(RecipeError) as caught:
         wrap_data_parallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), [0, 1])
-    assert str(caught.value).startswith("data_parallel=2 and a model with BatchNorm ('1'); each GPU would take the statistics of its part")
+    assert str(caught.value).startswith(
+        "data_parallel=2 and a model with BatchNorm ('1'); each GPU would take the statistics of"
+        " its part"
+    )
 
 
 def test_it_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +113,8 @@ def test_it_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(PlanError) as caught:
             gpus_of(home, count)
         assert str(caught.value).startswith(
-            f"data_parallel={count} and {there} GPUs; it splits each microbatch over the GPUs of one process; use replicate={count}, which "
+            f"data_parallel={count} and {there} GPUs; it splits each microbatch over the GPUs of"
+            f" one process; use replicate={count}, which "
         )
 
 

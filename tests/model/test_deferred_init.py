@@ -1,5 +1,5 @@
-"""A model built one tensor at a time has the values of the model built whole, and needs the memory of one tensor at a
-time."""
+"""A model built one tensor at a time has the values of the model built whole, and needs the memory
+of one tensor at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: t for named in (module.named_parameters, module.named_buffers) for name, t in named(remove_duplicate=False)}
+    return {
+        name: t
+        for named in (module.named_parameters, module.named_buffers)
+        for name, t in named(remove_duplicate=False)
+    }
 
 
 def check(factory: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
@@ -39,12 +43,18 @@ def check(factory: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     whole, deferred = build(factory, KEY), DeferredModel.build(factory, KEY)
     there, here = tensors_of(whole), tensors_of(deferred.module)
     assert list(here) == list(there)
-    assert [type(m).__qualname__ for m in deferred.module.modules()] == [type(m).__qualname__ for m in whole.modules()]
+    assert [type(m).__qualname__ for m in deferred.module.modules()] == [
+        type(m).__qualname__ for m in whole.modules()
+    ]
     for name in reversed(there):
         expected, meta, value = there[name], here[name], deferred.materialize(name)
         assert meta.is_meta
         assert (type(meta), meta.requires_grad) == (type(expected), expected.requires_grad), name
-        assert (meta.dtype, meta.shape, meta.stride()) == (expected.dtype, expected.shape, expected.stride()), name
+        assert (meta.dtype, meta.shape, meta.stride()) == (
+            expected.dtype,
+            expected.shape,
+            expected.stride(),
+        ), name
         assert (value.dtype, type(value), value.device.type) == (expected.dtype, Tensor, "cpu")
         assert torch.equal(value, expected), name
         assert torch.equal(deferred.materialize(meta), expected), name
@@ -54,7 +64,9 @@ def check(factory: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return whole, deferred.module
 
 
-def initialised(make: Callable[[], nn.Module], initialise: Callable[[Any], object]) -> Callable[[], nn.Module]:
+def initialised(
+    make: Callable[[], nn.Module], initialise: Callable[[Any], object]
+) -> Callable[[], nn.Module]:
     def factory() -> nn.Module:
         module = make()
         initialise(module)
@@ -67,7 +79,9 @@ def linear() -> nn.Linear:
     return nn.Linear(24, 40)
 
 
-def with_weight(function: Callable[[Tensor], object], make: Callable[[], nn.Module] = linear) -> Callable[[], nn.Module]:
+def with_weight(
+    function: Callable[[Tensor], object], make: Callable[[], nn.Module] = linear
+) -> Callable[[], nn.Module]:
     def initialise(module: Any) -> None:
         with torch.no_grad():
             function(module.weight)
@@ -82,12 +96,16 @@ def encoder() -> nn.Module:
 class Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(channels, channels, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU())
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU()
+        )
         self.last = nn.BatchNorm2d(channels)
 
 
 def resnet() -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), Residual(8), Residual(8), nn.Flatten(), nn.Linear(8, 10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), Residual(8), Residual(8), nn.Flatten(), nn.Linear(8, 10)
+    )
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -97,7 +115,8 @@ def resnet() -> nn.Module:
 
 
 class Rotary(nn.Module):
-    """Buffers made of arange, one kept out of the state dict; and tensors that are neither parameters nor buffers."""
+    """Buffers made of arange, one kept out of the state dict; and tensors that are neither
+    parameters nor buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +133,8 @@ class Rotary(nn.Module):
 
 
 def edited() -> nn.Module:
-    """Writes through views and `.data`, and values taken from other parameters before those change again."""
+    """Writes through views and `.data`, and values taken from other parameters before those change
+    again."""
     model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Embedding(9, 6, padding_idx=2))
     model[0].weight.data.mul_(0.5)
     model[1].weight.data.copy_(model[0].weight)
@@ -130,7 +150,9 @@ def edited() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    model: Any = nn.ModuleDict({"embedding": nn.Embedding(11, 6, padding_idx=3), "head": nn.Linear(6, 11, bias=False)})
+    model: Any = nn.ModuleDict(
+        {"embedding": nn.Embedding(11, 6, padding_idx=3), "head": nn.Linear(6, 11, bias=False)}
+    )
     model["head"].weight = model["embedding"].weight
     return model.half()  # type: ignore[no-any-return]
 
@@ -176,9 +198,22 @@ def special() -> nn.Module:
 
 
 def random_operations() -> nn.Module:
-    made = [torch.randperm(9), torch.randint(5, (6,)), torch.bernoulli(torch.full((7,), 0.5)), torch.empty(5).exponential_()]
-    made += [torch.multinomial(torch.arange(1.0, 6), 3), torch.rand_like(made[2]), torch.normal(torch.zeros(3), torch.ones(3))]
-    made += [torch.randn(4)[torch.randperm(4)], torch.empty(3).cauchy_(), nn.functional.dropout(torch.ones(20))]
+    made = [
+        torch.randperm(9),
+        torch.randint(5, (6,)),
+        torch.bernoulli(torch.full((7,), 0.5)),
+        torch.empty(5).exponential_(),
+    ]
+    made += [
+        torch.multinomial(torch.arange(1.0, 6), 3),
+        torch.rand_like(made[2]),
+        torch.normal(torch.zeros(3), torch.ones(3)),
+    ]
+    made += [
+        torch.randn(4)[torch.randperm(4)],
+        torch.empty(3).cauchy_(),
+        nn.functional.dropout(torch.ones(20)),
+    ]
     model = nn.Module()
     for number, tensor in enumerate(made):
         model.register_buffer(f"made{number}", tensor)
@@ -214,8 +249,12 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "special": special,
     "random_operations": random_operations,
     "example": lambda: example().GPT(layers=2, width=16, heads=2, context=8, dropout=0.1),
-    "deepcopy": lambda: nn.ModuleList([copy.deepcopy(module) for module in (linear(), nn.BatchNorm1d(3), tied())]),
-    "bfloat16": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to("cpu", torch.bfloat16),
+    "deepcopy": lambda: nn.ModuleList(
+        [copy.deepcopy(module) for module in (linear(), nn.BatchNorm1d(3), tied())]
+    ),
+    "bfloat16": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to("cpu", torch.bfloat16)
+    ),
     "orthogonal": with_weight(nn.init.orthogonal_),
     "truncated": with_weight(lambda weight: nn.init.trunc_normal_(weight, std=0.02)),
     "truncated_close": with_weight(lambda weight: nn.init.trunc_normal_(weight, a=-0.5, b=0.7)),
@@ -225,7 +264,9 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "sparse": with_weight(lambda weight: nn.init.sparse_(weight, 0.3)),
     "eye": with_weight(nn.init.eye_),
     "dirac": with_weight(nn.init.dirac_, lambda: nn.Conv2d(3, 5, 3)),
-    "dependent": with_weight(lambda weight: weight.mul_(weight[weight > 0.1].sum()) if weight.sum() > -99 else None),
+    "dependent": with_weight(
+        lambda weight: weight.mul_(weight[weight > 0.1].sum()) if weight.sum() > -99 else None
+    ),
     "spectral_norm": lambda: parametrizations.spectral_norm(linear()),
     "weight_norm": lambda: parametrizations.weight_norm(linear()),
     "orthogonal_parametrization": lambda: parametrizations.orthogonal(linear()),
@@ -243,10 +284,18 @@ def test_each_tensor_alone_is_that_of_the_whole_model(name: str) -> None:
 def test_hugging_face_models(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     if kind == "gpt2":
-        config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=16)
+        config = transformers.GPT2Config(
+            n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=16
+        )
         check(lambda: transformers.GPT2LMHeadModel(config))
     else:
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+        sizes = {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "vocab_size": 50,
+        }
         check(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
 
 
@@ -268,7 +317,11 @@ STEPS: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 
 @settings(max_examples=40)
-@given(steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 2), st.integers(0, 2)), max_size=12))
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 2), st.integers(0, 2)), max_size=12
+    )
+)
 def test_any_sequence_of_writes(steps: list[tuple[str, int, int]]) -> None:
     def factory() -> nn.Module:
         parameters = nn.ParameterList([nn.Parameter(torch.randn(3, 4)) for _ in range(3)])
@@ -298,12 +351,18 @@ def test_pythons_generators_are_started() -> None:
         random.seed(seed)
         np.random.seed(seed)
         values.append(build(from_numpy, KEY))
-    assert all(torch.equal(getattr(values[0], name), getattr(values[1], name)) for name in ("weight", "chosen"))
+    assert all(
+        torch.equal(getattr(values[0], name), getattr(values[1], name))
+        for name in ("weight", "chosen")
+    )
 
 
 def test_another_key_gives_other_values() -> None:
     assert not torch.equal(build(linear, 1).weight, build(linear, 2).weight)
-    assert not torch.equal(DeferredModel.build(linear, 1).materialize("weight"), DeferredModel.build(linear, 2).materialize("weight"))
+    assert not torch.equal(
+        DeferredModel.build(linear, 1).materialize("weight"),
+        DeferredModel.build(linear, 2).materialize("weight"),
+    )
 
 
 def generators() -> tuple[float, float, Tensor]:
@@ -348,7 +407,8 @@ def test_the_meta_module_can_be_given_storage_and_used() -> None:
 
 
 class Peak(TorchDispatchMode):
-    """The bytes of the storages that live at the same time within it, at most, as seen after each operation."""
+    """The bytes of the storages that live at the same time within it, at most, as seen after each
+    operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,8 +419,12 @@ class Peak(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, out)):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().device.type == "cpu":
-                self._live[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
-        self._live = {storage: size for storage, size in self._live.items() if not storage.expired()}
+                self._live[StorageWeakRef(tensor.untyped_storage())] = (
+                    tensor.untyped_storage().nbytes()
+                )
+        self._live = {
+            storage: size for storage, size in self._live.items() if not storage.expired()
+        }
         self.bytes = max(self.bytes, sum(self._live.values()))
         return out
 
@@ -373,7 +437,10 @@ INITIALISERS: dict[str, tuple[Callable[[Tensor], object], float]] = {
     "orthogonal": (nn.init.orthogonal_, 4),
     "truncated": (lambda weight: nn.init.trunc_normal_(weight, std=0.5), 4),
     "scaled": (lambda weight: setattr(weight, "data", torch.randn(64, 64) * 0.02), 2),
-    "chain": (lambda weight: setattr(weight, "data", reduce(torch.mul, range(1, 9), torch.randn(64, 64))), 2),
+    "chain": (
+        lambda weight: setattr(weight, "data", reduce(torch.mul, range(1, 9), torch.randn(64, 64))),
+        2,
+    ),
 }
 
 
@@ -402,7 +469,9 @@ def test_a_value_that_is_overwritten_is_not_drawn() -> None:
     deferred = DeferredModel.build(with_weight(nn.init.normal_), KEY)
     with Operations() as operations:
         deferred.materialize("weight")
-    assert [name for name in operations.names if "uniform" in name or "normal" in name] == ["aten::normal_"]
+    assert [name for name in operations.names if "uniform" in name or "normal" in name] == [
+        "aten::normal_"
+    ]
 
 
 class Operations(TorchDispatchMode):
@@ -423,7 +492,10 @@ def test_values_from_numpy_are_counted() -> None:
 
 def test_values_from_a_file_are_counted(tmp_path: Path) -> None:
     torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "state.pt")
-    factory = initialised(lambda: nn.Linear(3, 4), lambda model: model.load_state_dict(torch.load(tmp_path / "state.pt")))
+    factory = initialised(
+        lambda: nn.Linear(3, 4),
+        lambda model: model.load_state_dict(torch.load(tmp_path / "state.pt")),
+    )
     check(factory)
     assert DeferredModel.build(factory, KEY).constant_bytes == (12 + 4) * 4
 
@@ -462,7 +534,10 @@ def shares_memory() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "numpy": (asks_numpy, "RuntimeError: .numpy() is not supported"),
     "caught": (falls_back, "aten.zeros.default: it makes a tensor on the device meta"),
-    "meta": (lambda: nn.Linear(3, 4, device="meta"), "aten.empty.memory_format: it makes a tensor on the device meta"),
+    "meta": (
+        lambda: nn.Linear(3, 4, device="meta"),
+        "aten.empty.memory_format: it makes a tensor on the device meta",
+    ),
     "lazy": (lambda: nn.LazyLinear(3), "weight has no shape before the first forward"),
     "fails": (lambda: nn.Linear(3, "four"), "TypeError"),
     "shares": (shares_memory, "part and weight are two tensors that share memory"),
@@ -470,9 +545,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         initialised(linear, lambda model: setattr(model, "doubled", model.weight * 2)),
         "a tensor outside its parameters and buffers is part of a graph of gradients",
     ),
-    "hook": (initialised(linear, lambda model: model.weight.register_hook(abs)), "weight has hooks on its gradient"),
-    "mixed": (lambda: torch._foreach_mul_([torch.tensor(3.0), torch.rand(2)], 2), "aten._foreach_mul_.Scalar: it writes both to"),
-    "conjugate": (lambda: torch.rand(2, dtype=torch.cfloat).conj(), "aten._conj.default: it makes a tensor that is"),
+    "hook": (
+        initialised(linear, lambda model: model.weight.register_hook(abs)),
+        "weight has hooks on its gradient",
+    ),
+    "mixed": (
+        lambda: torch._foreach_mul_([torch.tensor(3.0), torch.rand(2)], 2),
+        "aten._foreach_mul_.Scalar: it writes both to",
+    ),
+    "conjugate": (
+        lambda: torch.rand(2, dtype=torch.cfloat).conj(),
+        "aten._conj.default: it makes a tensor that is",
+    ),
     "no_module": (lambda: [linear()], "the function returned a list, not a torch.nn.Module"),
 }
 

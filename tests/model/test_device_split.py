@@ -1,4 +1,5 @@
-"""Layers on several devices of one process: which go where, and that whatever meets there has been moved."""
+"""Layers on several devices of one process: which go where, and that whatever meets there has been
+moved."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 
 from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
-from lockstep.model.device_split import PlacedLayer, device_indices, devices_of, layers_of, move_tensors, split
+from lockstep.model.device_split import (
+    PlacedLayer,
+    device_indices,
+    devices_of,
+    layers_of,
+    move_tensors,
+    split,
+)
 from lockstep.model.pipeline.stages import sequential_parts
 
 CPU = torch.device("cpu")
@@ -27,16 +35,23 @@ Point = namedtuple("Point", ["x", "y"])
     rest=st.integers(0, 2000),
     devices=st.integers(2, 4),
 )
-def test_layers_are_placed_in_runs_and_no_other_runs_need_less_memory(nbytes: list[int], rest: int, devices: int) -> None:
+def test_layers_are_placed_in_runs_and_no_other_runs_need_less_memory(
+    nbytes: list[int], rest: int, devices: int
+) -> None:
     names = [str(place) for place in range(len(nbytes))]
     if len(names) < devices:
-        with pytest.raises(RecipeError, match=f"^split={devices} and a model of {len(names)} layers that can be placed"):
+        with pytest.raises(
+            RecipeError,
+            match=f"^split={devices} and a model of {len(names)} layers that can be placed",
+        ):
             device_indices(names, nbytes, rest, devices)
         return
     found = device_indices(names, nbytes, rest, devices)
     assert found == sorted(found)
     assert set(found) == set(range(devices))
-    assert _most(found, nbytes, rest) == min(_most(other, nbytes, rest) for other in _runs(len(names), devices))
+    assert _most(found, nbytes, rest) == min(
+        _most(other, nbytes, rest) for other in _runs(len(names), devices)
+    )
 
 
 def _most(found: list[int], nbytes: list[int], rest: int) -> int:
@@ -49,7 +64,11 @@ def _most(found: list[int], nbytes: list[int], rest: int) -> int:
 def _runs(layers: int, devices: int) -> list[list[int]]:
     if devices == 1:
         return [[0] * layers]
-    shorter = ((first, rest) for first in range(1, layers - devices + 2) for rest in _runs(layers - first, devices - 1))
+    shorter = (
+        (first, rest)
+        for first in range(1, layers - devices + 2)
+        for rest in _runs(layers - first, devices - 1)
+    )
     return [[0] * first + [number + 1 for number in rest] for first, rest in shorter]
 
 
@@ -57,9 +76,10 @@ def test_a_user_may_say_how_many_layers_each_device_has() -> None:
     assert device_indices(["a", "b", "c"], [1, 1, 9], 5, (0, 1, 2)) == [1, 2, 2]
     with pytest.raises(RecipeError) as caught:
         device_indices(["a", "b", "c"], [1, 1, 9], 5, (2, 2))
-    assert str(caught.value) == (
-        "split=2+2 places 4 layers, and the model has 3 (a, b, c); the numbers add up to them; correct the plan, or name the layers in "
-        "Recipe.blocks"
+    assert (
+        str(caught.value)
+        == "split=2+2 places 4 layers, and the model has 3 (a, b, c); the numbers add up to them;"
+        " correct the plan, or name the layers in Recipe.blocks"
     )
 
 
@@ -70,7 +90,9 @@ class Named(nn.Module):
         self.decoder = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
 
 
-def _layers(model: nn.Module, patterns: list[str] | None = None, stages: list[str] | None = None) -> list[PlacedLayer]:
+def _layers(
+    model: nn.Module, patterns: list[str] | None = None, stages: list[str] | None = None
+) -> list[PlacedLayer]:
     return layers_of(model, patterns, sequential_parts(model, stages))
 
 
@@ -78,9 +100,16 @@ def _names(layers: list[PlacedLayer]) -> list[str]:
     return [f"{layer.name}{' ->' if layer.feeds_next else ''}" for layer in layers]
 
 
-def test_the_layers_of_a_sequential_are_its_members_and_each_is_called_with_what_the_one_before_returns() -> None:
+def test_the_layers_of_a_sequential_are_its_members_and_each_is_called_with_what_the_one_before_returns() -> (
+    None
+):
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    assert _names(_layers(nn.Sequential(nn.Linear(2, 2), inner, nn.BatchNorm1d(2)))) == ["0 ->", "1.0 ->", "1.1 ->", "2"]
+    assert _names(_layers(nn.Sequential(nn.Linear(2, 2), inner, nn.BatchNorm1d(2)))) == [
+        "0 ->",
+        "1.0 ->",
+        "1.1 ->",
+        "2",
+    ]
     alike = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)))
     assert _names(_layers(nn.Sequential(nn.Linear(2, 2), alike))) == ["0 ->", "1.0 ->", "1.1"]
     tied = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2))
@@ -90,9 +119,19 @@ def test_the_layers_of_a_sequential_are_its_members_and_each_is_called_with_what
 
 def test_of_lists_the_members_but_the_last_hand_on_and_other_blocks_do_not() -> None:
     assert _names(_layers(Named())) == ["encoder.0 ->", "encoder.1"]
-    assert _names(_layers(Named(), ["encoder.*", "decoder.*"])) == ["encoder.0 ->", "encoder.1", "decoder.one", "decoder.other"]
+    assert _names(_layers(Named(), ["encoder.*", "decoder.*"])) == [
+        "encoder.0 ->",
+        "encoder.1",
+        "decoder.one",
+        "decoder.other",
+    ]
     stages = ["decoder.other", "encoder.*", "decoder.one"]
-    assert _names(_layers(Named(), stages=stages)) == ["decoder.other ->", "encoder.0 ->", "encoder.1 ->", "decoder.one"]
+    assert _names(_layers(Named(), stages=stages)) == [
+        "decoder.other ->",
+        "encoder.0 ->",
+        "encoder.1 ->",
+        "decoder.one",
+    ]
     assert _layers(nn.Linear(2, 2)) == []
 
 
@@ -105,7 +144,9 @@ def test_what_moves_keeps_its_kind_and_what_need_not_move_is_the_same_object() -
         found = move_tensors(nest, ELSEWHERE, copies)
         assert found["a"][1][1] is cache
         assert (type(found["b"]), type(found["a"][1][0])) == (OrderedDict, Point)
-        assert [t.device for t in (found["a"][0], found["a"][1][0].x, found["b"]["c"])] == [ELSEWHERE] * 3
+        assert [t.device for t in (found["a"][0], found["a"][1][0].x, found["b"]["c"])] == [
+            ELSEWHERE
+        ] * 3
         assert move_tensors(found, ELSEWHERE) is found
     assert nest["a"][0] is x
     assert [type(copied) for copied, _ in copies] == [list, OrderedDict, dict]
@@ -150,25 +191,37 @@ def _models(kind: type[nn.Module] = Model) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("devices", [TWO, TWO[::-1]], ids=["from the CPU", "to the CPU"])
-def test_values_and_gradients_are_those_of_one_device_and_an_activation_crosses_once_a_cut(devices: list[torch.device]) -> None:
+def test_values_and_gradients_are_those_of_one_device_and_an_activation_crosses_once_a_cut(
+    devices: list[torch.device],
+) -> None:
     whole, parted = _models()
     x, mask = torch.randn(3, 4), [torch.rand(3, 4)]
     output, gradients = _gradients(whole, x, mask)
     home, other = devices
     with SecondDevice() as second:
         split(parted, _layers(parted), devices, 2)
-        device_indices = {name: tensor.device for name, tensor in [*parted.named_parameters(), *parted.named_buffers()]}
-        assert device_indices == {name: other if name.startswith(("blocks.2", "blocks.3")) else home for name in device_indices}
+        device_indices = {
+            name: tensor.device
+            for name, tensor in [*parted.named_parameters(), *parted.named_buffers()]
+        }
+        assert device_indices == {
+            name: other if name.startswith(("blocks.2", "blocks.3")) else home
+            for name in device_indices
+        }
         given = move_tensors((x, mask), home)
         second.moves.clear()
         found = parted(*given)
         assert found.device == home
         found.square().sum().backward()
-        forward = [12] * 5  # x and the mask for the first block there, the mask for the second, both home
+        # x and the mask for the first block there, the mask for the second, both home
+        forward = [12] * 5
         backward = [12] * 2
         assert second.moves == forward + backward
         assert torch.equal(found.cpu(), output)
-        assert all(torch.equal(p.grad.cpu(), gradient) for p, gradient in zip(parted.parameters(), gradients, strict=True))
+        assert all(
+            torch.equal(p.grad.cpu(), gradient)
+            for p, gradient in zip(parted.parameters(), gradients, strict=True)
+        )
 
 
 class Interleaved(nn.Module):
@@ -177,7 +230,9 @@ class Interleaved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.norms = nn.ModuleList([nn.LayerNorm(4), nn.Identity(), nn.BatchNorm1d(4), nn.LayerNorm(4)])
+        self.norms = nn.ModuleList(
+            [nn.LayerNorm(4), nn.Identity(), nn.BatchNorm1d(4), nn.LayerNorm(4)]
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         hidden = []
@@ -212,7 +267,9 @@ def test_code_of_the_model_that_mixes_devices_is_refused_with_what_to_write() ->
         split(model, _layers(model), TWO, 2)
         with pytest.raises(RecipeError) as caught:
             model(torch.randn(3, 4), [torch.rand(3, 4)])
-    assert str(caught.value).startswith("the model is split, and its code uses tensors of two devices (aten::add")
+    assert str(caught.value).startswith(
+        "the model is split, and its code uses tensors of two devices (aten::add"
+    )
     assert "write other.to(x.device) where the two meet" in str(caught.value)
 
 
@@ -255,7 +312,9 @@ def test_a_change_to_a_list_that_would_be_lost_with_its_copy_is_refused() -> Non
     whole = model(x)
     with SecondDevice():
         split(model, _layers(model), TWO, 2)
-        with pytest.raises(RecipeError, match=r"^the forward of a Collects changed a list that it was given"):
+        with pytest.raises(
+            RecipeError, match=r"^the forward of a Collects changed a list that it was given"
+        ):
             model(x)
     model = Collected()
     split(model, _layers(model), [CPU, CPU], 2)
@@ -267,22 +326,34 @@ class Rotary(nn.Module):
         super().__init__()
         table = nn.Module()
         table.register_buffer("angles", torch.ones(3))
-        self.blocks = nn.ModuleList(nn.ModuleDict({"linear": nn.Linear(4, 4), "table": table}) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"linear": nn.Linear(4, 4), "table": table}) for _ in range(2)
+        )
 
 
 def test_a_buffer_of_layers_on_two_devices_is_refused() -> None:
     model = Rotary()
     with pytest.raises(RecipeError) as caught:
         split(model, _layers(model), [CPU, CPU], 2)
-    assert str(caught.value).startswith("the layers 'blocks.0' and 'blocks.1' share a buffer of shape (3,), and are placed on two devices")
+    assert str(caught.value).startswith(
+        "the layers 'blocks.0' and 'blocks.1' share a buffer of shape (3,), and are placed on two"
+        " devices"
+    )
     split(model, _layers(model), [CPU, CPU], (0, 2))
 
 
-def test_a_cpu_stands_for_any_number_of_devices_and_gpus_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_stands_for_any_number_of_devices_and_gpus_must_be_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert devices_of(CPU, 3) == [CPU] * 3
     monkeypatch.setattr(accelerator, "count", lambda: 2)
-    assert devices_of(torch.device("cuda", 0), 2) == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    with pytest.raises(PlanError, match=r"^split over 3 devices and 2 GPUs; each device is a GPU of its own"):
+    assert devices_of(torch.device("cuda", 0), 2) == [
+        torch.device("cuda", 0),
+        torch.device("cuda", 1),
+    ]
+    with pytest.raises(
+        PlanError, match=r"^split over 3 devices and 2 GPUs; each device is a GPU of its own"
+    ):
         devices_of(torch.device("cuda", 0), 3)
 
 
@@ -294,12 +365,16 @@ def test_the_generator_goes_with_the_activations(monkeypatch: pytest.MonkeyPatch
     generators = [torch.Generator(), torch.Generator()]
     current: list[torch.device] = []
     monkeypatch.setattr(accelerator, "generator", lambda device: generators[device.index])
-    monkeypatch.setattr(accelerator, "current", lambda device: current.append(device) or nullcontext())
+    monkeypatch.setattr(
+        accelerator, "current", lambda device: current.append(device) or nullcontext()
+    )
     alone = torch.Generator().manual_seed(5)
     generators[0].manual_seed(5)
     for number in (0, 1, 1, 0, 1):
         with module._current_device(gpus[number], gpus[0]):
-            assert torch.equal(torch.rand(4, generator=generators[number]), torch.rand(4, generator=alone))
+            assert torch.equal(
+                torch.rand(4, generator=generators[number]), torch.rand(4, generator=alone)
+            )
     assert current == [gpus[1]] * 3
 
 
@@ -307,7 +382,13 @@ def test_the_generator_goes_with_the_activations(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_two_gpus_compute_what_one_does(dropout: float) -> None:
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 64), nn.Dropout(dropout), nn.Linear(64, 64), nn.Dropout(dropout), nn.Linear(64, 2))
+        return nn.Sequential(
+            nn.Linear(4, 64),
+            nn.Dropout(dropout),
+            nn.Linear(64, 64),
+            nn.Dropout(dropout),
+            nn.Linear(64, 2),
+        )
 
     whole, parted = _models(build)
     x = torch.randn(32, 4, device="cuda:0")

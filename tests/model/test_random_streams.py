@@ -11,21 +11,30 @@ from lockstep.model.random_streams import ModuleRandomStreams
 
 
 class Parts(nn.Module):
-    """Calls its parts as `how` says: as they are, or each recomputed in the backward, or two of them together."""
+    """Calls its parts as `how` says: as they are, or each recomputed in the backward, or two of
+    them together."""
 
     def __init__(self, how: str = "plain") -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3))
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3)
+        )
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "together":
-            return checkpoint(lambda x: self.parts[2](self.parts[1](x)), self.parts[0](x), use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(
+                lambda x: self.parts[2](self.parts[1](x)), self.parts[0](x), use_reentrant=False
+            )  # type: ignore[no-any-return]
         for part in self.parts:
-            x = part(x) if self.how == "plain" else checkpoint(part, x, use_reentrant=self.how == "reentrant")
+            x = (
+                part(x)
+                if self.how == "plain"
+                else checkpoint(part, x, use_reentrant=self.how == "reentrant")
+            )
         return x
 
 
@@ -41,14 +50,19 @@ X = torch.ones(4, 8, requires_grad=True)
 
 
 def gradient(how: str, forwards: int) -> Tensor:
-    """Of the sum of some forwards of one microbatch; another's forward lies between them and the backward."""
+    """Of the sum of some forwards of one microbatch; another's forward lies between them and the
+    backward."""
     model = Parts(how)
     streams = streams_of(model)
     streams.start((7, 0))
     loss = sum((place + 1) * model(X).sum() for place in range(forwards))
     streams.start((7, 1))
     model(X)
-    return torch.autograd.grad(loss, list(model.parameters()))[0] if how != "reentrant" else _backward(model, loss)
+    return (
+        torch.autograd.grad(loss, list(model.parameters()))[0]
+        if how != "reentrant"
+        else _backward(model, loss)
+    )
 
 
 def _backward(model: nn.Module, loss: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""BatchNorm's running statistics under `replicate`: those of one process that computes all microbatches in their
-order."""
+"""BatchNorm's running statistics under `replicate`: those of one process that computes all
+microbatches in their order."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SAMPLES, GLOBAL_BATCH, MICROBATCH, STEPS = 60, 22, 4, 4
 
 
 class Normed(nn.Module):
-    """Ways to use a BatchNorm: with a momentum, without (a cumulative average), twice, recomputed, frozen, without
-    statistics."""
+    """Ways to use a BatchNorm: with a momentum, without (a cumulative average), twice, recomputed,
+    frozen, without statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,8 @@ def train_a_model_that_changes_a_buffer(run_dir: str, replaces: bool, microbatch
 
 
 def by_hand(first: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Plain torch on one process, one microbatch after another, with torch's own updates of the statistics."""
+    """Plain torch on one process, one microbatch after another, with torch's own updates of the
+    statistics."""
     model = Normed().train()
     model.load_state_dict(first)
     optimizer = sgd(model)
@@ -118,7 +119,8 @@ def by_hand(first: dict[str, Tensor]) -> list[dict[str, Tensor]]:
             after_forward = {name: buffer.clone() for name, buffer in model.named_buffers()}
             assert not same(buffers, after_forward)
             (loss * len(chosen) / GLOBAL_BATCH).backward()
-            for name, buffer in model.named_buffers():  # torch counts what is recomputed a second time
+            # torch counts what is recomputed a second time
+            for name, buffer in model.named_buffers():
                 buffer.copy_(after_forward[name])
         optimizer.step()
         states.append(state_of(model))
@@ -126,18 +128,36 @@ def by_hand(first: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_running_statistics_are_those_of_one_process_in_every_step(pool: WorkerPool, tmp_path: Any, world_size: int) -> None:
-    everyone: Sequence[list[dict[str, Tensor]]] = pool.run(world_size, train_normed, str(tmp_path / "run"))
+def test_running_statistics_are_those_of_one_process_in_every_step(
+    pool: WorkerPool, tmp_path: Any, world_size: int
+) -> None:
+    everyone: Sequence[list[dict[str, Tensor]]] = pool.run(
+        world_size, train_normed, str(tmp_path / "run")
+    )
     expected = by_hand(everyone[0][0])
     for states in everyone:
         assert same(states, everyone[0])
         for step, (found, truth) in enumerate(zip(states, expected, strict=True)):
             for name, value in truth.items():
-                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, at=(step, name): f"{at}: {text}")
+                torch.testing.assert_close(
+                    found[name],
+                    value,
+                    rtol=1e-4,
+                    atol=1e-5,
+                    msg=lambda text, at=(step, name): f"{at}: {text}",
+                )
     microbatches = STEPS * -(-GLOBAL_BATCH // MICROBATCH)
     last = everyone[0][-1]
-    assert last["moving.num_batches_tracked"] == last["recomputed.1.num_batches_tracked"] == microbatches
-    assert last["twice.num_batches_tracked"] == last["cumulative.num_batches_tracked"] == 2 * microbatches
+    assert (
+        last["moving.num_batches_tracked"]
+        == last["recomputed.1.num_batches_tracked"]
+        == microbatches
+    )
+    assert (
+        last["twice.num_batches_tracked"]
+        == last["cumulative.num_batches_tracked"]
+        == 2 * microbatches
+    )
     assert same(last["frozen.running_mean"], torch.zeros(5))
 
 
@@ -146,13 +166,24 @@ def test_running_statistics_are_those_of_one_process_in_every_step(pool: WorkerP
 def test_a_forward_that_changes_another_buffer_is_refused_by_its_name(
     pool: WorkerPool, tmp_path: Any, world_size: int, microbatch: int, replaces: bool
 ) -> None:
-    with pytest.raises(RecipeError, match=r"forward changed its buffer 'calls_seen'.*update it outside the forward, between steps"):
-        pool.run(world_size, train_a_model_that_changes_a_buffer, str(tmp_path / "run"), replaces, microbatch)
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"forward changed its buffer 'calls_seen'.*update it outside the forward, between steps"
+        ),
+    ):
+        pool.run(
+            world_size,
+            train_a_model_that_changes_a_buffer,
+            str(tmp_path / "run"),
+            replaces,
+            microbatch,
+        )
 
 
 class Codebook(nn.Module):
-    """Its forward changes a buffer through `.data`, which torch does not count; from the `begins`-th call in training
-    on."""
+    """Its forward changes a buffer through `.data`, which torch does not count; from the
+    `begins`-th call in training on."""
 
     def __init__(self, begins: int) -> None:
         super().__init__()
@@ -177,7 +208,12 @@ class MovesBuffers(ls.Hook):
 
 
 def train_a_codebook(run_dir: str, begins: int, steps: int) -> str:
-    given = recipe(model=lambda: Codebook(begins), microbatch=8, steps=steps, evaluation=ls.Evaluation(data=rows(7), every=1))
+    given = recipe(
+        model=lambda: Codebook(begins),
+        microbatch=8,
+        steps=steps,
+        evaluation=ls.Evaluation(data=rows(7), every=1),
+    )
     try:
         return str(ls.train(given, run_dir=run_dir, hooks=[MovesBuffers()], log_every=3).steps)
     except RecipeError as error:
@@ -190,12 +226,17 @@ def test_a_change_of_a_buffer_that_torch_does_not_count_is_refused_on_all_ranks_
     pool: WorkerPool, tmp_path: Any, world_size: int, begins: int
 ) -> None:
     for text in pool.run(world_size, train_a_codebook, str(tmp_path / "run"), begins, 4):
-        assert text.startswith("the model's forward changed its buffer 'code'; microbatches are computed on different ranks")
+        assert text.startswith(
+            "the model's forward changed its buffer 'code'; microbatches are computed on different"
+            " ranks"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_buffers_may_change_between_steps(pool: WorkerPool, tmp_path: Any, world_size: int) -> None:
-    assert pool.run(world_size, train_a_codebook, str(tmp_path / "run"), 1000, 7) == ["7"] * world_size
+    assert (
+        pool.run(world_size, train_a_codebook, str(tmp_path / "run"), 1000, 7) == ["7"] * world_size
+    )
 
 
 class Renormed(nn.Module):
@@ -243,7 +284,12 @@ def attempt(run_dir: str, model: type[nn.Module], numerics: str) -> tuple[str, i
     hooks = [Freezes()] if model is Normed else []
     states = States()
     try:
-        ls.train(recipe(model=model, steps=4), run_dir=run_dir, hooks=[*hooks, states], plan=f"numerics={numerics}")
+        ls.train(
+            recipe(model=model, steps=4),
+            run_dir=run_dir,
+            hooks=[*hooks, states],
+            plan=f"numerics={numerics}",
+        )
     except RecipeError as error:
         return str(error), len(states.states) - 1
     raise AssertionError("it trained")
@@ -257,36 +303,55 @@ def attempt(run_dir: str, model: type[nn.Module], numerics: str) -> tuple[str, i
         (
             Renormed,
             0,
-            "the model's forward, or a hook of its backward, changed its parameter 'embedding.weight'; microbatches",
+            (
+                "the model's forward, or a hook of its backward, changed its parameter"
+                " 'embedding.weight'; microbatches"
+            ),
         ),
         (
             Momentum,
             0,
-            "the model's forward, or a hook of its backward, changed its parameter 'target.weight'; microbatches",
+            (
+                "the model's forward, or a hook of its backward, changed its parameter"
+                " 'target.weight'; microbatches"
+            ),
         ),
         (
             Normed,
             2,
-            "parameter 'last.weight' has requires_grad=False and had True when the model was prepared, or since run.freeze; ranks sum the "
-            "gradients of what was trainable then; call run.freeze(name) or run.unfreeze(name) in a hook, on every rank",
+            (
+                "parameter 'last.weight' has requires_grad=False and had True when the model was"
+                " prepared, or since run.freeze; ranks sum the gradients of what was trainable"
+                " then; call run.freeze(name) or run.unfreeze(name) in a hook, on every rank"
+            ),
         ),
     ],
 )
 def test_a_parameter_that_changes_otherwise_than_by_a_step_is_refused_on_all_ranks(
-    pool: WorkerPool, tmp_path: Any, world_size: int, model: type[nn.Module], steps: int, message: str, numerics: str
+    pool: WorkerPool,
+    tmp_path: Any,
+    world_size: int,
+    model: type[nn.Module],
+    steps: int,
+    message: str,
+    numerics: str,
 ) -> None:
     for text, done in pool.run(world_size, attempt, str(tmp_path / "run"), model, numerics):
         assert text.startswith(message)
         assert done == steps
 
 
-def test_a_reentrant_checkpoint_is_refused_where_gradients_are_sent_amid_the_backward(pool: WorkerPool, tmp_path: Any) -> None:
+def test_a_reentrant_checkpoint_is_refused_where_gradients_are_sent_amid_the_backward(
+    pool: WorkerPool, tmp_path: Any
+) -> None:
     for text, _ in pool.run(2, attempt, str(tmp_path / "run"), Reentrant, "fast,transport=torch"):
         assert text.endswith("pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_where_a_gpu_decides_a_step_that_is_not_applied_leaves_the_statistics_alone(momentum: float | None) -> None:
+def test_where_a_gpu_decides_a_step_that_is_not_applied_leaves_the_statistics_alone(
+    momentum: float | None,
+) -> None:
     mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), Plan(replicate=1))
     norm = nn.BatchNorm1d(2, momentum=momentum)
     statistics = RunningStatistics(norm, mesh)
@@ -304,7 +369,8 @@ def test_where_a_gpu_decides_a_step_that_is_not_applied_leaves_the_statistics_al
 
 
 class Unused(nn.Module):
-    """Cumulative averages that start from given statistics: one frozen, one that no forward reaches."""
+    """Cumulative averages that start from given statistics: one frozen, one that no forward
+    reaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +396,13 @@ def train_beside_statistics(run_dir: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_statistics_that_no_forward_updates_stay_as_they_are(pool: WorkerPool, tmp_path: Any, world_size: int) -> None:
+def test_statistics_that_no_forward_updates_stay_as_they_are(
+    pool: WorkerPool, tmp_path: Any, world_size: int
+) -> None:
     first = Unused().state_dict()
     for state in pool.run(world_size, train_beside_statistics, str(tmp_path / "run")):
-        assert all(same(state[name], value) for name, value in first.items() if "running" in name or "tracked" in name)
+        assert all(
+            same(state[name], value)
+            for name, value in first.items()
+            if "running" in name or "tracked" in name
+        )

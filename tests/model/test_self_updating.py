@@ -1,4 +1,5 @@
-"""Buffers that a forward updates: once a step, from the first microbatch, on any number of processes."""
+"""Buffers that a forward updates: once a step, from the first microbatch, on any number of
+processes."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ STEPS = 3
 
 
 class Codebook(nn.Module):
-    """Snaps to the nearest of four codes, which follow their inputs by a moving average. `replaces`: or its own way to
-    update a buffer."""
+    """Snaps to the nearest of four codes, which follow their inputs by a moving average.
+    `replaces`: or its own way to update a buffer."""
 
     self_updating_buffers = ("codes", "seen")
 
@@ -59,10 +60,17 @@ def normalized() -> nn.Module:
 
 
 def normalized_by_hooks() -> nn.Module:
-    return nn.Sequential(spectral_norm_by_hooks(nn.Linear(6, 16)), nn.Tanh(), nn.Linear(16, OUTPUTS))
+    return nn.Sequential(
+        spectral_norm_by_hooks(nn.Linear(6, 16)), nn.Tanh(), nn.Linear(16, OUTPUTS)
+    )
 
 
-MODELS = {"codebook": quantized, "replaced": replacing, "spectral_norm": normalized, "spectral_norm by hooks": normalized_by_hooks}
+MODELS = {
+    "codebook": quantized,
+    "replaced": replacing,
+    "spectral_norm": normalized,
+    "spectral_norm by hooks": normalized_by_hooks,
+}
 
 
 class States(ls.Hook):
@@ -76,26 +84,40 @@ class States(ls.Hook):
 
 
 def given(name: str, **changes: Any) -> ls.Recipe:
-    options = {"global_batch": 8, "microbatch": 2, "steps": STEPS, "data": rows(24), "optimizer": sgd, **changes}
+    options = {
+        "global_batch": 8,
+        "microbatch": 2,
+        "steps": STEPS,
+        "data": rows(24),
+        "optimizer": sgd,
+        **changes,
+    }
     return recipe(model=MODELS[name], evaluation=ls.Evaluation(data=rows(7), every=1), **options)
 
 
-def train(name: str, run_dir: str, plan: str = "replicate=1", **options: Any) -> tuple[str, list[dict[str, Tensor]]]:
+def train(
+    name: str, run_dir: str, plan: str = "replicate=1", **options: Any
+) -> tuple[str, list[dict[str, Tensor]]]:
     states = States()
-    result = ls.train(given(name), run_dir=run_dir, plan=f"{plan},numerics=bitwise", hooks=[states], **options)
+    result = ls.train(
+        given(name), run_dir=run_dir, plan=f"{plan},numerics=bitwise", hooks=[states], **options
+    )
     return result.fingerprint, states.states
 
 
 def fingerprint(name: str, run_dir: str, plan: str) -> str:
     found = train(name, run_dir, plan)[0]
-    # torch keeps the class of a sharded module for good, and the class of a parametrized module keeps the module.
+    # torch keeps the class of a sharded module for good, and the class of a parametrized module
+    # keeps the module.
     cls_to_fsdp_cls.clear()
     return found
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "replicate=3", "shard=2"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_bits_are_those_of_one_process(pool: WorkerPool, tmp_path: Path, name: str, plan: str) -> None:
+def test_the_bits_are_those_of_one_process(
+    pool: WorkerPool, tmp_path: Path, name: str, plan: str
+) -> None:
     (alone,) = pool.run(1, fingerprint, name, str(tmp_path / "alone"), "replicate=1")
     assert set(pool.run(int(plan[-1]), fingerprint, name, str(tmp_path / "run"), plan)) == {alone}
 
@@ -103,7 +125,9 @@ def test_the_bits_are_those_of_one_process(pool: WorkerPool, tmp_path: Path, nam
 @pytest.mark.parametrize("name", ["codebook", "replaced"])
 def test_they_are_updated_once_a_step_from_the_first_microbatch(tmp_path: Path, name: str) -> None:
     _, states = train(name, str(tmp_path / "run"))
-    assert [int(state["1.seen"]) for state in states] == list(range(STEPS + 1)), "once a step, and not in evaluations"
+    assert [int(state["1.seen"]) for state in states] == list(range(STEPS + 1)), (
+        "once a step, and not in evaluations"
+    )
     batches: list[Tensor] = []
     session = ls.Session(run_dir=str(tmp_path / "session"))
     with session:
@@ -127,7 +151,9 @@ def test_the_vectors_of_spectral_norm_are_iterated_once_a_step(tmp_path: Path) -
 
 def test_recomputation_does_not_update_again(pool: WorkerPool, tmp_path: Path) -> None:
     kept, _ = train("spectral_norm", str(tmp_path / "kept"))
-    recomputed, _ = train("spectral_norm", str(tmp_path / "recomputed"), "replicate=1,checkpointing=full")
+    recomputed, _ = train(
+        "spectral_norm", str(tmp_path / "recomputed"), "replicate=1,checkpointing=full"
+    )
     assert recomputed == kept
 
 
@@ -136,5 +162,10 @@ class Misnamed(nn.Linear):
 
 
 def test_a_name_without_a_buffer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"Misnamed\.self_updating_buffers names 'counts', and it has no such buffer of its own"):
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"Misnamed\.self_updating_buffers names 'counts', and it has no such buffer of its own"
+        ),
+    ):
         ls.train(recipe(model=lambda: Misnamed(6, OUTPUTS)), run_dir=str(tmp_path / "run"))

@@ -1,5 +1,5 @@
-"""The order in which a sharded model's blocks are gathered, and that each is on its way while the one before it
-computes."""
+"""The order in which a sharded model's blocks are gathered, and that each is on its way while the
+one before it computes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,17 @@ on_their_way: tuple[list[set[int]], list[set[int]]] = ([], [])
 
 def gathering(blocks: Sequence[nn.Module]) -> set[int]:
     """The blocks whose parameters have been asked for, without waiting, and not been used yet."""
-    groups: dict[int, Any] = {place: block._get_fsdp_state() for place, block in enumerate(blocks) if isinstance(block, FSDPModule)}
+    groups: dict[int, Any] = {
+        place: block._get_fsdp_state()
+        for place, block in enumerate(blocks)
+        if isinstance(block, FSDPModule)
+    }
     results = {place: state._fsdp_param_group._all_gather_result for place, state in groups.items()}
-    return {place for place, result in results.items() if result is not None and result.all_gather_work is not None}
+    return {
+        place
+        for place, result in results.items()
+        if result is not None and result.all_gather_work is not None
+    }
 
 
 class Stack(nn.Module):
@@ -61,7 +69,9 @@ class NothingIsLeft(ls.Hook):
         assert gathering(run.model.blocks) == set()
 
 
-def train(order: str, plan: str, run_dir: str) -> tuple[str, float, tuple[list[set[int]], list[set[int]]]]:
+def train(
+    order: str, plan: str, run_dir: str
+) -> tuple[str, float, tuple[list[set[int]], list[set[int]]]]:
     evaluation = ls.Evaluation(data=rows(8, seed=9), every=1, metrics={})
     described = recipe(
         model=lambda: Stack(order),
@@ -71,20 +81,30 @@ def train(order: str, plan: str, run_dir: str) -> tuple[str, float, tuple[list[s
         global_batch=20,
         clip_norm=0.1,
     )
-    result = ls.train(described, plan=f"{plan},numerics=bitwise", run_dir=run_dir, hooks=[NothingIsLeft()])
+    result = ls.train(
+        described, plan=f"{plan},numerics=bitwise", run_dir=run_dir, hooks=[NothingIsLeft()]
+    )
     return result.fingerprint, result.metrics["loss"], on_their_way
 
 
 @pytest.mark.parametrize(("order", "setting"), spread(ORDERS, SETTINGS, every=3))
-def test_gathering_a_block_ahead_changes_no_bit(pool: WorkerPool, tmp_path: Path, order: str, setting: str) -> None:
+def test_gathering_a_block_ahead_changes_no_bit(
+    pool: WorkerPool, tmp_path: Path, order: str, setting: str
+) -> None:
     (alone,) = pool.run(1, train, order, "replicate=1", str(tmp_path / "alone"))
     size = SETTINGS[setting]
-    for fingerprint, loss, _ in pool.run(size, train, order, f"shard={size},{setting}", str(tmp_path / "sharded")):
+    for fingerprint, loss, _ in pool.run(
+        size, train, order, f"shard={size},{setting}", str(tmp_path / "sharded")
+    ):
         assert (fingerprint, loss) == alone[:2]
 
 
-def test_a_block_is_on_its_way_while_the_one_before_it_computes(pool: WorkerPool, tmp_path: Path) -> None:
-    for _, _, (forwards, backwards) in pool.run(2, train, "in order", "shard=2", str(tmp_path / "run")):
+def test_a_block_is_on_its_way_while_the_one_before_it_computes(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    for _, _, (forwards, backwards) in pool.run(
+        2, train, "in order", "shard=2", str(tmp_path / "run")
+    ):
         assert len(forwards) > len(backwards) >= 4
         assert forwards == [{1}, {2}, {3}, set()] * (len(forwards) // 4)
         assert backwards == [{3}, {2}, {1}, {0}] * (len(backwards) // 4)

@@ -1,4 +1,5 @@
-"""SyncBatchNorm: what one process computes over the same microbatches, whichever ranks split them."""
+"""SyncBatchNorm: what one process computes over the same microbatches, whichever ranks split
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from safetensors.torch import load_file
 from tiers import tier, tiered
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from training.subjects import FEATURES, OUTPUTS, recipe, rows, same, samples_at, sgd, squared_error, state_of
+from training.subjects import (
+    FEATURES,
+    OUTPUTS,
+    recipe,
+    rows,
+    same,
+    samples_at,
+    sgd,
+    squared_error,
+    state_of,
+)
 
 import lockstep as ls
 from lockstep.assignment import batch_span, microbatch_spans
@@ -26,14 +37,21 @@ from lockstep.model.sync_batchnorm import SyncBatchNormExchange, use_exchange
 from lockstep.testing.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(240)  # some hundred trainings, two processes at a time
-PLANS = {"replicate=1": 1, "replicate=2": 2, "replicate=3": 3, "shard=2": 2, "replicate=2,shard=2": 4}
+PLANS = {
+    "replicate=1": 1,
+    "replicate=2": 2,
+    "replicate=3": 3,
+    "shard=2": 2,
+    "replicate=2,shard=2": 4,
+}
 SOME_SLOW = tiered(PLANS, always=["shard=2"], most=0)
 """Plans to parametrize with. Two replicas, whom three stand for, are slow too."""
 SAMPLES, STEPS = 31, 3
 
 
 class Dense(nn.Module):
-    """Ways to use it: moving and cumulative averages, without parameters, without statistics, twice, in eval mode."""
+    """Ways to use it: moving and cumulative averages, without parameters, without statistics,
+    twice, in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +79,13 @@ class Convolutional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 2), nn.BatchNorm2d(6))
+        body = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 6, 2),
+            nn.BatchNorm2d(6),
+        )
         self.body = nn.SyncBatchNorm.convert_sync_batchnorm(body)
         self.volume = nn.SyncBatchNorm(3)
         self.last = nn.Linear(6, OUTPUTS)
@@ -105,11 +129,17 @@ CASES = {
     "a block that is one layer, recomputed": Case(13, 5, plan=",checkpointing=full"),
 }
 Found = tuple[dict[str, Tensor], list[Tensor], list[float], list[dict[str, Tensor]], float]
-"""The first weights; of each step the gradient, the loss, and the weights and buffers after it; the evaluation."""
+"""The first weights; of each step the gradient, the loss, and the weights and buffers after it; the
+evaluation."""
 
 
 def data(dtype: torch.dtype) -> TensorDataset:
-    return TensorDataset(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in rows(SAMPLES).tensors))
+    return TensorDataset(
+        *(
+            tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for tensor in rows(SAMPLES).tensors
+        )
+    )
 
 
 class Record(ls.Hook):
@@ -122,7 +152,15 @@ class Record(ls.Hook):
         self.first = state_of(run.model)
 
     def after_step(self, run: Any) -> None:
-        self.gradients.append(torch.cat([full_tensor(p.grad).reshape(-1) for p in run.model.parameters() if p.grad is not None]).clone())
+        self.gradients.append(
+            torch.cat(
+                [
+                    full_tensor(p.grad).reshape(-1)
+                    for p in run.model.parameters()
+                    if p.grad is not None
+                ]
+            ).clone()
+        )
         self.losses.append(run.loss)
         self.states.append(state_of(run.model))
 
@@ -132,13 +170,25 @@ def train_all_cases(plan: str, run_dir: str) -> dict[tuple[str, torch.dtype], Fo
     for name, case in CASES.items():
         for dtype in (torch.float32, torch.float64):
             record = Record()
-            result = ls.train(case.recipe(dtype), plan=plan + case.plan, run_dir=f"{run_dir}/{name}-{dtype}", hooks=[record])
-            found[name, dtype] = (record.first, record.gradients, record.losses, record.states, result.metrics["loss"])
+            result = ls.train(
+                case.recipe(dtype),
+                plan=plan + case.plan,
+                run_dir=f"{run_dir}/{name}-{dtype}",
+                hooks=[record],
+            )
+            found[name, dtype] = (
+                record.first,
+                record.gradients,
+                record.losses,
+                record.states,
+                result.metrics["loss"],
+            )
     return found
 
 
 def by_hand(case: Case, first: dict[str, Tensor], dtype: torch.dtype) -> Found:
-    """Torch's own layers in one process without a process group, where they are those of BatchNorm."""
+    """Torch's own layers in one process without a process group, where they are those of
+    BatchNorm."""
     model = case.model().to(dtype).train()
     model.load_state_dict(first)
     optimizer, columns, gradients, losses, states = sgd(model), data(dtype).tensors, [], [], []
@@ -148,10 +198,18 @@ def by_hand(case: Case, first: dict[str, Tensor], dtype: torch.dtype) -> Found:
         optimizer.zero_grad()
         losses.append(0.0)
         for start, stop in microbatch_spans(len(chosen), case.microbatch, 1):
-            loss = squared_error(model, [column[chosen[start:stop]] for column in columns]) * (stop - start) / len(chosen)
+            loss = (
+                squared_error(model, [column[chosen[start:stop]] for column in columns])
+                * (stop - start)
+                / len(chosen)
+            )
             loss.backward()
             losses[-1] += loss.item()
-        gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).clone())
+        gradients.append(
+            torch.cat(
+                [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
+            ).clone()
+        )
         optimizer.step()
         states.append(state_of(model))
     return first, gradients, losses, states, squared_error(model.eval(), columns).item()
@@ -167,7 +225,9 @@ def distance(measured: Tensor, exact: Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[tuple[str, torch.dtype], Found]]]:
+def trained(
+    pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[dict[tuple[str, torch.dtype], Found]]]:
     @cache
     def run(plan: str) -> Any:
         path: Path = tmp_path_factory.mktemp("plan")
@@ -188,17 +248,30 @@ def test_in_float64_it_is_one_process(trained: Callable[[str], Any], plan: str, 
 
 
 @pytest.mark.parametrize("plan", SOME_SLOW)
-def test_in_float32_its_error_is_at_most_4_times_float32s_own(trained: Callable[[str], Any], plan: str) -> None:
-    """Of the first gradient and the statistics after it, over all cases together: one case's own error may be small by
-    luck."""
+def test_in_float32_its_error_is_at_most_4_times_float32s_own(
+    trained: Callable[[str], Any], plan: str
+) -> None:
+    """Of the first gradient and the statistics after it, over all cases together: one case's own
+    error may be small by luck."""
     for ranks in trained(plan):
         ours, own = [], []
         for name, case in CASES.items():
             found = ranks[name, torch.float32]
-            first = {name: value.double() if value.is_floating_point() else value for name, value in found[0].items()}
-            exact, single = by_hand(case, first, torch.float64), by_hand(case, found[0], torch.float32)
+            first = {
+                name: value.double() if value.is_floating_point() else value
+                for name, value in found[0].items()
+            }
+            exact, single = (
+                by_hand(case, first, torch.float64),
+                by_hand(case, found[0], torch.float32),
+            )
             for errors, measured in ((ours, found), (own, single)):
-                errors.append([distance(measured[1][0], exact[1][0]), distance(running(measured), running(exact))])
+                errors.append(
+                    [
+                        distance(measured[1][0], exact[1][0]),
+                        distance(running(measured), running(exact)),
+                    ]
+                )
         assert (torch.tensor(ours).norm(dim=0) <= 4 * torch.tensor(own).norm(dim=0)).all()
 
 
@@ -227,9 +300,13 @@ def told(model: str, plan: str, microbatch: int, run_dir: str) -> list[Any]:
             found.append((event.name, event.details))
 
     with ls.Session(run_dir=run_dir, plan=plan, hooks=[Noted()]) as session:
-        network, _ = session.prepare(lambda: nn.Sequential(nn.Linear(FEATURES, 4), layer(4), nn.Linear(4, OUTPUTS)), sgd)
+        network, _ = session.prepare(
+            lambda: nn.Sequential(nn.Linear(FEATURES, 4), layer(4), nn.Linear(4, OUTPUTS)), sgd
+        )
         for _ in range(2):
-            for step in session.steps(rows(SAMPLES), global_batch=12, microbatch=microbatch, steps=2):
+            for step in session.steps(
+                rows(SAMPLES), global_batch=12, microbatch=microbatch, steps=2
+            ):
                 for batch in step.microbatches(dummies=True):
                     step.backward(squared_error(network, batch))
                 step.commit()
@@ -263,7 +340,9 @@ def refused(kind: str, plan: str, run_dir: str) -> str:
     try:
         ls.train(
             recipe(
-                model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), layers[kind](), nn.Linear(4, OUTPUTS)),
+                model=lambda: nn.Sequential(
+                    nn.Linear(FEATURES, 4), layers[kind](), nn.Linear(4, OUTPUTS)
+                ),
                 microbatch=5 if kind == "one value" else 4,
                 tensor={"0": "colwise", "2": "rowwise"},
             ),
@@ -279,20 +358,44 @@ def refused(kind: str, plan: str, run_dir: str) -> str:
     ("kind", "plan", "message"),
     [
         pytest.param(
-            "cut", "replicate=2,tensor=2", "failed with its layers 0, 2 sharded .*; have no norm over the features", marks=tier(4)
+            "cut",
+            "replicate=2,tensor=2",
+            "failed with its layers 0, 2 sharded .*; have no norm over the features",
+            marks=tier(4),
         ),
-        ("bitwise", "replicate=2,numerics=bitwise", "numerics=bitwise with SyncBatchNorm on 2 data ranks; .* use numerics=fast, or plain"),
-        ("mixed", "replicate=2", "'1.1' is a BatchNorm1d, beside SyncBatchNorm on 2 data ranks; .* convert all with nn.SyncBatchNorm.conv"),
-        ("one value", "replicate=2", "a microbatch that has one value a channel; a variance takes two; choose a microbatch"),
+        (
+            "bitwise",
+            "replicate=2,numerics=bitwise",
+            "numerics=bitwise with SyncBatchNorm on 2 data ranks; .* use numerics=fast, or plain",
+        ),
+        (
+            "mixed",
+            "replicate=2",
+            (
+                "'1.1' is a BatchNorm1d, beside SyncBatchNorm on 2 data ranks; .* convert all with"
+                " nn.SyncBatchNorm.conv"
+            ),
+        ),
+        (
+            "one value",
+            "replicate=2",
+            "a microbatch that has one value a channel; a variance takes two; choose a microbatch",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_on_all_ranks(pool: WorkerPool, tmp_path: Path, kind: str, plan: str, message: str) -> None:
+def test_what_cannot_be_is_refused_on_all_ranks(
+    pool: WorkerPool, tmp_path: Path, kind: str, plan: str, message: str
+) -> None:
     for said in pool.run(4 if kind == "cut" else 2, refused, kind, plan, str(tmp_path / "run")):
         assert re.search(message, said)
 
 
-@pytest.mark.parametrize(("kind", "plan"), [("bitwise", "replicate=1,numerics=bitwise"), ("mixed", "replicate=1")])
-def test_one_process_refuses_none_of_it(pool: WorkerPool, tmp_path: Path, kind: str, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "plan"), [("bitwise", "replicate=1,numerics=bitwise"), ("mixed", "replicate=1")]
+)
+def test_one_process_refuses_none_of_it(
+    pool: WorkerPool, tmp_path: Path, kind: str, plan: str
+) -> None:
     assert pool.run(1, refused, kind, plan, str(tmp_path / "run")) == ["it trained"]
 
 
@@ -322,7 +425,9 @@ def test_a_layer_stays_what_it_is_and_so_does_a_subclass() -> None:
     assert copy.deepcopy(model)[0]._exchange is model[0]._exchange
 
 
-def learn_from_each_other(plan: str, run_dir: str) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+def learn_from_each_other(
+    plan: str, run_dir: str
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """As in a GAN, both models with SyncBatchNorm, and with an `ls.Loss` that weighs samples."""
     with ls.Session(run_dir=run_dir, plan=plan) as session:
         one, first = session.prepare(lambda: Dense().double(), sgd)
@@ -336,13 +441,18 @@ def learn_from_each_other(plan: str, run_dir: str) -> tuple[list[dict[str, Tenso
             for batch in step.microbatches(dummies=True):
                 step.backward(((two(batch[1]) - one(batch[1])) ** 2).mean(), second)
             step.commit(second, clip_norm=0.1)
-            if session.rank == 0 or "shard" in plan:  # between steps these layers wait for nobody, and nothing counts
+            # between steps these layers wait for nobody, and nothing counts
+            if session.rank == 0 or "shard" in plan:
                 two(data(torch.float64).tensors[1])
         return set_position, [state_of(one), state_of(two)]
 
 
 @pytest.mark.parametrize(
-    "plan", [*(pytest.param(plan, marks=pytest.mark.slow) for plan in ("replicate=3", "shard=2")), "replicate=2,shard=2"]
+    "plan",
+    [
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("replicate=3", "shard=2")),
+        "replicate=2,shard=2",
+    ],
 )
 def test_two_models_that_learn_from_each_other(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
     alone = pool.run(1, learn_from_each_other, "replicate=1", str(tmp_path / "alone"))[0]
@@ -352,14 +462,20 @@ def test_two_models_that_learn_from_each_other(pool: WorkerPool, tmp_path: Path,
 
 
 class Staged(nn.Sequential):
-    """What a pipeline cuts. A sample has two values a channel, so that a microbatch may have one sample, and a rank
-    none of it."""
+    """What a pipeline cuts. A sample has two values a channel, so that a microbatch may have one
+    sample, and a rank none of it."""
 
     def __init__(self) -> None:
-        norms = nn.SyncBatchNorm(4, momentum=0.3), nn.SyncBatchNorm(4, momentum=None, affine=False), nn.SyncBatchNorm(4)
+        norms = (
+            nn.SyncBatchNorm(4, momentum=0.3),
+            nn.SyncBatchNorm(4, momentum=None, affine=False),
+            nn.SyncBatchNorm(4),
+        )
         widths = FEATURES, 8, 8
         blocks = [
-            nn.Sequential(nn.Linear(width, 8), nn.Unflatten(1, (4, 2)), norm, nn.Flatten(), nn.Tanh())
+            nn.Sequential(
+                nn.Linear(width, 8), nn.Unflatten(1, (4, 2)), norm, nn.Flatten(), nn.Tanh()
+            )
             for width, norm in zip(widths, norms, strict=True)
         ]
         super().__init__(*blocks, nn.Linear(8, OUTPUTS))
@@ -399,22 +515,39 @@ def train_in_stages(plans: list[str], run_dir: str) -> list[tuple[list[float], f
 
 BESIDE = {
     "pipeline": [
-        *(f"replicate=2,pipeline=2,schedule={schedule}" for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")),
+        *(
+            f"replicate=2,pipeline=2,schedule={schedule}"
+            for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")
+        ),
         "replicate=2,pipeline=2,checkpointing=full",
         "shard=2,pipeline=2",
         "shard=2,pipeline=2,checkpointing=selective",
     ],
-    "tensor": ["replicate=2,tensor=2", "shard=2,tensor=2", "replicate=2,tensor=2,checkpointing=full"],
+    "tensor": [
+        "replicate=2,tensor=2",
+        "shard=2,tensor=2",
+        "replicate=2,tensor=2,checkpointing=full",
+    ],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["pipeline", "tensor"])
-def test_microbatches_are_split_beside_axes_that_cut_the_model(pool: WorkerPool, tmp_path: Path, axis: str) -> None:
+def test_microbatches_are_split_beside_axes_that_cut_the_model(
+    pool: WorkerPool, tmp_path: Path, axis: str
+) -> None:
     plans = BESIDE[axis]
     ((alone,),) = pool.run(1, train_in_stages, ["replicate=1"], str(tmp_path))
     for everyone in zip(plans, *pool.run(4, train_in_stages, plans, str(tmp_path)), strict=True):
         plan, *ranks = everyone
-        state, truth = (load_file(tmp_path / name / "model.safetensors") for name in (plan, "replicate=1"))
+        state, truth = (
+            load_file(tmp_path / name / "model.safetensors") for name in (plan, "replicate=1")
+        )
         for found in ranks:
-            torch.testing.assert_close((found, state), (alone, truth), rtol=1e-9, atol=1e-11, msg=lambda text, plan=plan: f"{plan}: {text}")
+            torch.testing.assert_close(
+                (found, state),
+                (alone, truth),
+                rtol=1e-9,
+                atol=1e-11,
+                msg=lambda text, plan=plan: f"{plan}: {text}",
+            )

@@ -1,4 +1,5 @@
-"""What autograd keeps of gathered weights from forward to backward, in bf16: no casts, however a model uses them."""
+"""What autograd keeps of gathered weights from forward to backward, in bf16: no casts, however a
+model uses them."""
 
 from __future__ import annotations
 
@@ -41,12 +42,18 @@ class Block(nn.Module):
             shape = (EXPERTS, WIDTH, WIDTH)[3 - dims :]
             self.register_parameter(name, nn.Parameter(torch.randn(shape) / WIDTH**0.5))
         self.layer, self.convolution = OwnLinear(WIDTH, WIDTH), nn.Conv1d(WIDTH, WIDTH, 1)
-        self.attention, self.norm = nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.LayerNorm(WIDTH)
+        self.attention, self.norm = (
+            nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+            nn.LayerNorm(WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(F.linear(x @ self.own, self.twice)) @ self.twice.bfloat16()
         routed = torch.bmm(x, self.experts) + torch.einsum("ecd,edh->ech", x, self.summed)
-        picked = [each @ self.picked[place] + each @ more for place, (each, more) in enumerate(zip(x, self.unbound, strict=True))]
+        picked = [
+            each @ self.picked[place] + each @ more
+            for place, (each, more) in enumerate(zip(x, self.unbound, strict=True))
+        ]
         x = self.layer(self.norm(routed + torch.stack(picked)))
         x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
         attended: Tensor = x + self.attention(x, x, x)[0]
@@ -58,7 +65,10 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.words, self.blocks = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList(Block() for _ in range(2)),
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.words(words)
@@ -85,7 +95,9 @@ def kept_casts(output: Tensor) -> int:
             storage = tensor.untyped_storage()
             if tensor.dtype is torch.bfloat16 and storage.nbytes() >= SMALLEST:
                 sizes[storage.data_ptr()] = storage.nbytes()
-        waiting += (following := {each for each, _ in node.next_functions if each is not None} - found)
+        waiting += (
+            following := {each for each, _ in node.next_functions if each is not None} - found
+        )
         found |= following
     return sum(sizes.values())
 
@@ -94,14 +106,18 @@ def train(plan: str, run_dir: str, model: type[Model] = Model, offloads: bool = 
     words = torch.randint(WORDS, (8 * SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     kept = 0
     with ls.Session(run_dir=run_dir, plan=plan, precision="bf16", seed=1) as session:
-        made, optimizer = session.prepare(model, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+        made, optimizer = session.prepare(
+            model, lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+        )
 
         def loss(output: Tensor, batch: Any) -> Tensor:
             nonlocal kept
             kept = max(kept, kept_casts(output))
             return F.cross_entropy(output.flatten(0, 1), batch[0].flatten())
 
-        for step in session.steps(TensorDataset(words), global_batch=4 * SAMPLES, microbatch=SAMPLES, steps=2):
+        for step in session.steps(
+            TensorDataset(words), global_batch=4 * SAMPLES, microbatch=SAMPLES, steps=2
+        ):
             if offloads:
                 with save_on_cpu():
                     step.compute(lambda batch: batch[0], loss)
@@ -112,15 +128,23 @@ def train(plan: str, run_dir: str, model: type[Model] = Model, offloads: bool = 
         return Found(kept, ls.fingerprint(made), norms)
 
 
-def test_no_casts_of_gathered_weights_are_kept_and_the_bits_stay(pool: WorkerPool, tmp_path: Path) -> None:
+def test_no_casts_of_gathered_weights_are_kept_and_the_bits_stay(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     def trained(plan: str, ranks: int, *given: Any) -> Found:
         found: list[Found] = pool.run(ranks, train, plan, str(tmp_path / f"{plan}{given}"), *given)
         assert len({each.fingerprint for each in found}) == 1
         return found[0]
 
     alone = trained("replicate=1,numerics=bitwise", 1)
-    assert alone.kept >= 2 * sum(each.numel() for name, each in Model().named_parameters() if each.dim() > 1)
-    for plan in ("shard=2,numerics=bitwise", "shard=2,numerics=bitwise,sharding=gradients", "shard=2,numerics=bitwise,checkpointing=full"):
+    assert alone.kept >= 2 * sum(
+        each.numel() for name, each in Model().named_parameters() if each.dim() > 1
+    )
+    for plan in (
+        "shard=2,numerics=bitwise",
+        "shard=2,numerics=bitwise,sharding=gradients",
+        "shard=2,numerics=bitwise,checkpointing=full",
+    ):
         found = trained(plan, 2)
         assert (found.kept, found.fingerprint) == (0, alone.fingerprint), plan
     assert trained("replicate=2,numerics=bitwise", 2).fingerprint == alone.fingerprint
@@ -139,10 +163,25 @@ def doubled(cast: Tensor) -> Tensor:
     ("change", "is_kept"),
     [
         (lambda weight: weight.bfloat16(), False),
-        (lambda weight: weight.permute(1, 2, 0).unsqueeze(0).transpose(-1, -2).squeeze(0).bfloat16().movedim(-1, 0), False),
+        (
+            lambda weight: (
+                weight.permute(1, 2, 0)
+                .unsqueeze(0)
+                .transpose(-1, -2)
+                .squeeze(0)
+                .bfloat16()
+                .movedim(-1, 0)
+            ),
+            False,
+        ),
         (lambda weight: weight.view(6, 4).t()[-1].bfloat16(), False),
         (lambda weight: weight.to(torch.bfloat16, memory_format=torch.contiguous_format), False),
-        (lambda weight: weight.transpose(1, 2).to(torch.bfloat16, memory_format=torch.contiguous_format), True),
+        (
+            lambda weight: weight.transpose(1, 2).to(
+                torch.bfloat16, memory_format=torch.contiguous_format
+            ),
+            True,
+        ),
         (lambda weight: weight[1].t()[2:, 1::2].bfloat16()[0], False),
         (lambda weight: weight[-1, :, :-1].bfloat16(), False),
         (lambda weight: weight.unbind(2)[3].bfloat16(), False),
@@ -157,7 +196,9 @@ def doubled(cast: Tensor) -> Tensor:
         (lambda weight: torch.ops.aten.slice(weight, 1, None, 2)[:, 1:].bfloat16(), False),
     ],
 )
-def test_a_cast_is_made_again_where_its_memory_can_be_told_and_kept_elsewhere(change: Callable[[Tensor], Tensor], is_kept: bool) -> None:
+def test_a_cast_is_made_again_where_its_memory_can_be_told_and_kept_elsewhere(
+    change: Callable[[Tensor], Tensor], is_kept: bool
+) -> None:
     weight = nn.Parameter(torch.arange(24.0).view(2, 3, 4) / 7)
     cast = change(weight)
     product = cast * torch.ones_like(cast).requires_grad_()
@@ -194,7 +235,10 @@ def test_a_cast_changed_through_data_is_refused_once_and_without_data_kept() -> 
         (found,) = torch.autograd.grad(product.sum(), x)
         return found
 
-    with pytest.raises(PlanError, match=r"'block\.weight' .* through \.data.* within torch\.no_grad\(\) and without \.data"):
+    with pytest.raises(
+        PlanError,
+        match=r"'block\.weight' .* through \.data.* within torch\.no_grad\(\) and without \.data",
+    ):
         gradient(lambda cast: cast.data.copy_((cast.data * 8).round() / 8))
     assert not compared
 

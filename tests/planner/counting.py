@@ -1,4 +1,5 @@
-"""Counts what real processes exchange in a step. At module level, so that workers can be told its names."""
+"""Counts what real processes exchange in a step. At module level, so that workers can be told its
+names."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from lockstep.planner.operations import CollectiveKind
 from lockstep.planner.tracing.torch_fakes import TorchDispatchMode
 
 LEFT_OUT = ("gather_values", "value_of", "any", "gather_ragged", "leave")
-"""Methods of `World` whose exchanges a trace does not have: JSON, flags, and rows of evaluations."""
+"""Methods of `World` whose exchanges a trace does not have: JSON, flags, and rows of
+evaluations."""
 RESULT = -1
 KINDS: dict[str, tuple[CollectiveKind, int]] = {
     "allreduce_": ("all_reduce", 0),
@@ -38,7 +40,8 @@ KINDS: dict[str, tuple[CollectiveKind, int]] = {
     "reduce_scatter_tensor": ("reduce_scatter", 0),
     "all_to_all_single": ("all_to_all", 0),
 }
-"""Operations of `c10d` and `_c10d_functional` -> the collective, and the argument with all of its bytes."""
+"""Operations of `c10d` and `_c10d_functional` -> the collective, and the argument with all of its
+bytes."""
 WITHOUT_DATA = ("recv_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd")
 EACH_STEP = 2
 """The step that is counted. In the one before, DDP makes its buckets anew, and broadcasts them."""
@@ -46,14 +49,17 @@ Exchanges = Counter[tuple[str, int]]
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts collectives by kind and bytes, whoever calls them: Python, autograd, or C++ such as DDP's."""
+    """Counts collectives by kind and bytes, whoever calls them: Python, autograd, or C++ such as
+    DDP's."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: Exchanges = Counter()
         self._is_left_out = False
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented
         result = function(*args, **(kwargs or {}))
@@ -62,7 +68,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind, place = KINDS[name]
             full = result if place == RESULT else args[place]
             if not self._is_left_out:
-                self.found[kind, sum(each.nbytes for each in tree_leaves(full) if isinstance(each, Tensor))] += 1
+                self.found[
+                    kind, sum(each.nbytes for each in tree_leaves(full) if isinstance(each, Tensor))
+                ] += 1
         return result
 
     @contextmanager
@@ -70,7 +78,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Leave out the exchanges of `LEFT_OUT` while entered."""
         with ExitStack() as stack:
             for name in LEFT_OUT:
-                stack.enter_context(mock.patch.object(World, name, self._inside(getattr(World, name))))
+                stack.enter_context(
+                    mock.patch.object(World, name, self._inside(getattr(World, name)))
+                )
             yield
 
     def _inside(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +95,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OneStep(ls.Hook):
-    """Counts a step. Exchanges of hooks between two steps, such as the time of each rank, are no part of it."""
+    """Counts a step. Exchanges of hooks between two steps, such as the time of each rank, are no
+    part of it."""
 
     def __init__(self, counting: Counting) -> None:
         self._counting = counting
@@ -104,10 +115,19 @@ def counted(plan: str, run_dir: str, changes: dict[str, Any]) -> Exchanges:
     counting = Counting()
     given = recipe(steps=EACH_STEP + 1, **changes)
     with counting.leaving_out():
-        ls.train(given, plan=f"{plan},transport=torch", run_dir=run_dir, hooks=[_OneStep(counting)], log_every=1000)
+        ls.train(
+            given,
+            plan=f"{plan},transport=torch",
+            run_dir=run_dir,
+            hooks=[_OneStep(counting)],
+            log_every=1000,
+        )
     return counting.found
 
 
 def counted_in_turn(cases: list[tuple[str, str]], folder: str) -> list[Exchanges]:
     """What this rank exchanges in a step of each plan and recipe, see `subjects.CHANGES`."""
-    return [counted(plan, os.path.join(folder, str(place)), CHANGES[name]) for place, (plan, name) in enumerate(cases)]
+    return [
+        counted(plan, os.path.join(folder, str(place)), CHANGES[name])
+        for place, (plan, name) in enumerate(cases)
+    ]

@@ -1,5 +1,5 @@
-"""What the tests of the planner trace: a small transformer, whose sizes are all different. At module level, so that
-workers can be told its names."""
+"""What the tests of the planner trace: a small transformer, whose sizes are all different. At
+module level, so that workers can be told its names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         samples, length, _ = x.shape
-        query, key, value = self.projection(self.norm(x)).view(samples, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.projection(self.norm(x)).view(samples, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        )
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + attended.transpose(1, 2).reshape(x.shape)
         changed: Tensor = x + self.down(functional.gelu(self.up(x)))
@@ -54,7 +56,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss(scores: Tensor, batch: Any) -> ls.Sum:
-    return ls.Sum(functional.cross_entropy(scores.flatten(0, 1), batch[1].flatten(), reduction="sum"))
+    return ls.Sum(
+        functional.cross_entropy(scores.flatten(0, 1), batch[1].flatten(), reduction="sum")
+    )
 
 
 def mean_loss(scores: Tensor, batch: Any) -> Tensor:
@@ -83,7 +87,8 @@ def recipe(**changes: Any) -> ls.Recipe:
 
 
 class Normed(nn.Module):
-    """With running statistics, which data ranks exchange in the forward; and a first layer without them."""
+    """With running statistics, which data ranks exchange in the forward; and a first layer without
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,8 +152,16 @@ def traced(
 ) -> TracedStep:
     """The trace of a step of one rank."""
     size = world_size or processes(plan)
-    resolved, chosen = Plan.parse(plan).resolve(size), TraceOptions(rank=rank, world_size=size, **options)
+    resolved, chosen = (
+        Plan.parse(plan).resolve(size),
+        TraceOptions(rank=rank, world_size=size, **options),
+    )
     given = given or recipe()
     if resolved.pipeline != 1:
-        chosen = TraceOptions(rank=rank, world_size=size, **options, boundaries=stage_split(given, resolved, chosen).boundaries)
+        chosen = TraceOptions(
+            rank=rank,
+            world_size=size,
+            **options,
+            boundaries=stage_split(given, resolved, chosen).boundaries,
+        )
     return trace_step(given, resolved, chosen, watch)

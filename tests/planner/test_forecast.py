@@ -5,25 +5,49 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from lockstep.planner.forecast import HEAD, SIDE_BY_SIDE, Forecast, duration, limit_in_words, side_by_side, struck
+from lockstep.planner.forecast import (
+    HEAD,
+    SIDE_BY_SIDE,
+    Forecast,
+    duration,
+    limit_in_words,
+    side_by_side,
+    struck,
+)
 from lockstep.planner.html_page import page
 from lockstep.planner.machines.fitted import Interval
 from lockstep.planner.machines.hardware import parse_target
 from lockstep.planner.prediction import Prediction, RankPeak
 from lockstep.planner.search import Outcome
 
-MEMORY = RankPeak(rank=3, bytes=30_000_000_000, by_cause={"activations": 20_000_000_000, "optimizer": 10_000_000_000}, moment="the <b>")
+MEMORY = RankPeak(
+    rank=3,
+    bytes=30_000_000_000,
+    by_cause={"activations": 20_000_000_000, "optimizer": 10_000_000_000},
+    moment="the <b>",
+)
 FAST = Prediction(
-    plan="shard=8", microbatch=1, microbatches=2, seconds=0.5, by_limit={"matmul": 0.3, "shard": 0.2},
-    seconds_with_twice={"arithmetic": 0.4, "memory": 0.5, "network": 0.4}, samples=64, tokens=1000.0, steps=100,
+    plan="shard=8", microbatch=1, microbatches=2, seconds=0.5, by_limit={"matmul": 0.3,
+    "shard": 0.2},
+    seconds_with_twice={"arithmetic": 0.4, "memory": 0.5, "network": 0.4}, samples=64,
+    tokens=1000.0, steps=100,
     memory=[MEMORY], capacity_bytes=80_000_000_000, overhead_bytes=10**9,
 )  # fmt: skip
 SLOW = replace(FAST, plan="tensor=8", seconds=2.0, by_limit={"tensor": 2.0})
 INTERVAL = Interval(0.9, 1.2)
 
 
-def forecast(*outcomes: Outcome, tokens: float | None = None, price: float | None = None) -> Forecast:
-    return Forecast.of("train.py", parse_target("8 x H100"), outcomes, INTERVAL, tokens=tokens, price_per_hour=price)
+def forecast(
+    *outcomes: Outcome, tokens: float | None = None, price: float | None = None
+) -> Forecast:
+    return Forecast.of(
+        "train.py",
+        parse_target("8 x H100"),
+        outcomes,
+        INTERVAL,
+        tokens=tokens,
+        price_per_hour=price,
+    )
 
 
 BOTH = (
@@ -35,13 +59,23 @@ BOTH = (
 
 def test_the_fastest_is_first_with_its_interval_and_its_limit() -> None:
     first, second = forecast(*BOTH).rows(5)
-    assert first == ("shard=8", "500 ms", "450 ms to 600 ms", "128", "33.7 GB", "arithmetic", "1.25 times as fast")
+    assert first == (
+        "shard=8",
+        "500 ms",
+        "450 ms to 600 ms",
+        "128",
+        "33.7 GB",
+        "arithmetic",
+        "1.25 times as fast",
+    )
     assert (second[0], second[5]) == ("tensor=8", "network (tensor)")
     assert len(HEAD) == len(first)
 
 
 def test_a_plan_that_cannot_be_run_is_not_counted_with_those_that_do_not_fit() -> None:
-    tight = Outcome(plan="replicate=8", prediction=replace(FAST, plan="replicate=8"), reason="needs 90 GB")
+    tight = Outcome(
+        plan="replicate=8", prediction=replace(FAST, plan="replicate=8"), reason="needs 90 GB"
+    )
     assert forecast(*BOTH).title == "train.py on 8 x H100: 2 of 2 plans fit, and 1 cannot be run"
     assert forecast(*BOTH[:2], tight).title == "train.py on 8 x H100: 2 of 3 plans fit"
 
@@ -65,11 +99,15 @@ def test_days_and_cost_follow_from_tokens_and_price() -> None:
 
 def test_devices_that_fail_before_all_have_started_again_never_end() -> None:
     only = Outcome(plan="replicate=1000000", prediction=replace(FAST, plan="replicate=1000000"))
-    found = Forecast.of("train.py", parse_target("1000000 x H100"), [only], INTERVAL, tokens=1e9, price_per_hour=2.0)
+    found = Forecast.of(
+        "train.py", parse_target("1000000 x H100"), [only], INTERVAL, tokens=1e9, price_per_hour=2.0
+    )
     assert "1e+09 tokens: never; of 1,000,000 devices one fails before" in "\n".join(found.lines(5))
     (told,) = json.loads(json.dumps(found.as_json(), allow_nan=False))["plans"]
     assert told["budget"] == {
-        **dict.fromkeys(("days", "device_hours", "cost", "days_low", "days_high", "cost_low", "cost_high")),
+        **dict.fromkeys(
+            ("days", "device_hours", "cost", "days_low", "days_high", "cost_low", "cost_high")
+        ),
         "goodput": 0,
     }
 
@@ -84,14 +122,20 @@ def test_if_nothing_fits_the_closest_is_named() -> None:
     tight = replace(FAST, capacity_bytes=10**9)
     shown = forecast(Outcome(plan="shard=8", prediction=tight, reason="needs 33.7 GB of 1.0 GB"))
     assert shown.fitting == []
-    assert next(iter(shown.lines(5))).startswith("no plan fits; shard=8 comes closest: it needs 33.7 GB of 1.0 GB")
+    assert next(iter(shown.lines(5))).startswith(
+        "no plan fits; shard=8 comes closest: it needs 33.7 GB of 1.0 GB"
+    )
 
 
 def test_the_json_holds_every_plan() -> None:
     told = json.loads(json.dumps(forecast(*BOTH).as_json(), allow_nan=False))
     assert [each["plan"] for each in told["plans"]] == ["shard=8", "tensor=8", "pipeline=8"]
     assert told["plans"][0]["seconds_high"] == 0.6
-    assert told["plans"][2] == {"plan": "pipeline=8", "fits": False, "reason": "RecipeError: <no stages>"}
+    assert told["plans"][2] == {
+        "plan": "pipeline=8",
+        "fits": False,
+        "reason": "RecipeError: <no stages>",
+    }
 
 
 def test_the_page_escapes_what_scripts_and_errors_say() -> None:
@@ -102,14 +146,22 @@ def test_the_page_escapes_what_scripts_and_errors_say() -> None:
 
 
 def test_one_mistake_is_told_once_not_once_a_plan() -> None:
-    mistakes = [Outcome(plan=f"shard={size}", reason="RecipeError: no such layer", is_refused=True) for size in (2, 4, 8)]
+    mistakes = [
+        Outcome(plan=f"shard={size}", reason="RecipeError: no such layer", is_refused=True)
+        for size in (2, 4, 8)
+    ]
     other = Outcome(plan="pipeline=8", reason="RecipeError: <no stages>", is_refused=True)
     assert list(struck([*mistakes, other])) == [
         "shard=2, shard=4 and 1 more: RecipeError: no such layer",
         "pipeline=8: RecipeError: <no stages>",
     ]
-    said = [line for line in forecast(BOTH[0], *mistakes, other).lines(5) if line.startswith("not ")]
-    assert said == ["not pipeline=8: RecipeError: <no stages>", "not shard=2, shard=4 and 1 more: RecipeError: no such layer"]
+    said = [
+        line for line in forecast(BOTH[0], *mistakes, other).lines(5) if line.startswith("not ")
+    ]
+    assert said == [
+        "not pipeline=8: RecipeError: <no stages>",
+        "not shard=2, shard=4 and 1 more: RecipeError: no such layer",
+    ]
 
 
 def test_days_and_cost_have_the_steps_interval() -> None:
@@ -118,7 +170,10 @@ def test_days_and_cost_have_the_steps_interval() -> None:
     assert found is not None
     assert found.cost is not None
     (said,) = [line for line in shown.lines(5) if line.startswith("1e+09 tokens: ")]
-    assert f"{found.days:.3g} days ({found.days * 0.9:.3g} days to {found.days * 1.2:.3g} days)" in said
+    assert (
+        f"{found.days:.3g} days ({found.days * 0.9:.3g} days to {found.days * 1.2:.3g} days)"
+        in said
+    )
     assert f"costs {found.cost:,.0f} ({found.cost * 0.9:,.0f} to {found.cost * 1.2:,.0f})" in said
     told = shown.as_json()["plans"][0]["budget"]
     assert (told["days_low"], told["cost_high"]) == (found.days * 0.9, found.cost * 1.2)
@@ -126,7 +181,13 @@ def test_days_and_cost_have_the_steps_interval() -> None:
 
 def test_several_targets_are_side_by_side() -> None:
     more = replace(forecast(*BOTH, tokens=1e9, price=1.0), target="8 x MI300X")
-    none = forecast(Outcome(plan="shard=8", prediction=replace(FAST, capacity_bytes=10**9), reason="needs 33.7 GB of 1.0 GB"))
+    none = forecast(
+        Outcome(
+            plan="shard=8",
+            prediction=replace(FAST, capacity_bytes=10**9),
+            reason="needs 33.7 GB of 1.0 GB",
+        )
+    )
     first, second = side_by_side([more, none])
     assert first[:3] == ("8 x MI300X", "shard=8", "500 ms")
     assert second == ("8 x H100", "no plan fits", *[""] * 7)
@@ -143,15 +204,25 @@ def test_remarks_are_on_the_page_and_in_the_json() -> None:
 
 
 def test_quantities_in_words() -> None:
-    assert [duration(each) for each in (0.0001234, 0.0812, 1.25, 125.0, 2143.2)] == [*("0.123 ms", "81.2 ms", "1.25 s", "125 s", "2,143 s")]
-    assert [limit_in_words(each) for each in ("matmul", "bubble", "shard")] == ["arithmetic", "pipeline bubbles", "network (shard)"]
+    assert [duration(each) for each in (0.0001234, 0.0812, 1.25, 125.0, 2143.2)] == [
+        *("0.123 ms", "81.2 ms", "1.25 s", "125 s", "2,143 s")
+    ]
+    assert [limit_in_words(each) for each in ("matmul", "bubble", "shard")] == [
+        "arithmetic",
+        "pipeline bubbles",
+        "network (shard)",
+    ]
 
 
 def test_the_rate_that_loaders_must_deliver_counts_samples_as_often_as_they_are_loaded() -> None:
     shown = forecast(*BOTH)
     assert shown.loader_rate(FAST) == 128, "each of 8 data ranks loads its own"
     assert shown.loader_rate(SLOW) == 8 * 32, "each of 8 ranks loads all"
-    assert any("the loader must deliver 128 samples/s on each machine (16 in each of its processes)" in line for line in shown.lines(5))
+    assert any(
+        "the loader must deliver 128 samples/s on each machine (16 in each of its processes)"
+        in line
+        for line in shown.lines(5)
+    )
     assert shown.as_json()["plans"][0]["loader_samples_per_second_per_node"] == 128
     assert "the loader must deliver 128 samples/s" in page([shown])
 
@@ -159,5 +230,12 @@ def test_the_rate_that_loaders_must_deliver_counts_samples_as_often_as_they_are_
 def test_the_rate_is_that_of_a_machine() -> None:
     cluster = parse_target("64 x H100")
     wide = replace(FAST, plan="shard=64")
-    shown = Forecast.of("train.py", cluster, [Outcome(plan="shard=64", prediction=wide)], INTERVAL, tokens=None, price_per_hour=None)
+    shown = Forecast.of(
+        "train.py",
+        cluster,
+        [Outcome(plan="shard=64", prediction=wide)],
+        INTERVAL,
+        tokens=None,
+        price_per_hour=None,
+    )
     assert shown.loader_rate(wide) == 16

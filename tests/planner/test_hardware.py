@@ -11,7 +11,13 @@ import pytest
 
 from lockstep.base.errors import PlanError
 from lockstep.planner.machines import hardware
-from lockstep.planner.machines.hardware import known_devices, known_links, load_device, load_link, parse_target
+from lockstep.planner.machines.hardware import (
+    known_devices,
+    known_links,
+    load_device,
+    load_link,
+    parse_target,
+)
 
 FOLDER = Path(hardware.__file__).parent
 SHEETS = sorted(FOLDER.glob("devices/*.toml")) + sorted(FOLDER.glob("links/*.toml"))
@@ -30,7 +36,11 @@ def test_a_devices_figures_are_possible(name: str) -> None:
     device = load_device(name)
     assert {"bfloat16", "float16", "float32", "float64"} <= set(device.peak_flops)
     assert set(device.attention_fraction) == {"flash", "cudnn"}
-    fractions = (device.matmul_fraction, device.memory_fraction, *device.attention_fraction.values())
+    fractions = (
+        device.matmul_fraction,
+        device.memory_fraction,
+        *device.attention_fraction.values(),
+    )
     assert all(0 < each <= 1 for each in fractions)
     assert device.memory_bytes > 2**31
     assert device.memory_bytes_per_second > 1e9
@@ -48,7 +58,11 @@ def test_a_links_figures_are_possible(name: str) -> None:
 def test_every_name_and_alias_is_one_sheets() -> None:
     for paths in (FOLDER.glob("devices/*.toml"), FOLDER.glob("links/*.toml")):
         sheets = [tomllib.loads(path.read_text(encoding="utf-8")) for path in paths]
-        names = [re.sub(r"[\s_-]", "", name).lower() for sheet in sheets for name in [sheet["name"], *sheet["aliases"]]]
+        names = [
+            re.sub(r"[\s_-]", "", name).lower()
+            for sheet in sheets
+            for name in [sheet["name"], *sheet["aliases"]]
+        ]
         assert len(names) == len(set(names))
 
 
@@ -64,13 +78,23 @@ def test_every_name_and_alias_is_one_sheets() -> None:
         ("144 x GB200", "GB200", 144, 72, "InfiniBand-NDR"),
     ],
 )
-def test_a_text_names_a_cluster(text: str, device: str, count: int, in_node: int, between: str) -> None:
+def test_a_text_names_a_cluster(
+    text: str, device: str, count: int, in_node: int, between: str
+) -> None:
     cluster = parse_target(text)
-    assert (cluster.device.name, cluster.count, cluster.devices_per_node, cluster.between.name) == (device, count, in_node, between)
+    assert (cluster.device.name, cluster.count, cluster.devices_per_node, cluster.between.name) == (
+        device,
+        count,
+        in_node,
+        between,
+    )
 
 
 def test_an_unknown_device_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(PlanError, match=r"device 'H1000' is not known; known: .*H100.*; or give the path of a \.toml file"):
+    with pytest.raises(
+        PlanError,
+        match=r"device 'H1000' is not known; known: .*H100.*; or give the path of a \.toml file",
+    ):
         parse_target("8 x H1000")
 
 
@@ -86,7 +110,11 @@ def test_a_text_that_is_no_target(text: str) -> None:
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
-    text = (FOLDER / "devices" / "h100.toml").read_text(encoding="utf-8").replace('name = "H100"', 'name = "Mine"')
+    text = (
+        (FOLDER / "devices" / "h100.toml")
+        .read_text(encoding="utf-8")
+        .replace('name = "H100"', 'name = "Mine"')
+    )
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
     assert parse_target(f"16 x {path}").device.name == "Mine"
@@ -97,7 +125,10 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     [
         ("name = ", "cannot be read"),
         ('name = "Mine"', "lacks generation"),
-        ((FOLDER / "links" / "nvlink4.toml").read_text(encoding="utf-8") + "speed = 1\n", "unknown keys speed"),
+        (
+            (FOLDER / "links" / "nvlink4.toml").read_text(encoding="utf-8") + "speed = 1\n",
+            "unknown keys speed",
+        ),
     ],
 )
 def test_a_file_with_a_fault(tmp_path: Path, text: str, message: str) -> None:
@@ -124,7 +155,11 @@ def test_a_file_with_a_fault(tmp_path: Path, text: str, message: str) -> None:
             '{flash = 0.5, cudnn = 0.5, colour = "red"}',
             "it is a table of numbers above 0, with at least cudnn, flash",
         ),
-        ("peak_flops", "{bfloat16 = 1e15}", "it is a table of numbers above 0, with at least float32"),
+        (
+            "peak_flops",
+            "{bfloat16 = 1e15}",
+            "it is a table of numbers above 0, with at least float32",
+        ),
         ("inside", "3", "it is a string"),
         ("aliases", '"mine"', "it is a list of strings"),
     ],
@@ -153,12 +188,17 @@ def _toml(value: object) -> str:
 
 
 def test_a_count_without_an_x() -> None:
-    with pytest.raises(PlanError, match="between a count and its device is an x; write `8 x A100-80GB`"):
+    with pytest.raises(
+        PlanError, match="between a count and its device is an x; write `8 x A100-80GB`"
+    ):
         parse_target("8 A100-80GB")
 
 
 def test_a_count_of_what_is_no_device_is_answered_with_one_that_exists() -> None:
-    with pytest.raises(PlanError, match=r"'GPUs' is no device that is known; write .* such as `8 x H100`; devices: .*MI300X"):
+    with pytest.raises(
+        PlanError,
+        match=r"'GPUs' is no device that is known; write .* such as `8 x H100`; devices: .*MI300X",
+    ):
         parse_target("8 GPUs")
 
 
@@ -175,5 +215,11 @@ def test_a_file_that_is_not_there() -> None:
 def test_a_measured_machine_has_its_number_of_processes(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("processes = 2\n[operations]\n", encoding="utf-8")
-    with pytest.raises(PlanError, match=r"mine.toml' is a machine that lockstep doctor has measured, with 2 processes; give it without"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"mine.toml' is a machine that lockstep doctor has measured, with 2 processes; give it"
+            r" without"
+        ),
+    ):
         parse_target(f"4 x {path}")

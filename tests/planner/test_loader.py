@@ -42,7 +42,9 @@ class Samples(Dataset[Tensor]):
 
 
 def measured(make: Callable[[int], Any], folder: Path, **changes: Any) -> LoaderTime:
-    return LoaderTime.measured(recipe(data=Samples(make), **changes), folder, loader.MEASURED_SECONDS)
+    return LoaderTime.measured(
+        recipe(data=Samples(make), **changes), folder, loader.MEASURED_SECONDS
+    )
 
 
 def test_a_slow_dataset_is_measured_in_a_second(tmp_path: Path) -> None:
@@ -67,7 +69,9 @@ def test_a_stream_is_read(tmp_path: Path) -> None:
             time.sleep(1e-3)
             yield torch.full((3,), each)
 
-    assert LoaderTime.measured(recipe(data=ls.Stream(opened, shards=4)), tmp_path, 0.1).seconds >= 1e-3
+    assert (
+        LoaderTime.measured(recipe(data=ls.Stream(opened, shards=4)), tmp_path, 0.1).seconds >= 1e-3
+    )
 
 
 def test_without_time_one_microbatch_is_loaded_all_the_same(tmp_path: Path) -> None:
@@ -94,7 +98,9 @@ def test_a_dataset_that_cannot_be_loaded_is_a_mistake(
 ) -> None:
     monkeypatch.setattr(loader, "PATIENCE_SECONDS", 0.4 if "longer" in said else 10.0)
     began = time.perf_counter()
-    with pytest.raises(RecipeError, match=f"loading a microbatch of Recipe.data {said}; .* correct the dataset"):
+    with pytest.raises(
+        RecipeError, match=f"loading a microbatch of Recipe.data {said}; .* correct the dataset"
+    ):
         measured(make, tmp_path)
     assert time.perf_counter() - began < 15
 
@@ -103,7 +109,9 @@ def test_without_workers_a_process_loads_before_it_computes() -> None:
     found = MILLISECOND.added_to(STEP, Plan(), processes=2, cores=2)
     assert found.seconds == pytest.approx(1.1)
     assert found.by_limit["loader"] == pytest.approx(0.1)
-    assert found.seconds_with_twice["arithmetic"] == pytest.approx(STEP.seconds_with_twice["arithmetic"] + 0.1)
+    assert found.seconds_with_twice["arithmetic"] == pytest.approx(
+        STEP.seconds_with_twice["arithmetic"] + 0.1
+    )
     assert found.note == "measured"
 
 
@@ -113,8 +121,12 @@ def test_a_slow_loader_without_workers_is_the_limit() -> None:
     assert found.seconds == pytest.approx(1 + 100 * 0.1)
 
 
-@pytest.mark.parametrize(("per_sample", "seconds", "limit"), [(1e-3, 1.0, "matmul"), (0.1, 5.0, "loader")])
-def test_with_workers_the_slower_of_both_counts(per_sample: float, seconds: float, limit: str) -> None:
+@pytest.mark.parametrize(
+    ("per_sample", "seconds", "limit"), [(1e-3, 1.0, "matmul"), (0.1, 5.0, "loader")]
+)
+def test_with_workers_the_slower_of_both_counts(
+    per_sample: float, seconds: float, limit: str
+) -> None:
     found = LoaderTime(per_sample, "").added_to(STEP, Plan(workers=2), processes=1, cores=4)
     assert found.seconds == pytest.approx(seconds)
     assert found.limit == limit
@@ -123,7 +135,11 @@ def test_with_workers_the_slower_of_both_counts(per_sample: float, seconds: floa
 
 def test_workers_share_the_cores_of_all_processes() -> None:
     def seconds(workers: int, processes: int) -> float:
-        return LoaderTime(0.1, "").added_to(STEP, Plan(workers=workers), processes=processes, cores=4).seconds
+        return (
+            LoaderTime(0.1, "")
+            .added_to(STEP, Plan(workers=workers), processes=processes, cores=4)
+            .seconds
+        )
 
     assert seconds(16, 1) == seconds(4, 1) == pytest.approx(2.5)
     assert seconds(4, 4) == pytest.approx(10)
@@ -131,4 +147,7 @@ def test_workers_share_the_cores_of_all_processes() -> None:
 
 
 def test_what_was_said_before_is_kept() -> None:
-    assert MILLISECOND.added_to(replace(STEP, note="with values"), Plan(), processes=1, cores=1).note == "with values; measured"
+    assert (
+        MILLISECOND.added_to(replace(STEP, note="with values"), Plan(), processes=1, cores=1).note
+        == "with values; measured"
+    )

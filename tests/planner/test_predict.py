@@ -28,7 +28,11 @@ def samples(shard: int, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor
     return iter([(words, words)] * 100)
 
 
-@pytest.mark.parametrize("changes", [CHANGES["running statistics"], {"data": ls.Stream(samples, shards=8)}], ids=["BatchNorm", "stream"])
+@pytest.mark.parametrize(
+    "changes",
+    [CHANGES["running statistics"], {"data": ls.Stream(samples, shards=8)}],
+    ids=["BatchNorm", "stream"],
+)
 def test_microbatches_that_a_run_would_not_split_are_not_split(changes: dict[str, Any]) -> None:
     given = recipe(**changes)
     assert not is_splittable(given, model_size(given))
@@ -40,13 +44,19 @@ def test_microbatches_that_a_run_would_not_split_are_not_split(changes: dict[str
 def test_an_eager_step_of_a_small_model_takes_as_long_as_its_host_launches_it(plan: str) -> None:
     found = predict(recipe(), Plan.parse(plan), MACHINE)
     assert found.limit == "launches"
-    assert found.seconds > host_costs().kernel * 4 * 80, "each of 4 microbatches has 80 kernels at least"
+    assert found.seconds > host_costs().kernel * 4 * 80, (
+        "each of 4 microbatches has 80 kernels at least"
+    )
     assert found.seconds_with_twice["network"] == pytest.approx(found.seconds, rel=0.05)
 
 
-def test_distributed_tensors_and_fsdps_hooks_take_the_host_long_and_compiled_code_is_launched_faster() -> None:
+def test_distributed_tensors_and_fsdps_hooks_take_the_host_long_and_compiled_code_is_launched_faster() -> (
+    None
+):
     plans = ("replicate=2", "tensor=2", "shard=2", "replicate=2,compile=yes")
-    alone, tensor, shard, compiled = (predict(recipe(), Plan.parse(plan), MACHINE).seconds for plan in plans)
+    alone, tensor, shard, compiled = (
+        predict(recipe(), Plan.parse(plan), MACHINE).seconds for plan in plans
+    )
     assert tensor > 2 * alone
     assert shard > 1.5 * alone
     assert compiled < 0.7 * alone
@@ -64,9 +74,13 @@ def test_a_stream_has_a_shard_for_each_microbatch_that_is_traced() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_the_memory_of_a_pipeline_is_that_of_all_microbatches(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_pipeline_is_that_of_all_microbatches(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given, plan = recipe(global_batch=20), Plan.parse(f"pipeline=2,schedule={schedule}")
     told = predict(given, plan, MACHINE)
     monkeypatch.setattr("lockstep.planner.predict.ROUNDS", 5)
     whole = predict(given, plan, MACHINE)
-    assert [each.bytes for each in told.memory] == pytest.approx([each.bytes for each in whole.memory], rel=0.02)
+    assert [each.bytes for each in told.memory] == pytest.approx(
+        [each.bytes for each in whole.memory], rel=0.02
+    )

@@ -14,7 +14,13 @@ from lockstep.planner.prediction import MARGIN, Budget, Prediction, RankPeak, bu
 NAMES = st.text(st.characters(codec="ascii", categories=["Ll"]), min_size=1, max_size=5)
 SECONDS = st.floats(0, 1e6)
 BYTES = st.integers(0, 10**13)
-MEMORY = st.builds(RankPeak, rank=st.integers(0, 10**5), bytes=BYTES, by_cause=st.dictionaries(NAMES, BYTES), moment=st.text(max_size=9))
+MEMORY = st.builds(
+    RankPeak,
+    rank=st.integers(0, 10**5),
+    bytes=BYTES,
+    by_cause=st.dictionaries(NAMES, BYTES),
+    moment=st.text(max_size=9),
+)
 
 
 def prediction(**changes: Any) -> Prediction:
@@ -64,7 +70,10 @@ def test_the_json_says_what_follows_too() -> None:
 
 @given(st.integers(1, 10**12), st.integers(0, 10**10))
 def test_a_plan_fits_if_a_margin_of_the_memory_is_left_free(most: int, overhead: int) -> None:
-    memory = [RankPeak(rank=0, bytes=most, by_cause={}, moment=""), RankPeak(rank=7, bytes=most // 2, by_cause={}, moment="")]
+    memory = [
+        RankPeak(rank=0, bytes=most, by_cause={}, moment=""),
+        RankPeak(rank=7, bytes=most // 2, by_cause={}, moment=""),
+    ]
     needed = prediction(memory=memory, overhead_bytes=overhead).needed_bytes
     assert needed * (1 - MARGIN) >= (most + overhead) * (1 - 1e-12)
     assert (needed - 1) * (1 - MARGIN) <= (most + overhead) * (1 + 1e-12)
@@ -77,7 +86,10 @@ def test_a_plan_fits_a_device_whose_memory_nobody_asks_for() -> None:
 
 
 def test_the_peak_is_that_of_the_rank_that_needs_most() -> None:
-    ranks = [RankPeak(rank=rank, bytes=size, by_cause={}, moment="") for rank, size in ((0, 5), (4, 9), (12, 7))]
+    ranks = [
+        RankPeak(rank=rank, bytes=size, by_cause={}, moment="")
+        for rank, size in ((0, 5), (4, 9), (12, 7))
+    ]
     assert prediction(memory=ranks).peak.rank == 4
 
 
@@ -85,32 +97,49 @@ def test_the_peak_is_that_of_the_rank_that_needs_most() -> None:
 
 
 def budget_of(**changes: Any) -> Budget:
-    given: dict[str, Any] = {"steps": 1000, "devices": 8, "price_per_hour": 2.0, "hours_between_failures": 50_000}
+    given: dict[str, Any] = {
+        "steps": 1000,
+        "devices": 8,
+        "price_per_hour": 2.0,
+        "hours_between_failures": 50_000,
+    }
     return budget(10.0, **{**given, "save_seconds": 60.0, "restart_seconds": 300.0, **changes})
 
 
 def lost(interval: float, *, save: float, rate: float) -> float:
-    """The part of the time that saving, and the steps since the last checkpoint, take at an interval."""
+    """The part of the time that saving, and the steps since the last checkpoint, take at an
+    interval."""
     return save / interval + rate * interval / 2
 
 
 @given(st.floats(1, 1e3), st.integers(1, 10**5), st.floats(1e3, 1e6), st.floats(0.01, 100))
-def test_no_other_interval_between_checkpoints_loses_less(save: float, devices: int, hours: float, factor: float) -> None:
+def test_no_other_interval_between_checkpoints_loses_less(
+    save: float, devices: int, hours: float, factor: float
+) -> None:
     """Young's interval, √(2 × save × mean time between failures)."""
     rate = devices / (hours * 3600)
     best = math.sqrt(2 * save / rate)
     goodput = 1 - lost(best, save=save, rate=rate)
     assume(goodput > 0)
-    found = budget_of(save_seconds=save, devices=devices, hours_between_failures=hours, restart_seconds=0.0).goodput
+    found = budget_of(
+        save_seconds=save, devices=devices, hours_between_failures=hours, restart_seconds=0.0
+    ).goodput
     assert found == pytest.approx(goodput)
     assert found >= 1 - lost(best * factor, save=save, rate=rate) - 1e-12
 
 
 def test_a_worked_example() -> None:
-    """100 devices of which each fails once in 10,000 hours: one failure in 100 h. Saving takes 72 s: best is every
-    7,200 s, which loses 1 % for saving and 1 % for what is computed again; restarts of 3,600 s another 1 %."""
+    """100 devices of which each fails once in 10,000 hours: one failure in 100 h. Saving takes 72
+    s: best is every 7,200 s, which loses 1 % for saving and 1 % for what is computed again;
+    restarts of 3,600 s another 1 %."""
     found = budget(
-        97.0, steps=3600, devices=100, price_per_hour=2.0, hours_between_failures=10_000, save_seconds=72.0, restart_seconds=3600.0
+        97.0,
+        steps=3600,
+        devices=100,
+        price_per_hour=2.0,
+        hours_between_failures=10_000,
+        save_seconds=72.0,
+        restart_seconds=3600.0,
     )
     assert found.goodput == pytest.approx(0.97)
     assert found.days == pytest.approx(100 / 24)
@@ -119,11 +148,23 @@ def test_a_worked_example() -> None:
 
 
 @given(st.integers(1, 10**4), st.floats(1e4, 1e6), st.floats(1, 600), st.floats(0, 3600))
-def test_goodput_falls_with_devices_failures_saving_and_restarts(devices: int, hours: float, save: float, restart: float) -> None:
-    given: dict[str, Any] = {"devices": devices, "hours_between_failures": hours, "save_seconds": save, "restart_seconds": restart}
+def test_goodput_falls_with_devices_failures_saving_and_restarts(
+    devices: int, hours: float, save: float, restart: float
+) -> None:
+    given: dict[str, Any] = {
+        "devices": devices,
+        "hours_between_failures": hours,
+        "save_seconds": save,
+        "restart_seconds": restart,
+    }
     here = budget_of(**given).goodput
     assert 0 <= here < 1
-    for name, factor in (("devices", 2), ("hours_between_failures", 0.5), ("save_seconds", 2), ("restart_seconds", 2)):
+    for name, factor in (
+        ("devices", 2),
+        ("hours_between_failures", 0.5),
+        ("save_seconds", 2),
+        ("restart_seconds", 2),
+    ):
         assert budget_of(**{**given, name: given[name] * factor}).goodput <= here
 
 

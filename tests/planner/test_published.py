@@ -1,4 +1,5 @@
-"""Published rows as values: which are left out and why, what is assumed of the others, and what their parts cost."""
+"""Published rows as values: which are left out and why, what is assumed of the others, and what
+their parts cost."""
 
 from __future__ import annotations
 
@@ -26,18 +27,24 @@ from published.unstated import with_schedule
 from lockstep.planner.machines.costs import FITTED, INTERVALS
 from lockstep.planner.machines.fitted import Fitted
 
-sys.path.remove(str(Path(__file__).parents[2] / "benchmarks"))  # its modules have names of folders of tests
+# its modules have names of folders of tests
+sys.path.remove(str(Path(__file__).parents[2] / "benchmarks"))
 
 LLAMA = {
-    "source": "someone/else:README.md", "model": "Llama-3-8B", "gpu": "H100-80GB", "gpu_count": "8", "fsdp": "8", "seq_len": "8192",
+    "source": "someone/else:README.md", "model": "Llama-3-8B", "gpu": "H100-80GB",
+    "gpu_count": "8", "fsdp": "8", "seq_len": "8192",
     "micro_batch": "1", "global_batch": "8", "precision": "bf16", "tokens_per_s_per_gpu": "6000",
 }  # fmt: skip
 
 
-def read(folder: Path, *rows: dict[str, str], columns: list[str] | None = None) -> tuple[list[Row], dict[str, int]]:
+def read(
+    folder: Path, *rows: dict[str, str], columns: list[str] | None = None
+) -> tuple[list[Row], dict[str, int]]:
     path = folder / "rows.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns or [each for each in COLUMNS if each != "network_gbit_per_node"])
+        writer = csv.DictWriter(
+            file, columns or [each for each in COLUMNS if each != "network_gbit_per_node"]
+        )
         writer.writeheader()
         writer.writerows(rows)
     return load(path)
@@ -51,7 +58,14 @@ def one(folder: Path, **cells: str) -> Row:
 
 def test_a_well_known_model_has_its_shape(tmp_path: Path) -> None:
     row = one(tmp_path)
-    assert (row.layers, row.hidden, row.ffn, row.kv_heads, row.vocab, row.gated) == (32, 4096, 14336, 8, 128256, True)
+    assert (row.layers, row.hidden, row.ffn, row.kv_heads, row.vocab, row.gated) == (
+        32,
+        4096,
+        14336,
+        8,
+        128256,
+        True,
+    )
     assert row.seconds == pytest.approx(8 * 8192 / 8 / 6000)
 
 
@@ -64,19 +78,30 @@ def test_a_well_known_model_has_its_shape(tmp_path: Path) -> None:
         ({"precision": ""}, "precision not stated"),
         ({"precision": "nvfp4+bf16tail"}, "not bf16 or fp16"),
         ({"model": "nobody's"}, "not stated: hidden, layers"),
-        ({"micro_batch": "", "global_batch": "", "fsdp": "", "gpu_count": "16"}, "not stated: micro_batch, layout"),
+        (
+            {"micro_batch": "", "global_batch": "", "fsdp": "", "gpu_count": "16"},
+            "not stated: micro_batch, layout",
+        ),
         ({"seq_len": "long"}, "not a number: seq_len"),
         ({"tokens_per_s_per_gpu": "0"}, "too small: tokens_per_s_per_gpu"),
         ({"tokens_per_s_per_gpu": ""}, "neither step time nor out of memory"),
         ({"tp": "2"}, "inconsistent: the mesh's sizes do not multiply to the devices"),
-        ({"notes": "LoRA r=8"}, "not a plain step (LoRA, 8-bit optimizers, offload, padding, an unclear unit)"),
+        (
+            {"notes": "LoRA r=8"},
+            "not a plain step (LoRA, 8-bit optimizers, offload, padding, an unclear unit)",
+        ),
         (
             {"tokens_per_s_per_gpu": "", "tflops_per_gpu": "400", "seq_len": "131072"},
-            "a time in TFLOP/s alone, of so long a sequence that it matters how attention was counted, which is not stated",
+            (
+                "a time in TFLOP/s alone, of so long a sequence that it matters how attention was"
+                " counted, which is not stated"
+            ),
         ),
     ],
 )
-def test_a_row_that_is_left_out_says_why(tmp_path: Path, cells: dict[str, str], reason: str) -> None:
+def test_a_row_that_is_left_out_says_why(
+    tmp_path: Path, cells: dict[str, str], reason: str
+) -> None:
     assert read(tmp_path, LLAMA | cells) == ([], {reason: 1})
 
 
@@ -87,13 +112,24 @@ def test_columns_may_be_absent(tmp_path: Path) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(COLUMNS), st.text(max_size=6)))
-def test_no_cell_is_a_crash(tmp_path_factory: pytest.TempPathFactory, cells: dict[str, str]) -> None:
+def test_no_cell_is_a_crash(
+    tmp_path_factory: pytest.TempPathFactory, cells: dict[str, str]
+) -> None:
     rows, others = read(tmp_path_factory.mktemp("rows"), LLAMA | cells, columns=list(COLUMNS))
     assert len(rows) + sum(others.values()) == 1
 
 
-@pytest.mark.parametrize("cells", [{"mem_gib": "OOM"}, {"notes": "ran out of memory"}, {"notes": "ZeRO-1; OOM at the first step"}])
-def test_a_row_without_a_time_ran_out_of_memory_where_it_says_so(tmp_path: Path, cells: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"mem_gib": "OOM"},
+        {"notes": "ran out of memory"},
+        {"notes": "ZeRO-1; OOM at the first step"},
+    ],
+)
+def test_a_row_without_a_time_ran_out_of_memory_where_it_says_so(
+    tmp_path: Path, cells: dict[str, str]
+) -> None:
     assert one(tmp_path, tokens_per_s_per_gpu="", **cells).out_of_memory
     row = one(tmp_path, **cells)
     assert not row.out_of_memory
@@ -102,7 +138,9 @@ def test_a_row_without_a_time_ran_out_of_memory_where_it_says_so(tmp_path: Path,
 
 def test_tflops_are_counted_with_the_whole_of_attention(tmp_path: Path) -> None:
     row = one(tmp_path, tokens_per_s_per_gpu="", tflops_per_gpu="400")
-    flops = 6 * transformer.layer_parameters(row) * 32 + 12 * 32 * 4096 * 8192 + 6 * row.vocab * 4096
+    flops = (
+        6 * transformer.layer_parameters(row) * 32 + 12 * 32 * 4096 * 8192 + 6 * row.vocab * 4096
+    )
     assert row.seconds == pytest.approx(8192 * flops / 400e12)
 
 
@@ -150,33 +188,80 @@ def test_a_microbatch_that_is_not_stated_is_the_fastest_that_fits(tmp_path: Path
 
 
 def test_a_pipeline_that_states_no_schedule_is_interleaved(tmp_path: Path) -> None:
-    cells = {"micro_batch": "", "gpu_count": "64", "fsdp": "2", "tp": "8", "pp": "4", "global_batch": "16"}
+    cells = {
+        "micro_batch": "",
+        "gpu_count": "64",
+        "fsdp": "2",
+        "tp": "8",
+        "pp": "4",
+        "global_batch": "16",
+    }
     assert with_schedule(one(tmp_path, **cells)).virtual > 1
     assert with_schedule(one(tmp_path, **cells | {"micro_batch": "1"})).virtual == 1
 
 
 def test_a_step_without_an_optimizer_has_no_update(tmp_path: Path) -> None:
-    assert predict(one(tmp_path, notes="fwd+loss+bwd ONLY (no optimizer)")).update == 0 < predict(one(tmp_path)).update
+    assert (
+        predict(one(tmp_path, notes="fwd+loss+bwd ONLY (no optimizer)")).update
+        == 0
+        < predict(one(tmp_path)).update
+    )
 
 
 def test_attention_in_elementary_operations_moves_its_scores_often(tmp_path: Path) -> None:
-    cells = {"model": "GPT-2-124M", "gpu": "A100", "gpu_count": "1", "fsdp": "1", "seq_len": "1024", "global_batch": "1"}
+    cells = {
+        "model": "GPT-2-124M",
+        "gpu": "A100",
+        "gpu_count": "1",
+        "fsdp": "1",
+        "seq_len": "1024",
+        "global_batch": "1",
+    }
     eager = one(tmp_path, source="karpathy/nanoGPT:README.md", **cells)
     compiled = replace(eager, compiled="yes")
-    moved = [sum(each.bytes for each in transformer.forward(row, software_of(row)) if "softmax" in each.name) for row in (eager, compiled)]
+    moved = [
+        sum(
+            each.bytes
+            for each in transformer.forward(row, software_of(row))
+            if "softmax" in each.name
+        )
+        for row in (eager, compiled)
+    ]
     assert moved[0] == 28 * 12 * 1024 * 1024 == 7 * moved[1]
 
 
 def test_a_vocabulary_of_50257_costs_a_quarter_of_a_step_of_gpt2(tmp_path: Path) -> None:
-    """Karpathy, 3 February 2023: 50,304 instead makes nanoGPT's step on an A100, compiled, about 25% faster."""
-    cells = {"model": "GPT-2-124M", "gpu": "A100", "gpu_count": "1", "fsdp": "1", "seq_len": "1024", "global_batch": "12"}
-    row = one(tmp_path, source="karpathy/nanoGPT:README.md", **cells, micro_batch="12", compile="yes", notes="flash")
+    """Karpathy, 3 February 2023: 50,304 instead makes nanoGPT's step on an A100, compiled, about
+    25% faster."""
+    cells = {
+        "model": "GPT-2-124M",
+        "gpu": "A100",
+        "gpu_count": "1",
+        "fsdp": "1",
+        "seq_len": "1024",
+        "global_batch": "12",
+    }
+    row = one(
+        tmp_path,
+        source="karpathy/nanoGPT:README.md",
+        **cells,
+        micro_batch="12",
+        compile="yes",
+        notes="flash",
+    )
     odd, padded = (predict(replace(row, vocab=vocab)).seconds for vocab in (50257, 50304))
     assert 1.2 < odd / padded < 1.4
 
 
 def test_small_layers_wait_for_their_host(tmp_path: Path) -> None:
-    cells = {"model": "GPT-2-124M", "gpu": "A100", "gpu_count": "1", "fsdp": "1", "seq_len": "128", "global_batch": "1"}
+    cells = {
+        "model": "GPT-2-124M",
+        "gpu": "A100",
+        "gpu_count": "1",
+        "fsdp": "1",
+        "seq_len": "128",
+        "global_batch": "1",
+    }
     row = one(tmp_path, source="karpathy/nanoGPT:README.md", **cells)
     parts = predict(row)
     assert parts.launches > parts.compute
@@ -185,22 +270,31 @@ def test_small_layers_wait_for_their_host(tmp_path: Path) -> None:
 
 
 def test_an_interval_holds_most_rows_of_a_source_that_it_was_made_without(tmp_path: Path) -> None:
-    """Rows of four sources lie close together, each source elsewhere: the others' quantiles hold too few of one's."""
+    """Rows of four sources lie close together, each source elsewhere: the others' quantiles hold
+    too few of one's."""
     row = one(tmp_path)
     places = {"a": 0.8, "b": 1.0, "c": 1.1, "d": 1.3}
-    pairs = [Pair(replace(row, source=name), 1.0, place + step / 100) for name, place in places.items() for step in range(10)]
+    pairs = [
+        Pair(replace(row, source=name), 1.0, place + step / 100)
+        for name, place in places.items()
+        for step in range(10)
+    ]
     assert min(coverage(pairs, 1.0)) < 0.8
     low, high = interval(pairs)
     narrow = quantiles(pairs)
     assert low < narrow[0] < narrow[1] < high
-    assert min(coverage(pairs, math.log(high / low) / math.log(narrow[1] / narrow[0]) + 1e-9)) >= 0.8
+    assert (
+        min(coverage(pairs, math.log(high / low) / math.log(narrow[1] / narrow[0]) + 1e-9)) >= 0.8
+    )
 
 
 def test_the_planners_interval_is_that_of_the_published_rows() -> None:
     tables = tomllib.loads((DATA / "held_out.toml").read_text(encoding="utf-8"))
     rows = [with_schedule(row) for row in load()[0]]
     pairs = times(rows, lambda source: Fitted(**tables[source]))
-    assert interval(pairs) == pytest.approx((INTERVALS["seconds"].low, INTERVALS["seconds"].high), abs=0.01)
+    assert interval(pairs) == pytest.approx(
+        (INTERVALS["seconds"].low, INTERVALS["seconds"].high), abs=0.01
+    )
 
 
 def test_keeping_some_operations_gathers_inputs_again(tmp_path: Path) -> None:
@@ -208,7 +302,9 @@ def test_keeping_some_operations_gathers_inputs_again(tmp_path: Path) -> None:
         row = one(tmp_path, source="pytorch/torchtitan:x", tp="8", fsdp="1", **cells)
         return tensor_seconds(row, software_of(row), cluster_of(row), FITTED, rounds=2)
 
-    assert tensor(act_ckpt="selective-op") == pytest.approx(1.25 * tensor(act_ckpt="none"), rel=0.02)
+    assert tensor(act_ckpt="selective-op") == pytest.approx(
+        1.25 * tensor(act_ckpt="none"), rel=0.02
+    )
     assert tensor(act_ckpt="selective-layer") == tensor(act_ckpt="none")
 
 
@@ -216,7 +312,9 @@ def test_a_pipelines_stage_gathers_its_parameters_once_a_step(tmp_path: Path) ->
     def data(pp: str) -> float:
         row = one(tmp_path, fsdp="8", pp=pp, gpu_count=str(8 * int(pp)), global_batch="512")
         cluster = cluster_of(row)
-        layer = replace(layer_seconds(row, software_of(row), cluster, FITTED), forward=0.0, backward=0.0)
+        layer = replace(
+            layer_seconds(row, software_of(row), cluster, FITTED), forward=0.0, backward=0.0
+        )
         return sharded_seconds(row, software_of(row), cluster, layer, FITTED)
 
     assert data("1") > 32 * data("2")
@@ -224,8 +322,18 @@ def test_a_pipelines_stage_gathers_its_parameters_once_a_step(tmp_path: Path) ->
 
 def test_tensor_parallel_ranks_share_the_messages_of_deepspeeds_pipeline(tmp_path: Path) -> None:
     def pipeline(tp: str) -> float:
-        cells = {"gpu_count": str(2 * int(tp)), "fsdp": "1", "pp": "2", "precision": "fp16", "micro_batch": "8"}
-        row = one(tmp_path, source="bigscience-workshop/bigscience:x", gpu="A100-80GB", tp=tp, **cells)
-        return pipeline_seconds(replace(row, world=16), software_of(row), cluster_of(replace(row, world=16)), FITTED)
+        cells = {
+            "gpu_count": str(2 * int(tp)),
+            "fsdp": "1",
+            "pp": "2",
+            "precision": "fp16",
+            "micro_batch": "8",
+        }
+        row = one(
+            tmp_path, source="bigscience-workshop/bigscience:x", gpu="A100-80GB", tp=tp, **cells
+        )
+        return pipeline_seconds(
+            replace(row, world=16), software_of(row), cluster_of(replace(row, world=16)), FITTED
+        )
 
     assert pipeline("1") > 4 * pipeline("8")

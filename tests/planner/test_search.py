@@ -17,21 +17,29 @@ from lockstep.planner.search import Outcome, Space, closest, layouts, search
 
 AXES = ("replicate", "shard", "tensor", "pipeline")
 SPACE = Space(
-    devices=8, devices_per_node=8, samples=256, microbatch=4, is_splittable=True, is_compilable=True, state_bytes=100, stages=8,
+    devices=8, devices_per_node=8, samples=256, microbatch=4, is_splittable=True,
+    is_compilable=True, state_bytes=100, stages=8,
     capacity_bytes=1000,
 )  # fmt: skip
 
 
 def predicted(plan: Plan, seconds: float, needed: int, capacity: int = 1000) -> Outcome:
-    memory = RankPeak(rank=0, bytes=needed, by_cause={"activations": needed}, moment="the forward of microbatch 1")
+    memory = RankPeak(
+        rank=0, bytes=needed, by_cause={"activations": needed}, moment="the forward of microbatch 1"
+    )
     prediction = Prediction(
-        plan=text(plan), microbatch=1, microbatches=1, seconds=seconds, by_limit={"matmul": seconds}, seconds_with_twice={},
+        plan=text(plan), microbatch=1, microbatches=1, seconds=seconds,
+        by_limit={"matmul": seconds}, seconds_with_twice={},
         samples=1, tokens=None, steps=None, memory=[memory], capacity_bytes=capacity,
     )  # fmt: skip
-    return Outcome(plan=text(plan), prediction=prediction, reason=None if prediction.fits else "does not fit")
+    return Outcome(
+        plan=text(plan), prediction=prediction, reason=None if prediction.fits else "does not fit"
+    )
 
 
-def evaluating(rule: Callable[[Plan], tuple[float, int]], tried: list[str]) -> Callable[[Sequence[Plan]], list[Outcome]]:
+def evaluating(
+    rule: Callable[[Plan], tuple[float, int]], tried: list[str]
+) -> Callable[[Sequence[Plan]], list[Outcome]]:
     def evaluate(plans: Sequence[Plan]) -> list[Outcome]:
         tried.extend(map(text, plans))
         return [predicted(plan, *rule(plan)) for plan in plans]
@@ -40,8 +48,12 @@ def evaluating(rule: Callable[[Plan], tuple[float, int]], tried: list[str]) -> C
 
 
 @given(st.integers(1, 128), st.sampled_from([1, 4, 8]), st.integers(1, 512))
-def test_each_layout_uses_all_devices_and_gives_each_data_rank_a_microbatch(devices: int, node: int, microbatches: int) -> None:
-    for plan in layouts(replace(SPACE, devices=devices, devices_per_node=node, samples=4 * microbatches)):
+def test_each_layout_uses_all_devices_and_gives_each_data_rank_a_microbatch(
+    devices: int, node: int, microbatches: int
+) -> None:
+    for plan in layouts(
+        replace(SPACE, devices=devices, devices_per_node=node, samples=4 * microbatches)
+    ):
         sizes = [getattr(plan, axis) for axis in AXES]
         assert prod(sizes) == devices
         assert plan.replicate * plan.shard <= microbatches  # type: ignore[operator]
@@ -49,32 +61,57 @@ def test_each_layout_uses_all_devices_and_gives_each_data_rank_a_microbatch(devi
 
 
 @given(st.integers(1, 200), st.sampled_from([1, 4, 8]), st.integers(1, 100), st.integers(1, 8))
-def test_devices_that_data_ranks_cannot_use_are_told_with_remedies_that_use_them(devices: int, node: int, samples: int, size: int) -> None:
-    space = replace(SPACE, devices=devices, devices_per_node=min(node, devices), samples=samples, microbatch=size, stages=0)
+def test_devices_that_data_ranks_cannot_use_are_told_with_remedies_that_use_them(
+    devices: int, node: int, samples: int, size: int
+) -> None:
+    space = replace(
+        SPACE,
+        devices=devices,
+        devices_per_node=min(node, devices),
+        samples=samples,
+        microbatch=size,
+        stages=0,
+    )
     usable = space.usable_devices
     fewer = replace(space, devices=usable, devices_per_node=min(node, usable))
     assert f"replicate={usable}" in map(text, layouts(fewer))
     if usable == devices:
         return
     assert usable < node or usable % node == 0, "whole machines"
-    told = dict(re.findall(r"(global_batch|microbatch)=(\d+)", space.why_fewer().partition("to use all")[2]))
+    told = dict(
+        re.findall(r"(global_batch|microbatch)=(\d+)", space.why_fewer().partition("to use all")[2])
+    )
     more = replace(space, samples=int(told["global_batch"]))
     assert f"replicate={devices}" in map(text, layouts(more))
     if "microbatch" in told:
-        assert f"replicate={devices}" in map(text, layouts(replace(space, microbatch=int(told["microbatch"]))))
+        assert f"replicate={devices}" in map(
+            text, layouts(replace(space, microbatch=int(told["microbatch"])))
+        )
     assert f"planned for {usable};" in space.why_fewer()
 
 
 def test_layouts_are_all_different_and_name_the_classic_ones() -> None:
     found = [text(plan) for plan in layouts(SPACE)]
     assert len(found) == len(set(found))
-    assert {"replicate=8", "shard=8", "tensor=8", "pipeline=8", "shard=4,tensor=2", "replicate=2,tensor=2,pipeline=2"} <= set(found)
+    assert {
+        "replicate=8",
+        "shard=8",
+        "tensor=8",
+        "pipeline=8",
+        "shard=4,tensor=2",
+        "replicate=2,tensor=2,pipeline=2",
+    } <= set(found)
 
 
 def test_a_model_without_stages_is_tried_in_one_pipeline_which_says_why() -> None:
     found = [text(plan) for plan in layouts(replace(SPACE, stages=0))]
-    assert {plan for plan in found if "pipeline" in plan} == {"replicate=4,pipeline=2", "shard=4,pipeline=2"}
-    assert not [text(plan) for plan in layouts(replace(SPACE, stages=4)) if "pipeline=8" in text(plan)]
+    assert {plan for plan in found if "pipeline" in plan} == {
+        "replicate=4,pipeline=2",
+        "shard=4,pipeline=2",
+    }
+    assert not [
+        text(plan) for plan in layouts(replace(SPACE, stages=4)) if "pipeline=8" in text(plan)
+    ]
 
 
 def test_parameters_are_sharded_over_a_node_or_over_all() -> None:
@@ -84,7 +121,9 @@ def test_parameters_are_sharded_over_a_node_or_over_all() -> None:
 
 def test_the_fastest_that_fits_is_first_and_what_does_not_fit_last() -> None:
     tried: list[str] = []
-    outcomes = search(SPACE, evaluating(lambda plan: (1.0 / plan.shard, 5000 if plan.tensor == 8 else 10), tried))  # type: ignore[operator]
+    outcomes = search(
+        SPACE, evaluating(lambda plan: (1.0 / plan.shard, 5000 if plan.tensor == 8 else 10), tried)
+    )  # type: ignore[operator]
     assert outcomes[0].plan == "shard=8"
     assert "tensor=8" in outcomes[-1].plan
     assert outcomes[-1].reason is not None
@@ -98,7 +137,9 @@ def test_a_plan_that_fits_is_not_tried_with_less_memory() -> None:
 
 def test_a_plan_that_does_not_fit_is_tried_with_less_memory_until_it_does() -> None:
     tried: list[str] = []
-    search(SPACE, evaluating(lambda plan: (1.0, 10 if plan.checkpointing == "full" else 5000), tried))
+    search(
+        SPACE, evaluating(lambda plan: (1.0, 10 if plan.checkpointing == "full" else 5000), tried)
+    )
     assert [plan.split("=8")[1] for plan in tried if plan.startswith("replicate=8")][:3] == [
         *("", ",checkpointing=selective", ",checkpointing=full")
     ]
@@ -106,7 +147,10 @@ def test_a_plan_that_does_not_fit_is_tried_with_less_memory_until_it_does() -> N
 
 def test_microbatches_of_one_sample_are_not_split() -> None:
     tried: list[str] = []
-    search(replace(SPACE, microbatch=1), evaluating(lambda plan: (1.0, 10 if plan.offload else 5000), tried))
+    search(
+        replace(SPACE, microbatch=1),
+        evaluating(lambda plan: (1.0, 10 if plan.offload else 5000), tried),
+    )
     assert not [plan for plan in tried if "microbatch_splits" in plan]
     assert [plan for plan in tried if "offload=yes" in plan]
 
@@ -122,7 +166,9 @@ def test_plans_whose_parameters_do_not_fit_are_struck_out_without_a_trace() -> N
 
 def test_if_nothing_can_fit_what_holds_the_least_is_predicted_and_comes_closest() -> None:
     tried: list[str] = []
-    outcomes = search(replace(SPACE, state_bytes=10**6), evaluating(lambda plan: (1.0, 9000 - plan.shard), tried))  # type: ignore[operator]
+    outcomes = search(
+        replace(SPACE, state_bytes=10**6), evaluating(lambda plan: (1.0, 9000 - plan.shard), tried)
+    )  # type: ignore[operator]
     nearest = closest(outcomes)
     assert nearest is not None
     assert nearest.plan.startswith("shard=8")
@@ -133,13 +179,22 @@ def test_the_best_pipelines_are_tried_with_other_schedules_where_they_are_legal(
     tried: list[str] = []
     search(SPACE, evaluating(lambda plan: (1.0 / plan.pipeline, 10), tried))  # type: ignore[operator]
     assert {"pipeline=8,schedule=interleaved", "pipeline=8,schedule=zero-bubble"} <= set(tried)
-    assert not [plan for plan in tried if "zero-bubble" in plan and "shard" in plan], "FSDP2 refuses it"
+    assert not [plan for plan in tried if "zero-bubble" in plan and "shard" in plan], (
+        "FSDP2 refuses it"
+    )
 
 
-@pytest.mark.parametrize("plan", ["shard=8", "replicate=2,tensor=4", "pipeline=2,shard=4,checkpointing=full", "replicate=1"])
+@pytest.mark.parametrize(
+    "plan",
+    ["shard=8", "replicate=2,tensor=4", "pipeline=2,shard=4,checkpointing=full", "replicate=1"],
+)
 def test_the_text_of_a_plan_is_read_back(plan: str) -> None:
-    devices = prod(int(part.split("=")[1]) for part in plan.split(",") if part.split("=")[0] in AXES)
-    assert Plan.parse(text(Plan.parse(plan).resolve(devices))).resolve(devices) == Plan.parse(plan).resolve(devices)
+    devices = prod(
+        int(part.split("=")[1]) for part in plan.split(",") if part.split("=")[0] in AXES
+    )
+    assert Plan.parse(text(Plan.parse(plan).resolve(devices))).resolve(devices) == Plan.parse(
+        plan
+    ).resolve(devices)
 
 
 # Faster variants of the fastest
@@ -152,18 +207,30 @@ def refined_of(tried: list[str], setting: str) -> list[str]:
 def test_only_the_fastest_plans_are_tried_compiled_and_with_gathered_blocks_kept() -> None:
     tried: list[str] = []
     search(SPACE, evaluating(lambda plan: (1.0 / plan.shard, 10), tried))  # type: ignore[operator]
-    assert refined_of(tried, "sharding=gradients")[:2] == ["shard=8,sharding=gradients", "shard=4,pipeline=2,sharding=gradients"]
+    assert refined_of(tried, "sharding=gradients")[:2] == [
+        "shard=8,sharding=gradients",
+        "shard=4,pipeline=2,sharding=gradients",
+    ]
     assert 1 <= len(refined_of(tried, "compile=yes")) <= 2
-    assert not [plan for plan in refined_of(tried, "compile=yes") if "tensor" in plan], "a compiled forward cannot be split"
+    assert not [plan for plan in refined_of(tried, "compile=yes") if "tensor" in plan], (
+        "a compiled forward cannot be split"
+    )
 
 
 def test_what_makes_a_plan_faster_is_kept_when_the_next_change_is_tried() -> None:
     def seconds(plan: Plan) -> float:
-        return (1.0 if plan.shard == 8 else 9.0) * (0.5 if plan.sharding == "gradients" else 1) * (0.5 if plan.compile else 1)
+        return (
+            (1.0 if plan.shard == 8 else 9.0)
+            * (0.5 if plan.sharding == "gradients" else 1)
+            * (0.5 if plan.compile else 1)
+        )
 
     outcomes = search(SPACE, evaluating(lambda plan: (seconds(plan), 10), tried := []))
     assert outcomes[0].plan == "shard=8,sharding=gradients,compile=yes"
-    assert refined_of(tried, "compile=yes") == ["shard=8,sharding=gradients,compile=yes", "shard=8,compile=yes"]
+    assert refined_of(tried, "compile=yes") == [
+        "shard=8,sharding=gradients,compile=yes",
+        "shard=8,compile=yes",
+    ]
 
 
 def test_plans_of_whole_models_keep_no_gathered_blocks() -> None:
@@ -179,7 +246,9 @@ def test_nothing_is_compiled_where_nobody_knows_what_that_takes() -> None:
 
 
 def test_a_plan_that_does_not_fit_is_not_made_faster() -> None:
-    outcomes = search(SPACE, evaluating(lambda plan: (1.0, 10 if plan.tensor == 8 else 9000), tried := []))
+    outcomes = search(
+        SPACE, evaluating(lambda plan: (1.0, 10 if plan.tensor == 8 else 9000), tried := [])
+    )
     assert [each.plan for each in outcomes if each.reason is None] == ["tensor=8"]
     assert not refined_of(tried, "sharding") + refined_of(tried, "compile")
 
@@ -190,9 +259,16 @@ FREE = replace(SPACE, microbatch=None, samples=64)
 
 
 def test_a_microbatch_of_the_plans_choice_is_split_before_anything_is_computed_twice() -> None:
-    search(FREE, evaluating(lambda plan: (1.0, 10 if plan.checkpointing == "full" else 5000), tried := []))
+    search(
+        FREE,
+        evaluating(lambda plan: (1.0, 10 if plan.checkpointing == "full" else 5000), tried := []),
+    )
     of_replicas = [plan for plan in tried if plan.startswith("replicate=8")]
-    assert of_replicas[:3] == ["replicate=8", "replicate=8,microbatch_splits=1", "replicate=8,microbatch_splits=2"]
+    assert of_replicas[:3] == [
+        "replicate=8",
+        "replicate=8,microbatch_splits=1",
+        "replicate=8,microbatch_splits=2",
+    ]
     assert "replicate=8,microbatch_splits=4" not in tried, "a rank has 8 samples"
     assert of_replicas[3] == "replicate=8,checkpointing=selective,microbatch_splits=2"
     assert of_replicas[4] == "replicate=8,checkpointing=full,microbatch_splits=2"
@@ -200,7 +276,11 @@ def test_a_microbatch_of_the_plans_choice_is_split_before_anything_is_computed_t
 
 def test_pipelines_have_enough_microbatches_to_be_filled() -> None:
     found = {text(plan) for plan in layouts(FREE)}
-    assert {"pipeline=8,microbatch_splits=5", "replicate=4,pipeline=2,microbatch_splits=3", "replicate=8"} <= found
+    assert {
+        "pipeline=8,microbatch_splits=5",
+        "replicate=4,pipeline=2,microbatch_splits=3",
+        "replicate=8",
+    } <= found
 
 
 def test_what_cannot_be_split_is_not() -> None:
@@ -211,12 +291,20 @@ def test_what_cannot_be_split_is_not() -> None:
 
 
 def test_plans_that_cannot_be_split_further_are_tried_with_offload() -> None:
-    search(replace(SPACE, microbatch=2), evaluating(lambda plan: (1.0, 10 if plan.offload else 5000), tried := []))
+    search(
+        replace(SPACE, microbatch=2),
+        evaluating(lambda plan: (1.0, 10 if plan.offload else 5000), tried := []),
+    )
     assert "shard=8,offload=yes,checkpointing=full,microbatch_splits=1" in tried
 
 
 @pytest.mark.parametrize(
-    "outcome", [predicted(Plan(shard=8), 1.0, 10), predicted(Plan(shard=8), 1.0, 9000), Outcome(plan="x", reason="no")]
+    "outcome",
+    [
+        predicted(Plan(shard=8), 1.0, 10),
+        predicted(Plan(shard=8), 1.0, 9000),
+        Outcome(plan="x", reason="no"),
+    ],
 )
 def test_an_outcome_is_the_same_after_a_way_through_json(outcome: Outcome) -> None:
     assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome

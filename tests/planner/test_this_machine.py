@@ -1,4 +1,5 @@
-"""The measured machine: curves, costs and their text. The measurement itself is held against runs by a benchmark."""
+"""The measured machine: curves, costs and their text. The measurement itself is held against runs
+by a benchmark."""
 
 from __future__ import annotations
 
@@ -83,34 +84,50 @@ def test_a_point_above_a_larger_one_is_lowered() -> None:
     assert SecondsCurve.through({1.0: 5.0, 10.0: 2.0}).at(1.0) == 2.0
 
 
-@given(st.integers(1, 2**40), st.integers(1, 2**40), st.sampled_from(["aten.gelu", "aten.unheard_of"]))
+@given(
+    st.integers(1, 2**40), st.integers(1, 2**40), st.sampled_from(["aten.gelu", "aten.unheard_of"])
+)
 def test_more_bytes_take_no_less_time(one: int, other: int, name: str) -> None:
     low, high = sorted((one, other))
-    assert MACHINE.operation_seconds(memory(name, low)) <= MACHINE.operation_seconds(memory(name, high)) * (1 + 1e-9)
+    assert MACHINE.operation_seconds(memory(name, low)) <= MACHINE.operation_seconds(
+        memory(name, high)
+    ) * (1 + 1e-9)
 
 
 @given(st.integers(1, 2**12), st.integers(1, 2**12), st.integers(1, 2**12))
 def test_more_rows_take_no_less_time(rows: int, more: int, width: int) -> None:
     def seconds(m: int) -> float:
         flops, size = 2 * m * width * width, 4 * (2 * m * width + width * width)
-        return MACHINE.operation_seconds(Operation("matmul", "float32", flops, size, (1, m, width, width), name="aten.mm"))
+        return MACHINE.operation_seconds(
+            Operation("matmul", "float32", flops, size, (1, m, width, width), name="aten.mm")
+        )
 
     assert seconds(rows) <= seconds(rows + more) * (1 + 1e-9)
 
 
 def test_small_operations_of_known_names_grow_no_faster_than_memory() -> None:
-    far = MACHINE.operation_seconds(memory("aten.gelu", 10**8)) - MACHINE.operation_seconds(memory("aten.gelu", 10**6))
-    assert far == pytest.approx(MACHINE.operations["memory"].at(1e8) - MACHINE.operations["memory"].at(1e6))
+    far = MACHINE.operation_seconds(memory("aten.gelu", 10**8)) - MACHINE.operation_seconds(
+        memory("aten.gelu", 10**6)
+    )
+    assert far == pytest.approx(
+        MACHINE.operations["memory"].at(1e8) - MACHINE.operations["memory"].at(1e6)
+    )
 
 
 def test_data_axes_use_shared_memory_and_others_gloo() -> None:
-    assert MACHINE.collective_seconds(reduction("replicate")) < MACHINE.collective_seconds(reduction("tensor"))
-    assert MACHINE.collective_seconds(reduction("shard")) == pytest.approx(MACHINE.collective_seconds(reduction("replicate")) + 3e-4)
+    assert MACHINE.collective_seconds(reduction("replicate")) < MACHINE.collective_seconds(
+        reduction("tensor")
+    )
+    assert MACHINE.collective_seconds(reduction("shard")) == pytest.approx(
+        MACHINE.collective_seconds(reduction("replicate")) + 3e-4
+    )
 
 
 def test_a_collective_that_is_not_measured_has_the_cost_of_one_alike() -> None:
     broadcast = Collective("broadcast", 2, 1, 2**16, "replicate")
-    assert MACHINE.collective_seconds(broadcast) == MACHINE.collectives["shared all_gather 2"].at(2**16)
+    assert MACHINE.collective_seconds(broadcast) == MACHINE.collectives["shared all_gather 2"].at(
+        2**16
+    )
 
 
 def test_memory_is_shared_between_the_processes() -> None:
@@ -122,15 +139,27 @@ def test_memory_is_shared_between_the_processes() -> None:
 
 
 def test_processes_that_have_fewer_microbatches_leave_the_cores_to_the_others() -> None:
-    """Eight microbatches on three processes are 3, 3 and 2; two cores then compute for 8/9 of the time of nine."""
-    collectives = {name.replace(" 2", " 3"): SecondsCurve((1.0, 2.0), (1e-7, 1e-7)) for name in MACHINE.collectives}
+    """Eight microbatches on three processes are 3, 3 and 2; two cores then compute for 8/9 of the
+    time of nine."""
+    collectives = {
+        name.replace(" 2", " 3"): SecondsCurve((1.0, 2.0), (1e-7, 1e-7))
+        for name in MACHINE.collectives
+    }
     curves = dict.fromkeys(MACHINE.operations, SecondsCurve((1.0, 1e12), (1e-4, 1e-4)))
     three = replace(
-        MACHINE, processes=3, operations=curves, collectives=collectives, exchanges={}, microbatch_seconds=0.0, step_seconds=0.0
+        MACHINE,
+        processes=3,
+        operations=curves,
+        collectives=collectives,
+        exchanges={},
+        microbatch_seconds=0.0,
+        step_seconds=0.0,
     )
 
     def seconds(microbatches: int) -> float:
-        return predict(recipe(global_batch=microbatches * MICROBATCH), Plan(replicate=3), machine_of(three)).seconds
+        return predict(
+            recipe(global_batch=microbatches * MICROBATCH), Plan(replicate=3), machine_of(three)
+        ).seconds
 
     assert seconds(8) == pytest.approx(seconds(9) * 8 / 9, rel=0.01)
 
@@ -141,7 +170,11 @@ def test_processes_that_have_fewer_microbatches_leave_the_cores_to_the_others() 
 STEPS = [
     *(ReferenceStep("replicate=2", "tiny", 1), ReferenceStep("replicate=2", "tiny", 5)),
     *(ReferenceStep("replicate=2", "middle", 3), ReferenceStep("replicate=2", "large", 3)),
-    *(ReferenceStep(f"{axis}=2", "middle", count) for axis in ("shard", "tensor", "pipeline") for count in (2, 6)),
+    *(
+        ReferenceStep(f"{axis}=2", "middle", count)
+        for axis in ("shard", "tensor", "pipeline")
+        for count in (2, 6)
+    ),
 ]
 BARE = replace(MACHINE, exchanges={}, microbatch_seconds=0.0, step_seconds=0.0)
 
@@ -149,11 +182,20 @@ BARE = replace(MACHINE, exchanges={}, microbatch_seconds=0.0, step_seconds=0.0)
 def prediction(step: ReferenceStep, machine: MeasuredMachine) -> Callable[[Costs], float]:
     """A step of ten operations and four collectives or messages a microbatch, one after another."""
     del machine
-    axis, size = step.plan.partition("=")[0], {"tiny": 2**10, "middle": 2**18, "large": 2**24}[step.scale]
+    axis, size = (
+        step.plan.partition("=")[0],
+        {"tiny": 2**10, "middle": 2**18, "large": 2**24}[step.scale],
+    )
 
     def seconds(costs: Costs) -> float:
-        microbatch = 10 * costs.operation(memory("aten.gelu", size)) + costs.host.marks["microbatch"]
-        exchange = costs.host.collectives["pipeline"] if axis == "pipeline" else costs.collective(reduction(axis))
+        microbatch = (
+            10 * costs.operation(memory("aten.gelu", size)) + costs.host.marks["microbatch"]
+        )
+        exchange = (
+            costs.host.collectives["pipeline"]
+            if axis == "pipeline"
+            else costs.collective(reduction(axis))
+        )
         return step.microbatches * (microbatch + 4 * exchange) + costs.host.marks["end"]
 
     return seconds
@@ -171,13 +213,23 @@ def test_calibration_finds_what_the_steps_were_made_with(
 ) -> None:
     microbatch, step, in_run = numbers
     known = replace(BARE, microbatch_seconds=microbatch, step_seconds=step)
-    truth = replace(known, in_run=in_run, exchanges={"shard 2": shard, "tensor 2": tensor, "pipeline": pipeline})
+    truth = replace(
+        known, in_run=in_run, exchanges={"shard 2": shard, "tensor 2": tensor, "pipeline": pipeline}
+    )
     tiny = replace(truth, in_run=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_prediction", prediction)
-        found = calibrated(BARE, {each: prediction(each, truth)((tiny if each.scale == "tiny" else truth).costs()) for each in STEPS})
+        found = calibrated(
+            BARE,
+            {
+                each: prediction(each, truth)((tiny if each.scale == "tiny" else truth).costs())
+                for each in STEPS
+            },
+        )
     for each in STEPS[2:]:
-        assert prediction(each, found)(found.costs()) == pytest.approx(prediction(each, truth)(truth.costs()), rel=0.02)
+        assert prediction(each, found)(found.costs()) == pytest.approx(
+            prediction(each, truth)(truth.costs()), rel=0.02
+        )
     assert found.exchanges == pytest.approx(truth.exchanges, abs=2e-5)
     assert found.in_run == pytest.approx(in_run, rel=0.02)
     assert found.microbatch_seconds == pytest.approx(microbatch, abs=1e-6)
@@ -193,7 +245,10 @@ def test_steps_that_take_no_longer_than_predicted_add_nothing() -> None:
 
 def test_operations_in_a_run_are_between_what_a_middle_and_a_large_step_show() -> None:
     steps = {each: prediction(each, BARE)(BARE.costs()) for each in STEPS}
-    steps |= {each: seconds * {"tiny": 1, "middle": 1.2, "large": 1.6}[each.scale] for each, seconds in steps.items()}
+    steps |= {
+        each: seconds * {"tiny": 1, "middle": 1.2, "large": 1.6}[each.scale]
+        for each, seconds in steps.items()
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_prediction", prediction)
         assert 1.3 < calibrated(BARE, steps).in_run < 1.55
@@ -213,15 +268,23 @@ def test_an_exchange_is_between_what_few_and_many_microbatches_show() -> None:
     assert sum(told) == pytest.approx(2, abs=1e-3)
 
 
-def test_a_machine_with_gpus_is_measured_by_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_gpus_is_measured_by_the_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The processes of a measurement would train on the GPUs, and each wants one."""
     monkeypatch.setattr(accelerator, "count", lambda: 1)
     with pytest.raises(PlanError) as refused:
         written("2 x this", tmp_path)
-    assert str(refused.value) == (
-        "--on '2 x this' on a machine with 1 GPU; it measures CPUs; measure the GPUs with lockstep doctor --write mine.toml and give "
-        "--on '1 x mine.toml', or hide them (CUDA_VISIBLE_DEVICES=) to plan for the CPUs"
+    assert (
+        str(refused.value)
+        == "--on '2 x this' on a machine with 1 GPU; it measures CPUs; measure the GPUs with"
+        " lockstep doctor --write mine.toml and give --on '1 x mine.toml', or hide them"
+        " (CUDA_VISIBLE_DEVICES=) to plan for the CPUs"
     )
     monkeypatch.setattr(accelerator, "count", lambda: 0)
-    monkeypatch.setattr(calibration, "measure_machine", lambda processes, threads: replace(MACHINE, processes=processes))
+    monkeypatch.setattr(
+        calibration,
+        "measure_machine",
+        lambda processes, threads: replace(MACHINE, processes=processes),
+    )
     assert not machine_at(written("2 x this", tmp_path), None).is_gpu

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lockstep.planner.operations import Collective, CollectiveKind, Operation, sent_bytes
-from lockstep.planner.trace import Cause, Communicate, Compute, Mark, MemoryChange, TracedStep, peak, with_more_microbatches
+from lockstep.planner.trace import (
+    Cause,
+    Communicate,
+    Compute,
+    Mark,
+    MemoryChange,
+    TracedStep,
+    peak,
+    with_more_microbatches,
+)
 
 CAUSES = get_args(Cause)
 
@@ -17,7 +26,9 @@ CAUSES = get_args(Cause)
 def trace_of(*changes: tuple[int, int], causes: dict[int, Cause] | None = None) -> TracedStep:
     """A trace of changes of blocks of memory, one before each item."""
     known = causes or dict.fromkeys((number for number, _ in changes), "activations")
-    return TracedStep(0, [], [MemoryChange(number, size, at) for at, (number, size) in enumerate(changes)], known)
+    return TracedStep(
+        0, [], [MemoryChange(number, size, at) for at, (number, size) in enumerate(changes)], known
+    )
 
 
 @st.composite
@@ -62,7 +73,9 @@ def test_the_peak_is_the_largest_sum_and_its_causes_add_up(changes: list[tuple[i
 
 
 @given(histories(), histories())
-def test_more_memory_has_no_lower_peak(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+def test_more_memory_has_no_lower_peak(
+    first: list[tuple[int, int]], second: list[tuple[int, int]]
+) -> None:
     both = [*first, *((number + len(first), size) for number, size in second)]
     assert peak(trace_of(*both)).bytes >= peak(trace_of(*first)).bytes
 
@@ -76,21 +89,35 @@ def collective(kind: CollectiveKind, ranks: int, size: int, axis: str = "") -> C
 
 @pytest.mark.parametrize(
     ("kind", "sent"),
-    [("all_reduce", 1500), ("all_gather", 750), ("reduce_scatter", 750), ("all_to_all", 750), ("broadcast", 1000), ("send", 1000)],
+    [
+        ("all_reduce", 1500),
+        ("all_gather", 750),
+        ("reduce_scatter", 750),
+        ("all_to_all", 750),
+        ("broadcast", 1000),
+        ("send", 1000),
+    ],
 )
 def test_bytes_that_a_rank_of_four_sends_of_a_thousand(kind: CollectiveKind, sent: int) -> None:
     assert sent_bytes(collective(kind, 4, 1000)) == sent
 
 
 @given(st.integers(1, 10**5), st.integers(0, 10**12))
-def test_an_all_reduce_sends_as_much_as_a_reduce_scatter_and_an_all_gather(ranks: int, chunk: int) -> None:
+def test_an_all_reduce_sends_as_much_as_a_reduce_scatter_and_an_all_gather(
+    ranks: int, chunk: int
+) -> None:
     """Of a tensor that splits evenly: exactly, with whole numbers of any size."""
     total = chunk * ranks
-    parts = sent_bytes(collective("reduce_scatter", ranks, total)) + sent_bytes(collective("all_gather", ranks, total))
+    parts = sent_bytes(collective("reduce_scatter", ranks, total)) + sent_bytes(
+        collective("all_gather", ranks, total)
+    )
     assert sent_bytes(collective("all_reduce", ranks, total)) == parts == 2 * chunk * (ranks - 1)
 
 
-@given(st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]), st.integers(0, 10**12))
+@given(
+    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]),
+    st.integers(0, 10**12),
+)
 def test_one_rank_sends_nothing(kind: CollectiveKind, size: int) -> None:
     assert sent_bytes(collective(kind, 1, size)) == 0
 
@@ -104,7 +131,11 @@ def test_a_trace_sums_what_it_sends_by_kind_and_axis_and_what_it_receives_is_not
         Communicate(collective("send", 2, 9, "pipeline"), 5, 0, "c", peer=1, receives=True),
     ]
     trace = TracedStep(0, items, [], {})
-    assert trace.sent_bytes() == {"all_gather on shard": 80, "all_gather on tensor": 30, "send on pipeline": 7}
+    assert trace.sent_bytes() == {
+        "all_gather on shard": 80,
+        "all_gather on tensor": 30,
+        "send on pipeline": 7,
+    }
     assert [each.bytes for each in trace.collectives()] == [100, 60, 60, 7]
 
 
@@ -114,10 +145,22 @@ def test_a_trace_sums_what_it_sends_by_kind_and_axis_and_what_it_receives_is_not
 def item(kind: str) -> Mark | Compute:
     if kind == "microbatch":
         return Mark(kind)
-    return Compute(Operation(kind="memory", dtype="float32", flops=0, bytes=4, shape=(), phase="backward", name="aten.add_"))
+    return Compute(
+        Operation(
+            kind="memory",
+            dtype="float32",
+            flops=0,
+            bytes=4,
+            shape=(),
+            phase="backward",
+            name="aten.add_",
+        )
+    )
 
 
-def two_microbatches(*changes: tuple[int, int, int], causes: dict[int, Cause] | None = None) -> TracedStep:
+def two_microbatches(
+    *changes: tuple[int, int, int], causes: dict[int, Cause] | None = None
+) -> TracedStep:
     """A step of two microbatches, with changes of blocks: number, bytes, place."""
     known = causes or dict.fromkeys((number for number, _, _ in changes), "activations")
     items = [item(kind) for kind in ("microbatch", "backward", "microbatch", "backward")]
@@ -126,7 +169,11 @@ def two_microbatches(*changes: tuple[int, int, int], causes: dict[int, Cause] | 
 
 def test_what_each_microbatch_leaves_until_the_last_backward_grows_with_their_number() -> None:
     trace = two_microbatches((1, 10, 1), (2, 10, 3), (1, -10, 4), (2, -10, 4))
-    assert [peak(with_more_microbatches(trace, 2, count)).bytes for count in (2, 3, 8)] == [20, 30, 80]
+    assert [peak(with_more_microbatches(trace, 2, count)).bytes for count in (2, 3, 8)] == [
+        20,
+        30,
+        80,
+    ]
     assert sum(each.bytes for each in with_more_microbatches(trace, 2, 7).allocations) == 0
 
 
@@ -138,7 +185,12 @@ def test_what_each_microbatch_leaves_until_the_last_backward_grows_with_their_nu
         [(1, 10, 1), (2, 20, 3), (1, -10, 4), (2, -20, 4)],
         [(1, 10, 4), (2, 10, 4), (1, -10, 5), (2, -10, 5)],
     ],
-    ids=["freed before the last backward", "there before the step", "one alone of its size", "allocated after the last backward"],
+    ids=[
+        "freed before the last backward",
+        "there before the step",
+        "one alone of its size",
+        "allocated after the last backward",
+    ],
 )
 def test_other_memory_does_not(changes: list[tuple[int, int, int]]) -> None:
     trace = two_microbatches(*changes)

@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from planner.subjects import LENGTH, MICROBATCH, WORDS, Transformer, loss, mean_loss, plain, recipe, traced
+from planner.subjects import (
+    LENGTH,
+    MICROBATCH,
+    WORDS,
+    Transformer,
+    loss,
+    mean_loss,
+    plain,
+    recipe,
+    traced,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +64,11 @@ def listing_loss(scores: Tensor, batch: Any) -> Tensor:
 
 
 def line_of(comment: str) -> int:
-    return next(number for number, line in enumerate(HERE.read_text().splitlines(), 1) if line.endswith(f"# {comment}"))
+    return next(
+        number
+        for number, line in enumerate(HERE.read_text().splitlines(), 1)
+        if line.endswith(f"# {comment}")
+    )
 
 
 NEEDY: dict[str, dict[str, Any]] = {
@@ -65,14 +79,25 @@ NEEDY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("what", "plan"), [("a value", "shard=2"), ("a value", "replicate=1"), ("a shape", "replicate=2"), ("a list", "shard=2")]
+    ("what", "plan"),
+    [
+        ("a value", "shard=2"),
+        ("a value", "replicate=1"),
+        ("a shape", "replicate=2"),
+        ("a list", "shard=2"),
+    ],
 )
 def test_a_script_that_needs_values_is_told_where(what: str, plan: str) -> None:
-    with pytest.raises(ValueNeeded, match=rf"{HERE.name}:{line_of(what)}: .* asks for values of a tensor"):
+    with pytest.raises(
+        ValueNeeded, match=rf"{HERE.name}:{line_of(what)}: .* asks for values of a tensor"
+    ):
         traced(plan, recipe(**NEEDY[what], tensor=None))
 
 
-@pytest.mark.parametrize(("what", "plan"), [("a value", "shard=2"), ("a shape", "replicate=2"), ("a list", "replicate=1")])
+@pytest.mark.parametrize(
+    ("what", "plan"),
+    [("a value", "shard=2"), ("a shape", "replicate=2"), ("a list", "replicate=1")],
+)
 def test_a_script_that_needs_values_is_traced_with_them(what: str, plan: str) -> None:
     trace = traced(plan, recipe(**NEEDY[what], tensor=None), is_fake=False)
     assert peak(trace).bytes > 0
@@ -82,7 +107,9 @@ def test_a_script_that_needs_values_is_traced_with_them(what: str, plan: str) ->
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
 def test_with_values_the_same_is_exchanged(plan: str) -> None:
     fake, real = plain(plan), traced(plan, is_fake=False)
-    assert [(each.kind, each.bytes) for each in fake.collectives()] == [(each.kind, each.bytes) for each in real.collectives()]
+    assert [(each.kind, each.bytes) for each in fake.collectives()] == [
+        (each.kind, each.bytes) for each in real.collectives()
+    ]
 
 
 class Words(torch.utils.data.Dataset[list[int]]):
@@ -154,7 +181,10 @@ def fails(scores: Any, batch: Any) -> Tensor:
 
 
 def fails_in_the_traced_step(scores: Tensor, batch: Any) -> Any:
-    if any(isinstance(mode, TraceRecorder) for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()):
+    if any(
+        isinstance(mode, TraceRecorder)
+        for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    ):
         fails(scores, batch)
     return loss(scores, batch)
 
@@ -163,7 +193,12 @@ PATCHED: list[tuple[Any, str]] = [
     *((Fetcher, name) for name in ("__getitem__", "_rows")),
     *((DeviceMesh, name) for name in ("__init__", "_concatenate")),
     *((torch.cpu, name) for name in ("Stream", "Event", "current_stream", "stream")),
-    *((DistributedDataParallel, "_pre_forward"), (torch.UntypedStorage, "resize_"), (FakeTensor, "tolist"), (SharedMemoryGroup, "create")),
+    *(
+        (DistributedDataParallel, "_pre_forward"),
+        (torch.UntypedStorage, "resize_"),
+        (FakeTensor, "tolist"),
+        (SharedMemoryGroup, "create"),
+    ),
     *((World, name) for name in ("gather_rows", "gather_values", "value_of")),
 ]
 
@@ -172,9 +207,25 @@ def state_of_torch() -> list[Any]:
     numbers: tuple[Any, ...] = np.random.get_state()  # type: ignore[assignment]
     return [
         [vars(owner).get(name) for owner, name in PATCHED],
-        (dist.is_initialized(), process_group_count(), torch.get_rng_state().tolist(), random.getstate(), numbers[1].tolist(), numbers[2]),
-        (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()),
-        (torch.is_autocast_enabled("cpu"), type(torch.ones(1)), torch.utils._python_dispatch._len_torch_dispatch_stack()),
+        (
+            dist.is_initialized(),
+            process_group_count(),
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            numbers[1].tolist(),
+            numbers[2],
+        ),
+        (
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+        ),
+        (
+            torch.is_autocast_enabled("cpu"),
+            type(torch.ones(1)),
+            torch.utils._python_dispatch._len_torch_dispatch_stack(),
+        ),
         len(torch.overrides._get_current_function_mode_stack()),
         sorted(path.name for path in Path(tempfile.gettempdir()).glob("lockstep-plan-*")),
         sorted(path.name for path in Path().iterdir()),
@@ -201,7 +252,9 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("shard=4,tensor=2", {"data": []}, DataError),
     ],
 )
-def test_torch_is_afterwards_as_it_was(plan: str, changes: dict[str, Any], error: type[Exception] | None) -> None:
+def test_torch_is_afterwards_as_it_was(
+    plan: str, changes: dict[str, Any], error: type[Exception] | None
+) -> None:
     plain("shard=2,tensor=2")  # imports, and torch's own caches
     before = state_of_torch()
     with nullcontext() if error is None else pytest.raises(error) as kept:  # with its frames
@@ -221,7 +274,9 @@ def test_a_run_after_a_trace_in_the_same_process_has_its_own_constants() -> None
     assert peak(trace).bytes > 0
 
 
-def test_on_a_gpu_the_clipping_norm_is_not_computed_in_pieces_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_clipping_norm_is_not_computed_in_pieces_for_a_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def kernels(*, is_gpu: bool) -> int:
         trace = traced("numerics=bitwise", is_gpu=is_gpu)
         return sum(isinstance(item, Compute) for item in trace.items)

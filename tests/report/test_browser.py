@@ -1,5 +1,5 @@
-"""The page in a real Chromium: it says nothing on the console, asks no network, fits, shows values, and is light or
-dark as wished."""
+"""The page in a real Chromium: it says nothing on the console, asks no network, fits, shows values,
+and is light or dark as wished."""
 
 from __future__ import annotations
 
@@ -31,10 +31,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     runs = {"one": ["a"], "several": ["a", "b", "empty"], "empty": ["empty"], "long": ["long"]}
     runs["folds"] = [f"fold{number:02}-of-a-search-with-a-long-name" for number in range(FOLDS)]
     for number, name in enumerate(runs["folds"]):
-        run_json(folder / name, recipe={"seed": number, "model": f"package.module.{number}" + ".a_long_name" * 40})
+        run_json(
+            folder / name,
+            recipe={"seed": number, "model": f"package.module.{number}" + ".a_long_name" * 40},
+        )
         write(folder / name, "metrics.jsonl", metrics(range(10, 101, 10), seed=number))
     for kind, names in runs.items():
-        (folder / f"{kind}.html").write_text(page(read_runs([str(folder / name) for name in names]), made=1.8e9), encoding="utf-8")
+        (folder / f"{kind}.html").write_text(
+            page(read_runs([str(folder / name) for name in names]), made=1.8e9), encoding="utf-8"
+        )
     return {kind: folder / f"{kind}.html" for kind in runs}
 
 
@@ -45,10 +50,10 @@ def browser() -> Iterator[Browser]:
 
 
 def seen(browser: Browser) -> tuple[int, int]:
-    """Of a picture of the window: brightness of the pixel in its corner, from 0 to 765, and how many colours it has."""
+    """Of a picture of the window: brightness of the pixel in its corner, from 0 to 765, and how
+    many colours it has."""
     picture = base64.b64encode(browser.picture(whole=False)).decode()
-    corner, colours = browser.evaluate(
-        f"""(async () => {{
+    corner, colours = browser.evaluate(f"""(async () => {{
           const image = new Image();
           image.src = "data:image/png;base64,{picture}";
           await image.decode();
@@ -56,8 +61,7 @@ def seen(browser: Browser) -> tuple[int, int]:
           canvas.drawImage(image, 0, 0);
           const pixels = new Uint32Array(canvas.getImageData(0, 0, image.width, image.height).data.buffer);
           return [pixels[0] & 0xffffff, new Set(pixels).size];
-        }})()"""
-    )
+        }})()""")
     return sum(corner.to_bytes(3, "little")), colours
 
 
@@ -80,14 +84,23 @@ def test_it_is_drawn_without_a_word_on_the_console_or_to_a_network(
     assert {url.partition(":")[0] for url in browser.requested} <= {"file", "data"}
 
 
-def test_differences_of_many_runs_with_long_values_are_cut_and_have_tooltips(browser: Browser, pages: dict[str, Path]) -> None:
+def test_differences_of_many_runs_with_long_values_are_cut_and_have_tooltips(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     for width in (1400, 600):
         browser.open(pages["folds"], width=width)
-        cells = browser.evaluate("""[...document.querySelectorAll(".differences td code")].map((each) =>
-          [each.getBoundingClientRect().width, each.getBoundingClientRect().height, each.title === each.textContent])""")
+        cells = browser.evaluate(
+            """[...document.querySelectorAll(".differences td code")].map((each) =>
+          [each.getBoundingClientRect().width, each.getBoundingClientRect().height, each.title === each.textContent])"""
+        )
         assert len(cells) == 2 * FOLDS
         assert all(wide < 400 and high < 80 and told for wide, high, told in cells), cells
-        assert browser.evaluate("document.querySelector('#differences .wide').getBoundingClientRect().right") <= width
+        assert (
+            browser.evaluate(
+                "document.querySelector('#differences .wide').getBoundingClientRect().right"
+            )
+            <= width
+        )
 
 
 def test_words_do_not_lie_over_one_another(browser: Browser, pages: dict[str, Path]) -> None:
@@ -104,7 +117,9 @@ def test_words_do_not_lie_over_one_another(browser: Browser, pages: dict[str, Pa
 
 
 def shown(browser: Browser) -> str:
-    text: str = browser.evaluate("document.getElementById('tip').hidden ? '' : document.getElementById('tip').innerText")
+    text: str = browser.evaluate(
+        "document.getElementById('tip').hidden ? '' : document.getElementById('tip').innerText"
+    )
     return " ".join(text.split())
 
 
@@ -113,8 +128,14 @@ def test_values_are_shown_beside_the_pointer(browser: Browser, pages: dict[str, 
     assert shown(browser) == ""
     browser.point('[data-chart="0"]', 0.5, 0.5)
     training, evaluation = (row for row in metrics(range(10, 1001, 10)) if row["step"] == 500)
-    assert shown(browser) == f"step 500 training {training['loss']:.5g} evaluation {evaluation['evaluation/loss']:.5g}"
-    crosses = "document.querySelectorAll('.cross').length - document.querySelectorAll('[data-chart], [data-heatmap]').length"
+    assert (
+        shown(browser) == f"step 500 training {training['loss']:.5g} evaluation"
+        f" {evaluation['evaluation/loss']:.5g}"
+    )
+    crosses = (
+        "document.querySelectorAll('.cross').length - document.querySelectorAll('[data-chart],"
+        " [data-heatmap]').length"
+    )
     assert browser.evaluate(crosses) == 0
     browser.point('[data-heatmap="0"]', 0.0051, 0.99)
     assert shown(browser).startswith("rank 15 · node1, steps 1–10 step 7")
@@ -128,7 +149,9 @@ def test_values_are_shown_beside_the_pointer(browser: Browser, pages: dict[str, 
     assert browser.said == []
 
 
-def test_a_point_of_a_long_run_says_from_what_to_what_it_goes(browser: Browser, pages: dict[str, Path]) -> None:
+def test_a_point_of_a_long_run_says_from_what_to_what_it_goes(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     browser.open(pages["long"], width=1400)
     browser.point('[data-chart="0"]', 0.5, 0.5)
     text = shown(browser)
@@ -138,7 +161,10 @@ def test_a_point_of_a_long_run_says_from_what_to_what_it_goes(browser: Browser, 
 
 def test_the_run_that_is_pointed_at_stands_out(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["several"], width=1400)
-    dimmed = "[...new Set([...document.querySelectorAll('path.dimmed')].map((path) => path.dataset.run))]"
+    dimmed = (
+        "[...new Set([...document.querySelectorAll('path.dimmed')].map((path) =>"
+        " path.dataset.run))]"
+    )
     assert browser.evaluate(dimmed) == []
     browser.point('.key[data-run="1"]', 0.5, 0.5)
     assert browser.evaluate(dimmed) == ["0"]

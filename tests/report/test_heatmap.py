@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 from report.run_directories import run_json, write
 
-from lockstep.report.heatmap import CELLS, MOST_ROWS, SHADES, color_limits, make_grid, mean_times, palette, png, rank_bars, shade
+from lockstep.report.heatmap import (
+    CELLS,
+    MOST_ROWS,
+    SHADES,
+    color_limits,
+    make_grid,
+    mean_times,
+    palette,
+    png,
+    rank_bars,
+    shade,
+)
 from lockstep.report.history import RankTimes, rank_times
 from lockstep.report.page import page
 from lockstep.report.reader import read_runs
@@ -19,7 +30,14 @@ from lockstep.report.reader import read_runs
 
 def times(steps: list[int], took: Any, world: int = 2, hosts: list[str] | None = None) -> RankTimes:
     """`took`: seconds, of a step and a rank."""
-    rows = [{"step": step, "ranks": {"step": [took(step, rank) for rank in range(world)]}, "hosts": hosts or []} for step in steps]
+    rows = [
+        {
+            "step": step,
+            "ranks": {"step": [took(step, rank) for rank in range(world)]},
+            "hosts": hosts or [],
+        }
+        for step in steps
+    ]
     return rank_times(rows)
 
 
@@ -33,10 +51,14 @@ def test_a_column_is_the_mean_of_its_lines_and_knows_the_longest() -> None:
     found = times(list(range(1, 3001)), lambda step, rank: 9.0 if step == 1500 else 1.0, world=1)
     cells = make_grid(found, 3000)
     assert cells.columns == 300
-    column = next(place for place in range(300) if cells.steps(place)[0] <= 1500 <= cells.steps(place)[1])
+    column = next(
+        place for place in range(300) if cells.steps(place)[0] <= 1500 <= cells.steps(place)[1]
+    )
     assert cells.mean["step"][0][column] == pytest.approx(1.8)
     assert cells.most[0][column] == 9
-    assert [value for place, value in enumerate(cells.mean["step"][0]) if place != column] == [1.0] * 299
+    assert [value for place, value in enumerate(cells.mean["step"][0]) if place != column] == [
+        1.0
+    ] * 299
 
 
 def test_steps_that_were_not_measured_are_empty_and_a_gap_belongs_to_the_line_behind_it() -> None:
@@ -48,18 +70,28 @@ def test_steps_that_were_not_measured_are_empty_and_a_gap_belongs_to_the_line_be
 
 
 def test_many_ranks_share_rows_in_which_the_slowest_counts() -> None:
-    cells = make_grid(times([10, 20], lambda step, rank: 5.0 if rank == 257 else 1.0, world=300), 20)
+    cells = make_grid(
+        times([10, 20], lambda step, rank: 5.0 if rank == 257 else 1.0, world=300), 20
+    )
     assert len(cells.ranks) <= MOST_ROWS
     assert (cells.ranks[0], cells.ranks[-1]) == ((0, 2), (297, 299))
-    slow = [ranks for ranks, row in zip(cells.ranks, cells.mean["step"], strict=True) if row[0] == 5]
+    slow = [
+        ranks for ranks, row in zip(cells.ranks, cells.mean["step"], strict=True) if row[0] == 5
+    ]
     assert slow == [(255, 257)]
     assert len(cells.ranks) * cells.columns <= CELLS
 
 
 def test_ranks_that_came_later_are_empty_before() -> None:
-    found = rank_times([{"step": step, "ranks": {"step": [1.0] * world}} for step, world in ((1, 1), (2, 3))])
+    found = rank_times(
+        [{"step": step, "ranks": {"step": [1.0] * world}} for step, world in ((1, 1), (2, 3))]
+    )
     cells = make_grid(found, 2)
-    assert [[value == value for value in row] for row in cells.mean["step"]] == [[True, True], [False, True], [False, True]]
+    assert [[value == value for value in row] for row in cells.mean["step"]] == [
+        [True, True],
+        [False, True],
+        [False, True],
+    ]
     assert [each["step"] for each in mean_times(found)] == [1.0] * 3
 
 
@@ -70,7 +102,13 @@ def test_colours_do_not_make_noise_look_like_a_difference() -> None:
     assert high < 0.2
     assert shade(9.0, low, high) == SHADES
     assert shade(math.nan, low, high) == 0
-    assert [shade(value, 1.0, 2.0) for value in (0.0, 1.0, 1.5, 2.0, 3.0)] == [1, 1, 32, SHADES, SHADES]
+    assert [shade(value, 1.0, 2.0) for value in (0.0, 1.0, 1.5, 2.0, 3.0)] == [
+        1,
+        1,
+        32,
+        SHADES,
+        SHADES,
+    ]
     assert color_limits([[math.nan]]) == (0.0, 1.0)
 
 
@@ -81,20 +119,31 @@ def test_the_picture_is_a_png_of_the_shades() -> None:
     while place < len(data):
         (length,) = struct.unpack(">I", data[place : place + 4])
         kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + length]
-        assert struct.unpack(">I", data[place + 8 + length : place + 12 + length]) == (zlib.crc32(kind + body),)
+        assert struct.unpack(">I", data[place + 8 + length : place + 12 + length]) == (
+            zlib.crc32(kind + body),
+        )
         found[kind], place = body, place + 12 + length
     assert struct.unpack(">IIBB", found[b"IHDR"][:10]) == (3, 2, 8, 3)
     assert len(found[b"PLTE"]) == 3 * (SHADES + 1)
     assert zlib.decompress(found[b"IDAT"]) == bytes([0, 0, 1, 2, 0, 3, 4, 63])
     light, dark = palette(dark=False)[3:], palette(dark=True)[3:]
-    assert [light[at : at + 3] for at in range(0, len(light), 3)] == [dark[at : at + 3] for at in range(len(dark) - 3, -1, -3)]
+    assert [light[at : at + 3] for at in range(0, len(light), 3)] == [
+        dark[at : at + 3] for at in range(len(dark) - 3, -1, -3)
+    ]
     brightness = [sum(light[at : at + 3]) for at in range(0, len(light), 3)]
     assert brightness == sorted(brightness, reverse=True)
 
 
 def test_bars_are_of_the_ranks_whose_own_work_takes_longest() -> None:
     rows = [
-        {"step": 1, "ranks": {"step": [1.0] * 20, "compute": [0.9 if rank >= 10 else 0.5 for rank in range(20)]}, "hosts": ["a", "b"] * 10}
+        {
+            "step": 1,
+            "ranks": {
+                "step": [1.0] * 20,
+                "compute": [0.9 if rank >= 10 else 0.5 for rank in range(20)],
+            },
+            "hosts": ["a", "b"] * 10,
+        }
     ]
     text = rank_bars(rank_times(rows))
     assert "16 of 20" in text
@@ -102,7 +151,11 @@ def test_bars_are_of_the_ranks_whose_own_work_takes_longest() -> None:
     assert all(f">{rank} · {'ab'[rank % 2]}<" in text for rank in range(10, 20))
 
 
-@pytest.mark.parametrize("said", [{}, {"step": []}, {"step": [None, None]}, {"compute": [0.1]}, {"step": [0.0], "data": [0.0]}], ids=str)
+@pytest.mark.parametrize(
+    "said",
+    [{}, {"step": []}, {"step": [None, None]}, {"compute": [0.1]}, {"step": [0.0], "data": [0.0]}],
+    ids=str,
+)
 def test_a_page_can_be_made_of_whatever_was_measured(tmp_path: Path, said: dict[str, Any]) -> None:
     run_json(tmp_path)
     write(tmp_path, "ranks.jsonl", [{"step": 10, "ranks": said}])

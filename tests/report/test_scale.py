@@ -9,16 +9,24 @@ from hypothesis import given, strategies as st
 
 from lockstep.report.scale import format_duration, format_number, scale_of, step_scale, time_scale
 
-FINITE = st.floats(-1e12, 1e12, allow_nan=False).map(lambda value: 0.0 if abs(value) < 1e-12 else value)
+FINITE = st.floats(-1e12, 1e12, allow_nan=False).map(
+    lambda value: 0.0 if abs(value) < 1e-12 else value
+)
 
 
-@given(st.lists(FINITE, min_size=1, max_size=30), st.booleans(), st.sampled_from(["", "bytes", "share", "seconds"]))
+@given(
+    st.lists(FINITE, min_size=1, max_size=30),
+    st.booleans(),
+    st.sampled_from(["", "bytes", "share", "seconds"]),
+)
 def test_all_values_fit_and_ticks_rise(values: list[float], from_zero: bool, unit: str) -> None:
     scale = scale_of(values, unit, from_zero=from_zero)  # type: ignore[arg-type]
     assert all(-1e-6 <= scale.position(value) <= 1 + 1e-6 for value in values)
     assert 2 <= len(scale.ticks) == len(scale.labels) <= 10
     assert all(before < after for before, after in zip(scale.ticks, scale.ticks[1:], strict=False))
-    assert not from_zero or scale.position(0.0) == pytest.approx(0 if min(values) >= 0 else scale.position(0.0))
+    assert not from_zero or scale.position(0.0) == pytest.approx(
+        0 if min(values) >= 0 else scale.position(0.0)
+    )
 
 
 @given(st.floats(1e-9, 1e9), st.floats(1.01, 1e6))
@@ -33,7 +41,10 @@ def test_a_few_values_that_would_hide_the_others_make_it_logarithmic() -> None:
     assert not scale_of([-0.5] + [0.5] * 98 + [40.0]).logarithmic
     assert not scale_of([0.5] * 99 + [40.0], may_be_logarithmic=False).logarithmic
     scale = scale_of([0.01] * 9 + [1.0])
-    assert (scale.position(0.1), scale.labels) == (pytest.approx(0.5), ("0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1"))
+    assert (scale.position(0.1), scale.labels) == (
+        pytest.approx(0.5),
+        ("0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +75,11 @@ def test_the_axis_of_steps_has_whole_steps(last: int) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "labels"),
-    [(0.2, "0 s, 1 s"), (105, "0 s, 15 s, 30 s, 45 s, 1:00, 1:15, 1:30, 1:45"), (86400, "0 s, 6 h 00 m, 12 h 00 m, 18 h 00 m, 24 h 00 m")],
+    [
+        (0.2, "0 s, 1 s"),
+        (105, "0 s, 15 s, 30 s, 45 s, 1:00, 1:15, 1:30, 1:45"),
+        (86400, "0 s, 6 h 00 m, 12 h 00 m, 18 h 00 m, 24 h 00 m"),
+    ],
 )
 def test_the_axis_of_time_has_whole_units(seconds: float, labels: str) -> None:
     assert ", ".join(time_scale(seconds).labels) == labels

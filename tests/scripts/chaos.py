@@ -1,6 +1,8 @@
-"""python chaos.py SEEN: trains a small GPT for 60 steps and writes each microbatch's samples to a file in SEEN.
+"""python chaos.py SEEN: trains a small GPT for 60 steps and writes each microbatch's samples to a
+file in SEEN.
 
-A line is [start of the run, step, samples], or [start, "from", step] if a start of the run resumes from a step.
+A line is [start of the run, step, samples], or [start, "from", step] if a start of the run resumes
+from a step.
 """
 
 from __future__ import annotations

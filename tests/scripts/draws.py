@@ -7,7 +7,12 @@ import random
 import numpy as np
 import torch
 
-DRAWN = [random.random(), float(np.random.random()), float(torch.rand(())), list({"cat", "dog", "frog", "horse"})]
+DRAWN = [
+    random.random(),
+    float(np.random.random()),
+    float(torch.rand(())),
+    list({"cat", "dog", "frog", "horse"}),
+]
 
 
 def drawn() -> None:

@@ -1,4 +1,5 @@
-"""Trains on labels, or with a loss, from a generator that nobody seeds: another run on each start."""
+"""Trains on labels, or with a loss, from a generator that nobody seeds: another run on each
+start."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""Functions that the tests of `ls.spawn` call in other processes, in a module that those can import."""
+"""Functions that the tests of `ls.spawn` call in other processes, in a module that those can
+import."""
 
 from __future__ import annotations
 
@@ -33,7 +34,14 @@ def double(point: Point, queue: Any = None) -> Point:
 
 
 def describe_process() -> dict[str, Any]:
-    names = ("RANK", "WORLD_SIZE", "LOCKSTEP_LAUNCHER", "LOCKSTEP_PLAN", "LOCKSTEP_RUN_DIR", "OMP_NUM_THREADS")
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCKSTEP_LAUNCHER",
+        "LOCKSTEP_PLAN",
+        "LOCKSTEP_RUN_DIR",
+        "OMP_NUM_THREADS",
+    )
     return {name: os.environ.get(name) for name in names} | {
         "rank at import": RANK,
         "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -102,6 +110,12 @@ def print_line() -> None:
 
 
 def searches_safely() -> tuple[str | None, str]:
-    """PYTHONSAFEPATH here, and whether a Python that this process starts leaves out the working directory."""
-    child = subprocess.run([sys.executable, "-c", "import sys; print(sys.flags.safe_path)"], capture_output=True, text=True, check=True)
+    """PYTHONSAFEPATH here, and whether a Python that this process starts leaves out the working
+    directory."""
+    child = subprocess.run(
+        [sys.executable, "-c", "import sys; print(sys.flags.safe_path)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return os.environ.get("PYTHONSAFEPATH"), child.stdout.strip()

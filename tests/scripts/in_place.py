@@ -1,11 +1,11 @@
-"""Trains 30 steps with numerics=bitwise, twice if asked to: `in_place.py CASE [RANK STEP]`. On the first start RANK is
-killed after STEP. Each step is a line: its process, rank and number.
+"""Trains 30 steps with numerics=bitwise, twice if asked to: `in_place.py CASE [RANK STEP]`. On the
+first start RANK is killed after STEP. Each step is a line: its process, rank and number.
 
-Cases: "once"; "counts", "counts deep": a hook counts steps, and has no state_dict; "measures": it evaluates before;
-"twice": the second training loses the worker; "evaluates": the worker is lost in an evaluation; "stops": it is stopped
-instead of killed; "sleeps": it does not go on; "all": all workers are killed; "slow": the script takes 3 s before it
-trains; "edits": the script is edited first; "compiles": a line at the end of each start says how many functions have
-been compiled.
+Cases: "once"; "counts", "counts deep": a hook counts steps, and has no state_dict; "measures": it
+evaluates before; "twice": the second training loses the worker; "evaluates": the worker is lost in
+an evaluation; "stops": it is stopped instead of killed; "sleeps": it does not go on; "all": all
+workers are killed; "slow": the script takes 3 s before it trains; "edits": the script is edited
+first; "compiles": a line at the end of each start says how many functions have been compiled.
 """
 
 import os
@@ -27,12 +27,17 @@ trainings = 0
 
 
 def die_at(run: Run) -> None:
-    is_due = trainings == (2 if case == "twice" else 1) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    is_due = (
+        trainings == (2 if case == "twice" else 1)
+        and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    )
     rank = killed[0] if case == "all" and killed else str(run.rank)
     if is_due and [rank, str(run.step)] == killed:
         if case == "edits":
             text = Path(__file__).read_text()
-            Path(__file__).write_text(text.replace("return nn.functional", "return 2 * nn.functional"))
+            Path(__file__).write_text(
+                text.replace("return nn.functional", "return 2 * nn.functional")
+            )
         if case == "sleeps":
             time.sleep(1000)
         os.kill(os.getpid(), signal.SIGSTOP if case == "stops" else signal.SIGKILL)
@@ -60,7 +65,10 @@ class Watched(ls.Hook):
 
     def on_end(self, run: Run) -> None:
         if case == "compiles":
-            print(f"process {os.getpid()} compiled {utils.counters['frames']['total']} functions", flush=True)
+            print(
+                f"process {os.getpid()} compiled {utils.counters['frames']['total']} functions",
+                flush=True,
+            )
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:

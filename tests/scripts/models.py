@@ -1,6 +1,7 @@
 """python models.py NAME [bf16]: the models that tests/matrix.py verifies under every plan.
 
-Seven microbatches per step, the last one short; texts and images with different weights; clipped gradients.
+Seven microbatches per step, the last one short; texts and images with different weights; clipped
+gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ class Texts(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         there, words = torch.arange(LENGTH) < self.lengths[index], self.words[index]
-        return {"input_ids": words * there, "attention_mask": there.long(), "labels": words.masked_fill(~there, -100)}
+        return {
+            "input_ids": words * there,
+            "attention_mask": there.long(),
+            "labels": words.masked_fill(~there, -100),
+        }
 
 
 def tokens(batch: dict[str, Tensor]) -> Tensor:
@@ -46,7 +51,11 @@ def tokens(batch: dict[str, Tensor]) -> Tensor:
 
 
 def of_words(logits: Tensor, batch: dict[str, Tensor]) -> ls.Sum:
-    return ls.Sum(F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"))
+    return ls.Sum(
+        F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+        )
+    )
 
 
 def images() -> TensorDataset:
@@ -66,7 +75,11 @@ class Layer(nn.Module):
 
     def __init__(self, norm: type[nn.Module], dropout: float) -> None:
         super().__init__()
-        self.norm, self.up, self.down = norm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            norm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,8 +87,14 @@ class Layer(nn.Module):
 
 
 def perceptron(norm: type[nn.Module], dropout: float) -> nn.Module:
-    """(batch, 1, 8, 8) images -> (batch, 10) logits. A Sequential, which needs no list of stages."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), *(Layer(norm, dropout) for _ in range(3)), nn.Linear(WIDTH, 10))
+    """(batch, 1, 8, 8) images -> (batch, 10) logits. A Sequential, which needs no list of
+    stages."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, WIDTH),
+        *(Layer(norm, dropout) for _ in range(3)),
+        nn.Linear(WIDTH, 10),
+    )
 
 
 class Convolution(nn.Module):
@@ -83,7 +102,10 @@ class Convolution(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.convolution, self.norm = nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs)
+        self.convolution, self.norm = (
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.max_pool2d(F.relu(self.norm(self.convolution(x))), 2)
@@ -126,7 +148,15 @@ def gpt2() -> nn.Module:
     """GPT-2 from transformers, with its dropout of 0.1."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=2, n_head=HEADS, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=WORDS,
+        n_positions=LENGTH,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=HEADS,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -154,7 +184,9 @@ class Embedding(nn.Module):
         self.wte, self.wpe, self.drop = transformer.wte, transformer.wpe, transformer.drop
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.drop(self.wte(words) + self.wpe(torch.arange(words.shape[1], device=words.device)))
+        return self.drop(
+            self.wte(words) + self.wpe(torch.arange(words.shape[1], device=words.device))
+        )
 
 
 class Rotated(nn.Module):
@@ -169,17 +201,23 @@ class Rotated(nn.Module):
         return self.layer(x, position_embeddings=self.rotary(x, places))
 
 
-def in_stages(words: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, head: nn.Module) -> nn.Module:
+def in_stages(
+    words: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, head: nn.Module
+) -> nn.Module:
     """(batch, length) words -> logits.
 
     Texts are padded on the right, so no word attends to padding and no mask is needed.
     """
-    return nn.Sequential(OrderedDict(words=words, layers=nn.Sequential(*layers), head=nn.Sequential(norm, head)))
+    return nn.Sequential(
+        OrderedDict(words=words, layers=nn.Sequential(*layers), head=nn.Sequential(norm, head))
+    )
 
 
 def gpt2_in_stages() -> nn.Module:
     whole: Any = gpt2()
-    return in_stages(Embedding(whole.transformer), whole.transformer.h, whole.transformer.ln_f, whole.lm_head)
+    return in_stages(
+        Embedding(whole.transformer), whole.transformer.h, whole.transformer.ln_f, whole.lm_head
+    )
 
 
 def llama_in_stages() -> nn.Module:
@@ -188,7 +226,12 @@ def llama_in_stages() -> nn.Module:
     return in_stages(whole.model.embed_tokens, layers, whole.model.norm, whole.lm_head)
 
 
-TEXTS: dict[str, Any] = {"data": Texts(), "inputs": lambda batch: batch["input_ids"], "loss": of_words, "weight": tokens}
+TEXTS: dict[str, Any] = {
+    "data": Texts(),
+    "inputs": lambda batch: batch["input_ids"],
+    "loss": of_words,
+    "weight": tokens,
+}
 IMAGES: dict[str, Any] = {
     "data": images(),
     "inputs": lambda batch: batch[0],
@@ -198,7 +241,10 @@ IMAGES: dict[str, Any] = {
 }
 HUGGING_FACE: dict[str, Any] = {
     **TEXTS,
-    "inputs": lambda batch: {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]},
+    "inputs": lambda batch: {
+        "input_ids": batch["input_ids"],
+        "attention_mask": batch["attention_mask"],
+    },
     "loss": lambda output, batch: of_words(output.logits, batch),
 }
 GPT: dict[str, Any] = {
@@ -212,7 +258,12 @@ GPT: dict[str, Any] = {
     },
 }
 STAGED: dict[str, Any] = {**TEXTS, "stages": ["words", "layers.*", "head"]}
-GPT2_TENSOR = {"*.attn.c_attn": "colwise_gathered", "*.attn.c_proj": "rowwise_split", "*.mlp.c_fc": "colwise", "*.mlp.c_proj": "rowwise"}
+GPT2_TENSOR = {
+    "*.attn.c_attn": "colwise_gathered",
+    "*.attn.c_proj": "rowwise_split",
+    "*.mlp.c_fc": "colwise",
+    "*.mlp.c_proj": "rowwise",
+}
 LLAMA_TENSOR = {
     **dict.fromkeys(["*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj"], "colwise"),
     **dict.fromkeys(["*.o_proj", "*.down_proj"], "rowwise"),
@@ -221,10 +272,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {**GPT, "model": lambda: gpt(0.0)},
     "gpt-dropout": {**GPT, "model": lambda: gpt(0.1)},
     "perceptron-batchnorm": {**IMAGES, "model": lambda: perceptron(nn.BatchNorm1d, 0.1)},
-    # Each slice draws its own dropout masks, so they depend on the number of ranks (an exception, see docs/plans.md).
+    # Each slice draws its own dropout masks, so they depend on the number of ranks (an exception,
+    # see docs/plans.md).
     "perceptron-syncbatchnorm": {**IMAGES, "model": lambda: perceptron(nn.SyncBatchNorm, 0.0)},
-    "convolutions": {**IMAGES, "model": Convolutions, "stages": ["stem", "features.*", "classifier"]},
-    "gpt2": {**HUGGING_FACE, "model": gpt2, "tensor": {**GPT2_TENSOR, "transformer.wte": "embedding"}},
+    "convolutions": {
+        **IMAGES,
+        "model": Convolutions,
+        "stages": ["stem", "features.*", "classifier"],
+    },
+    "gpt2": {
+        **HUGGING_FACE,
+        "model": gpt2,
+        "tensor": {**GPT2_TENSOR, "transformer.wte": "embedding"},
+    },
     "gpt2-in-stages": {**STAGED, "model": gpt2_in_stages, "tensor": GPT2_TENSOR},
     "llama": {**HUGGING_FACE, "model": llama},
     "llama-in-stages": {**STAGED, "model": llama_in_stages, "tensor": LLAMA_TENSOR},

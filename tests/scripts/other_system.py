@@ -2,10 +2,11 @@
 
     python other_system.py win32|darwin FILE|-m MODULE ARGUMENTS...
 
-`sys.platform` names that system, and what it lacks is gone: functions of `os` and `signal`, modules, /proc and
-/dev/shm. On `win32`, folders cannot be opened, no file is synced that is open for reading alone, files are text unless
-opened with O_BINARY, and an open file cannot be removed. Torch and the other packages are imported before that, with
-the real platform. The writer process of checkpoints runs in the same way.
+`sys.platform` names that system, and what it lacks is gone: functions of `os` and `signal`,
+modules, /proc and /dev/shm. On `win32`, folders cannot be opened, no file is synced that is open
+for reading alone, files are text unless opened with O_BINARY, and an open file cannot be removed.
+Torch and the other packages are imported before that, with the real platform. The writer process of
+checkpoints runs in the same way.
 """
 
 from __future__ import annotations
@@ -25,26 +26,114 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-LIGHT = ("blake3", "crc32c", "fsspec", "fsspec.implementations.local", "mmap", "shutil", "tempfile", "asyncio", "platform", "inspect")
+LIGHT = (
+    "blake3",
+    "crc32c",
+    "fsspec",
+    "fsspec.implementations.local",
+    "mmap",
+    "shutil",
+    "tempfile",
+    "asyncio",
+    "platform",
+    "inspect",
+)
 HEAVY = (
-    *("click", "click.testing", "rich.console", "rich.live", "rich.table", "rich.text", "numpy", "safetensors.torch", "webbrowser"),
-    *("torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.utils.data"),
-    *("torch.distributed.tensor.parallel", "torch.nn.parallel", "torch.profiler", "torch.distributed.elastic.agent.server.api"),
-    *("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "torch.distributed.checkpoint", "multiprocessing.queues"),
-    *("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch._inductor", "torch.distributed.elastic.rendezvous.api"),
-    *("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"),
+    *(
+        "click",
+        "click.testing",
+        "rich.console",
+        "rich.live",
+        "rich.table",
+        "rich.text",
+        "numpy",
+        "safetensors.torch",
+        "webbrowser",
+    ),
+    *(
+        "torch",
+        "torch._dynamo",
+        "torch.distributed",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.utils.data",
+    ),
+    *(
+        "torch.distributed.tensor.parallel",
+        "torch.nn.parallel",
+        "torch.profiler",
+        "torch.distributed.elastic.agent.server.api",
+    ),
+    *(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "torch.distributed.checkpoint",
+        "multiprocessing.queues",
+    ),
+    *(
+        "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+        "torch._inductor",
+        "torch.distributed.elastic.rendezvous.api",
+    ),
+    *(
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+        "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    ),
 )
 LINUX_ALONE = {
-    os: ("memfd_create", "sched_getaffinity", "pidfd_open", "posix_fallocate", "O_DIRECT", "MFD_CLOEXEC", "MFD_ALLOW_SEALING"),
+    os: (
+        "memfd_create",
+        "sched_getaffinity",
+        "pidfd_open",
+        "posix_fallocate",
+        "O_DIRECT",
+        "MFD_CLOEXEC",
+        "MFD_ALLOW_SEALING",
+    ),
     signal: ("sigtimedwait", "SIGRTMIN", "SIGRTMAX", "pidfd_send_signal"),
 }
 POSIX_ALONE = {
     os: (
-        *("fork", "forkpty", "register_at_fork", "killpg", "setsid", "getpgid", "getuid", "geteuid", "getgid", "getegid", "nice"),
-        *("pread", "pwrite", "preadv", "pwritev", "sysconf", "statvfs", "fstatvfs", "uname", "getloadavg", "mkfifo", "O_CLOEXEC"),
+        *(
+            "fork",
+            "forkpty",
+            "register_at_fork",
+            "killpg",
+            "setsid",
+            "getpgid",
+            "getuid",
+            "geteuid",
+            "getgid",
+            "getegid",
+            "nice",
+        ),
+        *(
+            "pread",
+            "pwrite",
+            "preadv",
+            "pwritev",
+            "sysconf",
+            "statvfs",
+            "fstatvfs",
+            "uname",
+            "getloadavg",
+            "mkfifo",
+            "O_CLOEXEC",
+        ),
     ),
     signal: (
-        *("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGKILL", "SIGCHLD", "SIGURG", "SIGALRM", "SIGSTOP", "SIGCONT", "SIGPIPE"),
+        *(
+            "SIGHUP",
+            "SIGUSR1",
+            "SIGUSR2",
+            "SIGQUIT",
+            "SIGKILL",
+            "SIGCHLD",
+            "SIGURG",
+            "SIGALRM",
+            "SIGSTOP",
+            "SIGCONT",
+            "SIGPIPE",
+        ),
         *("alarm", "setitimer", "pthread_sigmask", "pthread_kill", "sigwait", "sigpending"),
     ),
     faulthandler: ("register", "unregister"),
@@ -96,7 +185,12 @@ def be_windows() -> None:
     def unlink(path: Any, **kwargs: Any) -> None:
         with os.scandir(f"/proc/{os.getpid()}/fd") as found:
             if any(os.path.realpath(each.path) == os.path.realpath(path) for each in found):
-                raise PermissionError(32, "The process cannot access the file because it is being used by another process", path)
+                raise PermissionError(
+                    32,
+                    "The process cannot access the file because it is being used by another"
+                    " process",
+                    path,
+                )
         real_unlink(path, **kwargs)
 
     def locking(descriptor: int, mode: int, count: int) -> None:
@@ -115,7 +209,9 @@ def be_windows() -> None:
 
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     free, capacity = os.statvfs, shutil.disk_usage("/").total
-    shutil.disk_usage = lambda path: SimpleNamespace(total=capacity, free=free(path).f_bavail * free(path).f_frsize)  # type: ignore[assignment,misc]
+    shutil.disk_usage = lambda path: SimpleNamespace(
+        total=capacity, free=free(path).f_bavail * free(path).f_frsize
+    )  # type: ignore[assignment,misc]
     os.open, os.fsync, os.unlink, os.remove, os.kill = open_, fsync, unlink, unlink, kill  # type: ignore[assignment]
     os.O_BINARY = O_BINARY  # type: ignore[attr-defined]
     subprocess.Popen = Popen  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""A small GPT for `lockstep plan`, and variants with a mistake: python planned.py [values|never|loop|fails|missing]"""
+"""A small GPT for `lockstep plan`, and variants with a mistake: python planned.py
+[values|never|loop|fails|missing]"""
 
 from __future__ import annotations
 
@@ -24,8 +25,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n = self.norm(x)
         batch, length, _ = n.shape
-        q, k, v = (part.view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for part in (self.q(n), self.k(n), self.v(n)))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
+            for part in (self.q(n), self.k(n), self.v(n))
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(x)))
 
 
@@ -58,7 +64,9 @@ recipe = ls.Recipe(
     model=GPT,
     data=torch.utils.data.TensorDataset(tokens),
     inputs=lambda batch: batch[0][:, :-1],
-    loss=lambda output, batch: ls.Sum(F.cross_entropy(output.flatten(0, 1), batch[0][:, 1:].flatten(), reduction="sum")),
+    loss=lambda output, batch: ls.Sum(
+        F.cross_entropy(output.flatten(0, 1), batch[0][:, 1:].flatten(), reduction="sum")
+    ),
     weight=lambda batch: batch[0][:, 1:].numel(),
     global_batch=16,
     microbatch=2,

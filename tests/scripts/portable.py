@@ -1,5 +1,5 @@
-"""Train on one process, with checkpoints; then use all that must work, or be refused in words, on every system. Prints
-JSON. Arguments: a folder, and perhaps --without-workers."""
+"""Train on one process, with checkpoints; then use all that must work, or be refused in words, on
+every system. Prints JSON. Arguments: a folder, and perhaps --without-workers."""
 
 from __future__ import annotations
 
@@ -65,14 +65,28 @@ def trained(folder: Path) -> dict[str, Any]:
     first = ls.train(recipe(8), run_dir=str(folder / "a"), saving=saving)
     longer = ls.train(recipe(12), run_dir=str(folder / "a"), saving=saving, allow_change=["steps"])
     whole = ls.train(recipe(12), run_dir=str(folder / "b"), saving=saving)
-    events = [json.loads(line)["event"] for line in (folder / "a" / "events.jsonl").read_text().splitlines()]
-    return {"first": first.fingerprint, "longer": longer.fingerprint, "whole": whole.fingerprint, "events": events}
+    events = [
+        json.loads(line)["event"]
+        for line in (folder / "a" / "events.jsonl").read_text().splitlines()
+    ]
+    return {
+        "first": first.fingerprint,
+        "longer": longer.fingerprint,
+        "whole": whole.fingerprint,
+        "events": events,
+    }
 
 
 def with_workers(folder: Path) -> dict[str, Any]:
     collate = torch.utils.data.default_collate
     same = ls.train(recipe(12), run_dir=str(folder / "c"), plan="workers=1")
-    refused = error_of(lambda: ls.train(recipe(2, collate=lambda rows: collate(rows)), run_dir=str(folder / "d"), plan="workers=1"))
+    refused = error_of(
+        lambda: ls.train(
+            recipe(2, collate=lambda rows: collate(rows)),
+            run_dir=str(folder / "d"),
+            plan="workers=1",
+        )
+    )
     return {"workers": same.fingerprint, "lambda": refused}
 
 
@@ -85,7 +99,11 @@ def commands(folder: Path) -> dict[str, Any]:
         return CliRunner().invoke(_commands, [*arguments]).exit_code
 
     def refusal(*arguments: str) -> str:
-        return error_of(lambda: CliRunner().invoke(_commands, [*arguments], catch_exceptions=False, standalone_mode=False))
+        return error_of(
+            lambda: CliRunner().invoke(
+                _commands, [*arguments], catch_exceptions=False, standalone_mode=False
+            )
+        )
 
     run_dir = str(folder / "a")
     return {
@@ -94,23 +112,41 @@ def commands(folder: Path) -> dict[str, Any]:
         "report": status("report", run_dir),
         "export": status("export", run_dir, str(folder / "model.safetensors")),
         "run": refusal("run", __file__) if sys.platform == "win32" else "",
-        "verify": refusal("verify", __file__, "--plans", "replicate=2") if sys.platform == "win32" else "",
+        "verify": (
+            refusal("verify", __file__, "--plans", "replicate=2") if sys.platform == "win32" else ""
+        ),
         "audit": refusal("audit", __file__) if sys.platform == "win32" else "",
         "doctor": refusal("doctor") if sys.platform != "linux" else "",
     }
 
 
 def several_processes() -> dict[str, str]:
-    os.environ.update(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    os.environ.update(
+        RANK="0",
+        WORLD_SIZE="2",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+    )
     joined = error_of(lambda: ls.train(recipe(2)))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         del os.environ[name]
     return {"torchrun": joined, "spawn": error_of(lambda: ls.spawn(data, nproc=2))}
 
 
 def imported() -> list[str]:
     names = [module.name for module in pkgutil.walk_packages(ls.__path__, "lockstep.")]
-    portable = [name for name in names if not name.endswith("__main__") and not name.startswith(LINUX_PARTS)]
+    portable = [
+        name for name in names if not name.endswith("__main__") and not name.startswith(LINUX_PARTS)
+    ]
     for name in portable:
         importlib.import_module(name)
     return portable

@@ -33,7 +33,9 @@ class Convolutions(nn.Module):
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10)
+    )
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -73,17 +75,24 @@ def adversaries() -> None:
     def network(inputs: int, outputs: int) -> nn.Module:
         return nn.Sequential(nn.Linear(inputs, 32), nn.ReLU(), nn.Linear(32, outputs))
 
-    data = TensorDataset(torch.randn(512, 2, generator=torch.Generator().manual_seed(0)) * 0.3 + torch.tensor([2.0, -1.0]))
+    data = TensorDataset(
+        torch.randn(512, 2, generator=torch.Generator().manual_seed(0)) * 0.3
+        + torch.tensor([2.0, -1.0])
+    )
     with ls.Session(seed=0) as session:
         generator, move_generator = session.prepare(lambda: network(4, 2), adamw)
         critic, move_critic = session.prepare(lambda: network(2, 1), adamw)
         for step in session.steps(data, global_batch=64, microbatch=16, steps=50):
             for (real,) in step.microbatches():
                 fake = generator(torch.randn(len(real), 4)).detach()
-                step.backward(F.softplus(critic(fake)).mean() + F.softplus(-critic(real)).mean(), move_critic)
+                step.backward(
+                    F.softplus(critic(fake)).mean() + F.softplus(-critic(real)).mean(), move_critic
+                )
             step.commit(move_critic)
             for (real,) in step.microbatches():
-                step.backward(F.softplus(-critic(generator(torch.randn(len(real), 4)))).mean(), move_generator)
+                step.backward(
+                    F.softplus(-critic(generator(torch.randn(len(real), 4)))).mean(), move_generator
+                )
             step.commit(move_generator, clip_norm=1.0)
 
 
@@ -105,7 +114,9 @@ RECIPES: dict[str, Callable[[], None]] = {
     "weights from the forward": lambda: train(model=perceptron, inputs=None, loss=weighted),
     "microbatches of the plan": lambda: train(model=perceptron, microbatch=None),
     "epochs with a short batch": lambda: train(steps=None, epochs=3, global_batch=36),
-    "momentum and a schedule": lambda: train(optimizer=momentum, schedule=ls.warmup_cosine(warmup=4, total=20)),
+    "momentum and a schedule": lambda: train(
+        optimizer=momentum, schedule=ls.warmup_cosine(warmup=4, total=20)
+    ),
     "two models": adversaries,
     "a stream": lambda: train(data=ls.Stream(endless, shards=7, window=6)),
 }

@@ -1,4 +1,5 @@
-"""python scarce.py ENOUGH: the run of tests/training/kept.py, in which the last process runs out of memory in step 3.
+"""python scarce.py ENOUGH: the run of tests/training/kept.py, in which the last process runs out of
+memory in step 3.
 
 Each time it does, it adds a file `fired-*` to the working directory (see training/scarce.py).
 """

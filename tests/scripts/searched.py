@@ -1,4 +1,5 @@
-"""A training with hyper-parameters, for tests of searches: fits a line. `--trouble NAME` fails in some trials."""
+"""A training with hyper-parameters, for tests of searches: fits a line. `--trouble NAME` fails in
+some trials."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--trouble", default="", help="of the trials whose lr is more than 0.1: a kind, or several, which take turns")
+parser.add_argument(
+    "--trouble",
+    default="",
+    help="of the trials whose lr is more than 0.1: a kind, or several, which take turns",
+)
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--seconds", type=float, default=0.0, help="that each step takes besides")
 parser.add_argument("--meet", type=Path, help="a folder; a trial trains once two have come there")

@@ -1,4 +1,5 @@
-"""A script written for torchrun, without lockstep: DDP, all_reduce, @record, a loader that spawns workers.
+"""A script written for torchrun, without lockstep: DDP, all_reduce, @record, a loader that spawns
+workers.
 
 It prints one JSON line per rank about its environment, and does not destroy its process group.
 """
@@ -34,9 +35,19 @@ def main():
     model(torch.full((2, 4), float(rank))).sum().backward()
     squares = []
     if rank == 0:
-        squares = [batch.tolist() for batch in DataLoader(Squares(), batch_size=3, num_workers=1, multiprocessing_context="spawn")]
+        squares = [
+            batch.tolist()
+            for batch in DataLoader(
+                Squares(), batch_size=3, num_workers=1, multiprocessing_context="spawn"
+            )
+        ]
     family = (psutil.Process(), psutil.Process().parent())
-    listening = [c.laddr.ip for process in family for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr.ip
+        for process in family
+        for c in process.net_connections("inet")
+        if c.status == psutil.CONN_LISTEN
+    ]
     found = {
         "rank": rank,
         "size": size,

@@ -34,22 +34,38 @@ def trial(number: int, state: State = "complete", **given: Any) -> TrialResult:
 
 
 def search(*trials: TrialResult, **given: Any) -> SearchResults:
-    filled: dict[str, Any] = {"name": "s", "script": "train.py", "metric": "loss", "direction": "minimize", "wanted": len(trials)}
+    filled: dict[str, Any] = {
+        "name": "s",
+        "script": "train.py",
+        "metric": "loss",
+        "direction": "minimize",
+        "wanted": len(trials),
+    }
     return SearchResults(**filled | {"parameters": PARAMETERS[:1], "trials": trials} | given)
 
 
-def random_search(count: int = 40, *, seed: int = 0, steps: int = 500, every: int = 25, metric: str = "loss") -> SearchResults:
-    """Some are pruned, some fail, one ends with NaN, the last two are running. A metric other than the loss is larger
-    where that is smaller."""
+def random_search(
+    count: int = 40, *, seed: int = 0, steps: int = 500, every: int = 25, metric: str = "loss"
+) -> SearchResults:
+    """Some are pruned, some fail, one ends with NaN, the last two are running. A metric other than
+    the loss is larger where that is smaller."""
     source = random.Random(seed)
     trials = [_trial(source, number, count, steps, every, metric) for number in range(count)]
     direction: Any = "minimize" if metric == "loss" else "maximize"
     return SearchResults(
-        name="digits", script="examples/digits.py", metric=metric, direction=direction, wanted=count, parameters=PARAMETERS, trials=trials
+        name="digits",
+        script="examples/digits.py",
+        metric=metric,
+        direction=direction,
+        wanted=count,
+        parameters=PARAMETERS,
+        trials=trials,
     )
 
 
-def _trial(source: random.Random, number: int, count: int, steps: int, every: int, metric: str) -> TrialResult:
+def _trial(
+    source: random.Random, number: int, count: int, steps: int, every: int, metric: str
+) -> TrialResult:
     given: dict[str, Any] = {
         "lr": 10 ** source.uniform(-5, -1),
         "width": source.choice((64, 128, 256, 512)),
@@ -57,10 +73,23 @@ def _trial(source: random.Random, number: int, count: int, steps: int, every: in
         "optimizer": source.choice(("sgd", "adamw", "lion")),
     }
     away = abs(math.log10(given["lr"]) + 2.7)
-    final = 0.05 + 0.12 * away**2 + 0.1 * abs(given["dropout"] - 0.15) + 4.0 / given["width"] + source.uniform(0, 0.02)
-    losses = {step: final + (2.3 - final) * math.exp(-step / 90) + source.gauss(0, 0.006) for step in range(every, steps + 1, every)}
-    values = losses if metric == "loss" else {step: math.exp(-loss) for step, loss in losses.items()}
-    state: State = "running" if number >= count - 2 else "failed" if given["lr"] > 0.06 else "complete"
+    final = (
+        0.05
+        + 0.12 * away**2
+        + 0.1 * abs(given["dropout"] - 0.15)
+        + 4.0 / given["width"]
+        + source.uniform(0, 0.02)
+    )
+    losses = {
+        step: final + (2.3 - final) * math.exp(-step / 90) + source.gauss(0, 0.006)
+        for step in range(every, steps + 1, every)
+    }
+    values = (
+        losses if metric == "loss" else {step: math.exp(-loss) for step, loss in losses.items()}
+    )
+    state: State = (
+        "running" if number >= count - 2 else "failed" if given["lr"] > 0.06 else "complete"
+    )
     reason = None
     if state != "complete":
         values = dict(list(values.items())[: source.randrange(1, 6)])

@@ -25,8 +25,10 @@ Open = Callable[..., TrialStorage]
 
 def request(folder: Path, **changes: Any) -> SearchRequest:
     given = {
-        "script": ["train.py"], "metric": "loss", "direction": "minimize", "trials": 8, "parallel": None, "sampler": "random",
-        "pruner": "none", "seed": 0, "folder": folder, "storage": None, "name": "train", "timeout_seconds": None,
+        "script": ["train.py"], "metric": "loss", "direction": "minimize", "trials": 8,
+        "parallel": None, "sampler": "random",
+        "pruner": "none", "seed": 0, "folder": folder, "storage": None, "name": "train",
+        "timeout_seconds": None,
         "launch": LaunchOptions(),
     }  # fmt: skip
     return SearchRequest(**{**given, **changes})
@@ -42,8 +44,8 @@ def end_as_killed(storage: TrialStorage) -> None:
 
 
 def claimed_at_once(opened: Sequence[TrialStorage], wanted: int) -> list[tuple[int, bool]]:
-    """Claim all trials in a thread for each storage. Returns, of each claim, the trial's number and whether it was
-    resumed; sorted."""
+    """Claim all trials in a thread for each storage. Returns, of each claim, the trial's number and
+    whether it was resumed; sorted."""
     barrier, claimed = threading.Barrier(len(opened)), list[tuple[int, bool]]()
 
     def claim(mine: TrialStorage) -> None:
@@ -68,11 +70,16 @@ def proposals(storage: TrialStorage, parameters: tuple[Parameter, ...] = PARAMET
 
 def loss_of(values: Mapping[str, Value]) -> float:
     """A loss that a sampler can learn from."""
-    return abs(float(values["lr"] or 0) - 0.03) + float(values["width"] or 0) / 10 + abs(float(values["layers"] or 0) - 5)
+    return (
+        abs(float(values["lr"] or 0) - 0.03)
+        + float(values["width"] or 0) / 10
+        + abs(float(values["layers"] or 0) - 5)
+    )
 
 
 def make_trial(storage: TrialStorage, wanted: int) -> tuple[int, dict[str, Value]] | None:
-    """Claim a trial, and end it with its loss. Returns its number and values. None if there is none."""
+    """Claim a trial, and end it with its loss. Returns its number and values. None if there is
+    none."""
     given = proposals(storage)
     claimed = storage.claim(wanted)
     if claimed is None:

@@ -68,7 +68,10 @@ def paths(text: str, kind: str) -> dict[int, tuple[str, str]]:
 
 def rows(text: str) -> dict[int, str]:
     table = section(text, "trials")
-    return {int(number): row for number, row in re.findall(r'<tr data-trial="(\d+)"[^>]*>(.*?)</tr>', table)}
+    return {
+        int(number): row
+        for number, row in re.findall(r'<tr data-trial="(\d+)"[^>]*>(.*?)</tr>', table)
+    }
 
 
 def test_the_page_has_all_that_is_known_of_a_search() -> None:
@@ -103,13 +106,23 @@ def test_each_figure_has_the_trials_that_it_can_show() -> None:
     assert best is not None
     for kind in ("best-so-far", "parallel", "curves"):
         shown = paths(text, kind)
-        assert [number for number, (name, _) in shown.items() if "best" in name.split()] == [best.number]
+        assert [number for number, (name, _) in shown.items() if "best" in name.split()] == [
+            best.number
+        ]
         assert list(shown)[-1] == best.number, "the best is in front"
-        assert all(results.trials[number].state in name.split() for number, (name, _) in shown.items())
+        assert all(
+            results.trials[number].state in name.split() for number, (name, _) in shown.items()
+        )
 
 
 def test_the_best_so_far_is_a_line_of_steps() -> None:
-    results = search(trial(0, value=3.0), trial(1, value=4.0), trial(2, "pruned", value=1.0), trial(3, value=2.0), trial(4, value=math.nan))
+    results = search(
+        trial(0, value=3.0),
+        trial(1, value=4.0),
+        trial(2, "pruned", value=1.0),
+        trial(3, value=2.0),
+        trial(4, value=math.nan),
+    )
     text = made(results)
     (line,) = re.findall(r'<path class="line" d="([^"]+)"', text)
     corners = [tuple(map(int, point.split())) for point in line[1:].split("L")]
@@ -131,7 +144,9 @@ def test_a_line_goes_through_its_values_on_all_axes() -> None:
     assert shown[0][1] == "M0 5000L2500 8750L5000 5000L7500 1667L10000 10000"
     assert shown[1][1] == "M0 10000L2500 8750L5000 5000L7500 1667L10000 0"
     assert shown[2][1] == "M0 5000L2500 8750L5000 5000L7500 1667", "a failed one has no value"
-    assert shown[3][1] == "M0 0L0 0M5000 10000L5000 10000M10000 5000L10000 5000", "what it was not given is a gap"
+    assert shown[3][1] == "M0 0L0 0M5000 10000L5000 10000M10000 5000L10000 5000", (
+        "what it was not given is a gap"
+    )
 
 
 def test_axes_are_of_bounds_choices_or_the_values_that_there_are() -> None:
@@ -144,7 +159,10 @@ def test_axes_are_of_bounds_choices_or_the_values_that_there_are() -> None:
         Parameter(name="mixed", default="a"),
     )
     given = {"log": 1e-2, "whole": 2, "one": True, "fixed": 3.0, "swept": 1.0, "mixed": "a"}
-    trials = [trial(0, parameters=given, value=1.0), trial(1, parameters={**given, "swept": 5.0, "mixed": None}, value=2.0)]
+    trials = [
+        trial(0, parameters=given, value=1.0),
+        trial(1, parameters={**given, "swept": 5.0, "mixed": None}, value=2.0),
+    ]
     axes = {axis.name: axis for axis in parameter_axes(search(*trials, parameters=parameters))}
     assert list(axes) == ["log", "whole", "one", "swept", "mixed"]
     assert [label for _, label in axes["log"].ticks] == ["1e−4", "0.001", "0.01", "0.1"]
@@ -159,7 +177,10 @@ def test_axes_are_of_bounds_choices_or_the_values_that_there_are() -> None:
 def test_many_choices_have_few_labels_and_long_ones_are_short() -> None:
     choices = tuple(f"{number}-{'long' * 9}" for number in range(50))
     axes = parameter_axes(
-        search(trial(0, parameters={"kind": choices[0]}), parameters=[Parameter(name="kind", default=choices[0], choices=choices)])
+        search(
+            trial(0, parameters={"kind": choices[0]}),
+            parameters=[Parameter(name="kind", default=choices[0], choices=choices)],
+        )
     )
     assert len(axes[0].ticks) <= 12
     assert {len(label) for _, label in axes[0].ticks} == {16}
@@ -171,7 +192,10 @@ def test_a_few_far_worse_values_are_beyond_the_axis() -> None:
     assert metric_scale([*values, -500.0], -1.0).low > 0
     assert metric_scale([*values, -500.0], 1.0).low <= -500, "a better one is on it"
     assert metric_scale([1.0, 2.0, 500.0], 1.0).high >= 500
-    trials = [*(trial(number, value=value) for number, value in enumerate(values)), trial(20, "pruned", value=500.0)]
+    trials = [
+        *(trial(number, value=value) for number, value in enumerate(values)),
+        trial(20, "pruned", value=500.0),
+    ]
     assert end_scale(search(*trials))[0].high < 2
     assert "1 beyond the axis" in words(search(*trials))
     assert end_scale(search(trial(0, value=1.0), trial(1, "pruned", value=500.0)))[0].high >= 500
@@ -179,7 +203,11 @@ def test_a_few_far_worse_values_are_beyond_the_axis() -> None:
 
 @pytest.mark.parametrize("direction", ["minimize", "maximize"])
 def test_colours_are_of_the_rank(direction: str) -> None:
-    results = search(*(trial(number, value=float(number**5)) for number in range(12)), trial(12, value=math.inf), direction=direction)
+    results = search(
+        *(trial(number, value=float(number**5)) for number in range(12)),
+        trial(12, value=math.inf),
+        direction=direction,
+    )
     found = [shades(results)[number] for number in range(12)]
     rising = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert found == (rising[::-1] if direction == "minimize" else rising)
@@ -188,8 +216,14 @@ def test_colours_are_of_the_rank(direction: str) -> None:
 
 def test_importance_is_sorted_or_said_to_be_unknown() -> None:
     text = section(made(random_search(), IMPORTANCE), "parameters")
-    found = re.findall(r'<th scope="row">(\w+)</th>.*?width:([\d.]+)%.*?<td class="number">(.*?)</td>', text)
-    assert found == [("lr", "100.00", "70 %"), ("dropout", "28.57", "20 %"), ("width", "14.29", "10 %")]
+    found = re.findall(
+        r'<th scope="row">(\w+)</th>.*?width:([\d.]+)%.*?<td class="number">(.*?)</td>', text
+    )
+    assert found == [
+        ("lr", "100.00", "70 %"),
+        ("dropout", "28.57", "20 %"),
+        ("width", "14.29", "10 %"),
+    ]
     for nothing in ({}, {"lr": math.nan}):
         assert "The importance of parameters cannot be computed" in words(random_search(), nothing)
 
@@ -204,13 +238,18 @@ def test_a_pruned_curve_ends_where_it_was_pruned() -> None:
             trial(2, "failed", values={10: 1.0, 20: math.nan, 30: 1.0}),
         )
     )
-    shown = {number: [int(x) for x in re.findall(r"[ML](\d+)", d)] for number, (_, d) in paths(text, "curves").items()}
+    shown = {
+        number: [int(x) for x in re.findall(r"[ML](\d+)", d)]
+        for number, (_, d) in paths(text, "curves").items()
+    }
     assert shown == {0: [2500, 5000, 7500, 10000], 1: [2500, 5000], 2: [2500, 2500, 7500, 7500]}
     assert [int(x) for x in re.findall(r'class="end" d="M(\d+)', text)] == [5000]
 
 
 def test_a_long_curve_is_thinned() -> None:
-    text = made(search(trial(0, value=1.0, values={step: math.sin(step) for step in range(1, 20_001)})))
+    text = made(
+        search(trial(0, value=1.0, values={step: math.sin(step) for step in range(1, 20_001)}))
+    )
     assert 100 < paths(text, "curves")[0][1].count("L") < 1000
 
 
@@ -223,9 +262,19 @@ def test_the_table_says_why_and_sorts_by_numbers() -> None:
         trial(4, value=math.nan, parent=0),
     ]
     found = rows(made(search(*trials)))
-    heads = re.findall(r'<th scope="col"( class="number")?><button type="button">(.*?)</button>', made(search(*trials)))
+    heads = re.findall(
+        r'<th scope="col"( class="number")?><button type="button">(.*?)</button>',
+        made(search(*trials)),
+    )
     assert [name for kind, name in heads if not kind] == ["state", "reason"]
-    assert [name for kind, name in heads if kind] == ["trial", "loss", "steps", "time", "lr", "went on from"]
+    assert [name for kind, name in heads if kind] == [
+        "trial",
+        "loss",
+        "steps",
+        "time",
+        "lr",
+        "went on from",
+    ]
     assert 'data-value="0.00012345678">1.235e−4<' in found[0]
     assert 'title="runs/0"' in found[0]
     assert "after step 1,200: worse than the median" in found[1]
@@ -236,7 +285,9 @@ def test_the_table_says_why_and_sorts_by_numbers() -> None:
 
 
 def test_a_trial_of_a_population_says_that_the_command_is_not_its_whole_training() -> None:
-    assert "It went on from a checkpoint of trial 0" in words(search(trial(0, value=2.0), trial(1, value=1.0, parent=0)))
+    assert "It went on from a checkpoint of trial 0" in words(
+        search(trial(0, value=2.0), trial(1, value=1.0, parent=0))
+    )
     assert "went on" not in words(search(trial(0, value=2.0)))
 
 
@@ -245,7 +296,12 @@ NOTHING = [
     search(trial(0, "waiting", parameters={}, started=None, ended=None)),
     search(trial(0, "running")),
     search(trial(0, "failed", reason=None, ended=None)),
-    search(trial(0, value=math.nan), trial(1, value=math.inf), trial(2, value=-math.inf), trial(3, value=None)),
+    search(
+        trial(0, value=math.nan),
+        trial(1, value=math.inf),
+        trial(2, value=-math.inf),
+        trial(3, value=None),
+    ),
     search(trial(0, parameters={}, value=1.0), parameters=()),
 ]
 
@@ -264,7 +320,9 @@ def test_what_a_user_gives_is_escaped() -> None:
         trial(0, value=1.0, parameters={"kind": bad, bad: bad}, run_dir=bad, values={1: 1.0}),
         trial(1, "failed", reason=bad, parameters={"kind": "b", bad: "c"}),
     ]
-    text = made(search(*trials, name=bad, script=bad, metric=bad, parameters=[parameter]), {bad: 1.0})
+    text = made(
+        search(*trials, name=bad, script=bad, metric=bad, parameters=[parameter]), {bad: 1.0}
+    )
     assert "<b x" not in text
     assert text.count("</script>") == 2
     assert not re.search(r"https?:", text)
@@ -275,7 +333,12 @@ def test_what_a_user_gives_is_escaped() -> None:
 ANY = st.none() | st.floats() | st.sampled_from([0.0, 1e-320, 1.7e308, -1.7e308, math.nan])
 TRIALS = st.lists(
     st.tuples(
-        st.sampled_from(["waiting", "running", "complete", "pruned", "failed"]), ANY, ANY, ANY, ANY, st.lists(st.floats(), max_size=5)
+        st.sampled_from(["waiting", "running", "complete", "pruned", "failed"]),
+        ANY,
+        ANY,
+        ANY,
+        ANY,
+        st.lists(st.floats(), max_size=5),
     ),
     max_size=14,
 )
@@ -286,10 +349,20 @@ TRIALS = st.lists(
 def test_any_numbers_make_a_page(found: list[Any], direction: str, is_log: bool) -> None:
     parameter = Parameter(name="lr", default=1.0, low=1e-300, high=1e300, log=is_log)
     trials = [
-        trial(number, state, value=value, parameters={"lr": lr, "swept": lr}, started=start, ended=end, values=dict(enumerate(values, 1)))
+        trial(
+            number,
+            state,
+            value=value,
+            parameters={"lr": lr, "swept": lr},
+            started=start,
+            ended=end,
+            values=dict(enumerate(values, 1)),
+        )
         for number, (state, value, lr, start, end, values) in enumerate(found)
     ]
-    text = made(search(*trials, direction=direction, parameters=[parameter]), {"lr": 0.5, "swept": math.inf})
+    text = made(
+        search(*trials, direction=direction, parameters=[parameter]), {"lr": 0.5, "swept": math.inf}
+    )
     Words(text)
     assert not re.search(r'd="[^"]*(nan|inf)', text)
 
@@ -309,11 +382,19 @@ def test_no_text_of_a_search_is_a_tag_or_a_control_code() -> None:
     choices = Parameter(name="lr", default="a", choices=("a", f"b{bad}"))
     trials = [
         trial(
-            number, state, parameters={**values, "other": 1.0 + number}, value=0.5, values={1: 0.5}, reason=f"why{bad}", run_dir=f"r{bad}"
+            number,
+            state,
+            parameters={**values, "other": 1.0 + number},
+            value=0.5,
+            values={1: 0.5},
+            reason=f"why{bad}",
+            run_dir=f"r{bad}",
         )
         for number, state in enumerate(("complete", "failed", "pruned", "complete", "running"))
     ]
-    results = search(*trials, name=f"n{bad}", script=f"s{bad}", metric=f"m{bad}", parameters=(choices,))
+    results = search(
+        *trials, name=f"n{bad}", script=f"s{bad}", metric=f"m{bad}", parameters=(choices,)
+    )
     text = made(results, {"lr": 0.5, f"x{bad}": 0.5})
     Words(text)
     assert text.count("&lt;planted") > 20

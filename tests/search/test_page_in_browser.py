@@ -1,5 +1,5 @@
-"""The page of a search in a real Chromium: it fits, says nothing on the console, asks no network, names the trial
-beside the pointer, and sorts its table."""
+"""The page of a search in a real Chromium: it fits, says nothing on the console, asks no network,
+names the trial beside the pointer, and sorts its table."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from lockstep.search.page import page
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=ABSENT), pytest.mark.timeout(180)]
 
-NUMBERS = "[...document.querySelectorAll('table.all tbody tr')].map((row) => Number(row.dataset.trial))"
+NUMBERS = (
+    "[...document.querySelectorAll('table.all tbody tr')].map((row) => Number(row.dataset.trial))"
+)
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     several = search(
-        trial(0, value=0.3), trial(1, value=0.1), trial(2, "failed"), trial(3, value=0.2), parameters=random_search().parameters
+        trial(0, value=0.3),
+        trial(1, value=0.1),
+        trial(2, "failed"),
+        trial(3, value=0.2),
+        parameters=random_search().parameters,
     )
     found = {"random": random_search(), "several": several, "empty": search()}
     for name, results in found.items():
@@ -37,7 +43,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.mark.parametrize("width", [1400, 420])
 @pytest.mark.parametrize("kind", ["random", "several", "empty"])
-def test_it_fits_without_a_word_on_the_console_or_to_a_network(browser: Browser, pages: dict[str, Path], kind: str, width: int) -> None:
+def test_it_fits_without_a_word_on_the_console_or_to_a_network(
+    browser: Browser, pages: dict[str, Path], kind: str, width: int
+) -> None:
     browser.said.clear()
     browser.requested.clear()
     browser.open(pages[kind], width=width)
@@ -47,7 +55,9 @@ def test_it_fits_without_a_word_on_the_console_or_to_a_network(browser: Browser,
 
 
 @pytest.mark.parametrize("width", [1400, 420])
-def test_words_do_not_lie_over_one_another(browser: Browser, pages: dict[str, Path], width: int) -> None:
+def test_words_do_not_lie_over_one_another(
+    browser: Browser, pages: dict[str, Path], width: int
+) -> None:
     overlapping = """[...document.querySelectorAll(".plot")].flatMap((plot) => ["x", "y", "name", "tick"].flatMap((kind) => {
       const boxes = [...plot.querySelectorAll("i." + kind)].map((each) => [each.getBoundingClientRect(), each.textContent]);
       const over = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
@@ -57,18 +67,26 @@ def test_words_do_not_lie_over_one_another(browser: Browser, pages: dict[str, Pa
     assert browser.evaluate(overlapping) == []
 
 
-def test_the_trial_beside_the_pointer_is_named_and_stands_out_in_all_figures(browser: Browser, pages: dict[str, Path]) -> None:
+def test_the_trial_beside_the_pointer_is_named_and_stands_out_in_all_figures(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     browser.open(pages["several"], width=1400)
     browser.point(".plot.parallel svg", 1.0, 1 - 0.5)
     assert browser.evaluate("document.getElementById('tip').hidden") is False
-    assert browser.evaluate("document.getElementById('tip').textContent").startswith("trial 3, complete\nloss 0.2\nlr 0.004")
-    assert browser.evaluate("[...document.querySelectorAll('path.pointed')].map((path) => path.dataset.trial)") == ["3", "3"]
+    assert browser.evaluate("document.getElementById('tip').textContent").startswith(
+        "trial 3, complete\nloss 0.2\nlr 0.004"
+    )
+    assert browser.evaluate(
+        "[...document.querySelectorAll('path.pointed')].map((path) => path.dataset.trial)"
+    ) == ["3", "3"]
     browser.point("h2", 0.5, 0.5)
     assert browser.evaluate("document.getElementById('tip').hidden") is True
     assert browser.evaluate("document.querySelectorAll('.pointed').length") == 0
 
 
-def test_a_click_on_a_head_sorts_and_one_more_turns_the_order(browser: Browser, pages: dict[str, Path]) -> None:
+def test_a_click_on_a_head_sorts_and_one_more_turns_the_order(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     browser.open(pages["several"], width=1400)
     click = "document.querySelectorAll('table.all th button')[{}].click()"
     assert browser.evaluate(NUMBERS) == [0, 1, 2, 3]

@@ -65,7 +65,9 @@ def test_alone_it_is_its_default() -> None:
         ("true", True, {"choices": [True, "true"]}, "true"),
     ],
 )
-def test_set_gives_a_value_of_its_type(assign: Callable[..., None], text: str, default: Any, options: dict[str, Any], value: Any) -> None:
+def test_set_gives_a_value_of_its_type(
+    assign: Callable[..., None], text: str, default: Any, options: dict[str, Any], value: Any
+) -> None:
     assign("other=1", f"x={text}")
     found = ls.param("x", default, **options)
     assert (found, type(found)) == (value, type(value))
@@ -74,24 +76,89 @@ def test_set_gives_a_value_of_its_type(assign: Callable[..., None], text: str, d
 BOUNDS = {"low": 0.1, "high": 1.0}
 DECLARATIONS: list[tuple[Any, dict[str, Any], str]] = [
     ([1], {}, "has the default [1]; it is a bool, int, float, str or None"),
-    (1, {"choices": [1, 2], **BOUNDS}, "has choices and bounds; it has the one or the other; leave one out"),
-    (1, {"choices": [1, 2], "log": True}, "has choices and bounds; it has the one or the other; leave one out"),
-    (1, {"choices": [1, (2,)]}, "has the choices [1, (2,)]; each is a bool, int, float, str or None"),
-    (1, {"choices": [1, 2, 2]}, "has the choices [1, 2, 2]; two of them are equal, or equal as text for --set; give each once"),
-    (1, {"choices": [1, 1.0]}, "has the choices [1, 1.0]; two of them are equal, or equal as text for --set; give each once"),
-    (1, {"choices": [1, "1"]}, "has the choices [1, '1']; two of them are equal, or equal as text for --set; give each once"),
+    (
+        1,
+        {"choices": [1, 2], **BOUNDS},
+        "has choices and bounds; it has the one or the other; leave one out",
+    ),
+    (
+        1,
+        {"choices": [1, 2], "log": True},
+        "has choices and bounds; it has the one or the other; leave one out",
+    ),
+    (
+        1,
+        {"choices": [1, (2,)]},
+        "has the choices [1, (2,)]; each is a bool, int, float, str or None",
+    ),
+    (
+        1,
+        {"choices": [1, 2, 2]},
+        (
+            "has the choices [1, 2, 2]; two of them are equal, or equal as text for --set; give"
+            " each once"
+        ),
+    ),
+    (
+        1,
+        {"choices": [1, 1.0]},
+        (
+            "has the choices [1, 1.0]; two of them are equal, or equal as text for --set; give each"
+            " once"
+        ),
+    ),
+    (
+        1,
+        {"choices": [1, "1"]},
+        (
+            "has the choices [1, '1']; two of them are equal, or equal as text for --set; give each"
+            " once"
+        ),
+    ),
     (3, {"choices": [1, 2]}, "has the value 3 (default); its choices are 1, 2"),
     (True, {"choices": [1, 2]}, "has the value True (default); its choices are 1, 2"),
     (0.5, {"low": 0.1}, "has one bound; a search needs both; give low= and high="),
     (0.5, {"high": 0.1}, "has one bound; a search needs both; give low= and high="),
-    ("a", BOUNDS, "has bounds and the default 'a'; all three are numbers; give choices= for others"),
-    (True, BOUNDS, "has bounds and the default True; all three are numbers; give choices= for others"),
-    (0.5, {"low": "0", "high": 1}, "has bounds and the default 0.5; all three are numbers; give choices= for others"),
-    (0.5, {"low": 1.0, "high": 1.0}, "has low=1.0 and high=1.0; low is less than high, and both are finite"),
-    (0.5, {"low": 0.0, "high": math.inf}, "has low=0.0 and high=inf; low is less than high, and both are finite"),
-    (0.5, {"low": math.nan, "high": 1.0}, "has low=nan and high=1.0; low is less than high, and both are finite"),
-    (1, {"low": 0.5, "high": 2}, "has the whole default 1, and bounds or a step that are not; write 1.0, or whole numbers"),
-    (1, {"low": 0, "high": 2, "step": 0.5}, "has the whole default 1, and bounds or a step that are not; write 1.0, or whole numbers"),
+    (
+        "a",
+        BOUNDS,
+        "has bounds and the default 'a'; all three are numbers; give choices= for others",
+    ),
+    (
+        True,
+        BOUNDS,
+        "has bounds and the default True; all three are numbers; give choices= for others",
+    ),
+    (
+        0.5,
+        {"low": "0", "high": 1},
+        "has bounds and the default 0.5; all three are numbers; give choices= for others",
+    ),
+    (
+        0.5,
+        {"low": 1.0, "high": 1.0},
+        "has low=1.0 and high=1.0; low is less than high, and both are finite",
+    ),
+    (
+        0.5,
+        {"low": 0.0, "high": math.inf},
+        "has low=0.0 and high=inf; low is less than high, and both are finite",
+    ),
+    (
+        0.5,
+        {"low": math.nan, "high": 1.0},
+        "has low=nan and high=1.0; low is less than high, and both are finite",
+    ),
+    (
+        1,
+        {"low": 0.5, "high": 2},
+        "has the whole default 1, and bounds or a step that are not; write 1.0, or whole numbers",
+    ),
+    (
+        1,
+        {"low": 0, "high": 2, "step": 0.5},
+        "has the whole default 1, and bounds or a step that are not; write 1.0, or whole numbers",
+    ),
     (
         0.5,
         {"low": 0.0, "high": 1.0, "log": True},
@@ -103,30 +170,68 @@ DECLARATIONS: list[tuple[Any, dict[str, Any], str]] = [
         "has log=True with low=0.1, step=0.1; log needs low > 0, and no step; change one",
     ),
     (0.5, {**BOUNDS, "step": 0.0}, "has step=0.0; it is more than 0 and at most high - low = 0.9"),
-    (1, {"low": 0, "high": 9, "step": math.inf}, "has step=inf; it is more than 0 and at most high - low = 9"),
+    (
+        1,
+        {"low": 0, "high": 9, "step": math.inf},
+        "has step=inf; it is more than 0 and at most high - low = 9",
+    ),
     (0.5, {**BOUNDS, "step": "1"}, "has step='1'; it is more than 0 and at most high - low = 0.9"),
-    (0.5, {"log": True}, "has log or step, and no bounds; both are of values between low and high; give low= and high="),
-    (0.5, {"step": 0.1}, "has log or step, and no bounds; both are of values between low and high; give low= and high="),
-    (2.0, BOUNDS, "has the value 2.0 (default); it is a number from 0.1 to 1.0; change it, or the bounds"),
-    (math.nan, {}, "has the value nan (default); a value is finite; give a number, or None for no value"),
+    (
+        0.5,
+        {"log": True},
+        (
+            "has log or step, and no bounds; both are of values between low and high; give low= and"
+            " high="
+        ),
+    ),
+    (
+        0.5,
+        {"step": 0.1},
+        (
+            "has log or step, and no bounds; both are of values between low and high; give low= and"
+            " high="
+        ),
+    ),
+    (
+        2.0,
+        BOUNDS,
+        "has the value 2.0 (default); it is a number from 0.1 to 1.0; change it, or the bounds",
+    ),
+    (
+        math.nan,
+        {},
+        "has the value nan (default); a value is finite; give a number, or None for no value",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("default", "options", "text"), DECLARATIONS, ids=lambda value: str(value)[:40])
-def test_a_declaration_that_contradicts_itself_is_refused(default: Any, options: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(
+    ("default", "options", "text"), DECLARATIONS, ids=lambda value: str(value)[:40]
+)
+def test_a_declaration_that_contradicts_itself_is_refused(
+    default: Any, options: dict[str, Any], text: str
+) -> None:
     with pytest.raises(RecipeError) as raised:
         ls.param("x", default, **options)
     assert str(raised.value) == f"the parameter 'x' {text}"
 
 
 def test_no_choices_are_refused() -> None:
-    with pytest.raises(RecipeError, match=re.escape("ls.param('x', ..., choices=[]); give at least one value, or leave")):
+    with pytest.raises(
+        RecipeError,
+        match=re.escape("ls.param('x', ..., choices=[]); give at least one value, or leave"),
+    ):
         ls.param("x", 1, choices=[])
 
 
 @pytest.mark.parametrize("name", ["", "2x", "a b", "a=b", 3])
 def test_a_name_is_a_word(name: Any) -> None:
-    with pytest.raises(RecipeError, match=re.escape(f"ls.param({name!r}, ...); a name is letters, digits, '_', '.' and '-'; choose such")):
+    with pytest.raises(
+        RecipeError,
+        match=re.escape(
+            f"ls.param({name!r}, ...); a name is letters, digits, '_', '.' and '-'; choose such"
+        ),
+    ):
         ls.param(name, 1)
 
 
@@ -136,15 +241,42 @@ def test_a_name_is_a_word(name: Any) -> None:
         ("fast", 0.1, {}, "has the value 'fast' (--set); it is a number, as its default 0.1 is"),
         ("0.5", 1, {}, "has the value '0.5' (--set); it is a whole number, as its default 1 is"),
         ("yes", True, {}, "has the value 'yes' (--set); it is true or false"),
-        ("inf", 0.1, {}, "has the value inf (--set); a value is finite; give a number, or None for no value"),
-        ("2.0", 0.5, BOUNDS, "has the value 2.0 (--set); it is a number from 0.1 to 1.0; change it, or the bounds"),
-        ("0.01", 0.5, BOUNDS, "has the value 0.01 (--set); it is a number from 0.1 to 1.0; change it, or the bounds"),
-        ("nan", 0.5, BOUNDS, "has the value nan (--set); a value is finite; give a number, or None for no value"),
+        (
+            "inf",
+            0.1,
+            {},
+            "has the value inf (--set); a value is finite; give a number, or None for no value",
+        ),
+        (
+            "2.0",
+            0.5,
+            BOUNDS,
+            "has the value 2.0 (--set); it is a number from 0.1 to 1.0; change it, or the bounds",
+        ),
+        (
+            "0.01",
+            0.5,
+            BOUNDS,
+            "has the value 0.01 (--set); it is a number from 0.1 to 1.0; change it, or the bounds",
+        ),
+        (
+            "nan",
+            0.5,
+            BOUNDS,
+            "has the value nan (--set); a value is finite; give a number, or None for no value",
+        ),
         ("3", 1, {"choices": [1, 2]}, "has the value '3' (--set); its choices are 1, 2"),
-        ("none", None, {"choices": [None, 1]}, "has the value 'none' (--set); its choices are None, 1"),
+        (
+            "none",
+            None,
+            {"choices": [None, 1]},
+            "has the value 'none' (--set); its choices are None, 1",
+        ),
     ],
 )
-def test_a_text_that_is_no_value_of_it_is_refused(assign: Callable[..., None], text: str, default: Any, options: Any, error: str) -> None:
+def test_a_text_that_is_no_value_of_it_is_refused(
+    assign: Callable[..., None], text: str, default: Any, options: Any, error: str
+) -> None:
     assign(f"x={text}")
     with pytest.raises(RecipeError) as raised:
         ls.param("x", default, **options)
@@ -153,7 +285,10 @@ def test_a_text_that_is_no_value_of_it_is_refused(assign: Callable[..., None], t
 
 @pytest.mark.parametrize("text", ["lr", "=1", "l r=1", ""])
 def test_an_assignment_is_a_name_and_a_value(text: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(f"--set {text!r}; it is a parameter's name and its value: --set lr=1e-3")):
+    with pytest.raises(
+        RecipeError,
+        match=re.escape(f"--set {text!r}; it is a parameter's name and its value: --set lr=1e-3"),
+    ):
         parameters.split_assignment(text)
 
 
@@ -161,31 +296,50 @@ def test_asked_for_twice_it_has_one_value_and_with_other_bounds_it_is_refused() 
     assert ls.param("lr", 0.1, low=0.01, high=1.0) == ls.param("lr", 0.1, low=0.01, high=1.0) == 0.1
     with pytest.raises(RecipeError) as raised:
         ls.param("lr", 0.1, low=0.01, high=2.0, log=True)
-    assert str(raised.value) == (
-        "the parameter 'lr' is asked for twice, with high=1.0 and 2.0, log=False and True; it has one declaration; ask for it once"
+    assert (
+        str(raised.value)
+        == "the parameter 'lr' is asked for twice, with high=1.0 and 2.0, log=False and True; it"
+        " has one declaration; ask for it once"
     )
 
 
 def test_after_the_recipe_was_made_none_is_added() -> None:
     nothing: Any = lambda *_: None  # noqa: E731
     assert ls.param("lr", 0.1) == 0.1
-    ls.Recipe(model=nothing, data=[1], loss=nothing, optimizer=nothing, global_batch=8, microbatch=4, steps=5)
+    ls.Recipe(
+        model=nothing,
+        data=[1],
+        loss=nothing,
+        optimizer=nothing,
+        global_batch=8,
+        microbatch=4,
+        steps=5,
+    )
     assert ls.param("lr", 0.1) == 0.1
     with pytest.raises(RecipeError) as raised:
         ls.param("width", 2)
-    assert str(raised.value) == (
-        "ls.param('width', ...) after the recipe was made; values of parameters are part of the recipe; ask for all of them before "
-        "ls.Recipe(...)"
+    assert (
+        str(raised.value)
+        == "ls.param('width', ...) after the recipe was made; values of parameters are part of the"
+        " recipe; ask for all of them before ls.Recipe(...)"
     )
 
 
 def test_a_value_for_a_parameter_that_is_not_there_is_refused(declared: Declared) -> None:
     given = {parameters.ASSIGNMENTS: '["lr=1", "wdith=2"]'}
-    with pytest.raises(RecipeError, match="has not asked for it before its recipe; it has asked for none; correct the name, or "):
+    with pytest.raises(
+        RecipeError,
+        match=(
+            "has not asked for it before its recipe; it has asked for none; correct the name, or "
+        ),
+    ):
         declared.check_all_used(given)
     ls.param("lr", 0.1)
     ls.param("width", 2)
-    with pytest.raises(RecipeError, match=r"^--set wdith=\.\.\., or a search's .* it has asked for lr, width; correct the name"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^--set wdith=\.\.\., or a search's .* it has asked for lr, width; correct the name",
+    ):
         declared.check_all_used(given)
     declared.check_all_used({parameters.ASSIGNMENTS: '["lr=1"]'})
 
@@ -218,10 +372,23 @@ class TestOfTheRunThatIsResumed:
                 "lr",
                 0.1,
                 {"low": 0.01, "high": 0.2},
-                "has the value 0.5 (of the run in {}); it is a number from 0.01 to 0.2; change it, or the bounds",
+                (
+                    "has the value 0.5 (of the run in {}); it is a number from 0.01 to 0.2; change"
+                    " it, or the bounds"
+                ),
             ),
-            ("lr", 1, {"low": 0, "high": 2}, "has the value '0.5' (of the run in {}); it is a whole number, as its default 1 is"),
-            ("width", 2, {"choices": [1, 2]}, "has the value '4' (of the run in {}); its choices are 1, 2"),
+            (
+                "lr",
+                1,
+                {"low": 0, "high": 2},
+                "has the value '0.5' (of the run in {}); it is a whole number, as its default 1 is",
+            ),
+            (
+                "width",
+                2,
+                {"choices": [1, 2]},
+                "has the value '4' (of the run in {}); its choices are 1, 2",
+            ),
         ],
     )
     def test_those_that_it_cannot_have_any_more_are_refused(
@@ -265,7 +432,8 @@ def test_a_large_range_of_whole_numbers_takes_no_memory() -> None:
 
 
 ANY = st.one_of(
-    st.booleans(), st.integers(-(10**6), 10**6), st.floats(allow_nan=False, allow_infinity=False), st.none(), st.text(max_size=3),
+    st.booleans(), st.integers(-(10**6), 10**6), st.floats(allow_nan=False, allow_infinity=False),
+    st.none(), st.text(max_size=3),
     st.sampled_from(["True", "true", "1", "1.0", "None", "0", "1e0"]),
 )  # fmt: skip
 
@@ -286,7 +454,9 @@ def test_each_value_is_read_back_from_its_text(value: Any) -> None:
 
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.floats(0.0, 1.0), st.booleans())
-def test_each_number_between_the_bounds_is_read_back_from_its_text(low: float, width: float, part: float, is_int: bool) -> None:
+def test_each_number_between_the_bounds_is_read_back_from_its_text(
+    low: float, width: float, part: float, is_int: bool
+) -> None:
     low, high = (math.floor(low), math.floor(low + width) + 1) if is_int else (low, low + width)
     assume(low < high)
     parameter = Parameter(name="x", default=low, low=low, high=high)
@@ -298,5 +468,7 @@ def test_each_number_between_the_bounds_is_read_back_from_its_text(low: float, w
 
 @given(ANY, st.booleans())
 def test_a_description_is_json_and_makes_it_again(value: Any, is_one_of_several: bool) -> None:
-    parameter = Parameter(name="x", default=value, choices=(value, "another one") if is_one_of_several else ())
+    parameter = Parameter(
+        name="x", default=value, choices=(value, "another one") if is_one_of_several else ()
+    )
     assert Parameter.of(json.loads(json.dumps(parameter.describe()))) == parameter

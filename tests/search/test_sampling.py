@@ -1,4 +1,5 @@
-"""Which values trials are given: by the seed, the trial's number and what was sampled before, and by nothing else."""
+"""Which values trials are given: by the seed, the trial's number and what was sampled before, and
+by nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ print(make_trial(TrialStorage(request(Path(sys.argv[2]), sampler=sys.argv[3])), 
 
 
 @pytest.mark.parametrize(("sampler", "trials"), [("random", 4), ("tpe", TRIALS), ("cma", 6)])
-def test_a_search_that_is_restarted_before_each_trial_samples_as_one_that_is_not(storage: Open, sampler: str, trials: int) -> None:
+def test_a_search_that_is_restarted_before_each_trial_samples_as_one_that_is_not(
+    storage: Open, sampler: str, trials: int
+) -> None:
     whole = storage("whole", sampler=sampler)
     made = [make_trial(whole, trials) for _ in range(trials)]
     for number in range(trials):
@@ -46,13 +49,23 @@ def test_another_process_samples_alike(storage: Open, tmp_path: Path) -> None:
     whole, part = (storage(name, sampler="tpe") for name in ("whole", "part"))
     made = [make_trial(whole, TRIALS) for _ in range(TRIALS)]
     assert [make_trial(part, TRIALS) for _ in range(TRIALS - 1)] == made[:-1]
-    line = [sys.executable, "-c", ONE_MORE, str(Path(__file__).parent.parent), str(tmp_path / "part"), "tpe", str(TRIALS)]
+    line = [
+        sys.executable,
+        "-c",
+        ONE_MORE,
+        str(Path(__file__).parent.parent),
+        str(tmp_path / "part"),
+        "tpe",
+        str(TRIALS),
+    ]
     found = subprocess.run(line, capture_output=True, text=True, check=True)
     assert found.stdout == f"{made[-1]}\n"
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "cma"])
-def test_a_trial_that_was_given_a_part_of_its_values_is_given_the_rest(storage: Open, sampler: str) -> None:
+def test_a_trial_that_was_given_a_part_of_its_values_is_given_the_rest(
+    storage: Open, sampler: str
+) -> None:
     whole, cut = storage("whole", sampler=sampler), storage("cut", sampler=sampler)
     made = [make_trial(whole, 4) for _ in range(4)]
     for _ in range(3):
@@ -65,7 +78,9 @@ def test_a_trial_that_was_given_a_part_of_its_values_is_given_the_rest(storage: 
     assert make_trial(storage("cut", sampler=sampler), 4) == made[3]
 
 
-def test_the_first_trial_has_the_defaults_and_all_values_are_within_the_bounds(storage: Open) -> None:
+def test_the_first_trial_has_the_defaults_and_all_values_are_within_the_bounds(
+    storage: Open,
+) -> None:
     opened = storage()
     made = [make_trial(opened, 8) for _ in range(8)]
     values = [each[1] for each in made if each is not None]
@@ -89,7 +104,11 @@ def make_trial_without_loss(opened: Any) -> dict[str, Any]:
 
 
 def test_a_grid_has_each_combination_once_and_ends_by_itself(storage: Open) -> None:
-    parameters = (PARAMETERS[1], Parameter(name="step", default=0.1, low=0.0, high=0.3, step=0.1), PARAMETERS[3])
+    parameters = (
+        PARAMETERS[1],
+        Parameter(name="step", default=0.1, low=0.0, high=0.3, step=0.1),
+        PARAMETERS[3],
+    )
     opened = storage(sampler="grid", trials=None)
     grid = proposals(opened, parameters)
     assert grid.wanted == 12
@@ -104,14 +123,25 @@ def test_a_grid_has_each_combination_once_and_ends_by_itself(storage: Open) -> N
 def test_an_endless_grid_is_refused_and_so_is_nothing_to_search(storage: Open) -> None:
     with pytest.raises(RecipeError) as raised:
         grid_of(PARAMETERS[:3])
-    assert str(raised.value) == (
-        "the parameter 'lr' with --sampler grid; a grid needs countable values; give choices= or step=, or fix it with --set lr=..."
+    assert (
+        str(raised.value)
+        == "the parameter 'lr' with --sampler grid; a grid needs countable values; give choices= or"
+        " step=, or fix it with --set lr=..."
     )
     with pytest.raises(RecipeError, match="--set lr="):
         proposals(storage(sampler="grid")).check()
-    with pytest.raises(LaunchError, match="the script has no parameter to search: seed; a search samples those with bounds or choices"):
+    with pytest.raises(
+        LaunchError,
+        match=(
+            "the script has no parameter to search: seed; a search samples those with bounds or"
+            " choices"
+        ),
+    ):
         proposals(storage("empty"), PARAMETERS[3:]).check()
-    with pytest.raises(LaunchError, match="the script has no parameter to search: none at all; a search samples those with"):
+    with pytest.raises(
+        LaunchError,
+        match="the script has no parameter to search: none at all; a search samples those with",
+    ):
         proposals(storage("none"), ()).check()
 
 
@@ -123,9 +153,15 @@ def test_an_endless_grid_is_refused_and_so_is_nothing_to_search(storage: Open) -
         (PARAMETERS[2], IntDistribution(1, 8)),
         (Parameter(name="x", default=4, low=2, high=9, log=True), IntDistribution(2, 9, log=True)),
         (Parameter(name="x", default=3, low=1, high=9, step=3), IntDistribution(1, 7, step=3)),
-        (Parameter(name="x", default=0.1, low=0.0, high=0.25, step=0.1), FloatDistribution(0.0, 0.2, step=0.1)),
+        (
+            Parameter(name="x", default=0.1, low=0.0, high=0.25, step=0.1),
+            FloatDistribution(0.0, 0.2, step=0.1),
+        ),
         (Parameter(name="x", default=0, low=0, high=10**12), IntDistribution(0, 10**12)),
-        (Parameter(name="x", default=None, choices=(None, True, "a", 0.5)), CategoricalDistribution((None, True, "a", 0.5))),
+        (
+            Parameter(name="x", default=None, choices=(None, True, "a", 0.5)),
+            CategoricalDistribution((None, True, "a", 0.5)),
+        ),
     ],
 )
 def test_a_parameter_has_optunas_distribution(parameter: Parameter, distribution: Any) -> None:

@@ -19,7 +19,14 @@ from lockstep.search.slots import TrialSlot, slots
         (None, 3, 2, 0, None, [TrialSlot(threads=1)]),
         (2, 1, 8, 0, None, [TrialSlot(threads=4)] * 2),
         (6, 1, 2, 0, None, [TrialSlot(threads=1)] * 6),
-        (None, 2, 16, 5, None, [TrialSlot(threads=4, gpus=["0", "1"]), TrialSlot(threads=4, gpus=["2", "3"])]),
+        (
+            None,
+            2,
+            16,
+            5,
+            None,
+            [TrialSlot(threads=4, gpus=["0", "1"]), TrialSlot(threads=4, gpus=["2", "3"])],
+        ),
         (1, 2, 16, 4, None, [TrialSlot(threads=8, gpus=["0", "1"])]),
         (9, 1, 4, 2, "3,1", [TrialSlot(threads=2, gpus=["3"]), TrialSlot(threads=2, gpus=["1"])]),
     ],
@@ -31,14 +38,22 @@ def test_the_machine_is_divided_among_trials(
 
 
 def test_a_trial_that_needs_more_gpus_than_there_are_is_refused() -> None:
-    with pytest.raises(LaunchError, match=r"a trial of 3 processes on 2 GPUs; each process has a GPU of its own; give a smaller --plan"):
+    with pytest.raises(
+        LaunchError,
+        match=(
+            r"a trial of 3 processes on 2 GPUs; each process has a GPU of its own; give a smaller"
+            r" --plan"
+        ),
+    ):
         slots(None, 3, cpus=8, gpus=2, visible=None)
     (shared,) = slots(4, 3, cpus=8, gpus=2, visible="4,5", share_devices=True)
     assert (shared.gpus, shared.threads) == (["4", "5"], 2)
 
 
 @given(st.none() | st.integers(1, 20), st.integers(1, 6), st.integers(1, 64), st.integers(0, 16))
-def test_no_gpu_is_given_twice_and_no_more_threads_than_cpus(parallel: int | None, processes: int, cpus: int, gpus: int) -> None:
+def test_no_gpu_is_given_twice_and_no_more_threads_than_cpus(
+    parallel: int | None, processes: int, cpus: int, gpus: int
+) -> None:
     if gpus and gpus < processes:
         return
     found = slots(parallel, processes, cpus=cpus, gpus=gpus, visible=None)

@@ -24,10 +24,18 @@ class Answering:
         return {"kind": "answer", "prune": True}
 
 
-@pytest.mark.parametrize(("step", "can_be_pruned", "stops"), [(20, True, True), (20, False, False), (40, True, False)])
-def test_a_trial_is_pruned_before_its_last_step_only(step: int, can_be_pruned: bool, stops: bool) -> None:
+@pytest.mark.parametrize(
+    ("step", "can_be_pruned", "stops"), [(20, True, True), (20, False, False), (40, True, False)]
+)
+def test_a_trial_is_pruned_before_its_last_step_only(
+    step: int, can_be_pruned: bool, stops: bool
+) -> None:
     channel, stopped = Answering(), []
-    hook: Any = TrialHook(TrialRequest(metric="loss", can_be_pruned=can_be_pruned), channel, number=1)  # type: ignore[arg-type]
-    hook.after_evaluation(SimpleNamespace(step=step, total_steps=40, stop=stopped.append), {"loss": 0.5})
+    hook: Any = TrialHook(
+        TrialRequest(metric="loss", can_be_pruned=can_be_pruned), channel, number=1
+    )  # type: ignore[arg-type]
+    hook.after_evaluation(
+        SimpleNamespace(step=step, total_steps=40, stop=stopped.append), {"loss": 0.5}
+    )
     assert channel.sent == [("report", {"step": step, "value": 0.5})]
     assert stopped == [f"pruned: loss 0.5 after step {step}"] * stops

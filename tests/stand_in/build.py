@@ -21,11 +21,16 @@ FLAGS = ["-std=c++20", "-O0", "-fPIC", "-DTORCH_EXTENSION_NAME=_stand_in"]
 
 def environment(devices: int) -> dict[str, str]:
     """Return environment variables with which a process has that many devices of type `standin`."""
-    return {"PYTHONPATH": f"{PATH}:{ROOT / 'src'}", "STAND_IN_LIBRARY": str(library()), "STAND_IN_DEVICES": str(devices)}
+    return {
+        "PYTHONPATH": f"{PATH}:{ROOT / 'src'}",
+        "STAND_IN_LIBRARY": str(library()),
+        "STAND_IN_DEVICES": str(devices),
+    }
 
 
 def library() -> Path:
-    """Return the extension's file. It is built once for this torch and these sources, in about 30 s on two cores."""
+    """Return the extension's file. It is built once for this torch and these sources, in about 30 s
+    on two cores."""
     sources = sorted(SOURCES.glob("*.cpp"))
     digest = hashlib.sha256(torch.__version__.encode() + " ".join(FLAGS).encode())
     for path in (*sources, *sorted(SOURCES.glob("*.h"))):
@@ -41,7 +46,10 @@ def library() -> Path:
             libraries = [f"-L{path}" for path in library_paths()]
             linked = folder / "linked.so"
             names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-            subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(linked), *libraries, *names], check=True)
+            subprocess.run(
+                ["g++", "-shared", *map(str, objects), "-o", str(linked), *libraries, *names],
+                check=True,
+            )
             linked.rename(built)
     return built
 

@@ -1,5 +1,5 @@
-"""Runs that are asked to end and go on, for the tests of resuming. At module level, so that workers can be told their
-names."""
+"""Runs that are asked to end and go on, for the tests of resuming. At module level, so that workers
+can be told their names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ PLANS = {
 
 
 def recipe(**changes: Any) -> ls.Recipe:
-    """Seven steps of the GPT with dropout and tied embeddings, in epochs of five, the last one short."""
+    """Seven steps of the GPT with dropout and tied embeddings, in epochs of five, the last one
+    short."""
     given: dict[str, Any] = {
         **MODELS["gpt-dropout"],
         "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
@@ -56,8 +57,8 @@ def recipe(**changes: Any) -> ls.Recipe:
 
 
 class Asked(ls.Hook):
-    """Sends a signal to the last rank after a step, and notes what the run is like then: it ends after the step after
-    it."""
+    """Sends a signal to the last rank after a step, and notes what the run is like then: it ends
+    after the step after it."""
 
     def __init__(self, at: int | None) -> None:
         self.at = at
@@ -76,11 +77,14 @@ def of_all(run: Any) -> str:
 
 
 def run(plan: str, run_dir: str, at: int | None, given: Mapping[str, Any]) -> tuple[str, str]:
-    """Train; asked to end after `at` steps. Returns how it ended: a fingerprint, or "preempted" and the state's."""
+    """Train; asked to end after `at` steps. Returns how it ended: a fingerprint, or "preempted" and
+    the state's."""
     asked = Asked(at)
     average = ls.ExponentialMovingAverage(0.5)
     try:
-        result = ls.train(recipe(**given), plan=plan, run_dir=run_dir, hooks=[asked, average], log_every=1)
+        result = ls.train(
+            recipe(**given), plan=plan, run_dir=run_dir, hooks=[asked, average], log_every=1
+        )
     except Preempted:
         return "preempted", asked.state
     return "ended", result.fingerprint
@@ -92,7 +96,9 @@ def restored(plan: str, run_dir: str) -> str:
     with ls.Session(plan=plan, run_dir=run_dir, resume="must", recipe=given.describe()) as session:
         session.run.stateful |= {"run": Anything(), "1-ExponentialMovingAverage": Anything()}
         session.prepare(given.model, given.optimizer, stages=given.stages, tensor=given.tensor)
-        steps = session.steps(given.data, global_batch=28, microbatch=4, steps=STEPS, weight=given.weight)
+        steps = session.steps(
+            given.data, global_batch=28, microbatch=4, steps=STEPS, weight=given.weight
+        )
         state = of_all(session.run)
         del steps
     return state

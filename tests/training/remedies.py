@@ -1,4 +1,5 @@
-"""Mistakes that errors of the training answer, each with the same training as its error recommends it."""
+"""Mistakes that errors of the training answer, each with the same training as its error recommends
+it."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ ROWS, HELD_OUT = rows(48), rows(8, seed=9)
 
 
 class Training(Protocol):
-    """Trains in a folder under a plan, and returns the fingerprint of the model and its last loss."""
+    """Trains in a folder under a plan, and returns the fingerprint of the model and its last
+    loss."""
 
-    def __call__(self, folder: str, plan: str, allow_change: Sequence[str] = ()) -> tuple[str, float]: ...
+    def __call__(
+        self, folder: str, plan: str, allow_change: Sequence[str] = ()
+    ) -> tuple[str, float]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +45,38 @@ class Remedy:
     bitwise: bool = True
     """False where a part of it cannot be bitwise: the losses are close then."""
     by_one_rank: bool = False
-    """True where the rank that has the microbatch finds the mistake, and others wait: made on one process alone."""
+    """True where the rank that has the microbatch finds the mistake, and others wait: made on one
+    process alone."""
     allow: Sequence[str] = ()
-    """Fields in which the recipe with the remedy differs from the one that has trained the checkpoint: the mistake is
-    found amid the training."""
+    """Fields in which the recipe with the remedy differs from the one that has trained the
+    checkpoint: the mistake is found amid the training."""
 
 
-def trains(*hooks: Callable[[], ls.Hook], late: Callable[[], Mapping[str, Any]] = dict, **changes: Any) -> Training:
-    """`ls.train` of the recipe of `subjects` with changes. `late`: changes whose making is the mistake."""
+def trains(
+    *hooks: Callable[[], ls.Hook], late: Callable[[], Mapping[str, Any]] = dict, **changes: Any
+) -> Training:
+    """`ls.train` of the recipe of `subjects` with changes. `late`: changes whose making is the
+    mistake."""
 
     def train(folder: str, plan: str, allow_change: Sequence[str] = ()) -> tuple[str, float]:
         changed = {"optimizer": sgd, **changes, **late()}
         if changed.keys().isdisjoint({"steps", "epochs"}):
             changed["steps"] = 3
-        result = ls.train(recipe(**changed), hooks=[each() for each in hooks], run_dir=folder, plan=plan, allow_change=allow_change)
+        result = ls.train(
+            recipe(**changed),
+            hooks=[each() for each in hooks],
+            run_dir=folder,
+            plan=plan,
+            allow_change=allow_change,
+        )
         return result.fingerprint, result.loss
 
     return train
 
 
 def loops(body: Callable[[Any, Any, Any], object], models: int = 1, **changes: Any) -> Training:
-    """A loop of one's own. `body(step, model, optimizer)`; of lists, if there are several models."""
+    """A loop of one's own. `body(step, model, optimizer)`; of lists, if there are several
+    models."""
 
     def train(folder: str, plan: str, allow_change: Sequence[str] = ()) -> tuple[str, float]:
         given = {"data": rows(48), "global_batch": 16, "microbatch": 4, "steps": 2, **changes}
@@ -166,7 +181,10 @@ def lacking(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def always(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:
     output = model(batch[1])
-    return {"error": (output - batch[2]).pow(2).mean(), "size": output.pow(2).mean() if is_first(batch) else (output * 0).sum()}
+    return {
+        "error": (output - batch[2]).pow(2).mean(),
+        "size": output.pow(2).mean() if is_first(batch) else (output * 0).sum(),
+    }
 
 
 def sometimes_a_loss(model: nn.Module, batch: Sequence[Tensor]) -> Any:
@@ -203,7 +221,10 @@ def no_label(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def without_unreadable(items: Sequence[Any]) -> list[Tensor]:
-    return [torch.stack([torch.as_tensor(item[part]) for item in items if item[0] % 3]) for part in range(3)]
+    return [
+        torch.stack([torch.as_tensor(item[part]) for item in items if item[0] % 3])
+        for part in range(3)
+    ]
 
 
 def in_complex(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -283,8 +304,15 @@ LOSSES = {
     ),
     "a -100 that is no label": Remedy(
         mistake=trains(data=labelled(), loss=no_label),
-        says="no label, return ls.Sum(loss * n) with Recipe.weight = batch -> n, the samples of the microbatch",
-        remedy=trains(data=labelled(), loss=lambda model, batch: ls.Sum(no_label(model, batch) * len(batch[0])), weight=number),
+        says=(
+            "no label, return ls.Sum(loss * n) with Recipe.weight = batch -> n, the samples of the"
+            " microbatch"
+        ),
+        remedy=trains(
+            data=labelled(),
+            loss=lambda model, batch: ls.Sum(no_label(model, batch) * len(batch[0])),
+            weight=number,
+        ),
     ),
     "two weights": Remedy(
         mistake=trains(loss=one_loss, weight=number),
@@ -327,9 +355,15 @@ LOSSES = {
         remedy=trains(),
     ),
     "a name that is no text": Remedy(
-        mistake=trains(loss=lambda model, batch: {1: one_sum(model, batch)}, weight=lambda batch: {1: len(batch[0])}),
+        mistake=trains(
+            loss=lambda model, batch: {1: one_sum(model, batch)},
+            weight=lambda batch: {1: len(batch[0])},
+        ),
         says=", in the loss and in the weight",
-        remedy=trains(loss=lambda model, batch: {"1": one_sum(model, batch)}, weight=lambda batch: {"1": len(batch[0])}),
+        remedy=trains(
+            loss=lambda model, batch: {"1": one_sum(model, batch)},
+            weight=lambda batch: {"1": len(batch[0])},
+        ),
     ),
     "a term that some microbatches lack": Remedy(
         mistake=trains(loss=sometimes),
@@ -421,7 +455,11 @@ class Unequal(Dataset[Any]):
 
 def padded(items: Sequence[Any]) -> Any:
     x = nn.utils.rnn.pad_sequence([item[1] for item in items], batch_first=True)
-    return torch.tensor([item[0] for item in items]), x.sum(1), torch.stack([item[2] for item in items])
+    return (
+        torch.tensor([item[0] for item in items]),
+        x.sum(1),
+        torch.stack([item[2] for item in items]),
+    )
 
 
 class OtherTypes(Unequal):
@@ -524,7 +562,9 @@ DATA = {
     "batch sizes beside a batch_sampler": Remedy(
         mistake=trains(batch_sampler=lambda epoch, seed: [[[0, 1], [2, 3]]]),
         says="it makes the batches and the microbatches; leave these out",
-        remedy=trains(batch_sampler=lambda epoch, seed: [[[0, 1], [2, 3]]], global_batch=None, microbatch=None),
+        remedy=trains(
+            batch_sampler=lambda epoch, seed: [[[0, 1], [2, 3]]], global_batch=None, microbatch=None
+        ),
     ),
     "a sampler that draws": Remedy(
         mistake=trains(sampler=lambda epoch, seed: np.random.default_rng().permutation(48)),
@@ -555,11 +595,16 @@ DATA = {
 
 
 def with_plateau(**given: Any) -> dict[str, Any]:
-    return {"schedule": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), **given}
+    return {
+        "schedule": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+        **given,
+    }
 
 
 def on_metric(name: str) -> ls.OnMetric:
-    return ls.OnMetric(name, lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    return ls.OnMetric(
+        name, lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    )
 
 
 def measuring(**metrics: Any) -> dict[str, Any]:
@@ -616,7 +661,10 @@ EVALUATIONS = {
     "the average without an average": Remedy(
         mistake=trains(evaluation=ls.Evaluation(data=HELD_OUT, every=1, weights="average")),
         says="give hooks=[ls.ExponentialMovingAverage(decay=0.999)]",
-        remedy=trains(partial(ls.ExponentialMovingAverage, 0.9), evaluation=ls.Evaluation(data=HELD_OUT, every=1, weights="average")),
+        remedy=trains(
+            partial(ls.ExponentialMovingAverage, 0.9),
+            evaluation=ls.Evaluation(data=HELD_OUT, every=1, weights="average"),
+        ),
     ),
     "a metric named loss": Remedy(
         mistake=trains(late=lambda: measuring(loss=ls.Mean(errors))),
@@ -728,7 +776,8 @@ def moves(run: Any) -> None:
 
 
 class Observed(nn.Module):
-    """The largest output of each feature, as an observer of quantization keeps it: empty before the first forward."""
+    """The largest output of each feature, as an observer of quantization keeps it: empty before the
+    first forward."""
 
     self_updating_buffers = ("largest",)
 
@@ -881,7 +930,10 @@ class Waves(nn.Module):
     def __init__(self, as_real: bool) -> None:
         super().__init__()
         self.as_real, value = as_real, torch.ones(FEATURES // 2 + 1, dtype=torch.cfloat)
-        self.weight, self.head = nn.Parameter(torch.view_as_real(value).clone() if as_real else value), nn.Linear(FEATURES, OUTPUTS)
+        self.weight, self.head = (
+            nn.Parameter(torch.view_as_real(value).clone() if as_real else value),
+            nn.Linear(FEATURES, OUTPUTS),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.view_as_complex(self.weight) if self.as_real else self.weight
@@ -906,7 +958,11 @@ def normalised(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:
 
 
 def grouped() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.SyncBatchNorm(16, process_group=object()), nn.Linear(16, OUTPUTS))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16),
+        nn.SyncBatchNorm(16, process_group=object()),
+        nn.Linear(16, OUTPUTS),
+    )
 
 
 def rows64() -> TensorDataset:
@@ -938,7 +994,9 @@ def with_another_name() -> nn.Module:
 
 
 def half_converted() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.SyncBatchNorm(16), nn.BatchNorm1d(16), nn.Linear(16, OUTPUTS))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.SyncBatchNorm(16), nn.BatchNorm1d(16), nn.Linear(16, OUTPUTS)
+    )
 
 
 def converted() -> nn.Module:
@@ -971,7 +1029,9 @@ def of_a_list(kind: type[ListedDescent], model: nn.Module) -> torch.optim.Optimi
 
 
 def without_its_bias(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([each for name, each in model.named_parameters() if name != "2.bias"], lr=0.1)
+    return torch.optim.SGD(
+        [each for name, each in model.named_parameters() if name != "2.bias"], lr=0.1
+    )
 
 
 def frozen_bias() -> nn.Module:
@@ -1017,7 +1077,9 @@ def half(run: Any) -> None:
 
 def hooked() -> nn.Module:
     model = network()
-    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-0.1, 0.1))  # type: ignore[index]
+    model[0].weight.register_post_accumulate_grad_hook(
+        lambda parameter: parameter.grad.clamp_(-0.1, 0.1)
+    )  # type: ignore[index]
     return model
 
 
@@ -1125,7 +1187,11 @@ MODELS = {
         remedy=trains(partial(AtStart, lambda run: run.model.eval())),
         alone=False,
     ),
-    "a buffer that there is not": Remedy(mistake=trains(model=Misnamed), says="name buffers that it registers", remedy=trains(model=Named)),
+    "a buffer that there is not": Remedy(
+        mistake=trains(model=Misnamed),
+        says="name buffers that it registers",
+        remedy=trains(model=Named),
+    ),
     "a rate beside a schedule": Remedy(
         mistake=trains(each_step(rate), schedule=lambda step: 1.0),
         says="leave the schedule out",
@@ -1233,7 +1299,13 @@ LAYERS = {
     "statistics of one sample": Remedy(
         mistake=trains(model=partial(normalised, nn.SyncBatchNorm), data=rows(17), epochs=1),
         says="choose a microbatch that leaves no rest of one sample",
-        remedy=trains(model=partial(normalised, nn.SyncBatchNorm), data=rows(17), epochs=1, global_batch=15, microbatch=5),
+        remedy=trains(
+            model=partial(normalised, nn.SyncBatchNorm),
+            data=rows(17),
+            epochs=1,
+            global_batch=15,
+            microbatch=5,
+        ),
         alone=False,
         bitwise=False,
         allow=["global_batch", "microbatch"],
@@ -1246,9 +1318,18 @@ LAYERS = {
         bitwise=False,
     ),
     "float64 compressed": Remedy(
-        mistake=trains(model=lambda: nn.Sequential(nn.Linear(FEATURES, OUTPUTS).double()), data=rows64(), gradient_compression="bf16"),
-        says="make the model float32 (precision='bf16' computes in bf16 all the same), or leave gradient_compression='none'",
-        remedy=trains(model=lambda: nn.Sequential(nn.Linear(FEATURES, OUTPUTS).double()), data=rows64()),
+        mistake=trains(
+            model=lambda: nn.Sequential(nn.Linear(FEATURES, OUTPUTS).double()),
+            data=rows64(),
+            gradient_compression="bf16",
+        ),
+        says=(
+            "make the model float32 (precision='bf16' computes in bf16 all the same), or leave"
+            " gradient_compression='none'"
+        ),
+        remedy=trains(
+            model=lambda: nn.Sequential(nn.Linear(FEATURES, OUTPUTS).double()), data=rows64()
+        ),
         bitwise=False,
     ),
     "slices of a stream": Remedy(
@@ -1354,7 +1435,9 @@ def computed_twice(step: Any, model: Any, optimizer: Any) -> None:
 
 
 def computed_once(step: Any, model: Any, optimizer: Any) -> None:
-    step.compute(features, lambda output, batch: outputs_squared(output, batch) + 0.1 * output.pow(2).mean())
+    step.compute(
+        features, lambda output, batch: outputs_squared(output, batch) + 0.1 * output.pow(2).mean()
+    )
     step.commit(optimizer)
 
 
@@ -1424,7 +1507,9 @@ LOOPS = {
         says="call it inside the loop",
         remedy=loops(plain),
     ),
-    "a second commit": Remedy(mistake=loops(committed_twice), says="each model has one a step", remedy=loops(plain)),
+    "a second commit": Remedy(
+        mistake=loops(committed_twice), says="each model has one a step", remedy=loops(plain)
+    ),
     "a skip after a backward": Remedy(
         mistake=loops(skips_late),
         says="commit it, or call skip before",
@@ -1446,7 +1531,11 @@ class Attention(nn.Module):
     def __init__(self, heads: int, *, written: int | None = None) -> None:
         super().__init__()
         self.heads, self.written = heads, written if written is not None else heads
-        self.query, self.projection, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, OUTPUTS)
+        self.query, self.projection, self.last = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, OUTPUTS),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         query = self.query(x).view(len(x), self.written, 6 // self.heads)
@@ -1479,7 +1568,9 @@ class Fused(nn.Module):
             self.up.load_state_dict({"weight": both.weight[8:], "bias": both.bias[8:]})
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if self.is_one else (self.gate(x), self.up(x))
+        gate, up = (
+            self.gate_up_proj(x).chunk(2, dim=-1) if self.is_one else (self.gate(x), self.up(x))
+        )
         return self.down(gate.sigmoid() * up)  # type: ignore[no-any-return]
 
 
@@ -1523,11 +1614,16 @@ class Last(nn.Module):
 
 
 class Named3(nn.Module):
-    """Parts that are called one after another, with something between the first two or as a part of one."""
+    """Parts that are called one after another, with something between the first two or as a part of
+    one."""
 
     def __init__(self, *, between: bool = False, extra: bool = False) -> None:
         super().__init__()
-        self.first, self.second, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, 8), nn.Linear(8, OUTPUTS)
+        self.first, self.second, self.head = (
+            nn.Linear(FEATURES, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, OUTPUTS),
+        )
         self.act, self.between = nn.Tanh(), between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1537,7 +1633,9 @@ class Named3(nn.Module):
 
 
 def chain_of(*norms: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 8), norms[0], nn.Linear(8, 8), norms[-1], nn.Linear(8, OUTPUTS))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), norms[0], nn.Linear(8, 8), norms[-1], nn.Linear(8, OUTPUTS)
+    )
 
 
 def one_norm() -> nn.Module:
@@ -1549,7 +1647,9 @@ def two_norms() -> nn.Module:
 
 
 def cut_off() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 8), Detached(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, OUTPUTS))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), Detached(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, OUTPUTS)
+    )
 
 
 def frozen_before() -> nn.Module:
@@ -1608,26 +1708,39 @@ PARTS = {
     "a norm over sharded features": on_several(
         TENSOR,
         trains(model=partial(Normed, partial(nn.LayerNorm, 8)), tensor=STYLES),
-        "or give the first layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole",
-        trains(model=partial(Normed, partial(nn.LayerNorm, 8)), tensor={"up": "colwise_gathered", "down": "rowwise_split"}),
+        "or give the first layer 'colwise_gathered' and the second 'rowwise_split', which leave"
+        " what lies between whole",
+        trains(
+            model=partial(Normed, partial(nn.LayerNorm, 8)),
+            tensor={"up": "colwise_gathered", "down": "rowwise_split"},
+        ),
     ),
     "a softmax over sharded features": on_several(
         TENSOR,
         trains(model=partial(Normed, partial(nn.Softmax, -1)), tensor=STYLES),
         "or give these layers 'colwise_gathered' and 'rowwise_split'",
-        trains(model=partial(Normed, partial(nn.Softmax, -1)), tensor={"up": "colwise_gathered", "down": "rowwise_split"}),
+        trains(
+            model=partial(Normed, partial(nn.Softmax, -1)),
+            tensor={"up": "colwise_gathered", "down": "rowwise_split"},
+        ),
     ),
     "a fused layer": on_several(
         TENSOR,
         trains(model=partial(Fused, True), tensor={"gate_up_proj": "colwise", "down": "rowwise"}),
         "or give this one 'colwise_gathered' and the layer that follows 'rowwise_split'",
-        trains(model=partial(Fused, True), tensor={"gate_up_proj": "colwise_gathered", "down": "rowwise_split"}),
+        trains(
+            model=partial(Fused, True),
+            tensor={"gate_up_proj": "colwise_gathered", "down": "rowwise_split"},
+        ),
     ),
     "a fused layer, in two": on_several(
         TENSOR,
         trains(model=partial(Fused, True), tensor={"gate_up_proj": "colwise", "down": "rowwise"}),
         "make them layers of their own (query, key and value)",
-        trains(model=partial(Fused, False), tensor={"gate": "colwise", "up": "colwise", "down": "rowwise"}),
+        trains(
+            model=partial(Fused, False),
+            tensor={"gate": "colwise", "up": "colwise", "down": "rowwise"},
+        ),
     ),
     "an output that is sharded": on_several(
         TENSOR,
@@ -1639,13 +1752,21 @@ PARTS = {
         TENSOR,
         trains(model=of_four, inputs=features, loss=of_three, tensor={"2": "colwise"}),
         "end with a 'rowwise' layer",
-        trains(model=of_four, inputs=features, loss=of_three, tensor={"0": "colwise", "2": "rowwise"}),
+        trains(
+            model=of_four, inputs=features, loss=of_three, tensor={"0": "colwise", "2": "rowwise"}
+        ),
     ),
     "a loss that calls the model": on_several(
-        PIPELINE, trains(), "give Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)", staged()
+        PIPELINE,
+        trains(),
+        "give Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)",
+        staged(),
     ),
     "parts that nobody names": on_several(
-        PIPELINE, staged(model=Named3), "name them, as in Recipe.stages=[", staged(model=Named3, stages=["first", "act", "second", "head"])
+        PIPELINE,
+        staged(model=Named3),
+        "name them, as in Recipe.stages=[",
+        staged(model=Named3, stages=["first", "act", "second", "head"]),
     ),
     "code between the parts": on_several(
         PIPELINE,
@@ -1669,10 +1790,15 @@ PARTS = {
         PIPELINE,
         staged(model=lambda: nn.Sequential(Wide(8))),
         "use a smaller pipeline, or name smaller parts in Recipe.stages",
-        staged(model=lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, OUTPUTS))),
+        staged(
+            model=lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, OUTPUTS))
+        ),
     ),
     "too few microbatches": on_several(
-        PIPELINE, staged(microbatch=16), "choose a smaller microbatch, so that a step has", staged(microbatch=8)
+        PIPELINE,
+        staged(microbatch=16),
+        "choose a smaller microbatch, so that a step has",
+        staged(microbatch=8),
     ),
     "a list between stages": on_several(
         PIPELINE,
@@ -1684,10 +1810,17 @@ PARTS = {
         PIPELINE,
         staged(model=lambda: nn.Sequential(Lists(True), Last(), nn.Linear(OUTPUTS, OUTPUTS))),
         "or join it with the next one in a module of their own",
-        staged(model=lambda: nn.Sequential(nn.Sequential(Lists(True), Last()), nn.Linear(OUTPUTS, OUTPUTS))),
+        staged(
+            model=lambda: nn.Sequential(
+                nn.Sequential(Lists(True), Last()), nn.Linear(OUTPUTS, OUTPUTS)
+            )
+        ),
     ),
     "one BatchNorm in two stages": on_several(
-        PIPELINE, staged(model=one_norm), "give each a BatchNorm of its own", staged(model=two_norms)
+        PIPELINE,
+        staged(model=one_norm),
+        "give each a BatchNorm of its own",
+        staged(model=two_norms),
     ),
     "stages that no gradient reaches": on_several(
         PIPELINE,
@@ -1699,7 +1832,12 @@ PARTS = {
         PIPELINE,
         loops(plain),
         "call step.compute(inputs, loss), with inputs and loss as in a Recipe",
-        loops(lambda step, model, optimizer: (step.compute(features, outputs_squared), step.commit(optimizer))),
+        loops(
+            lambda step, model, optimizer: (
+                step.compute(features, outputs_squared),
+                step.commit(optimizer),
+            )
+        ),
     ),
 }
 
@@ -1735,7 +1873,9 @@ PLACES = (
 )
 """The files of the package whose errors are of the plan, the recipe and the step."""
 
-SHARDED = "training/test_sharded_models.py::test_what_the_errors_recommend_is_what_one_process_trains"
+SHARDED = (
+    "training/test_sharded_models.py::test_what_the_errors_recommend_is_what_one_process_trains"
+)
 BACKWARDS = "training/test_sharded_models.py::test_other_backwards_are_right_or_refused_alike"
 GRADIENT_HOOKS = "training/test_gradient_hooks.py::test_the_remedies_are_the_same_under_every_plan"
 OPTIMIZER_STATE = "training/test_optimizer_state.py::test_what_cannot_be_saved_is_refused_in_the_first_step_and_the_remedy_works"
@@ -1763,7 +1903,9 @@ ELSEWHERE = {
     "for samples of all ranks, give Recipe.batch_loss": (
         "training/test_collectives.py::test_the_remedy_of_a_loss_that_sums_its_denominator_over_ranks"
     ),
-    "{text}; or drop numerics=bitwise": "training/test_loss_check.py::test_a_loss_that_keeps_a_value_is_an_event",
+    "{text}; or drop numerics=bitwise": (
+        "training/test_loss_check.py::test_a_loss_that_keeps_a_value_is_an_event"
+    ),
     "draw from these generators, or drop numerics=bitwise": (
         "training/test_ordinary_mistakes.py::test_samples_that_change_from_fetch_to_fetch_are_an_event_otherwise"
     ),
@@ -1773,16 +1915,24 @@ ELSEWHERE = {
     "write step.microbatches(dummies=True)": (
         "training/test_session.py::test_a_loop_that_would_count_dummies_is_refused_and_the_remedies_work"
     ),
-    "give commit(closure=...) a function": "training/test_closure.py::test_a_loop_of_ones_own_gives_the_closure",
-    "and gradients as they are; use replicate, without these": "training/test_closure.py::test_the_bits_are_those_of_one_process",
+    "give commit(closure=...) a function": (
+        "training/test_closure.py::test_a_loop_of_ones_own_gives_the_closure"
+    ),
+    "and gradients as they are; use replicate, without these": (
+        "training/test_closure.py::test_the_bits_are_those_of_one_process"
+    ),
     "or an optimizer that updates each element by itself, such as AdamW": (
         "training/test_element_wise.py::test_each_tensor_is_updated_as_a_whole"
     ),
     "the factory must build the same model in every process": (
         "training/test_alike.py::test_one_model_on_all_ranks_is_trained_also_where_one_rank_alone_cannot_defer_it"
     ),
-    "leave assignment=measured out, or": "training/test_measured_assignment.py::test_in_fast_numerics_the_loss_is_the_same_to_rounding",
-    "on a CPU the number of threads changes bits": "training/test_autotune.py::test_bitwise_numerics_keep_one_thread",
+    "leave assignment=measured out, or": (
+        "training/test_measured_assignment.py::test_in_fast_numerics_the_loss_is_the_same_to_rounding"
+    ),
+    "on a CPU the number of threads changes bits": (
+        "training/test_autotune.py::test_bitwise_numerics_keep_one_thread"
+    ),
     "call the model without past_key_values and with use_cache=False": (
         "training/test_hugging_face.py::test_models_of_transformers_train_as_on_one_process"
     ),
@@ -1791,9 +1941,13 @@ ELSEWHERE = {
     ),
     "or an optimizer that updates each tensor by itself, such as AdamW": REPORTS,
     "and dropped; change it between steps, in a hook's after_step": REPORTS,
-    "leave compile=yes out": "training/test_compiled.py::test_a_gradient_that_is_differentiated_is_refused",
+    "leave compile=yes out": (
+        "training/test_compiled.py::test_a_gradient_that_is_differentiated_is_refused"
+    ),
     "/dev/shm), or plan workers=0": "data/test_workers.py",
-    "parameters are on the CPU already; leave offload=yes out": "device/test_plan_remedies.py::test_offload_on_a_cpu_is_left_out",
+    "parameters are on the CPU already; leave offload=yes out": (
+        "device/test_plan_remedies.py::test_offload_on_a_cpu_is_left_out"
+    ),
     "use replicate={count}, which works ": PLANS,
     "each device is a GPU of its own; split over {there}": PLANS,
     "correct the plan, or name the layers in Recipe.blocks": PLANS,
@@ -1858,7 +2012,11 @@ RIGHT_VALUES = (
 )
 """Words of errors that ask for a right value, such as those of all other trainings here."""
 
-HANDED_ON = ("{no_weight(name, value)}", "with shard={self._world.size}: {failure}", "{what} with {why}; {remedy}")
+HANDED_ON = (
+    "{no_weight(name, value)}",
+    "with shard={self._world.size}: {failure}",
+    "{what} with {why}; {remedy}",
+)
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (

@@ -1,5 +1,5 @@
-"""Runs on processes that run out of memory, or say so in a forward. At module level, so that workers can be told their
-names."""
+"""Runs on processes that run out of memory, or say so in a forward. At module level, so that
+workers can be told their names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ENOUGH: dict[str, Callable[[Any, int], bool]] = {
 
 
 class Scarce(ls.Hook):
-    """Has the last rank run out of memory in the forward of step `at`, unless there is enough. It leaves a file each
-    time."""
+    """Has the last rank run out of memory in the forward of step `at`, unless there is enough. It
+    leaves a file each time."""
 
     def __init__(self, at: int, enough: str, folder: Path) -> None:
         self.at = at
@@ -42,8 +42,11 @@ class Scarce(ls.Hook):
             raise torch.OutOfMemoryError("injected: tried to allocate 2.00 GiB")
 
 
-def run(plan: str, run_dir: str, at: int, enough: str, setting: str, given: Mapping[str, Any]) -> tuple[str, Any]:
-    """Train. Returns how it ended: "ended" and the fingerprint and plan, or an error's class and notes."""
+def run(
+    plan: str, run_dir: str, at: int, enough: str, setting: str, given: Mapping[str, Any]
+) -> tuple[str, Any]:
+    """Train. Returns how it ended: "ended" and the fingerprint and plan, or an error's class and
+    notes."""
     os.environ["LOCKSTEP_OUT_OF_MEMORY"] = setting
     try:
         hooks = [Scarce(at, enough, Path(run_dir).parent)]

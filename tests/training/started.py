@@ -1,5 +1,5 @@
-"""Models that start from a file of weights, for the tests of that. At module level, so that workers can be told their
-names."""
+"""Models that start from a file of weights, for the tests of that. At module level, so that workers
+can be told their names."""
 
 from __future__ import annotations
 
@@ -37,14 +37,21 @@ def write(path: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def started(plan: str, run_dir: str, weights: Any, model: Any = GIVEN.model) -> tuple[str, Any]:
-    """The fingerprint of the model after `prepare`, and what the event says; or the error's text."""
+    """The fingerprint of the model after `prepare`, and what the event says; or the error's
+    text."""
     with ls.Session(plan=plan, run_dir=run_dir) as session:
         try:
-            made, _ = session.prepare(model, GIVEN.optimizer, stages=GIVEN.stages, tensor=GIVEN.tensor, weights=weights)
+            made, _ = session.prepare(
+                model, GIVEN.optimizer, stages=GIVEN.stages, tensor=GIVEN.tensor, weights=weights
+            )
         except RecipeError as error:
             return "refused", str(error)
         found = ls.fingerprint(session.context.mesh.union(made.state_dict()))
-        (event,) = [event for event in session.context.recorder.events.events if event.name == "weights-loaded"]
+        (event,) = [
+            event
+            for event in session.context.recorder.events.events
+            if event.name == "weights-loaded"
+        ]
     return found, event.details
 
 
@@ -68,7 +75,13 @@ def read_bytes(plan: str, run_dir: str, weights: Any) -> tuple[int, int]:
     )
     try:
         with ls.Session(plan=plan, run_dir=run_dir) as session:
-            model, _ = session.prepare(GIVEN.model, GIVEN.optimizer, stages=GIVEN.stages, tensor=GIVEN.tensor, weights=weights)
+            model, _ = session.prepare(
+                GIVEN.model,
+                GIVEN.optimizer,
+                stages=GIVEN.stages,
+                tensor=GIVEN.tensor,
+                weights=weights,
+            )
             return read, sum(to_local(tensor).nbytes for _, tensor in tensors_of(model))
     finally:
         PretrainedWeights.fill = original  # type: ignore[method-assign]
@@ -110,7 +123,15 @@ def started_apart(plan: str, run_dir: str, folder: str, other: int) -> tuple[str
     file = other if os.environ["RANK"] == "1" else 0
     starting.open_tensors = lambda _: opened(f"{folder}/{file}.safetensors")  # type: ignore[attr-defined]
     try:
-        return started(plan, run_dir, ls.Weights("weights.safetensors", {"more": None}) if other == 2 and file else "weights.safetensors")
+        return started(
+            plan,
+            run_dir,
+            (
+                ls.Weights("weights.safetensors", {"more": None})
+                if other == 2 and file
+                else "weights.safetensors"
+            ),
+        )
     finally:
         starting.open_tensors = opened  # type: ignore[attr-defined]
 

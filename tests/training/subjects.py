@@ -1,5 +1,5 @@
-"""What the tests of training train: a tiny model on tiny data. At module level, so that workers can be told their
-names."""
+"""What the tests of training train: a tiny model on tiny data. At module level, so that workers can
+be told their names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def rows(samples: int, seed: int = 5) -> TensorDataset:
     """Each sample's own index, its features and its target."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(samples, FEATURES, generator=generator)
-    return TensorDataset(torch.arange(samples), features, torch.randn(samples, OUTPUTS, generator=generator))
+    return TensorDataset(
+        torch.arange(samples), features, torch.randn(samples, OUTPUTS, generator=generator)
+    )
 
 
 def squared_error(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -77,7 +79,8 @@ def samples_at(start: int, stop: int, *, of: int, seed: int = 0) -> list[int]:
 
 
 def learned(run_dir: Path | str) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl without what was measured of time and memory, which differs from run to run."""
+    """The rows of metrics.jsonl without what was measured of time and memory, which differs from
+    run to run."""
     measured = {"time", "samples_per_second", "weight_per_second", "memory_bytes", "mfu"}
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name not in measured} for row in rows]
@@ -92,7 +95,11 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(same(one[key], other[key]) for key in one)
+        )
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)

@@ -1,5 +1,5 @@
-"""A factory that builds another model on each rank is refused on every rank, also where no rank builds the whole of
-it."""
+"""A factory that builds another model on each rank is refused on every rank, also where no rank
+builds the whole of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Body(nn.Module):
     def __init__(self, width: int = FEATURES, layers: int = 1) -> None:
         super().__init__()
         self.up, self.norm = nn.Linear(FEATURES, 2 * width), nn.BatchNorm1d(2 * width)
-        self.down = nn.Sequential(*(nn.Linear(2 * width, 2 * width) for _ in range(layers)), nn.Linear(2 * width, FEATURES))
+        self.down = nn.Sequential(
+            *(nn.Linear(2 * width, 2 * width) for _ in range(layers)),
+            nn.Linear(2 * width, FEATURES),
+        )
         self.register_buffer("table", torch.ones(FEATURES), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,7 +143,9 @@ def frozen_on_one_rank() -> nn.Module:
 def in_another_order() -> nn.Module:
     model = Model()
     names = list(model[1]._modules)
-    model[1]._modules = {name: model[1]._modules[name] for name in (names if rank() == 0 else names[::-1])}
+    model[1]._modules = {
+        name: model[1]._modules[name] for name in (names if rank() == 0 else names[::-1])
+    }
     return model
 
 
@@ -160,7 +165,10 @@ def whole_on_one_rank_and_other() -> nn.Module:
 
 
 def form(role: str, shape: tuple[int, ...]) -> str:
-    return f"a {role}, torch.float32 of shape {shape}, strides {(shape[1], 1) if len(shape) > 1 else (1,)}"
+    return (
+        f"a {role}, torch.float32 of shape {shape}, strides"
+        f" {(shape[1], 1) if len(shape) > 1 else (1,)}"
+    )
 
 
 VALUES = "has other values"
@@ -186,7 +194,10 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str]] = {
         with_another_buffer,
         f"is missing on one and {form('buffer', (2,))} on the other",
     ),
-    "'4.weight'": (tied_on_one_rank, f"is missing on one and {form('parameter', (6, 6))} on the other"),
+    "'4.weight'": (
+        tied_on_one_rank,
+        f"is missing on one and {form('parameter', (6, 6))} on the other",
+    ),
     "'3.up.bias'": (
         frozen_on_one_rank,
         f"is {form('parameter', (12,))} on one and {form('frozen parameter', (12,))} on the other",
@@ -213,7 +224,11 @@ def attempt(plan: str, factories: Sequence[Callable[[], nn.Module]], run_dir: st
     styles: dict[str, Any] = {"tensor": {"*.up": "colwise_gathered"}} if "tensor" in plan else {}
     for place, factory in enumerate(factories):
         try:
-            result = train(recipe(model=factory, inputs=inputs, loss=squared, **styles), plan=plan, run_dir=f"{run_dir}/{place}")
+            result = train(
+                recipe(model=factory, inputs=inputs, loss=squared, **styles),
+                plan=plan,
+                run_dir=f"{run_dir}/{place}",
+            )
             said.append(result.fingerprint)
         except RecipeError as error:
             said.append(str(error))
@@ -221,19 +236,27 @@ def attempt(plan: str, factories: Sequence[Callable[[], nn.Module]], run_dir: st
 
 
 @pytest.mark.parametrize("plan", tiered(PLANS))
-def test_a_model_of_its_own_on_each_rank_is_refused_on_all_alike(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
-    everyone = pool.run(PLANS[plan], attempt, plan, [factory for factory, _ in DIFFERENT.values()], str(tmp_path))
+def test_a_model_of_its_own_on_each_rank_is_refused_on_all_alike(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
+    everyone = pool.run(
+        PLANS[plan], attempt, plan, [factory for factory, _ in DIFFERENT.values()], str(tmp_path)
+    )
     for (name, (_, how)), *said in zip(DIFFERENT.items(), *everyone, strict=True):
         assert len(set(said)) == 1
         found = re.match(
-            r"the model is not the same on ranks \d and \d: (.*); the factory must build the same model in every process, ", said[0]
+            r"the model is not the same on ranks \d and \d: (.*); the factory must build the same"
+            r" model in every process, ",
+            said[0],
         )
         assert found, said[0]
         assert found[1] == f"{name.split(' (')[0]} {how}"
 
 
 @pytest.mark.parametrize("plan", tiered(PLANS))
-def test_one_model_on_all_ranks_is_trained_also_where_one_rank_alone_cannot_defer_it(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_one_model_on_all_ranks_is_trained_also_where_one_rank_alone_cannot_defer_it(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     everyone = pool.run(PLANS[plan], attempt, plan, [right, right_but_whole], str(tmp_path))
     assert len({fingerprint for said in everyone for fingerprint in said}) == 1
     assert len(everyone[0][0]) == 64
@@ -249,10 +272,18 @@ def train_told(told: dict[str, str], run_dir: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("told", [{"LOCKSTEP_CHECK": "1"}, {"LOCKSTEP_PLAN": "shard=2"}, {"LOCKSTEP_COMPARE_EVERY": "1"}], ids="".join)
-def test_processes_that_were_told_otherwise_are_refused_alike(pool: WorkerPool, tmp_path: Path, told: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "told",
+    [{"LOCKSTEP_CHECK": "1"}, {"LOCKSTEP_PLAN": "shard=2"}, {"LOCKSTEP_COMPARE_EVERY": "1"}],
+    ids="".join,
+)
+def test_processes_that_were_told_otherwise_are_refused_alike(
+    pool: WorkerPool, tmp_path: Path, told: dict[str, str]
+) -> None:
     (name,) = told
     first, second = pool.run(2, train_told, told, str(tmp_path / "run"))
     assert first == second
-    assert re.match(rf"{name} is \w+ for rank 0 and \S+ for rank 1; .*; set it for all of them", first)
+    assert re.match(
+        rf"{name} is \w+ for rank 0 and \S+ for rank 1; .*; set it for all of them", first
+    )
     assert not (tmp_path / "run").exists()

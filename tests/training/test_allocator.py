@@ -12,7 +12,14 @@ import torch
 
 from lockstep.base import accelerator
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.set_up import OWN_GPU_SETTINGS, OWN_SETTINGS, Remark, cublas_workspace, expand_segments, keep_freed_memory
+from lockstep.training.set_up import (
+    OWN_GPU_SETTINGS,
+    OWN_SETTINGS,
+    Remark,
+    cublas_workspace,
+    expand_segments,
+    keep_freed_memory,
+)
 
 CODE = """
 import ctypes, resource, sys, torch
@@ -32,7 +39,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(how: str) -> int:
-    return int(subprocess.run([sys.executable, "-c", CODE, how], check=True, capture_output=True, text=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", CODE, how], check=True, capture_output=True, text=True
+        ).stdout
+    )
 
 
 @pytest.mark.command
@@ -48,10 +59,15 @@ def test_settings_of_the_users_own_are_left_alone(name: str) -> None:
 
 def gpu_settings(environ: dict[str, str], answer: str = "") -> tuple[Remark | None, str]:
     with patch.object(accelerator, "allocation_error", lambda _: answer):
-        return expand_segments(torch.device("cpu"), environ), torch._C._accelerator_getAllocatorSettings()
+        return (
+            expand_segments(torch.device("cpu"), environ),
+            torch._C._accelerator_getAllocatorSettings(),
+        )
 
 
-def test_a_gpus_memory_is_held_in_pieces_that_grow_but_where_the_user_has_settings(pool: WorkerPool) -> None:
+def test_a_gpus_memory_is_held_in_pieces_that_grow_but_where_the_user_has_settings(
+    pool: WorkerPool,
+) -> None:
     assert pool.run(1, gpu_settings, {}) == [(None, "expandable_segments:True")]
     for name in OWN_GPU_SETTINGS:
         assert pool.run(1, gpu_settings, {name: "max_split_size_mb:512"}) == [(None, "")]
@@ -70,7 +86,9 @@ def test_a_workspace_of_cublas_that_comes_too_late_is_said() -> None:
     remark = cublas_workspace(environ)
     assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     assert remark is not None
-    assert str(remark.line).endswith("import lockstep first, or set CUBLAS_WORKSPACE_CONFIG=:4096:8")
+    assert str(remark.line).endswith(
+        "import lockstep first, or set CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    )
 
 
 FAKE = """
@@ -84,11 +102,19 @@ print(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
 
 def test_importing_lockstep_sets_the_workspace_unless_the_gpu_is_in_use() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    environ = {
+        name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"
+    }
 
     def seen(torch: str, **given: str) -> str:
         line = [sys.executable, "-c", FAKE, torch]
-        return subprocess.run(line, env=environ | given, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            line, env=environ | given, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
-    assert [seen("not imported"), seen("imported"), seen("in use")] == [":4096:8", ":4096:8", "None"]
+    assert [seen("not imported"), seen("imported"), seen("in use")] == [
+        ":4096:8",
+        ":4096:8",
+        "None",
+    ]
     assert seen("imported", CUBLAS_WORKSPACE_CONFIG=":16:8") == ":16:8"

@@ -1,5 +1,5 @@
-"""What a recipe or a plan leaves to the run: chosen, kept, cached, written down, and the same run as with those values
-given by hand."""
+"""What a recipe or a plan leaves to the run: chosen, kept, cached, written down, and the same run
+as with those values given by hand."""
 
 from __future__ import annotations
 
@@ -48,14 +48,17 @@ def with_batchnorm() -> nn.Module:
 
 
 class Drawn(ls.Hook):
-    """What the default generators give before the first step, and whether a parameter has a gradient then."""
+    """What the default generators give before the first step, and whether a parameter has a
+    gradient then."""
 
     def on_start(self, run: Any) -> None:
         gradients = [parameter.grad is not None for parameter in run.model.parameters()]
         self.found = [random.random(), float(np.random.rand()), float(torch.rand(())), gradients]
 
 
-def start(run_dir: str, plan: str | None, **changes: Any) -> tuple[ls.Result, dict[str, Any], list[Any]]:
+def start(
+    run_dir: str, plan: str | None, **changes: Any
+) -> tuple[ls.Result, dict[str, Any], list[Any]]:
     """The result, run.json, and what was drawn before the first step."""
     random.seed(1)
     np.random.seed(2)
@@ -93,13 +96,17 @@ def on_a_cpu(folder: str) -> None:
     assert start(f"{folder}/fp32", None)[0].fingerprint == result.fingerprint
 
 
-def test_on_a_cpu_fp32_is_chosen_without_spending_time(pool: WorkerPool, tmp_path: Path, cache: Path) -> None:
+def test_on_a_cpu_fp32_is_chosen_without_spending_time(
+    pool: WorkerPool, tmp_path: Path, cache: Path
+) -> None:
     pool.run(2, on_a_cpu, str(tmp_path))
     assert not cache.exists()
 
 
 def as_by_hand(folder: str) -> dict[str, Any]:
-    auto, written, drawn = start(f"{folder}/auto", EVERYTHING, model=with_dropout, precision="auto", microbatch="auto")
+    auto, written, drawn = start(
+        f"{folder}/auto", EVERYTHING, model=with_dropout, precision="auto", microbatch="auto"
+    )
     found = values(chosen(auto))
     assert found.keys() == {"precision", "microbatch", "threads", "workers", "prefetch"}
     given = {name: found[name] for name in ("precision", "microbatch")}
@@ -108,25 +115,35 @@ def as_by_hand(folder: str) -> dict[str, Any]:
         name: found[name] for name in ("threads", "workers", "prefetch")
     }
     assert written["environment"]["threads"]["intra_op"] == found["threads"]
-    by_hand, again, drawn_by_hand = start(f"{folder}/by-hand", auto.plan, model=with_dropout, **given)
-    assert (by_hand.fingerprint, by_hand.plan, by_hand.loss) == (auto.fingerprint, auto.plan, auto.loss)
+    by_hand, again, drawn_by_hand = start(
+        f"{folder}/by-hand", auto.plan, model=with_dropout, **given
+    )
+    assert (by_hand.fingerprint, by_hand.plan, by_hand.loss) == (
+        auto.fingerprint,
+        auto.plan,
+        auto.loss,
+    )
     assert drawn == drawn_by_hand
     assert not any(drawn[-1])
-    assert {name: written[name] for name in ("recipe", "plan")} == {name: again[name] for name in ("recipe", "plan")}
+    assert {name: written[name] for name in ("recipe", "plan")} == {
+        name: again[name] for name in ("recipe", "plan")
+    }
     assert "auto" not in again
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_is_the_one_with_the_chosen_values_given_by_hand(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_a_run_is_the_one_with_the_chosen_values_given_by_hand(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
     everyone = pool.run(world_size, as_by_hand, str(tmp_path))
     assert everyone == [everyone[0]] * world_size
     assert everyone[0]["microbatch"] in (1, 2, 4, 8, 16)[: 5 if world_size == 1 else 4]
 
 
 class Looks(ls.Hook):
-    """Keeps the model's initial values, how many of the models that were built are still there, and the context at each
-    moment."""
+    """Keeps the model's initial values, how many of the models that were built are still there, and
+    the context at each moment."""
 
     def __init__(self, built: list[weakref.ref[nn.Module]]) -> None:
         self.built = built
@@ -140,7 +157,9 @@ class Looks(ls.Hook):
 
     def after_step(self, run: Any) -> None:
         context = run.context
-        self.contexts.append((context, context.plan, context.mesh, context.precision, str(context.plan)))
+        self.contexts.append(
+            (context, context.plan, context.mesh, context.precision, str(context.plan))
+        )
 
     on_finish = after_step
 
@@ -154,14 +173,23 @@ def measured_apart(folder: str) -> None:
         return model
 
     auto, plain = Looks(built), Looks([])
-    result = ls.train(recipe(model=factory, precision="auto", microbatch="auto"), run_dir=f"{folder}/auto", plan=EVERYTHING, hooks=[auto])
+    result = ls.train(
+        recipe(model=factory, precision="auto", microbatch="auto"),
+        run_dir=f"{folder}/auto",
+        plan=EVERYTHING,
+        hooks=[auto],
+    )
     ls.train(recipe(model=with_dropout), run_dir=f"{folder}/plain", hooks=[plain])
     assert same(auto.initial, plain.initial)
     assert (len(built) > 1, auto.alive) == (True, [True])
     for looks in (auto, plain):
         first = looks.contexts[0]
         assert len(looks.contexts) == 4
-        assert all(one is other for found in looks.contexts for one, other in zip(found[:4], first, strict=False))
+        assert all(
+            one is other
+            for found in looks.contexts
+            for one, other in zip(found[:4], first, strict=False)
+        )
         assert {found[4] for found in looks.contexts} == {str(first[1])}
     assert str(auto.contexts[0][1]) == result.plan
     assert "auto" not in result.plan
@@ -170,9 +198,11 @@ def measured_apart(folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_settings_are_measured_on_a_model_that_is_dropped_before_the_run(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
-    """The trained model begins as it does without `auto`; and nothing of the context changes from its start to its
-    end."""
+def test_settings_are_measured_on_a_model_that_is_dropped_before_the_run(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
+    """The trained model begins as it does without `auto`; and nothing of the context changes from
+    its start to its end."""
     pool.run(world_size, measured_apart, str(tmp_path))
 
 
@@ -193,12 +223,19 @@ def weighed(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
 
 def of_any_kind(folder: str, kind: str) -> None:
     def given(**changes: Any) -> ls.Recipe:
-        return recipe(loss=weighed, **changes) if kind == "ls.Loss" else kept_recipe(evaluation=None, **changes)
+        return (
+            recipe(loss=weighed, **changes)
+            if kind == "ls.Loss"
+            else kept_recipe(evaluation=None, **changes)
+        )
 
     auto = ls.train(given(microbatch="auto"), run_dir=f"{folder}/auto")
     size = values(chosen(auto))["microbatch"]
     assert sources(chosen(auto)) == {"microbatch": "measurement"}
-    assert ls.train(given(microbatch=size), run_dir=f"{folder}/by-hand").fingerprint == auto.fingerprint
+    assert (
+        ls.train(given(microbatch=size), run_dir=f"{folder}/by-hand").fingerprint
+        == auto.fingerprint
+    )
 
 
 @pytest.mark.parametrize("kind", ["ls.Loss", "ls.Sum of a GPT with tied weights, in stages"])
@@ -208,7 +245,9 @@ def test_losses_of_any_kind_are_timed(pool: WorkerPool, tmp_path: Path, kind: st
 
 def given_numbers(folder: str) -> None:
     before = start(f"{folder}/plain", "workers=1,threads=1,prefetch=3", microbatch=3)
-    result, written, _ = start(f"{folder}/auto", "workers=auto,threads=1,prefetch=3", microbatch=3, precision="auto")
+    result, written, _ = start(
+        f"{folder}/auto", "workers=auto,threads=1,prefetch=3", microbatch=3, precision="auto"
+    )
     assert chosen(result).keys() == {"precision", "workers"}
     assert written["recipe"] == before[1]["recipe"]
     assert (written["plan"]["threads"], written["plan"]["prefetch"]) == (1, 3)
@@ -230,8 +269,15 @@ def again(folder: str) -> None:
     assert rewritten["auto"]["seconds"] == written["auto"]["seconds"]
     assert second.fingerprint == first.fingerprint
     MicrobatchTiming.compute_seconds, MicrobatchTiming.fetch_seconds = timed, fetched  # type: ignore[method-assign]
-    for number, other in enumerate(({"model": with_dropout}, {"global_batch": 15}, {"data": TensorsOfTwo()})):
-        assert sources(chosen(start(f"{folder}/{number}", EVERYTHING, microbatch="auto", **other)[0]))["microbatch"] == "measurement"
+    for number, other in enumerate(
+        ({"model": with_dropout}, {"global_batch": 15}, {"data": TensorsOfTwo()})
+    ):
+        assert (
+            sources(chosen(start(f"{folder}/{number}", EVERYTHING, microbatch="auto", **other)[0]))[
+                "microbatch"
+            ]
+            == "measurement"
+        )
 
 
 class TensorsOfTwo:
@@ -246,7 +292,9 @@ class TensorsOfTwo:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_second_start_reads_what_the_first_measured(pool: WorkerPool, tmp_path: Path, cache: Path, world_size: int) -> None:
+def test_a_second_start_reads_what_the_first_measured(
+    pool: WorkerPool, tmp_path: Path, cache: Path, world_size: int
+) -> None:
     pool.run(world_size, again, str(tmp_path))
     assert len(list(cache.iterdir())) == 4
 
@@ -255,7 +303,13 @@ def damaged(folder: str, cache: str) -> None:
     start(f"{folder}/first", None, microbatch="auto")
     (file,) = Path(cache).iterdir()
     whole = json.loads(file.read_text())
-    for number, text in enumerate(("{", json.dumps({**whole, "chosen": {"microbatch": 3}}), json.dumps({**whole, "chosen": {}}))):
+    for number, text in enumerate(
+        (
+            "{",
+            json.dumps({**whole, "chosen": {"microbatch": 3}}),
+            json.dumps({**whole, "chosen": {}}),
+        )
+    ):
         file.write_text(text)
         result, _, _ = start(f"{folder}/{number}", None, microbatch="auto")
         (ignored,) = [event.details for event in result.events if event.name == "cache-ignored"]
@@ -264,17 +318,24 @@ def damaged(folder: str, cache: str) -> None:
         assert json.loads(file.read_text())["chosen"] == values(chosen(result))
 
 
-def test_a_damaged_cache_is_reported_and_measured_again(pool: WorkerPool, tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_cache_is_reported_and_measured_again(
+    pool: WorkerPool, tmp_path: Path, cache: Path
+) -> None:
     pool.run(1, damaged, str(tmp_path), str(cache))
 
 
 def without_a_cache(folder: str) -> None:
     result, _, _ = start(f"{folder}/run", None, microbatch="auto")
     assert sources(chosen(result)) == {"microbatch": "measurement"}
-    assert [event.name for event in result.events if event.name.startswith("cache")] == ["cache-ignored", "cache-not-written"]
+    assert [event.name for event in result.events if event.name.startswith("cache")] == [
+        "cache-ignored",
+        "cache-not-written",
+    ]
 
 
-def test_an_unusable_cache_does_not_end_the_run(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_cache_does_not_end_the_run(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     pool.run(1, without_a_cache, str(tmp_path))
@@ -282,7 +343,12 @@ def test_an_unusable_cache_does_not_end_the_run(pool: WorkerPool, tmp_path: Path
 
 def asked_to_end(folder: str) -> tuple[str, dict[str, Any]]:
     try:
-        ls.train(recipe(microbatch="auto", precision="auto", steps=6), run_dir=folder, hooks=[Asked(2)], log_every=1)
+        ls.train(
+            recipe(microbatch="auto", precision="auto", steps=6),
+            run_dir=folder,
+            hooks=[Asked(2)],
+            log_every=1,
+        )
     except Preempted:
         return "preempted", json.loads(Path(folder, "run.json").read_text())["recipe"]
     raise AssertionError("it was not asked to end")
@@ -290,13 +356,17 @@ def asked_to_end(folder: str) -> tuple[str, dict[str, Any]]:
 
 def go_on(folder: str, plan: str) -> tuple[int, dict[str, str]]:
     MicrobatchTiming.compute_seconds = MicrobatchTiming.fetched = nothing_is_timed  # type: ignore[method-assign]
-    result = ls.train(recipe(microbatch="auto", precision="auto", steps=6), run_dir=folder, plan=plan)
+    result = ls.train(
+        recipe(microbatch="auto", precision="auto", steps=6), run_dir=folder, plan=plan
+    )
     written = json.loads(Path(folder, "run.json").read_text())
     return written["recipe"]["microbatch"], sources(chosen(result))
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=1,numerics=bitwise"])
-def test_a_run_keeps_its_microbatch_under_any_plan(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_a_run_keeps_its_microbatch_under_any_plan(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     ((ended, frozen),) = pool.run(1, asked_to_end, str(tmp_path / "run"))
     assert ended == "preempted"
     size = 1 if plan.startswith("replicate=1") else 2
@@ -306,14 +376,23 @@ def test_a_run_keeps_its_microbatch_under_any_plan(pool: WorkerPool, tmp_path: P
 
 
 def choose_again(folder: str) -> tuple[int, dict[str, str]]:
-    MicrobatchTiming.compute_seconds = lambda self, *, microbatch, **_: 1.0 if microbatch == 2 else 100.0  # type: ignore[method-assign, assignment]
-    result = ls.train(recipe(microbatch="auto", precision="auto", steps=6), run_dir=folder, plan="workers=1", allow_change=["microbatch"])
+    MicrobatchTiming.compute_seconds = lambda self, *, microbatch, **_: (
+        1.0 if microbatch == 2 else 100.0
+    )  # type: ignore[method-assign, assignment]
+    result = ls.train(
+        recipe(microbatch="auto", precision="auto", steps=6),
+        run_dir=folder,
+        plan="workers=1",
+        allow_change=["microbatch"],
+    )
     return values(chosen(result))["microbatch"], sources(chosen(result))
 
 
 def test_a_microbatch_that_allow_change_is_chosen_again(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(1, asked_to_end, str(tmp_path / "run"))
-    assert pool.run(1, choose_again, str(tmp_path / "run")) == [(2, {"precision": "checkpoint", "microbatch": "measurement"})]
+    assert pool.run(1, choose_again, str(tmp_path / "run")) == [
+        (2, {"precision": "checkpoint", "microbatch": "measurement"})
+    ]
 
 
 def change_it(folder: str, microbatch: int) -> str:
@@ -337,7 +416,9 @@ def no_time(folder: str) -> None:
     assert list(written["auto"]["seconds"]["microbatch"]) == ["8"]
 
 
-def test_after_the_time_limit_the_choice_is_among_the_candidates_timed_so_far(pool: WorkerPool, tmp_path: Path) -> None:
+def test_after_the_time_limit_the_choice_is_among_the_candidates_timed_so_far(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     pool.run(1, no_time, str(tmp_path))
 
 
@@ -349,7 +430,9 @@ def runs_out(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def out_of_memory(folder: str) -> int:
-    result, written, _ = start(f"{folder}/run", None, microbatch="auto", loss=runs_out, global_batch=64, data=rows(64))
+    result, written, _ = start(
+        f"{folder}/run", None, microbatch="auto", loss=runs_out, global_batch=64, data=rows(64)
+    )
     seconds = written["auto"]["seconds"]["microbatch"]
     assert (seconds["8"], seconds.keys()) == (None, {"8", "1", "2", "4"})
     found: int = values(chosen(result))["microbatch"]
@@ -357,7 +440,9 @@ def out_of_memory(folder: str) -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_microbatch_that_runs_out_of_memory_on_a_rank_is_not_chosen(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_a_microbatch_that_runs_out_of_memory_on_a_rank_is_not_chosen(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
     found = pool.run(world_size, out_of_memory, str(tmp_path))
     assert found[0] in (1, 2, 4)
     assert found == [found[0]] * world_size
@@ -382,7 +467,9 @@ def loading(folder: str) -> None:
     assert values(chosen(cheap)) == {"workers": 0, "prefetch": 2}
 
 
-def test_loader_workers_are_for_data_that_are_slow_to_fetch(pool: WorkerPool, tmp_path: Path) -> None:
+def test_loader_workers_are_for_data_that_are_slow_to_fetch(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     pool.run(1, loading, str(tmp_path))
 
 
@@ -391,7 +478,10 @@ def two_precisions(folder: str, seconds: dict[str, float]) -> str:
     MicrobatchTiming.compute_seconds = lambda self, *, precision, **_: seconds[precision]  # type: ignore[method-assign, assignment]
     auto, written, _ = start(f"{folder}/auto", None, precision="auto")
     assert written["auto"]["seconds"] == {"precision": seconds}
-    by_hand = {each: start(f"{folder}/{each}", None, precision=each)[0].fingerprint for each in ("fp32", "bf16")}
+    by_hand = {
+        each: start(f"{folder}/{each}", None, precision=each)[0].fingerprint
+        for each in ("fp32", "bf16")
+    }
     assert len(set(by_hand.values())) == 2
     found: str = values(chosen(auto))["precision"]
     assert auto.fingerprint == by_hand[found]
@@ -399,8 +489,12 @@ def two_precisions(folder: str, seconds: dict[str, float]) -> str:
 
 
 @pytest.mark.parametrize(("bf16_seconds", "precision"), [(0.95, "fp32"), (0.5, "bf16")])
-def test_a_shorter_precision_must_be_worth_it(pool: WorkerPool, tmp_path: Path, bf16_seconds: float, precision: str) -> None:
-    assert pool.run(1, two_precisions, str(tmp_path), {"fp32": 1.0, "bf16": bf16_seconds}) == [precision]
+def test_a_shorter_precision_must_be_worth_it(
+    pool: WorkerPool, tmp_path: Path, bf16_seconds: float, precision: str
+) -> None:
+    assert pool.run(1, two_precisions, str(tmp_path), {"fp32": 1.0, "bf16": bf16_seconds}) == [
+        precision
+    ]
 
 
 def streamed(shard: int, epoch: int, begin: int) -> Any:
@@ -416,7 +510,9 @@ def of_a_stream(folder: str) -> None:
     assert by_hand.fingerprint == auto.fingerprint
 
 
-def test_a_stream_is_read_from_its_beginning_after_it_was_timed(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_stream_is_read_from_its_beginning_after_it_was_timed(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     pool.run(2, of_a_stream, str(tmp_path))
 
 
@@ -432,9 +528,13 @@ def of_sizes(run_dir: str) -> list[str]:
     return caught.value.__notes__
 
 
-def test_a_loss_that_takes_one_size_only_is_told_that_others_are_timed(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_loss_that_takes_one_size_only_is_told_that_others_are_timed(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for notes in pool.run(1, of_sizes, str(tmp_path / "run")):
-        assert "raised in a timing of 8 samples at once, for microbatch='auto'; give a number" in notes
+        assert (
+            "raised in a timing of 8 samples at once, for microbatch='auto'; give a number" in notes
+        )
 
 
 def refused(run_dir: str, plan: str | None, changes: dict[str, Any]) -> str:
@@ -449,12 +549,18 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "bitwise": (
         "numerics=bitwise",
         {"microbatch": "auto"},
-        "RecipeError: numerics=bitwise with microbatch='auto'; another machine or number of processes may choose another microbatch; give",
+        (
+            "RecipeError: numerics=bitwise with microbatch='auto'; another machine or number of"
+            " processes may choose another microbatch; give"
+        ),
     ),
     "BatchNorm": (
         None,
         {"microbatch": "auto", "model": with_batchnorm},
-        "RecipeError: microbatch='auto' with BatchNorm ('1'); it takes its statistics over one microbatch, so the size changes what is",
+        (
+            "RecipeError: microbatch='auto' with BatchNorm ('1'); it takes its statistics over one"
+            " microbatch, so the size changes what is"
+        ),
     ),
     "a stream": (
         None,
@@ -464,21 +570,40 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "a model that is cut": (
         "shard=2,workers=auto",
         {"microbatch": "auto"},
-        "PlanError: microbatch=auto with shard=2; it can be measured only if each process holds the whole model (replicate); give",
+        (
+            "PlanError: microbatch=auto with shard=2; it can be measured only if each process holds"
+            " the whole model (replicate); give"
+        ),
     ),
     "threads that change bits": (
         "numerics=bitwise,threads=2",
         {},
-        "PlanError: threads=2 with numerics=bitwise; on a CPU the number of threads changes bits, so it is 1; leave threads out",
+        (
+            "PlanError: threads=2 with numerics=bitwise; on a CPU the number of threads changes"
+            " bits, so it is 1; leave threads out"
+        ),
     ),
-    "a word": (None, {"microbatch": "some"}, "RecipeError: Recipe.microbatch='some'; give a number of samples, 'auto' to have it measured"),
+    "a word": (
+        None,
+        {"microbatch": "some"},
+        (
+            "RecipeError: Recipe.microbatch='some'; give a number of samples, 'auto' to have it"
+            " measured"
+        ),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_cannot_be_measured_are_refused(pool: WorkerPool, tmp_path: Path, case: str) -> None:
+def test_settings_that_cannot_be_measured_are_refused(
+    pool: WorkerPool, tmp_path: Path, case: str
+) -> None:
     plan, changes, message = REFUSED[case]
-    for text in pool.run(2, refused, str(tmp_path / "run"), plan, changes) if case not in ("a stream", "a word") else [in_words(changes)]:
+    for text in (
+        pool.run(2, refused, str(tmp_path / "run"), plan, changes)
+        if case not in ("a stream", "a word")
+        else [in_words(changes)]
+    ):
         assert text.startswith(message), text
 
 
@@ -505,12 +630,24 @@ def of_ones_own(run_dir: str, plan: str, microbatch: Any) -> str:
         (
             "workers=auto",
             4,
-            "PlanError: workers=auto in a loop of your own; only ls.train has a loss to measure with; give a number: workers=2",
+            (
+                "PlanError: workers=auto in a loop of your own; only ls.train has a loss to measure"
+                " with; give a number: workers=2"
+            ),
         ),
-        ("", "auto", "RecipeError: microbatch='auto' in a loop of your own; only ls.train has a loss to measure with; give a number of"),
+        (
+            "",
+            "auto",
+            (
+                "RecipeError: microbatch='auto' in a loop of your own; only ls.train has a loss to"
+                " measure with; give a number of"
+            ),
+        ),
     ],
 )
-def test_a_custom_loop_cannot_measure(pool: WorkerPool, tmp_path: Path, plan: str, microbatch: Any, message: str) -> None:
+def test_a_custom_loop_cannot_measure(
+    pool: WorkerPool, tmp_path: Path, plan: str, microbatch: Any, message: str
+) -> None:
     (text,) = pool.run(1, of_ones_own, str(tmp_path), plan, microbatch)
     assert text.startswith(message)
     with pytest.raises(LockstepError, match="precision='auto' in a loop of your own"):

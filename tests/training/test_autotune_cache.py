@@ -22,7 +22,17 @@ def test_written_values_are_read_and_a_missing_file_gives_none(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"{", b"[]", b"null", b'{"chosen": {}}x', b'{"other": 1}', b"\xff\xfe", b'{"chosen": 3, "figures": [], "seconds": 1.0}']
+    "damage",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"chosen": {}}x',
+        b'{"other": 1}',
+        b"\xff\xfe",
+        b'{"chosen": 3, "figures": [], "seconds": 1.0}',
+    ],
 )
 def test_a_damaged_file_is_reported(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "name.json"

@@ -36,7 +36,9 @@ def test_larger_microbatches_are_timed_before_smaller_ones() -> None:
 
 
 @given(st.dictionaries(st.integers(1, 64), TIMES | st.none(), min_size=1), st.floats(1.0, 2.0))
-def test_the_first_candidate_within_a_tolerance_of_the_fastest_is_chosen(timed: dict[int, float | None], worth: float) -> None:
+def test_the_first_candidate_within_a_tolerance_of_the_fastest_is_chosen(
+    timed: dict[int, float | None], worth: float
+) -> None:
     candidates = list(timed)
     seconds = {each: value for each, value in timed.items() if value is not None}
     chosen = preferred_candidate(candidates, seconds, worth)
@@ -49,12 +51,18 @@ def test_the_first_candidate_within_a_tolerance_of_the_fastest_is_chosen(timed: 
 
 
 @given(st.integers(1, 1000), st.integers(1, 64))
-def test_a_step_takes_as_long_as_the_rank_with_the_most_microbatches(microbatches: int, ranks: int) -> None:
-    assert step_seconds(1.0, microbatches=microbatches, ranks=ranks) == max(len(range(rank, microbatches, ranks)) for rank in range(ranks))
+def test_a_step_takes_as_long_as_the_rank_with_the_most_microbatches(
+    microbatches: int, ranks: int
+) -> None:
+    assert step_seconds(1.0, microbatches=microbatches, ranks=ranks) == max(
+        len(range(rank, microbatches, ranks)) for rank in range(ranks)
+    )
 
 
 @given(TIMES, TIMES, st.integers(1, 64))
-def test_loader_workers_keep_up_with_the_computation_up_to_the_maximum(fetch: float, compute: float, most: int) -> None:
+def test_loader_workers_keep_up_with_the_computation_up_to_the_maximum(
+    fetch: float, compute: float, most: int
+) -> None:
     workers = loader_workers(fetch, compute, most)
     assert 0 <= workers <= most
     assert (workers == 0) == (fetch <= MAX_INLINE_FETCH * compute)
@@ -69,10 +77,14 @@ def test_without_computation_the_maximum_of_loader_workers_is_chosen() -> None:
 
 
 @given(TIMES, TIMES, st.integers(0, 64))
-def test_the_prefetch_covers_the_slowest_fetch(slowest: float, compute: float, workers: int) -> None:
+def test_the_prefetch_covers_the_slowest_fetch(
+    slowest: float, compute: float, workers: int
+) -> None:
     depth = prefetch_depth(slowest, compute, workers)
     assert DEFAULT_PREFETCH <= depth <= MAX_PREFETCH
     if workers and depth < MAX_PREFETCH:
-        assert depth * workers * compute >= slowest or math.isclose(depth * workers * compute, slowest)
+        assert depth * workers * compute >= slowest or math.isclose(
+            depth * workers * compute, slowest
+        )
     if depth > DEFAULT_PREFETCH:
         assert (depth - 1) * workers * compute < slowest

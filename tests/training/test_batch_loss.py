@@ -1,4 +1,5 @@
-"""A loss over the global batch: the gradient is that of all samples together, whatever the microbatches and ranks."""
+"""A loss over the global batch: the gradient is that of all samples together, whatever the
+microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -28,12 +29,18 @@ class TwoTowers(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return normalize(self.image(image)), normalize(self.text(text)), self.scale.exp().expand(len(image))
+        return (
+            normalize(self.image(image)),
+            normalize(self.text(text)),
+            self.scale.exp().expand(len(image)),
+        )
 
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
-    return TensorDataset(torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 5, generator=generator))
+    return TensorDataset(
+        torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 5, generator=generator)
+    )
 
 
 def rows_of(output: Any, batch: list[Tensor]) -> Any:
@@ -50,7 +57,14 @@ def inputs(batch: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def clip(dropout: float = 0.0, **changes: Any) -> ls.Recipe:
-    given = {"model": lambda: TwoTowers(dropout), "data": data(), "inputs": inputs, "loss": None, "global_batch": BATCH, "steps": 4}
+    given = {
+        "model": lambda: TwoTowers(dropout),
+        "data": data(),
+        "inputs": inputs,
+        "loss": None,
+        "global_batch": BATCH,
+        "steps": 4,
+    }
     return recipe(**{**given, "batch_loss": ls.Gathered(rows_of, contrast), **changes})
 
 
@@ -62,10 +76,14 @@ class FirstStep(ls.Hook):
 
     def after_backward(self, run: Any, model: nn.Module) -> None:
         if run.step == 0:
-            self.gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+            self.gradients = {
+                name: parameter.grad.clone() for name, parameter in model.named_parameters()
+            }
 
 
-def gradients_of(run_dir: str, microbatch: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+def gradients_of(
+    run_dir: str, microbatch: int | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
     hook = FirstStep()
     result = ls.train(clip(microbatch=microbatch, steps=1), run_dir=run_dir, hooks=[hook])
     return hook.weights, hook.gradients, result.loss
@@ -73,8 +91,12 @@ def gradients_of(run_dir: str, microbatch: int | None) -> tuple[dict[str, Tensor
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("microbatch", [22, 8, 5, None])
-def test_the_gradient_is_that_of_all_samples_at_once(pool: WorkerPool, tmp_path: Path, ranks: int, microbatch: int | None) -> None:
-    for weights, gradients, loss in pool.run(ranks, gradients_of, str(tmp_path / "run"), microbatch):
+def test_the_gradient_is_that_of_all_samples_at_once(
+    pool: WorkerPool, tmp_path: Path, ranks: int, microbatch: int | None
+) -> None:
+    for weights, gradients, loss in pool.run(
+        ranks, gradients_of, str(tmp_path / "run"), microbatch
+    ):
         model = TwoTowers()
         model.load_state_dict(weights)
         expected = contrast(*model(*data()[samples_at(0, BATCH, of=SAMPLES)]))
@@ -88,7 +110,9 @@ def test_the_gradient_is_that_of_all_samples_at_once(pool: WorkerPool, tmp_path:
 def fingerprint(run_dir: str, plan: str, resumes: bool = False) -> str:
     def train(**options: Any) -> ls.Result:
         plan_in_bits = f"{plan},numerics=bitwise"
-        return ls.train(clip(0.3, microbatch=4, clip_norm=0.5), run_dir=run_dir, plan=plan_in_bits, **options)
+        return ls.train(
+            clip(0.3, microbatch=4, clip_norm=0.5), run_dir=run_dir, plan=plan_in_bits, **options
+        )
 
     if resumes:
         with pytest.raises(RuntimeError, match="lost"):
@@ -103,7 +127,9 @@ class Fails(ls.Hook):
 
 
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "replicate=1"])
-def test_the_fingerprint_is_that_of_one_process_with_dropout_too(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_the_fingerprint_is_that_of_one_process_with_dropout_too(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     (alone,) = pool.run(1, fingerprint, str(tmp_path / "alone"), "replicate=1")
     assert set(pool.run(PLANS[plan], fingerprint, str(tmp_path / "run"), plan)) == {alone}
 
@@ -115,13 +141,19 @@ def test_a_resumed_run_ends_with_the_same_bits(pool: WorkerPool, tmp_path: Path)
 
 def test_an_evaluation_computes_it_over_all_its_samples(tmp_path: Path) -> None:
     hook = FirstStep()
-    result = ls.train(clip(microbatch=8, evaluation=ls.Evaluation(data=data())), run_dir=str(tmp_path / "run"), hooks=[hook])
+    result = ls.train(
+        clip(microbatch=8, evaluation=ls.Evaluation(data=data())),
+        run_dir=str(tmp_path / "run"),
+        hooks=[hook],
+    )
     from safetensors.torch import load_file
 
     model = TwoTowers()
     model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     with torch.no_grad():
-        assert result.metrics == {"loss": pytest.approx(contrast(*model(*data().tensors)).item(), rel=1e-5)}
+        assert result.metrics == {
+            "loss": pytest.approx(contrast(*model(*data().tensors)).item(), rel=1e-5)
+        }
 
 
 class ChangesInPlace(TwoTowers):
@@ -129,11 +161,18 @@ class ChangesInPlace(TwoTowers):
         return super().forward(image.mul_(2), text)
 
 
-def test_a_batch_that_the_model_changes_in_place_is_the_same_in_both_forwards(tmp_path: Path) -> None:
-    once = ls.train(clip(microbatch=8, model=lambda: ChangesInPlace()), run_dir=str(tmp_path / "once"))
+def test_a_batch_that_the_model_changes_in_place_is_the_same_in_both_forwards(
+    tmp_path: Path,
+) -> None:
+    once = ls.train(
+        clip(microbatch=8, model=lambda: ChangesInPlace()), run_dir=str(tmp_path / "once")
+    )
     twice = data()
     twice.tensors[0].mul_(2)
-    assert ls.train(clip(microbatch=8, data=twice), run_dir=str(tmp_path / "twice")).fingerprint == once.fingerprint
+    assert (
+        ls.train(clip(microbatch=8, data=twice), run_dir=str(tmp_path / "twice")).fingerprint
+        == once.fingerprint
+    )
 
 
 def few(output: Any, batch: list[Tensor]) -> Tensor:
@@ -149,15 +188,37 @@ def ragged(output: Any, batch: list[Tensor]) -> Tensor:
     [
         ({"loss": contrast}, RecipeError, "batch_loss and loss; a batch loss is one number"),
         ({"weight": len}, RecipeError, "batch_loss and weight"),
-        ({"batch_loss": contrast}, RecipeError, r"give ls.Gathered\(collect, compute\), or a loss instead"),
+        (
+            {"batch_loss": contrast},
+            RecipeError,
+            r"give ls.Gathered\(collect, compute\), or a loss instead",
+        ),
         ({"batch_loss": None}, RecipeError, "Recipe.loss is None"),
         ({"microbatch": "auto"}, RecipeError, "auto with batch_loss"),
-        ({"batch_loss": ls.Gathered(few, torch.sum)}, DataError, "the batch loss collected shape .* each tensor has one row a sample"),
-        ({"batch_loss": ls.Gathered(ragged, torch.sum), "microbatch": 3}, DataError, "rows of all samples are concatenated"),
-        ({"batch_loss": ls.Gathered(rows_of, lambda *rows: rows[0])}, LossError, "the batch loss computed shape"),
-        ({"batch_loss": ls.Gathered(rows_of, lambda *rows: 1.0)}, LossError, "the batch loss computed a float"),
+        (
+            {"batch_loss": ls.Gathered(few, torch.sum)},
+            DataError,
+            "the batch loss collected shape .* each tensor has one row a sample",
+        ),
+        (
+            {"batch_loss": ls.Gathered(ragged, torch.sum), "microbatch": 3},
+            DataError,
+            "rows of all samples are concatenated",
+        ),
+        (
+            {"batch_loss": ls.Gathered(rows_of, lambda *rows: rows[0])},
+            LossError,
+            "the batch loss computed shape",
+        ),
+        (
+            {"batch_loss": ls.Gathered(rows_of, lambda *rows: 1.0)},
+            LossError,
+            "the batch loss computed a float",
+        ),
     ],
 )
-def test_a_wrong_batch_loss_is_refused(tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_wrong_batch_loss_is_refused(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         ls.train(clip(**changes), run_dir=str(tmp_path / "run"))

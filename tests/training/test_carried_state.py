@@ -1,4 +1,5 @@
-"""Models that carry a tensor from one microbatch to the next, in loops whose loss cannot be tried."""
+"""Models that carry a tensor from one microbatch to the next, in loops whose loss cannot be
+tried."""
 
 from __future__ import annotations
 
@@ -95,22 +96,33 @@ def own_loop(name: str, run_dir: str, plan: str, microbatch: int) -> list[str]:
             model, optimizer = session.prepare(MODELS[name], sgd)
             for step in session.steps(rows(32), global_batch=8, microbatch=microbatch, steps=3):
                 for batch in step.microbatches():
-                    step.backward((model(batch[1]) - batch[2]).square().mean() + getattr(model, "latest", torch.zeros(1)).mean())
+                    step.backward(
+                        (model(batch[1]) - batch[2]).square().mean()
+                        + getattr(model, "latest", torch.zeros(1)).mean()
+                    )
                 step.commit(optimizer)
-            vars(model).pop("latest", None)  # its graph holds the model, in a circle that Python does not see
+            # its graph holds the model, in a circle that Python does not see
+            vars(model).pop("latest", None)
             if name == "buffered":
                 return [ls.fingerprint(model)]
             hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
-            assert not any("carried_state" in type(getattr(hook, "__self__", None)).__module__ for hook in hooks)
+            assert not any(
+                "carried_state" in type(getattr(hook, "__self__", None)).__module__
+                for hook in hooks
+            )
     except LossError as error:
         return [str(error)]
     return []
 
 
 def every_model(folder: str, plan: str) -> dict[str, list[str]]:
-    """With two microbatches in a step, which are one a rank on two; without dummies also with one for all."""
+    """With two microbatches in a step, which are one a rank on two; without dummies also with one
+    for all."""
     cases = [*((name, 4) for name in MODELS), *([] if "shard" in plan else [("recurrent", 8)])]
-    return {f"{name}, {size}": own_loop(name, f"{folder}/{plan}/{name}{size}", plan, size) for name, size in cases}
+    return {
+        f"{name}, {size}": own_loop(name, f"{folder}/{plan}/{name}{size}", plan, size)
+        for name, size in cases
+    }
 
 
 @pytest.mark.timeout(120)
@@ -125,7 +137,12 @@ def test_in_bitwise_numerics_it_is_refused(pool: WorkerPool, tmp_path: Path) -> 
                 continue
             carries = {"recurrent": "hidden", "centred": "centres"}.get(name.partition(",")[0])
             assert bool(found) == (carries is not None), (name, found)
-            assert all(each.startswith(f"the model's forward reads {carries}, which the forward of another micro") for each in found)
+            assert all(
+                each.startswith(
+                    f"the model's forward reads {carries}, which the forward of another micro"
+                )
+                for each in found
+            )
             assert all(each.endswith("or drop numerics=bitwise") for each in found)
 
 
@@ -139,7 +156,8 @@ def test_otherwise_it_is_a_warning(tmp_path: Path) -> None:
 def test_the_watch_itself_changes_no_attribute(tmp_path: Path) -> None:
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         model, optimizer = session.prepare(lambda: nn.Linear(FEATURES, OUTPUTS), sgd)
-        for step in session.steps(rows(8), global_batch=8, microbatch=4, steps=1):  # it ends while the model is watched
+        # it ends while the model is watched
+        for step in session.steps(rows(8), global_batch=8, microbatch=4, steps=1):
             for batch in step.microbatches():
                 step.backward((model(batch[1]) - batch[2]).square().mean())
             step.commit(optimizer)
@@ -162,5 +180,7 @@ def test_with_a_batch_loss_it_is_found_too(tmp_path: Path) -> None:
         microbatch=4,
         steps=2,
     )
-    with pytest.raises(LossError, match="reads hidden, which the forward of another microbatch has set"):
+    with pytest.raises(
+        LossError, match="reads hidden, which the forward of another microbatch has set"
+    ):
         ls.train(given, run_dir=str(tmp_path / "run"), plan="numerics=bitwise")

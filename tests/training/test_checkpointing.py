@@ -57,7 +57,12 @@ def saved(run_dir: Path) -> list[int]:
 def stopped(run_dir: Path, **changes: Any) -> None:
     """A run that was asked to end in its third step, with checkpoints of steps 2 and 3."""
     with pytest.raises(Preempted):
-        ls.train(recipe(steps=6, **changes), run_dir=str(run_dir), hooks=[At({2: ask})], saving=ls.Saving(every=2))
+        ls.train(
+            recipe(steps=6, **changes),
+            run_dir=str(run_dir),
+            hooks=[At({2: ask})],
+            saving=ls.Saving(every=2),
+        )
     assert saved(run_dir) == [2, 3]
 
 
@@ -90,7 +95,10 @@ def test_never_refuses_an_unfinished_run_and_must_one_without_a_checkpoint(tmp_p
     stopped(tmp_path / "run")
     with pytest.raises(ls.errors.RunDirectoryError, match="already holds a run"):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), resume="never")
-    with pytest.raises(CheckpointError, match=r"^resume=must, and .*checkpoints has no checkpoint to resume from: there is none"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^resume=must, and .*checkpoints has no checkpoint to resume from: there is none",
+    ):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="must")
     with pytest.raises(CheckpointError, match=r"^resume='maybe'; it is one of auto, never, must"):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="maybe")  # type: ignore[arg-type]
@@ -100,7 +108,11 @@ def test_never_refuses_a_folder_with_another_runs_checkpoints(tmp_path: Path) ->
     stopped(tmp_path / "run")
     folder = ls.Saving(folder=str(tmp_path / "run" / "checkpoints"))
     with pytest.raises(
-        CheckpointError, match=r"^resume=never, and .*run/checkpoints holds checkpoints of an earlier run, the newest step-00000003-\w+; "
+        CheckpointError,
+        match=(
+            r"^resume=never, and .*run/checkpoints holds checkpoints of an earlier run, the newest"
+            r" step-00000003-\w+; "
+        ),
     ):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="never", saving=folder)
     assert saved(tmp_path / "run") == [2, 3]
@@ -109,28 +121,51 @@ def test_never_refuses_a_folder_with_another_runs_checkpoints(tmp_path: Path) ->
 def test_a_damaged_checkpoint_ahead_of_the_run_pushes_no_new_one_out(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step-00000005-00000000").mkdir(parents=True)
     with pytest.raises(Preempted):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), hooks=[At({2: ask})], saving=ls.Saving(every=2, last=1))
+        ls.train(
+            recipe(steps=6),
+            run_dir=str(tmp_path / "run"),
+            hooks=[At({2: ask})],
+            saving=ls.Saving(every=2, last=1),
+        )
     assert saved(tmp_path / "run") == [3, 5]
 
 
 def test_another_recipe_is_refused_with_what_differs_unless_it_may(tmp_path: Path) -> None:
     stopped(tmp_path / "run", clip_norm=1.0)
-    words = r"^the recipe is not that of checkpoint step-00000003-\w+: clip_norm: 1.0, now 2.0; steps: 6, now 8; resume with"
+    words = (
+        r"^the recipe is not that of checkpoint step-00000003-\w+: clip_norm: 1.0, now 2.0; steps:"
+        r" 6, now 8; resume with"
+    )
     with pytest.raises(CheckpointError, match=words):
         ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"))
     with pytest.raises(CheckpointError, match=r": clip_norm: 1.0, now 2.0; resume with"):
-        ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), allow_change=["steps"])
-    assert ls.train(recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), allow_change=["steps", "clip_norm"]).steps == 8
+        ls.train(
+            recipe(steps=8, clip_norm=2.0), run_dir=str(tmp_path / "run"), allow_change=["steps"]
+        )
+    assert (
+        ls.train(
+            recipe(steps=8, clip_norm=2.0),
+            run_dir=str(tmp_path / "run"),
+            allow_change=["steps", "clip_norm"],
+        ).steps
+        == 8
+    )
 
 
 def wider() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 3, bias=False))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 3, bias=False)
+    )
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_what_differs(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     stopped(tmp_path / "run")
     with pytest.raises(CheckpointError) as caught:
-        ls.train(recipe(steps=6, model=wider), run_dir=str(tmp_path / "run"), allow_change=["model"])
+        ls.train(
+            recipe(steps=6, model=wider), run_dir=str(tmp_path / "run"), allow_change=["model"]
+        )
     words = str(caught.value)
     assert words.startswith("the checkpoint is of another model: not in the checkpoint: ")
     assert "model/4.weight float32(3, 3)" in words.replace("0/", "").replace(" 4.", " model/4.")
@@ -144,8 +179,15 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"^the checkpoint's optimizers are \['AdamW'\] and this run's are \['SGD'\]"):
-        ls.train(recipe(steps=6, optimizer=sgd), run_dir=str(tmp_path / "run"), allow_change=["optimizer"])
+    with pytest.raises(
+        CheckpointError,
+        match=r"^the checkpoint's optimizers are \['AdamW'\] and this run's are \['SGD'\]",
+    ):
+        ls.train(
+            recipe(steps=6, optimizer=sgd),
+            run_dir=str(tmp_path / "run"),
+            allow_change=["optimizer"],
+        )
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -155,7 +197,10 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 def test_state_that_an_optimizer_makes_in_its_first_step_is_taken_up(tmp_path: Path) -> None:
     stopped(tmp_path / "run", optimizer=momentum)
     whole = ls.train(recipe(steps=6, optimizer=momentum), run_dir=str(tmp_path / "whole"))
-    assert ls.train(recipe(steps=6, optimizer=momentum), run_dir=str(tmp_path / "run")).fingerprint == whole.fingerprint
+    assert (
+        ls.train(recipe(steps=6, optimizer=momentum), run_dir=str(tmp_path / "run")).fingerprint
+        == whole.fingerprint
+    )
 
 
 def cosine(optimizer: Any) -> Any:
@@ -167,7 +212,10 @@ def cosine(optimizer: Any) -> Any:
 def test_a_torch_scheduler_is_taken_up(tmp_path: Path) -> None:
     stopped(tmp_path / "run", schedule=cosine)
     whole = ls.train(recipe(steps=6, schedule=cosine), run_dir=str(tmp_path / "whole"))
-    assert ls.train(recipe(steps=6, schedule=cosine), run_dir=str(tmp_path / "run")).fingerprint == whole.fingerprint
+    assert (
+        ls.train(recipe(steps=6, schedule=cosine), run_dir=str(tmp_path / "run")).fingerprint
+        == whole.fingerprint
+    )
 
 
 def damage(run_dir: Path, step: int) -> None:
@@ -178,14 +226,19 @@ def damage(run_dir: Path, step: int) -> None:
     (folder / "rank-0.safetensors").write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stopped(tmp_path / "run")
     damage(tmp_path / "run", 3)
     whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
     assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run")).fingerprint == whole.fingerprint
     happened = {event["event"]: event for event in events(tmp_path / "run")}
     assert happened["checkpoint-damaged"]["checkpoint"].startswith("step-00000003-")
-    assert "rank-0.safetensors has other bytes than were written" in happened["checkpoint-damaged"]["reason"]
+    assert (
+        "rank-0.safetensors has other bytes than were written"
+        in happened["checkpoint-damaged"]["reason"]
+    )
     assert happened["resumed"]["step"] == 2
     assert "is damaged: rank-0.safetensors" in capsys.readouterr().err
 
@@ -195,17 +248,28 @@ def stop_two(run_dir: str) -> None:
         ls.train(recipe(steps=6), run_dir=run_dir, hooks=[At({1: ask})], plan="numerics=bitwise")
 
 
-def test_where_all_are_damaged_a_run_begins_anew_or_must_not(pool: WorkerPool, tmp_path: Path) -> None:
+def test_where_all_are_damaged_a_run_begins_anew_or_must_not(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     """Of the file that is read first, nothing is damaged."""
     pool.run(2, stop_two, str(tmp_path / "run"))
     (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
     content = bytearray((folder / "rank-1.safetensors").read_bytes())
     content[-5] ^= 1
     (folder / "rank-1.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint to resume from: all 1 are damaged"):
-        ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), resume="must", plan="numerics=bitwise")
+    with pytest.raises(
+        CheckpointError, match=r"has no checkpoint to resume from: all 1 are damaged"
+    ):
+        ls.train(
+            recipe(steps=6), run_dir=str(tmp_path / "run"), resume="must", plan="numerics=bitwise"
+        )
     whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"), plan="numerics=bitwise")
-    assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), plan="numerics=bitwise").fingerprint == whole.fingerprint
+    assert (
+        ls.train(
+            recipe(steps=6), run_dir=str(tmp_path / "run"), plan="numerics=bitwise"
+        ).fingerprint
+        == whole.fingerprint
+    )
 
 
 def test_a_run_that_begins_anew_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,13 +278,17 @@ def test_a_run_that_begins_anew_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert "starts again" not in capsys.readouterr().err
     elsewhere = str(tmp_path / "elsewhere")
     ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), saving=ls.Saving(folder=elsewhere))
-    words = f"warning: {elsewhere} has no checkpoint to resume from; the run starts again from step 0\n"
+    words = (
+        f"warning: {elsewhere} has no checkpoint to resume from; the run starts again from step 0\n"
+    )
     assert words in capsys.readouterr().err
     (anew,) = [event for event in events(tmp_path / "run") if event["event"] == "no-checkpoint"]
     assert anew["checkpoints"] == elsewhere
 
 
-def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_a_newer_format_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped(tmp_path / "run")
     folder = FolderStorage(tmp_path / "run" / "checkpoints")
     manifest = Manifest.decode(folder.read(folder.names()[-1], MANIFEST))
@@ -228,7 +296,11 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: 
     (folder.path / str(folder.names()[-1]) / MANIFEST).write_bytes(manifest.encode())
     monkeypatch.undo()
     with pytest.raises(
-        CheckpointError, match=r"step-00000003-\w+: the checkpoint has format 2, and this version of lockstep reads 1; load it with a newer"
+        CheckpointError,
+        match=(
+            r"step-00000003-\w+: the checkpoint has format 2, and this version of lockstep reads 1;"
+            r" load it with a newer"
+        ),
     ):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
 
@@ -249,7 +321,11 @@ class Holds(ls.Hook):
 def test_what_a_hook_holds_is_saved_and_taken_up(tmp_path: Path) -> None:
     import numpy as np
 
-    held = {3: (1.5, None), "a": [torch.arange(3), np.float32(0.1), float("inf")], "b": {"lockstep": True}}
+    held = {
+        3: (1.5, None),
+        "a": [torch.arange(3), np.float32(0.1), float("inf")],
+        "b": {"lockstep": True},
+    }
     held |= {"a/0": torch.zeros(2), "3": {"x": torch.ones(1), 1: torch.ones(2), "1": torch.ones(3)}}
     with pytest.raises(Preempted):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), hooks=[Holds(held), At({2: ask})])
@@ -262,23 +338,47 @@ def test_what_a_hook_holds_is_saved_and_taken_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"a": [object()]}, r"^the state 'state/0-Holds/inner/a/0' is a object; a checkpoint holds dense tensors"),
-        ({"a": torch.ones(2).to_sparse()}, r"^the state 'state/0-Holds/inner/a' is a tensor of layout torch.sparse_coo"),
-        ({(1, 2): 0}, r"^the state 'state/0-Holds/inner' is a dict with a key \(1, 2\) \(a tuple\)"),
+        (
+            {"a": [object()]},
+            r"^the state 'state/0-Holds/inner/a/0' is a object; a checkpoint holds dense tensors",
+        ),
+        (
+            {"a": torch.ones(2).to_sparse()},
+            r"^the state 'state/0-Holds/inner/a' is a tensor of layout torch.sparse_coo",
+        ),
+        (
+            {(1, 2): 0},
+            r"^the state 'state/0-Holds/inner' is a dict with a key \(1, 2\) \(a tuple\)",
+        ),
         (len, r"^the state 'state/0-Holds/inner' is a builtin_function_or_method"),
     ],
 )
-def test_a_state_that_cannot_be_saved_is_named_before_the_first_step(tmp_path: Path, state: Any, words: str) -> None:
+def test_a_state_that_cannot_be_saved_is_named_before_the_first_step(
+    tmp_path: Path, state: Any, words: str
+) -> None:
     steps: list[int] = []
     with pytest.raises(CheckpointError, match=words):
-        ls.train(recipe(), run_dir=str(tmp_path / "run"), hooks=[Holds(state), At({1: lambda run: steps.append(1)})])
+        ls.train(
+            recipe(),
+            run_dir=str(tmp_path / "run"),
+            hooks=[Holds(state), At({1: lambda run: steps.append(1)})],
+        )
     assert steps == []
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"^the checkpoints in .*file/checkpoints cannot be \w+( to)? \(Not a directory\)"):
-        ls.train(recipe(), run_dir=str(tmp_path / "run"), saving=ls.Saving(folder=str(tmp_path / "file" / "checkpoints")))
+    with pytest.raises(
+        CheckpointError,
+        match=r"^the checkpoints in .*file/checkpoints cannot be \w+( to)? \(Not a directory\)",
+    ):
+        ls.train(
+            recipe(),
+            run_dir=str(tmp_path / "run"),
+            saving=ls.Saving(folder=str(tmp_path / "file" / "checkpoints")),
+        )
 
 
 def block(run: Any) -> None:
@@ -298,25 +398,40 @@ def unblock(run: Any) -> None:
         folder.with_name("aside").rename(folder)
 
 
-def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_save_that_fails_is_told_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Twice in a row, and again after one that did not."""
     hooks = [At({2: block, 3: settled, 5: unblock, 7: settled, 8: block, 9: settled, 11: unblock})]
-    result = ls.train(recipe(steps=12), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every=2))
+    result = ls.train(
+        recipe(steps=12), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every=2)
+    )
     assert result.steps == 12
-    assert [(event["event"], event["checkpoint"][:13]) for event in events(tmp_path / "run") if "checkpoint" in event][:5] == [
+    assert [
+        (event["event"], event["checkpoint"][:13])
+        for event in events(tmp_path / "run")
+        if "checkpoint" in event
+    ][:5] == [
         ("checkpoint-failed", "step-00000002"),
         ("checkpoint-failed", "step-00000004"),
         ("checkpoint-saved", "step-00000006"),
         ("checkpoint-failed", "step-00000008"),
         ("checkpoint-failed", "step-00000010"),
     ]
-    assert "warning: the checkpoint after step 2 was not saved: Not a directory" in capsys.readouterr().err
+    assert (
+        "warning: the checkpoint after step 2 was not saved: Not a directory"
+        in capsys.readouterr().err
+    )
 
 
-def test_the_third_failure_in_a_row_ends_the_run_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_third_failure_in_a_row_ends_the_run_on_every_rank(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     words = pool.run(2, fail_to_save, str(tmp_path / "run"))
     assert words == [words[0]] * 2
-    assert words[0].startswith("3 checkpoints in a row could not be saved, the last one: Not a directory: ")
+    assert words[0].startswith(
+        "3 checkpoints in a row could not be saved, the last one: Not a directory: "
+    )
 
 
 def fail_to_save(run_dir: str) -> str:
@@ -334,26 +449,43 @@ def fail_to_save(run_dir: str) -> str:
 
 def test_a_slow_disk_has_one_save_under_way_and_the_next_one_waits(tmp_path: Path) -> None:
     def writer() -> psutil.Process:
-        return next(child for child in psutil.Process().children() if "lockstep.checkpoint.writer" in child.cmdline())
+        return next(
+            child
+            for child in psutil.Process().children()
+            if "lockstep.checkpoint.writer" in child.cmdline()
+        )
 
     hooks = [At({1: lambda run: writer().suspend(), 6: lambda run: writer().resume(), 7: settled})]
-    ls.train(recipe(steps=8), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every=2, last=10))
+    ls.train(
+        recipe(steps=8),
+        run_dir=str(tmp_path / "run"),
+        hooks=hooks,
+        saving=ls.Saving(every=2, last=10),
+    )
     assert saved(tmp_path / "run")[:1] == [2]
     assert not {4, 5, 6} & set(saved(tmp_path / "run"))
     assert saved(tmp_path / "run")[1:] in ([7], [7, 8])
 
 
-def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1900))
-    words = r"^a checkpoint has at least 1,9\d\d bytes, and .*/run/checkpoints has 1,9\d\d free; make room, or give another folder"
+    words = (
+        r"^a checkpoint has at least 1,9\d\d bytes, and .*/run/checkpoints has 1,9\d\d free; make"
+        r" room, or give another folder"
+    )
     with pytest.raises(CheckpointError, match=words):
         ls.train(recipe(), run_dir=str(tmp_path / "run"))
 
 
 def refused_for_room(run_dir: str) -> str:
     usage = shutil.disk_usage("/")
-    with mock.patch.object(shutil, "disk_usage", return_value=usage._replace(free=1900)), pytest.raises(CheckpointError) as caught:
+    with (
+        mock.patch.object(shutil, "disk_usage", return_value=usage._replace(free=1900)),
+        pytest.raises(CheckpointError) as caught,
+    ):
         ls.train(recipe(), plan="shard=2", run_dir=run_dir)
     return str(caught.value)
 
@@ -370,14 +502,18 @@ def run_out_of_room(run_dir: str) -> list[list[str]]:
 
     def limit(run: Any) -> None:
         if run.context.world.rank == 1:
-            resource.prlimit(checkpointer(run)._saver._writer._process.pid, resource.RLIMIT_FSIZE, (100, 100))
+            resource.prlimit(
+                checkpointer(run)._saver._writer._process.pid, resource.RLIMIT_FSIZE, (100, 100)
+            )
 
     def look(run: Any) -> None:
         seen.append(sorted(os.listdir(run.context.recorder.path / "checkpoints")))
         torch.distributed.barrier()  # before the next save begins
 
     hooks = [At({1: limit, 3: settled, 4: look, 5: settled, 6: look})]
-    ls.train(recipe(steps=7), plan="shard=2", run_dir=run_dir, hooks=hooks, saving=ls.Saving(every=2))
+    ls.train(
+        recipe(steps=7), plan="shard=2", run_dir=run_dir, hooks=hooks, saving=ls.Saving(every=2)
+    )
     return seen
 
 
@@ -385,7 +521,9 @@ def test_what_a_save_has_left_on_a_full_disk_is_removed(pool: WorkerPool, tmp_pa
     for first, second in pool.run(2, run_out_of_room, str(tmp_path / "run")):
         assert first == []
         assert [name[:13] for name in second] == ["step-00000004"]
-    failed = next(event for event in events(tmp_path / "run") if event["event"] == "checkpoint-failed")
+    failed = next(
+        event for event in events(tmp_path / "run") if event["event"] == "checkpoint-failed"
+    )
     assert failed["reason"].startswith("File too large")
 
 
@@ -394,7 +532,9 @@ def test_by_the_clock(tmp_path: Path) -> None:
         checkpointer(run)._since -= 600
 
     hooks = [At({2: wind, 4: settled, 5: wind})]
-    ls.train(recipe(steps=8), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every="10m"))
+    ls.train(
+        recipe(steps=8), run_dir=str(tmp_path / "run"), hooks=hooks, saving=ls.Saving(every="10m")
+    )
     assert saved(tmp_path / "run") == [3, 6]
 
 
@@ -417,7 +557,9 @@ def fail_on(rank: int, run_dir: str) -> list[int]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_on_one_rank_saves_the_last_step_of_all(pool: WorkerPool, tmp_path: Path, rank: int) -> None:
+def test_an_exception_on_one_rank_saves_the_last_step_of_all(
+    pool: WorkerPool, tmp_path: Path, rank: int
+) -> None:
     pool.run(2, fail_and_close, rank, str(tmp_path / "run"))
     assert saved(tmp_path / "run") == [3]
     whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
@@ -490,7 +632,8 @@ class Seen(ls.Hook):
 
 
 def interrupted(run_dir: Path, *ask_at: int) -> tuple[list[int], list[int], Any]:
-    """Ten steps in a session: what its hook has counted, the steps that it knows of, and the model."""
+    """Ten steps in a session: what its hook has counted, the steps that it knows of, and the
+    model."""
     hook = Seen()
     with ls.Session(run_dir=str(run_dir), hooks=[hook]) as session:
         model, optimizer = session.prepare(network, adamw)
@@ -503,7 +646,9 @@ def interrupted(run_dir: Path, *ask_at: int) -> tuple[list[int], list[int], Any]
         return hook.steps, [session.steps_done], state_of(model)
 
 
-def test_a_session_that_is_interrupted_again_and_again_counts_on_and_ends_with_the_same_model(tmp_path: Path) -> None:
+def test_a_session_that_is_interrupted_again_and_again_counts_on_and_ends_with_the_same_model(
+    tmp_path: Path,
+) -> None:
     seen, done, model = interrupted(tmp_path / "whole")
     assert (seen, done) == (list(range(1, 11)), [10])
     for at in (2, 5, 7):
@@ -527,7 +672,10 @@ def test_a_session_that_has_ended_has_saved_its_end_and_is_not_gone_on_with(tmp_
 
 def test_what_is_included_has_a_state_and_a_name_of_its_own(tmp_path: Path) -> None:
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
-        with pytest.raises(CheckpointError, match=r"^include\('x', a list\); it has no state_dict and load_state_dict"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"^include\('x', a list\); it has no state_dict and load_state_dict",
+        ):
             session.include("x", [])  # type: ignore[arg-type]
         session.include("x", Buffer())
         with pytest.raises(CheckpointError, match=r"^include\('x'\) a second time"):
@@ -535,7 +683,13 @@ def test_what_is_included_has_a_state_and_a_name_of_its_own(tmp_path: Path) -> N
         session.prepare(network, adamw)
         steps = session.steps(None, global_batch=4, microbatch=2, steps=1)
         next(iter(steps))
-        with pytest.raises(CheckpointError, match=r"^include\('late'\) after steps have begun; a checkpoint is loaded then; include it"):
+        with pytest.raises(
+            CheckpointError,
+            match=(
+                r"^include\('late'\) after steps have begun; a checkpoint is loaded then;"
+                r" include it"
+            ),
+        ):
             session.include("late", Buffer())
 
 
@@ -550,7 +704,10 @@ def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
         rows_.write('{"step": 5, "time": 0}\n{"step": 6, "ti')
     ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), log_every=1)
     assert (hidden.exists(), notes.exists()) == (False, True)
-    found = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert found == [4, 5, 6]
 
 
@@ -571,57 +728,112 @@ EVALUATED: dict[str, Any] = {"steps": 9, "evaluation": ls.Evaluation(data=rows(8
 def test_the_last_every_nth_and_the_best_are_kept_across_starts(tmp_path: Path) -> None:
     hooks = [Measures({2: 5.0, 3: 1.0, 7: 2.0}), At(dict.fromkeys(range(2, 10), settled))]
     with pytest.raises(Preempted):
-        ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "run"), hooks=[*hooks, At({5: ask})], saving=KEEPS)
+        ls.train(
+            recipe(**EVALUATED),
+            run_dir=str(tmp_path / "run"),
+            hooks=[*hooks, At({5: ask})],
+            saving=KEEPS,
+        )
     assert saved(tmp_path / "run") == [3, 4, 5, 6]
     ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "run"), hooks=hooks, saving=KEEPS)
     assert saved(tmp_path / "run") == [3, 4, 8, 9]
 
 
 def named(run: Path, step: int) -> str:
-    (found,) = (path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(f"step-{step:08d}-"))
+    (found,) = (
+        path.name
+        for path in (run / "checkpoints").iterdir()
+        if path.name.startswith(f"step-{step:08d}-")
+    )
     return found
 
 
 def test_the_best_is_saved_when_it_is_measured_and_named_by_the_result(tmp_path: Path) -> None:
     run = tmp_path / "run"
     saving = ls.Saving(best="place", last=1)  # and every ten minutes
-    result = ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=[Measures({2: 5.0, 3: 1.0, 7: 2.0})], saving=saving)
+    result = ls.train(
+        recipe(**EVALUATED),
+        run_dir=str(run),
+        hooks=[Measures({2: 5.0, 3: 1.0, 7: 2.0})],
+        saving=saving,
+    )
     assert saved(run) == [3]
-    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=named(run, 3), weights=f"{run}/checkpoints/{named(run, 3)}")
-    told = [(event.step, event.details["value"]) for event in result.events if event.name == "best-evaluation"]
+    assert result.best == Best(
+        metric="place",
+        value=1.0,
+        step=3,
+        checkpoint=named(run, 3),
+        weights=f"{run}/checkpoints/{named(run, 3)}",
+    )
+    told = [
+        (event.step, event.details["value"])
+        for event in result.events
+        if event.name == "best-evaluation"
+    ]
     assert told == [(1, 9.0), (2, 5.0), (3, 1.0)]
     assert json.loads((run / "result.json").read_text())["best"] == asdict(result.best)
 
 
 def test_the_best_of_a_run_that_was_resumed_may_be_of_an_earlier_start(tmp_path: Path) -> None:
-    run, hooks, saving = tmp_path / "run", [Measures({3: 1.0, 7: 2.0})], ls.Saving(best="place", last=1)
+    run, hooks, saving = (
+        tmp_path / "run",
+        [Measures({3: 1.0, 7: 2.0})],
+        ls.Saving(best="place", last=1),
+    )
     with pytest.raises(Preempted):
         ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=[*hooks, At({5: ask})], saving=saving)
     result = ls.train(recipe(**EVALUATED), run_dir=str(run), hooks=hooks, saving=saving)
     assert saved(run) == [3, 6]
-    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=named(run, 3), weights=f"{run}/checkpoints/{named(run, 3)}")
+    assert result.best == Best(
+        metric="place",
+        value=1.0,
+        step=3,
+        checkpoint=named(run, 3),
+        weights=f"{run}/checkpoints/{named(run, 3)}",
+    )
 
 
 def test_the_best_may_be_the_final_model(tmp_path: Path) -> None:
     given = recipe(steps=3, evaluation=ls.Evaluation(data=rows(8), every=2))
     run = tmp_path / "run"
-    result = ls.train(given, run_dir=str(run), hooks=[Measures({2: 5.0, 3: 1.0})], saving=ls.Saving(best="place"))
-    assert result.best == Best(metric="place", value=1.0, step=3, checkpoint=None, weights=f"{run}/model.safetensors")
+    result = ls.train(
+        given, run_dir=str(run), hooks=[Measures({2: 5.0, 3: 1.0})], saving=ls.Saving(best="place")
+    )
+    assert result.best == Best(
+        metric="place", value=1.0, step=3, checkpoint=None, weights=f"{run}/model.safetensors"
+    )
 
 
 @pytest.mark.parametrize(
     ("mode", "value", "before", "better"),
-    [("min", 1.0, 2.0, True), ("min", 2.0, 2.0, False), ("max", 3.0, 2.0, True), ("max", 2.0, 2.0, False), ("min", 1.0, None, True)],
+    [
+        ("min", 1.0, 2.0, True),
+        ("min", 2.0, 2.0, False),
+        ("max", 3.0, 2.0, True),
+        ("max", 2.0, 2.0, False),
+        ("min", 1.0, None, True),
+    ],
 )
-def test_a_value_is_better_only_if_it_is_strictly_so(mode: Any, value: float, before: float | None, better: bool) -> None:
+def test_a_value_is_better_only_if_it_is_strictly_so(
+    mode: Any, value: float, before: float | None, better: bool
+) -> None:
     assert ls.Saving(best="place", mode=mode).improves(value, before) is better
     assert not ls.Saving(best="place", mode=mode).improves(math.nan, before)
 
 
 def test_the_best_needs_evaluations(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"^Saving\(best='place'\) without Recipe.evaluation, or with every=None"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^Saving\(best='place'\) without Recipe.evaluation, or with every=None",
+    ):
         ls.train(recipe(), run_dir=str(tmp_path / "run"), saving=KEEPS)
-    with pytest.raises(RecipeError, match=r"^Saving\(best='place'\), which is not measured; measured are loss; choose one of these$"):
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"^Saving\(best='place'\), which is not measured; measured are loss; choose one of"
+            r" these$"
+        ),
+    ):
         ls.train(recipe(**EVALUATED), run_dir=str(tmp_path / "other"), saving=KEEPS)
 
 
@@ -664,11 +876,18 @@ def test_a_loss_scale_that_was_halved_is_taken_up(tmp_path: Path) -> None:
 def test_a_field_that_no_recipe_has_cannot_differ(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
-        match=r"^allow_change='stepps'; it names fields of the recipe, which are batch_loss, batch_sampler, blocks, clip_norm, ",
+        match=(
+            r"^allow_change='stepps'; it names fields of the recipe, which are batch_loss,"
+            r" batch_sampler, blocks, clip_norm, "
+        ),
     ):
         ls.train(recipe(), run_dir=str(tmp_path / "run"), allow_change=["stepps"])
     with pytest.raises(
-        CheckpointError, match=r"^allow_change='steps,seed'; it is a list of fields of the recipe: allow_change=\['steps', 'seed'\]"
+        CheckpointError,
+        match=(
+            r"^allow_change='steps,seed'; it is a list of fields of the recipe:"
+            r" allow_change=\['steps', 'seed'\]"
+        ),
     ):
         ls.train(recipe(), run_dir=str(tmp_path / "run"), allow_change="steps,seed")
 
@@ -682,5 +901,10 @@ def test_files_that_may_not_be_read_end_the_run_with_the_reason_and_are_not_call
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(FolderStorage, "read_into", refused)
-    with pytest.raises(CheckpointError, match=r"checkpoints, step-00000003-\w+: rank-0.safetensors cannot be read: Permission denied"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"checkpoints, step-00000003-\w+: rank-0.safetensors cannot be read: Permission denied"
+        ),
+    ):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))

@@ -1,4 +1,5 @@
-"""Optimizers that compute the gradient more than once a step: LBFGS and SAM, on any number of processes."""
+"""Optimizers that compute the gradient more than once a step: LBFGS and SAM, on any number of
+processes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Sam(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         norm = torch.stack([p.grad.norm() for p in parameters]).norm()
         moves = [0.05 * p.grad / norm for p in parameters]
         for parameter, move in zip(parameters, moves, strict=True):
@@ -50,7 +53,9 @@ def sam(model: nn.Module) -> Optimizer:
 
 
 def noisy() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, OUTPUTS))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, OUTPUTS)
+    )
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Optimizer]]] = {
@@ -70,18 +75,30 @@ def loss(output: Tensor, batch: list[Tensor]) -> Tensor:
 
 def given(name: str, **changes: Any) -> ls.Recipe:
     model, optimizer = CASES[name]
-    options = {"data": rows(24), "global_batch": 24, "microbatch": 4, "steps": 4, "inputs": inputs, "loss": loss, **changes}
+    options = {
+        "data": rows(24),
+        "global_batch": 24,
+        "microbatch": 4,
+        "steps": 4,
+        "inputs": inputs,
+        "loss": loss,
+        **changes,
+    }
     return recipe(model=model, optimizer=optimizer, **options)
 
 
 def train(name: str, run_dir: str, plan: str = "replicate=1", **options: Any) -> str:
     changes = {"clip_norm": 1.0} if name == "sam" else {}
-    return ls.train(given(name, **changes), run_dir=run_dir, plan=f"{plan},numerics=bitwise", **options).fingerprint
+    return ls.train(
+        given(name, **changes), run_dir=run_dir, plan=f"{plan},numerics=bitwise", **options
+    ).fingerprint
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "replicate=3"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_bits_are_those_of_one_process(pool: WorkerPool, tmp_path: Path, name: str, plan: str) -> None:
+def test_the_bits_are_those_of_one_process(
+    pool: WorkerPool, tmp_path: Path, name: str, plan: str
+) -> None:
     (alone,) = pool.run(1, train, name, str(tmp_path / "alone"))
     assert set(pool.run(int(plan[-1]), train, name, str(tmp_path / "run"), plan)) == {alone}
 
@@ -145,7 +162,9 @@ def without_a_closure(run_dir: str) -> None:
 
 
 def test_a_commit_without_a_closure_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LossError, match="a commit without a closure; LBFGS computes the gradient more than once"):
+    with pytest.raises(
+        LossError, match="a commit without a closure; LBFGS computes the gradient more than once"
+    ):
         without_a_closure(str(tmp_path / "run"))
 
 
@@ -163,7 +182,9 @@ def lost_and_resumed(name: str, run_dir: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["lbfgs", "sam"])
-def test_a_run_goes_on_with_the_optimizers_history(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_a_run_goes_on_with_the_optimizers_history(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
     alone = train(name, str(tmp_path / "alone"))
     assert set(pool.run(2, lost_and_resumed, name, str(tmp_path / "run"))) == {alone}
 
@@ -179,8 +200,14 @@ def test_a_run_goes_on_with_the_optimizers_history(pool: WorkerPool, tmp_path: P
 )
 def test_it_is_refused_where_it_cannot_be(plan: Plan, options: dict[str, str], said: str) -> None:
     with pytest.raises(RecipeError) as raised:
-        check_closures([lbfgs(network())], plan, **{"precision": "fp32", "gradient_compression": "none", **options})
-    assert str(raised.value).startswith(f"LBFGS with {said}; it computes the gradient more than once a step, by a closure")
+        check_closures(
+            [lbfgs(network())],
+            plan,
+            **{"precision": "fp32", "gradient_compression": "none", **options},
+        )
+    assert str(raised.value).startswith(
+        f"LBFGS with {said}; it computes the gradient more than once a step, by a closure"
+    )
 
 
 def test_two_optimizers_of_one_model_are_refused(tmp_path: Path) -> None:
@@ -194,4 +221,7 @@ def test_two_optimizers_of_one_model_are_refused(tmp_path: Path) -> None:
 
 def test_torchs_other_optimizers_need_none() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
-    assert not any(needs_closure(getattr(torch.optim, name)(parameters, lr=0.1)) for name in ("SGD", "AdamW", "Rprop", "ASGD"))
+    assert not any(
+        needs_closure(getattr(torch.optim, name)(parameters, lr=0.1))
+        for name in ("SGD", "AdamW", "Rprop", "ASGD")
+    )

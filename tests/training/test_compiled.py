@@ -1,5 +1,5 @@
-"""`compile=yes` in whole runs: the model of one process whose code is not compiled, to rounding. Needs a C++
-compiler."""
+"""`compile=yes` in whole runs: the model of one process whose code is not compiled, to rounding.
+Needs a C++ compiler."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SECONDS = 250
 
 @pytest.fixture(scope="module")
 def compiling() -> Iterator[WorkerPool]:
-    """Torch's compiler leaves threads and variables in the process that it ran in, and headers in a folder of the
-    session's."""
+    """Torch's compiler leaves threads and variables in the process that it ran in, and headers in a
+    folder of the session's."""
     os.makedirs(default_cache_dir(), exist_ok=True)
     with WorkerPool(max_workers=2, check_leaks=False) as pool:
         yield pool
@@ -41,13 +41,19 @@ def train(plan: str, run_dir: str) -> tuple[float, dict[str, float]]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_training_gives_the_model_of_one_process(compiling: WorkerPool, tmp_path: Path, plan: str) -> None:
-    """Four blocks, each compiled for two shapes, and for evaluation: more often than torch compiles code unless told
-    to."""
+def test_training_gives_the_model_of_one_process(
+    compiling: WorkerPool, tmp_path: Path, plan: str
+) -> None:
+    """Four blocks, each compiled for two shapes, and for evaluation: more often than torch compiles
+    code unless told to."""
     (alone,) = compiling.run(1, train, "replicate=1", str(tmp_path / "alone"))
-    found = compiling.run(PLANS[plan], train, f"{plan},compile=yes", str(tmp_path / "run"), timeout_seconds=SECONDS)
+    found = compiling.run(
+        PLANS[plan], train, f"{plan},compile=yes", str(tmp_path / "run"), timeout_seconds=SECONDS
+    )
     state, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
-    torch.testing.assert_close((found, state), ([alone] * PLANS[plan], truth), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        (found, state), ([alone] * PLANS[plan], truth), rtol=1e-9, atol=1e-11
+    )
 
 
 def penalised(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -62,15 +68,27 @@ def train_by_slopes(plan: str, run_dir: str) -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_gradient_that_is_differentiated_is_refused(compiling: WorkerPool, tmp_path: Path, processes: int) -> None:
+def test_a_gradient_that_is_differentiated_is_refused(
+    compiling: WorkerPool, tmp_path: Path, processes: int
+) -> None:
     plan = f"replicate={processes}"
-    with pytest.raises(PlanError, match=r"torch\.compile cannot differentiate a gradient .*; leave compile=yes out$"):
-        compiling.run(processes, train_by_slopes, f"{plan},compile=yes", str(tmp_path / "compiled"), timeout_seconds=SECONDS)
+    with pytest.raises(
+        PlanError,
+        match=r"torch\.compile cannot differentiate a gradient .*; leave compile=yes out$",
+    ):
+        compiling.run(
+            processes,
+            train_by_slopes,
+            f"{plan},compile=yes",
+            str(tmp_path / "compiled"),
+            timeout_seconds=SECONDS,
+        )
     assert compiling.run(processes, train_by_slopes, plan, str(tmp_path / "run")) == [2] * processes
 
 
 class Overwritten(nn.Module):
-    """A convolution whose result compiled code overwrites: the backward of sigmoid needs only that of sigmoid."""
+    """A convolution whose result compiled code overwrites: the backward of sigmoid needs only that
+    of sigmoid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +106,10 @@ def gradients(plan: str) -> list[Tensor]:
     return [leaf.grad for leaf in (x, *model.parameters()) if leaf.grad is not None]
 
 
-def test_selective_checkpointing_keeps_no_results_that_compiled_code_overwrites(compiling: WorkerPool) -> None:
-    (found,) = compiling.run(1, gradients, "compile=yes,checkpointing=selective", timeout_seconds=SECONDS)
+def test_selective_checkpointing_keeps_no_results_that_compiled_code_overwrites(
+    compiling: WorkerPool,
+) -> None:
+    (found,) = compiling.run(
+        1, gradients, "compile=yes,checkpointing=selective", timeout_seconds=SECONDS
+    )
     torch.testing.assert_close(found, gradients("replicate=1"), rtol=1e-4, atol=1e-4)

@@ -1,5 +1,5 @@
-"""What all ranks agree on between two steps: by requests that are merged, and flags that ride on the gradients'
-exchange."""
+"""What all ranks agree on between two steps: by requests that are merged, and flags that ride on
+the gradients' exchange."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_requests_may_be_merged_in_parts(first: list[Request], second: list[Requ
 
 
 class Ranks:
-    """Stands in for the mesh of one rank among several: `others` is what the other ranks ask for."""
+    """Stands in for the mesh of one rank among several: `others` is what the other ranks ask
+    for."""
 
     def __init__(self, others: list[Request], *, data_ranks: int) -> None:
         self.exchanges = 0
@@ -49,7 +50,10 @@ class Ranks:
 
     def gather_values(self, mine: Any) -> list[Any]:
         self.exchanges += 1
-        theirs = [[each.stop, each.save, each.end] if isinstance(mine, list) else each.stop for each in self._others]
+        theirs = [
+            [each.stop, each.save, each.end] if isinstance(mine, list) else each.stop
+            for each in self._others
+        ]
         return [mine, *theirs]
 
 
@@ -57,7 +61,9 @@ def step(flags: Any) -> Any:
     return SimpleNamespace(flags=flags)
 
 
-def consensus(mine: Request, others: list[Request], *, data_ranks: int | None = None) -> tuple[Consensus, Ranks]:
+def consensus(
+    mine: Request, others: list[Request], *, data_ranks: int | None = None
+) -> tuple[Consensus, Ranks]:
     ranks = Ranks(others, data_ranks=1 + len(others) if data_ranks is None else data_ranks)
     mesh: Any = ranks
     return Consensus(mesh, Phases(), lambda: mine), ranks
@@ -80,7 +86,9 @@ def test_a_flag_of_any_model_is_enough(flags: list[Any]) -> None:
 def test_a_stop_counts_at_logging_steps_only(may_stop: bool) -> None:
     agreeing, _ = consensus(Request(stop="enough"), [])
     assert agreeing.flag(may_stop=may_stop) == may_stop
-    assert agreeing.agree([step(True)], may_stop=may_stop) == (Request(stop="enough") if may_stop else NOTHING)
+    assert agreeing.agree([step(True)], may_stop=may_stop) == (
+        Request(stop="enough") if may_stop else NOTHING
+    )
 
 
 def test_a_save_or_an_end_counts_in_every_step() -> None:
@@ -89,7 +97,8 @@ def test_a_save_or_an_end_counts_in_every_step() -> None:
 
 
 def test_ranks_that_exchange_no_gradients_are_asked_too() -> None:
-    """Each tensor-parallel rank of one data rank, say: a flag tells only the data ranks of one column."""
+    """Each tensor-parallel rank of one data rank, say: a flag tells only the data ranks of one
+    column."""
     agreeing, ranks = consensus(NOTHING, [Request(end="a signal")], data_ranks=1)
     assert agreeing.agree([step(False)], may_stop=False) == Request(end="a signal")
     assert (ranks.votes, ranks.exchanges) == (1, 1)

@@ -1,4 +1,5 @@
-"""Which step the state on a device is that of, by scripted events of a device that the host is ahead of."""
+"""Which step the state on a device is that of, by scripted events of a device that the host is
+ahead of."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def test_a_state_is_certain_between_a_steps_end_and_the_next_change(devices: lis
     assert newest(progress) is None
 
 
-def test_only_the_last_three_steps_are_known_and_their_events_are_used_again(devices: list[Device]) -> None:
+def test_only_the_last_three_steps_are_known_and_their_events_are_used_again(
+    devices: list[Device],
+) -> None:
     progress = DeviceProgress()
     queue(progress, 1)
     devices[0].reached = 1
@@ -94,7 +97,9 @@ def test_all_devices_of_a_split_model_count(devices: list[Device]) -> None:
     assert newest(progress) == 2
 
 
-@pytest.mark.parametrize(("a_phase", "waits"), [(0.1, DEVICE_SECONDS[0]), (10.0, 40.0), (100.0, DEVICE_SECONDS[1])])
+@pytest.mark.parametrize(
+    ("a_phase", "waits"), [(0.1, DEVICE_SECONDS[0]), (10.0, 40.0), (100.0, DEVICE_SECONDS[1])]
+)
 def test_the_device_is_waited_for_as_long_as_two_steps_take(a_phase: float, waits: float) -> None:
     now = 0.0
     phases = Phases(lambda: now)

@@ -1,4 +1,5 @@
-"""A script that was edited between a save and the resumption: refused, or taken up where it is allowed."""
+"""A script that was edited between a save and the resumption: refused, or taken up where it is
+allowed."""
 
 from __future__ import annotations
 
@@ -52,7 +53,13 @@ def resumed(run: Path, allow: tuple[str, ...] = (), **changes: Any) -> list[floa
 
 def test_an_edited_loss_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     stopped(tmp_path / "run", loss=loss_of(1.0))
-    with pytest.raises(CheckpointError, match="loss: its code has changed, or a value that it uses; resume with the one it was saved with"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            "loss: its code has changed, or a value that it uses; resume with the one it was saved"
+            " with"
+        ),
+    ):
         resumed(tmp_path / "run", loss=loss_of(2.0))
     resumed(tmp_path / "run", ("loss",), loss=loss_of(2.0))
 
@@ -66,16 +73,27 @@ def test_a_setting_of_the_optimizer_is_refused_unless_it_is_allowed(tmp_path: Pa
     stopped(tmp_path / "run", optimizer=sgd(0.1))
     with pytest.raises(CheckpointError) as caught:
         resumed(tmp_path / "run", optimizer=sgd(0.2, momentum=0.9))
-    assert "optimizer: lr of group 0: 0.1, now 0.2; optimizer: momentum of group 0: 0.0, now 0.9; " in str(caught.value)
+    assert (
+        "optimizer: lr of group 0: 0.1, now 0.2; optimizer: momentum of group 0: 0.0, now 0.9; "
+        in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [(None, [0.2] * 2), (halves, [0.2 * 0.5**step for step in (4, 5)]), (step_lr, [0.2 * 0.5**step for step in (4, 5)])],
+    [
+        (None, [0.2] * 2),
+        (halves, [0.2 * 0.5**step for step in (4, 5)]),
+        (step_lr, [0.2 * 0.5**step for step in (4, 5)]),
+    ],
 )
-def test_an_allowed_rate_is_the_one_that_is_used(tmp_path: Path, schedule: Any, expected: list[float]) -> None:
+def test_an_allowed_rate_is_the_one_that_is_used(
+    tmp_path: Path, schedule: Any, expected: list[float]
+) -> None:
     stopped(tmp_path / "run", optimizer=sgd(0.1), schedule=schedule)
-    assert resumed(tmp_path / "run", ("optimizer",), optimizer=sgd(0.2), schedule=schedule) == pytest.approx(expected)
+    assert resumed(
+        tmp_path / "run", ("optimizer",), optimizer=sgd(0.2), schedule=schedule
+    ) == pytest.approx(expected)
 
 
 def test_a_rate_that_a_hook_had_set_stays(tmp_path: Path) -> None:
@@ -83,7 +101,11 @@ def test_a_rate_that_a_hook_had_set_stays(tmp_path: Path) -> None:
         run.optimizers[0].param_groups[0]["lr"] = 0.05
 
     with pytest.raises(Preempted):
-        ls.train(recipe(steps=6, optimizer=sgd(0.1)), run_dir=str(tmp_path / "run"), hooks=[At({2: lower, 3: ask})])
+        ls.train(
+            recipe(steps=6, optimizer=sgd(0.1)),
+            run_dir=str(tmp_path / "run"),
+            hooks=[At({2: lower, 3: ask})],
+        )
     assert resumed(tmp_path / "run", optimizer=sgd(0.1)) == [0.05] * 2
 
 
@@ -96,7 +118,10 @@ def changed_rows(number: int) -> TensorDataset:
 @pytest.mark.parametrize("number", [0, 31])
 def test_other_data_is_refused_unless_it_is_allowed(tmp_path: Path, number: int) -> None:
     stopped(tmp_path / "run", data=rows(32))
-    with pytest.raises(DataError, match=rf"data: sample {number}\[1\] is not what it was when the checkpoint was saved"):
+    with pytest.raises(
+        DataError,
+        match=rf"data: sample {number}\[1\] is not what it was when the checkpoint was saved",
+    ):
         resumed(tmp_path / "run", data=changed_rows(number))
     resumed(tmp_path / "run", ("data",), data=changed_rows(number))
 

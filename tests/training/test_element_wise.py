@@ -1,4 +1,5 @@
-"""Optimizers that need whole tensors are found by a trial, and get them where a plan shards tensors."""
+"""Optimizers that need whole tensors are found by a trial, and get them where a plan shards
+tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +21,19 @@ from lockstep.testing.pool import WorkerPool
 from lockstep.training.hook import Run
 from lockstep.training.optim.element_wise import is_element_wise, needing_whole_tensors
 
-ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
+ELEMENT_WISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "Adagrad",
+    "Adadelta",
+    "ASGD",
+)
 
 
 def matrix() -> list[nn.Parameter]:
@@ -35,7 +48,15 @@ def test_torchs_element_wise_optimizers_are_known_as_such(name: str) -> None:
     assert {parameter: dict(state) for parameter, state in optimizer.state.items()} == before
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"lr": 0.0}, {"lr": torch.tensor(0.01)}, {"weight_decay": 0.1, "amsgrad": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fused": True},
+        {"lr": 0.0},
+        {"lr": torch.tensor(0.01)},
+        {"weight_decay": 0.1, "amsgrad": True},
+    ],
+)
 def test_the_settings_of_an_element_wise_optimizer_do_not_matter(options: dict[str, Any]) -> None:
     assert is_element_wise(torch.optim.AdamW(matrix(), **options))
 
@@ -48,7 +69,9 @@ def test_the_settings_of_an_element_wise_optimizer_do_not_matter(options: dict[s
         lambda: torch.optim.Adafactor(matrix()),
     ],
 )
-def test_optimizers_that_see_the_whole_matrix_are_found(make: Callable[[], torch.optim.Optimizer]) -> None:
+def test_optimizers_that_see_the_whole_matrix_are_found(
+    make: Callable[[], torch.optim.Optimizer],
+) -> None:
     assert not is_element_wise(make())
 
 
@@ -71,7 +94,9 @@ class ByIdentity(torch.optim.SGD):
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr=lr)
-        self.rates = {id(parameter): lr for group in self.param_groups for parameter in group["params"]}
+        self.rates = {
+            id(parameter): lr for group in self.param_groups for parameter in group["params"]
+        }
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -104,9 +129,17 @@ class Wraps(torch.optim.Optimizer):
         (lambda: Wraps(torch.optim.SGD(matrix(), lr=0.1)), "10 steps leave a parameter as it is"),
     ],
 )
-def test_one_that_cannot_be_tried_is_refused_where_tensors_are_split(make: Callable[[], torch.optim.Optimizer], why: str) -> None:
+def test_one_that_cannot_be_tried_is_refused_where_tensors_are_split(
+    make: Callable[[], torch.optim.Optimizer], why: str
+) -> None:
     for plan in (Plan(shard=2), Plan(tensor=2), Plan(pipeline=2)):
-        with pytest.raises(RecipeError, match=rf"^{type(make()).__name__} cannot be tried on a small tensor \({why}\), and the plan"):
+        with pytest.raises(
+            RecipeError,
+            match=(
+                rf"^{type(make()).__name__} cannot be tried on a small tensor \({why}\), and the"
+                r" plan"
+            ),
+        ):
             needing_whole_tensors([make()], plan)
     assert needing_whole_tensors([make()], Plan(replicate=2)) == []
 
@@ -121,12 +154,18 @@ def by_group(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_what_its_refusal_recommends_works(pool: WorkerPool, tmp_path: Path) -> None:
     (alone,) = pool.run(1, train, "by identity", str(tmp_path / "alone"), "numerics=bitwise")
-    assert set(pool.run(2, train, "by identity", str(tmp_path / "whole"), "replicate=2,numerics=bitwise")) == {alone}
-    assert set(pool.run(2, train, "by group", str(tmp_path / "mended"), "shard=2,numerics=bitwise")) == {alone}
+    assert set(
+        pool.run(2, train, "by identity", str(tmp_path / "whole"), "replicate=2,numerics=bitwise")
+    ) == {alone}
+    assert set(
+        pool.run(2, train, "by group", str(tmp_path / "mended"), "shard=2,numerics=bitwise")
+    ) == {alone}
 
 
 def no_bias() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, OUTPUTS, bias=False))
+    return nn.Sequential(
+        nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, OUTPUTS, bias=False)
+    )
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
@@ -145,23 +184,49 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 FAIL_AFTER = 3
 """Steps, of which a checkpoint has two."""
-OPTIMIZERS = {"muon": (no_bias, muon), "adafactor": (network, adafactor), "both": (network, muon_and_adamw)}
+OPTIMIZERS = {
+    "muon": (no_bias, muon),
+    "adafactor": (network, adafactor),
+    "both": (network, muon_and_adamw),
+}
 OPTIMIZERS |= {"by identity": (network, by_identity), "by group": (network, by_group)}
 
 
 def train(name: str, run_dir: str, plan: str, **options: Any) -> str:
     model, optimizer = OPTIMIZERS[name]
-    given = recipe(model=model, optimizer=optimizer, clip_norm=1.0, steps=5, tensor={"0": "colwise", "2": "rowwise"})
+    given = recipe(
+        model=model,
+        optimizer=optimizer,
+        clip_norm=1.0,
+        steps=5,
+        tensor={"0": "colwise", "2": "rowwise"},
+    )
     return ls.train(given, run_dir=run_dir, plan=plan, **options).fingerprint
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "shard=3", pytest.param("replicate=2,shard=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "replicate=2",
+        "shard=2",
+        "shard=3",
+        pytest.param("replicate=2,shard=2", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "both"])
-def test_each_tensor_is_updated_as_a_whole(pool: WorkerPool, tmp_path: Path, name: str, plan: str) -> None:
+def test_each_tensor_is_updated_as_a_whole(
+    pool: WorkerPool, tmp_path: Path, name: str, plan: str
+) -> None:
     (alone,) = pool.run(1, train, name, str(tmp_path / "alone"), "numerics=bitwise")
     ranks = {"shard=3": 3, "replicate=2,shard=2": 4}.get(plan, 2)
-    assert set(pool.run(ranks, train, name, str(tmp_path / "run"), f"{plan},numerics=bitwise")) == {alone}
-    events = [line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "optimizer-on-whole-tensors" in line]
+    assert set(pool.run(ranks, train, name, str(tmp_path / "run"), f"{plan},numerics=bitwise")) == {
+        alone
+    }
+    events = [
+        line
+        for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+        if "optimizer-on-whole-tensors" in line
+    ]
     assert len(events) == ("shard" in plan)
 
 
@@ -184,7 +249,9 @@ def resumed(run_dir: str, plan: str) -> str:
 def test_its_state_is_saved_and_read_by_any_plan(pool: WorkerPool, tmp_path: Path) -> None:
     (alone,) = pool.run(1, train, "both", str(tmp_path / "alone"), "numerics=bitwise")
     pool.run(2, lose_a_worker, str(tmp_path / "run"), "shard=2,numerics=bitwise")
-    assert set(pool.run(3, resumed, str(tmp_path / "run"), "replicate=3,numerics=bitwise")) == {alone}
+    assert set(pool.run(3, resumed, str(tmp_path / "run"), "replicate=3,numerics=bitwise")) == {
+        alone
+    }
     pool.run(1, lose_a_worker, str(tmp_path / "other"), "numerics=bitwise")
     assert set(pool.run(2, resumed, str(tmp_path / "other"), "shard=2,numerics=bitwise")) == {alone}
 
@@ -209,9 +276,11 @@ def test_fast_numerics_agree_to_rounding(pool: WorkerPool, tmp_path: Path) -> No
 def test_it_is_refused_where_no_rank_can_have_whole_tensors(plan: Plan, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         needing_whole_tensors([torch.optim.Muon(matrix())], plan)
-    assert str(caught.value) == (
-        f"Muon with {said}; its update of an element depends on the other elements of the tensor, which are on other ranks; use replicate, "
-        "shard or both, or an optimizer that updates each element by itself, such as AdamW"
+    assert (
+        str(caught.value)
+        == f"Muon with {said}; its update of an element depends on the other elements of the"
+        " tensor, which are on other ranks; use replicate, shard or both, or an optimizer that"
+        " updates each element by itself, such as AdamW"
     )
 
 

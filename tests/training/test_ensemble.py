@@ -37,11 +37,17 @@ class Gives(nn.Module):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("ensemble")
-    return [ls.train(recipe(seed=seed), run_dir=str(folder / str(seed))).run_dir for seed in (1, 2, 3)]
+    return [
+        ls.train(recipe(seed=seed), run_dir=str(folder / str(seed))).run_dir for seed in (1, 2, 3)
+    ]
 
 
 def measured(runs: list[str], run_dir: str, plan: str | None) -> dict[str, float]:
-    evaluated = replace(recipe(), model=lambda: ls.Ensemble(network, runs), evaluation=ls.Evaluation(data=rows(13, seed=1)))
+    evaluated = replace(
+        recipe(),
+        model=lambda: ls.Ensemble(network, runs),
+        evaluation=ls.Evaluation(data=rows(13, seed=1)),
+    )
     return ls.evaluate(evaluated, run_dir=run_dir, plan=plan)
 
 
@@ -51,7 +57,9 @@ def loaded(run: str) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)])
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)]
+)
 def test_its_metrics_are_those_of_the_mean_output_under_every_plan(
     pool: WorkerPool, trained: list[str], tmp_path: Path, plan: str, ranks: int
 ) -> None:
@@ -83,13 +91,21 @@ def test_a_file_and_modules_are_members_too(trained: list[str]) -> None:
     ("make", "expected"),
     [
         (lambda x, number: x * number, lambda x: x * 2),
-        (lambda x, number: {"logits": x * number, "hidden": [x, None]}, lambda x: {"logits": x * 2, "hidden": [x, None]}),
+        (
+            lambda x, number: {"logits": x * number, "hidden": [x, None]},
+            lambda x: {"logits": x * 2, "hidden": [x, None]},
+        ),
         (lambda x, number: OrderedDict(logits=x * number), lambda x: OrderedDict(logits=x * 2)),
         (lambda x, number: (x, (x + number, "same")), lambda x: (x, (x + 2, "same"))),
-        (lambda x, number: Pair(x * number, torch.tensor([3])), lambda x: Pair(x * 2, torch.tensor([3]))),
+        (
+            lambda x, number: Pair(x * number, torch.tensor([3])),
+            lambda x: Pair(x * 2, torch.tensor([3])),
+        ),
     ],
 )
-def test_the_mean_is_of_each_tensor_in_an_output(make: Callable[..., Any], expected: Callable[..., Any]) -> None:
+def test_the_mean_is_of_each_tensor_in_an_output(
+    make: Callable[..., Any], expected: Callable[..., Any]
+) -> None:
     x = torch.arange(4.0)
     found, right = ls.Ensemble([Gives(1.0, make), Gives(3.0, make)])(x), expected(x)
     assert type(found) is type(right)
@@ -105,14 +121,26 @@ def test_outputs_are_combined_by_a_function_of_their_list() -> None:
 
 
 def test_what_has_no_mean_is_refused() -> None:
-    ensemble = ls.Ensemble([Gives(number, lambda x, number: torch.tensor([int(number)])) for number in (1.0, 2.0)])
-    with pytest.raises(RecipeError, match="have a Tensor that differs between members; a mean is of floating-point tensors"):
+    ensemble = ls.Ensemble(
+        [Gives(number, lambda x, number: torch.tensor([int(number)])) for number in (1.0, 2.0)]
+    )
+    with pytest.raises(
+        RecipeError,
+        match="have a Tensor that differs between members; a mean is of floating-point tensors",
+    ):
         ensemble(torch.ones(2))
 
 
 def test_it_is_not_trained(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"an ls\.Ensemble in training mode; it is the mean of models that are trained already"):
-        ls.train(recipe(model=lambda: ls.Ensemble([network(), network()])), run_dir=str(tmp_path / "run"))
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"an ls\.Ensemble in training mode; it is the mean of models that are trained already"
+        ),
+    ):
+        ls.train(
+            recipe(model=lambda: ls.Ensemble([network(), network()])), run_dir=str(tmp_path / "run")
+        )
 
 
 def test_weights_of_another_model_are_refused(trained: list[str]) -> None:
@@ -126,7 +154,9 @@ def test_a_pickle_and_a_run_that_has_not_ended_are_refused(tmp_path: Path) -> No
             return (Path.touch, (tmp_path / "executed",))
 
     (tmp_path / "model.pt").write_bytes(pickle.dumps(Runs()))
-    with pytest.raises(RecipeError, match=r"its members are read from runs and \.safetensors files"):
+    with pytest.raises(
+        RecipeError, match=r"its members are read from runs and \.safetensors files"
+    ):
         ls.Ensemble(network, [tmp_path / "model.pt"])
     assert not (tmp_path / "executed").exists()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -135,8 +165,18 @@ def test_a_pickle_and_a_run_that_has_not_ended_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "arguments", [(network,), (network, []), (network, "runs/a"), ([],), ([network],), ([nn.Linear(1, 1)], ["runs/a"])]
+    "arguments",
+    [
+        (network,),
+        (network, []),
+        (network, "runs/a"),
+        ([],),
+        ([network],),
+        ([nn.Linear(1, 1)], ["runs/a"]),
+    ],
 )
 def test_other_arguments_are_refused(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(RecipeError, match="it takes a function and a list of runs, or a list of modules"):
+    with pytest.raises(
+        RecipeError, match="it takes a function and a list of runs, or a list of modules"
+    ):
         ls.Ensemble(*arguments)

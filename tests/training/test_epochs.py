@@ -43,7 +43,15 @@ def trained(run_dir: Path, **changes: Any) -> tuple[Epochs, list[int]]:
     """The notes of a run, and the steps of its checkpoints."""
     hook = Epochs()
     evaluation = ls.Evaluation(data=rows(4), every="epoch")
-    given = recipe(**{"data": rows(10), "global_batch": 4, "microbatch": 2, "evaluation": evaluation, **changes})
+    given = recipe(
+        **{
+            "data": rows(10),
+            "global_batch": 4,
+            "microbatch": 2,
+            "evaluation": evaluation,
+            **changes,
+        }
+    )
     ls.train(given, run_dir=str(run_dir), hooks=[hook], saving=ls.Saving(every="epoch", last=9))
     return hook, [name.step for name in FolderStorage(run_dir / "checkpoints").names()]
 
@@ -75,7 +83,9 @@ def test_the_epochs_of_a_sampler_have_its_length(tmp_path: Path) -> None:
 def epochs_in_two_loops(run_dir: str, resume: bool) -> list[tuple[int | None, int | None]]:
     found = []
     with ls.Session(run_dir=run_dir, seed=0, saving=ls.Saving(every="epoch")) as session:
-        model, optimizer = session.prepare(network, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = session.prepare(
+            network, lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         for loop in range(2):
             for step in session.steps(rows(8), global_batch=4, microbatch=2, epochs=2):
                 found.append((loop, session.epoch))
@@ -87,7 +97,9 @@ def epochs_in_two_loops(run_dir: str, resume: bool) -> list[tuple[int | None, in
     return found
 
 
-def test_each_loop_of_a_session_counts_its_own_epochs_on_any_number_of_ranks(tmp_path: Path, pool: WorkerPool) -> None:
+def test_each_loop_of_a_session_counts_its_own_epochs_on_any_number_of_ranks(
+    tmp_path: Path, pool: WorkerPool
+) -> None:
     expected = [(0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1)]
     assert epochs_in_two_loops(str(tmp_path / "one"), True) == expected
     assert pool.run(2, epochs_in_two_loops, str(tmp_path / "two"), True) == [expected] * 2
@@ -109,7 +121,9 @@ def test_data_without_a_length_has_no_epochs(tmp_path: Path) -> None:
     ls.train(stream(tmp_path), run_dir=str(tmp_path / "run"), hooks=[hook])
     assert hook.before == [None, None]
     assert hook.ends == []
-    with pytest.raises(CheckpointError, match=r"every='epoch'.*no epochs; give a number of\s+steps"):
+    with pytest.raises(
+        CheckpointError, match=r"every='epoch'.*no epochs; give a number of\s+steps"
+    ):
         ls.train(stream(tmp_path), run_dir=str(tmp_path / "save"), saving=ls.Saving(every="epoch"))
     evaluation = ls.Evaluation(data=rows(4), every="epoch")
     with pytest.raises(RecipeError, match=r"every='epoch'.*no epochs; give a number of\s+steps"):
@@ -122,9 +136,13 @@ def test_data_without_a_length_has_no_epochs(tmp_path: Path) -> None:
 
 
 def test_other_words_are_refused() -> None:
-    with pytest.raises(RecipeError, match="every='epochs'; give a number of steps, 'epoch', or None"):
+    with pytest.raises(
+        RecipeError, match="every='epochs'; give a number of steps, 'epoch', or None"
+    ):
         ls.Evaluation(data=rows(4), every="epochs")  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"every='epochs'\); it is a number of steps.* or 'epoch'"):
+    with pytest.raises(
+        CheckpointError, match=r"every='epochs'\); it is a number of steps.* or 'epoch'"
+    ):
         ls.Saving(every="epochs")
 
 
@@ -144,14 +162,18 @@ def save_then_raise(run_dir: str) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_error_in_a_hook_does_not_abandon_the_save_under_way(tmp_path: Path, pool: WorkerPool, ranks: int) -> None:
+def test_an_error_in_a_hook_does_not_abandon_the_save_under_way(
+    tmp_path: Path, pool: WorkerPool, ranks: int
+) -> None:
     run_dir = tmp_path / "run"
     if ranks == 1:
         save_then_raise(str(run_dir))
     else:
         pool.run(ranks, save_then_raise, str(run_dir))
     assert [name.step for name in FolderStorage(run_dir / "checkpoints").names()] == [2]
-    events = [json.loads(line)["event"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line)["event"] for line in (run_dir / "events.jsonl").read_text().splitlines()
+    ]
     assert events.index("checkpoint-saved") > events.index("run-failed")
 
 
@@ -159,14 +181,18 @@ def test_groups_with_other_rates_have_lines_of_their_own(tmp_path: Path) -> None
     def groups(model: torch.nn.Module, rates: list[float]) -> torch.optim.Optimizer:
         parameters = list(model.parameters())
         halves = [parameters[::2], parameters[1::2]]
-        return torch.optim.SGD([{"params": half, "lr": rate} for half, rate in zip(halves, rates, strict=True)])
+        return torch.optim.SGD(
+            [{"params": half, "lr": rate} for half, rate in zip(halves, rates, strict=True)]
+        )
 
     rows_of = {}
     for name, rates in (("same", [0.1, 0.1]), ("other", [0.1, 0.01])):
         run_dir = tmp_path / name
         given = recipe(steps=2, optimizer=lambda model, rates=rates: groups(model, rates))
         ls.train(given, run_dir=str(run_dir), log_every=1)
-        rows_of[name] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        rows_of[name] = [
+            json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+        ]
     assert [row["lr"] for row in rows_of["other"]] == [0.1, 0.1]
     assert [row["lr/1"] for row in rows_of["other"]] == [0.01, 0.01]
     assert not [name for row in rows_of["same"] for name in row if name.startswith("lr/")]
@@ -182,7 +208,9 @@ def test_groups_with_other_rates_have_lines_of_their_own(tmp_path: Path) -> None
         ({"steps": 9, "sampler": lambda epoch, seed: range(8)}, 2),
     ],
 )
-def test_a_search_knows_the_steps_of_an_epoch(changes: dict[str, Any], interval: int | None) -> None:
+def test_a_search_knows_the_steps_of_an_epoch(
+    changes: dict[str, Any], interval: int | None
+) -> None:
     evaluation = ls.Evaluation(data=rows(4), every="epoch")
     given = recipe(**{"data": rows(10), "global_batch": 4, "microbatch": 2, **changes})
     assert interval_of(given, evaluation) == interval

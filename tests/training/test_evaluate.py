@@ -79,8 +79,8 @@ def kind(order: Tensor) -> float:
 
 
 class Watch(ls.Hook):
-    """The modes of all modules after each evaluation, the model then, and its metrics. One module is kept in evaluation
-    mode."""
+    """The modes of all modules after each evaluation, the model then, and its metrics. One module
+    is kept in evaluation mode."""
 
     def on_start(self, run: Any) -> None:
         run.model.body[1].eval()
@@ -88,10 +88,18 @@ class Watch(ls.Hook):
         self.seen: list[tuple[list[bool], dict[str, Tensor], dict[str, float]]] = []
 
     def after_evaluation(self, run: Any, metrics: Any) -> None:
-        self.seen.append(([module.training for module in run.model.modules()], state_of(run.model), dict(metrics)))
+        self.seen.append(
+            (
+                [module.training for module in run.model.modules()],
+                state_of(run.model),
+                dict(metrics),
+            )
+        )
 
 
-def measure(run_dir: str, samples: int, microbatch: int | None) -> tuple[ls.Result, Watch, tuple[float, float, float]]:
+def measure(
+    run_dir: str, samples: int, microbatch: int | None
+) -> tuple[ls.Result, Watch, tuple[float, float, float]]:
     held_out = labelled(samples, seed=1)
     watch = Watch()
     metrics = {
@@ -119,7 +127,11 @@ def measure(run_dir: str, samples: int, microbatch: int | None) -> tuple[ls.Resu
     return (
         result,
         watch,
-        (float(entropy(output, held_out.tensors)), float(correct(output, held_out.tensors).double().mean()), area(score, label)),
+        (
+            float(entropy(output, held_out.tensors)),
+            float(correct(output, held_out.tensors).double().mean()),
+            area(score, label),
+        ),
     )
 
 
@@ -142,7 +154,9 @@ def test_37_samples_count_once_each_whatever_the_ranks_and_microbatches(
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_rank_may_have_no_sample(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
-    for result, _, (loss, accuracy, auc) in pool.run(world_size, measure, str(tmp_path / "run"), 5, 4):
+    for result, _, (loss, accuracy, auc) in pool.run(
+        world_size, measure, str(tmp_path / "run"), 5, 4
+    ):
         metrics = result.metrics
         assert (metrics["mean index"], metrics["order"], metrics["kind"]) == (2.0, 1.0, 1.0)
         assert (metrics["accuracy"], metrics["area"]) == (accuracy, auc)
@@ -160,13 +174,33 @@ def fingerprints(run_dir: str) -> list[str]:
     found = []
     for every in (None, 1):
         evaluation = ls.Evaluation(data=labelled(9, seed=1), every=every)
-        given = recipe(model=Classifier, data=labelled(30, seed=2), inputs=inputs, loss=entropy, evaluation=evaluation, steps=3)
-        found.append(ls.train(given, run_dir=f"{run_dir}/{every}", plan="numerics=bitwise").fingerprint)
+        given = recipe(
+            model=Classifier,
+            data=labelled(30, seed=2),
+            inputs=inputs,
+            loss=entropy,
+            evaluation=evaluation,
+            steps=3,
+        )
+        found.append(
+            ls.train(given, run_dir=f"{run_dir}/{every}", plan="numerics=bitwise").fingerprint
+        )
     return found
 
 
-def test_how_often_it_is_measured_does_not_change_what_is_learned(pool: WorkerPool, tmp_path: Path) -> None:
-    assert len({fingerprint for found in pool.run(2, fingerprints, str(tmp_path)) for fingerprint in found}) == 1
+def test_how_often_it_is_measured_does_not_change_what_is_learned(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    assert (
+        len(
+            {
+                fingerprint
+                for found in pool.run(2, fingerprints, str(tmp_path))
+                for fingerprint in found
+            }
+        )
+        == 1
+    )
 
 
 class Noisy(nn.Module):
@@ -189,9 +223,19 @@ def noisy(run_dir: str) -> list[dict[str, float]]:
     found = []
     for number, hooks in enumerate(([], [Draws()])):
         watch = Metrics()
-        evaluation = ls.Evaluation(data=labelled(11, seed=1), every=1, metrics={"accuracy": ls.Mean(correct)})
-        given = recipe(model=Noisy, data=labelled(30, seed=2), inputs=inputs, loss=entropy, evaluation=evaluation)
-        ls.train(given, run_dir=f"{run_dir}/{number}", hooks=[*hooks, watch], plan="numerics=bitwise")
+        evaluation = ls.Evaluation(
+            data=labelled(11, seed=1), every=1, metrics={"accuracy": ls.Mean(correct)}
+        )
+        given = recipe(
+            model=Noisy,
+            data=labelled(30, seed=2),
+            inputs=inputs,
+            loss=entropy,
+            evaluation=evaluation,
+        )
+        ls.train(
+            given, run_dir=f"{run_dir}/{number}", hooks=[*hooks, watch], plan="numerics=bitwise"
+        )
         found.append(watch.seen)
     assert found[0] == found[1]
     return found[0]
@@ -205,8 +249,12 @@ class Metrics(ls.Hook):
         self.seen.append(dict(metrics))
 
 
-def test_a_model_that_draws_random_numbers_measures_the_same_on_any_number_of_processes(pool: WorkerPool, tmp_path: Path) -> None:
-    found = [seen for size in WORLD_SIZES for seen in pool.run(size, noisy, str(tmp_path / str(size)))]
+def test_a_model_that_draws_random_numbers_measures_the_same_on_any_number_of_processes(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    found = [
+        seen for size in WORLD_SIZES for seen in pool.run(size, noisy, str(tmp_path / str(size)))
+    ]
     assert all(seen == found[0] for seen in found)
     assert found[0][0] != found[0][1]
 
@@ -215,7 +263,12 @@ def with_ignored_labels(run_dir: str) -> str:
     labels = [torch.arange(30) % 3, torch.where(torch.arange(9) == 2, -100, torch.arange(9) % 3)]
     features = [rows(30).tensors[1], rows(9).tensors[1]]
     learned, held_out = (TensorDataset(x, y) for x, y in zip(features, labels, strict=True))
-    given = recipe(data=learned, inputs=first_of, loss=entropy_of_labels, evaluation=ls.Evaluation(data=held_out))
+    given = recipe(
+        data=learned,
+        inputs=first_of,
+        loss=entropy_of_labels,
+        evaluation=ls.Evaluation(data=held_out),
+    )
     try:
         ls.train(given, run_dir=run_dir)
     except LossError as error:
@@ -231,9 +284,12 @@ def entropy_of_labels(output: Tensor, batch: Batch) -> Tensor:
     return cross_entropy(output, batch[1])
 
 
-def test_a_mean_over_tokens_that_are_not_ignored_is_refused_in_evaluation_too(tmp_path: Path) -> None:
+def test_a_mean_over_tokens_that_are_not_ignored_is_refused_in_evaluation_too(
+    tmp_path: Path,
+) -> None:
     assert with_ignored_labels(str(tmp_path / "run")).startswith(
-        "term 'loss' of the loss is a plain scalar, and batch[1] holds the ignore index -100; a mean over tokens that are not ignored would"
+        "term 'loss' of the loss is a plain scalar, and batch[1] holds the ignore index -100; a"
+        " mean over tokens that are not ignored would"
     )
 
 
@@ -243,10 +299,14 @@ def all_losses(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def two_losses(run_dir: str) -> dict[str, float]:
-    return ls.train(recipe(loss=all_losses, evaluation=ls.Evaluation(data=rows(9))), run_dir=run_dir).metrics
+    return ls.train(
+        recipe(loss=all_losses, evaluation=ls.Evaluation(data=rows(9))), run_dir=run_dir
+    ).metrics
 
 
-def test_the_loss_is_the_sum_of_all_terms_even_where_one_is_called_loss(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_loss_is_the_sum_of_all_terms_even_where_one_is_called_loss(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for metrics in pool.run(2, two_losses, str(tmp_path / "run")):
         assert metrics["loss/twice"] == pytest.approx(2 * metrics["loss/loss"])
         assert metrics["loss"] == pytest.approx(3 * metrics["loss/loss"])
@@ -267,7 +327,11 @@ def now_and_then(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def one_or_several(model: nn.Module, batch: Batch) -> Any:
-    return squared_error(model, batch) if model.training or int(batch[0][0]) < 4 else in_turn(model, batch)
+    return (
+        squared_error(model, batch)
+        if model.training or int(batch[0][0]) < 4
+        else in_turn(model, batch)
+    )
 
 
 def measure_terms(run_dir: str, loss: Any) -> dict[str, float] | str:
@@ -279,21 +343,33 @@ def measure_terms(run_dir: str, loss: Any) -> dict[str, float] | str:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_terms_are_told_apart_by_name_whatever_their_order(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_terms_are_told_apart_by_name_whatever_their_order(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
     for metrics in pool.run(world_size, measure_terms, str(tmp_path / "run"), in_turn):
         assert metrics["loss/b"] == pytest.approx(3 * metrics["loss/a"], rel=1e-5)
         assert metrics["index"] == 6.5
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize(("loss", "terms", "before"), [(now_and_then, ["a"], ["a", "b"]), (one_or_several, ["b", "a"], ["loss"])])
+@pytest.mark.parametrize(
+    ("loss", "terms", "before"),
+    [(now_and_then, ["a"], ["a", "b"]), (one_or_several, ["b", "a"], ["loss"])],
+)
 def test_other_terms_in_another_microbatch_are_refused_on_all_ranks(
-    pool: WorkerPool, tmp_path: Path, world_size: int, loss: Any, terms: list[str], before: list[str]
+    pool: WorkerPool,
+    tmp_path: Path,
+    world_size: int,
+    loss: Any,
+    terms: list[str],
+    before: list[str],
 ) -> None:
     for text in pool.run(world_size, measure_terms, str(tmp_path / "run"), loss):
-        assert text == (
-            f"evaluation, microbatch 1: the loss has terms {terms} and had {before} before; it must have the same terms for every "
-            "microbatch: give one that does not apply as a zero, (output * 0).sum()"
+        assert (
+            text
+            == f"evaluation, microbatch 1: the loss has terms {terms} and had {before} before; it"
+            " must have the same terms for every microbatch: give one that does not apply as a"
+            " zero, (output * 0).sum()"
         )
 
 
@@ -336,34 +412,65 @@ def nothing(*_: Any) -> float:
 BAD_METRICS: dict[str, tuple[Any, str]] = {
     "a row too many": (
         ls.Gathered(a_row_too_many, nothing),
-        "metric 'bad' collected shape (5,) from a microbatch of 4 samples; each tensor has one row a sample",
+        (
+            "metric 'bad' collected shape (5,) from a microbatch of 4 samples; each tensor has one"
+            " row a sample"
+        ),
     ),
-    "a scalar": (ls.Gathered(a_scalar, nothing), "metric 'bad' collected shape () from a microbatch of 4 samples"),
-    "a list": (ls.Gathered(a_list, nothing), "metric 'bad' collected a list from a microbatch of 4 samples"),
-    "nothing": (ls.Gathered(a_number, nothing), "metric 'bad' collected a float from a microbatch of 4 samples"),
-    "computed nothing": (ls.Gathered(first, no_value), "metric 'bad' is None (a NoneType); a metric is a single number; reduce it"),
-    "computed a vector": (ls.Gathered(first, vector), "metric 'bad' computed an array of shape (8,); a metric is one number; reduce it"),
+    "a scalar": (
+        ls.Gathered(a_scalar, nothing),
+        "metric 'bad' collected shape () from a microbatch of 4 samples",
+    ),
+    "a list": (
+        ls.Gathered(a_list, nothing),
+        "metric 'bad' collected a list from a microbatch of 4 samples",
+    ),
+    "nothing": (
+        ls.Gathered(a_number, nothing),
+        "metric 'bad' collected a float from a microbatch of 4 samples",
+    ),
+    "computed nothing": (
+        ls.Gathered(first, no_value),
+        "metric 'bad' is None (a NoneType); a metric is a single number; reduce it",
+    ),
+    "computed a vector": (
+        ls.Gathered(first, vector),
+        "metric 'bad' computed an array of shape (8,); a metric is one number; reduce it",
+    ),
     "a mean of means": (
         ls.Mean(a_mean),
-        "metric 'bad' has one value for a microbatch of 4 samples; an ls.Mean divides the sum of the values by their number, and would "
-        "take a mean of means; return one value a sample: leave out .mean()",
+        (
+            "metric 'bad' has one value for a microbatch of 4 samples; an ls.Mean divides the sum"
+            " of the values by their number, and would take a mean of means; return one value a"
+            " sample: leave out .mean()"
+        ),
     ),
-    "a mean of a number": (ls.Mean(a_number), "metric 'bad' has values 0.5 (a float); a Mean's values are a tensor, one a sample"),
+    "a mean of a number": (
+        ls.Mean(a_number),
+        "metric 'bad' has values 0.5 (a float); a Mean's values are a tensor, one a sample",
+    ),
 }
 
 
 def evaluate_badly(run_dir: str, metric: Any) -> str:
     try:
-        ls.train(recipe(evaluation=ls.Evaluation(data=rows(8), metrics={"bad": metric})), run_dir=run_dir)
+        ls.train(
+            recipe(evaluation=ls.Evaluation(data=rows(8), metrics={"bad": metric})), run_dir=run_dir
+        )
     except DataError as error:
         return str(error)
     return "it was measured"
 
 
 @pytest.mark.parametrize("name", BAD_METRICS)
-def test_a_metric_that_is_not_what_it_says_is_refused(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_a_metric_that_is_not_what_it_says_is_refused(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
     metric, message = BAD_METRICS[name]
-    assert all(text.startswith(message) for text in pool.run(2, evaluate_badly, str(tmp_path / "run"), metric))
+    assert all(
+        text.startswith(message)
+        for text in pool.run(2, evaluate_badly, str(tmp_path / "run"), metric)
+    )
 
 
 def one_value(model: nn.Module, batch: Batch) -> Tensor:
@@ -395,24 +502,40 @@ def one_or_two(model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
 RAGGED: dict[str, tuple[Any, str]] = {
     "widths": (
         as_wide_as_the_largest,
-        "metric 'bad' collected float32 rows of shape (3,) from microbatch 2, and float32 rows of shape (2,) from microbatch 0; the rows "
-        "of all samples are concatenated, so they must have one dtype and one shape: pad them to one width",
+        (
+            "metric 'bad' collected float32 rows of shape (3,) from microbatch 2, and float32 rows"
+            " of shape (2,) from microbatch 0; the rows of all samples are concatenated, so they"
+            " must have one dtype and one shape: pad them to one width"
+        ),
     ),
     "dtypes": (
         of_two_dtypes,
-        "metric 'bad' collected float32 rows of shape (6,) and float32 rows of shape () from microbatch 2, and float32 rows of shape (6,) "
-        "and int64 rows of shape () from microbatch 0; the rows of all samples are concatenated",
+        (
+            "metric 'bad' collected float32 rows of shape (6,) and float32 rows of shape () from"
+            " microbatch 2, and float32 rows of shape (6,) and int64 rows of shape () from"
+            " microbatch 0; the rows of all samples are concatenated"
+        ),
     ),
     "numbers of tensors": (
         one_or_two,
-        "metric 'bad' collected int64 rows of shape () and int64 rows of shape () from microbatch 2, and int64 rows of shape () from",
+        (
+            "metric 'bad' collected int64 rows of shape () and int64 rows of shape () from"
+            " microbatch 2, and int64 rows of shape () from"
+        ),
     ),
 }
 
 
 def evaluate_ragged(run_dir: str, collect: Any) -> str:
     try:
-        ls.train(recipe(evaluation=ls.Evaluation(data=rows(14), metrics={"bad": ls.Gathered(collect, nothing)})), run_dir=run_dir)
+        ls.train(
+            recipe(
+                evaluation=ls.Evaluation(
+                    data=rows(14), metrics={"bad": ls.Gathered(collect, nothing)}
+                )
+            ),
+            run_dir=run_dir,
+        )
     except DataError as error:
         return str(error)
     return "it was measured"
@@ -420,9 +543,14 @@ def evaluate_ragged(run_dir: str, collect: Any) -> str:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", RAGGED)
-def test_rows_that_do_not_go_together_are_refused_on_all_ranks(pool: WorkerPool, tmp_path: Path, name: str, world_size: int) -> None:
+def test_rows_that_do_not_go_together_are_refused_on_all_ranks(
+    pool: WorkerPool, tmp_path: Path, name: str, world_size: int
+) -> None:
     collect, message = RAGGED[name]
-    assert all(text.startswith(message) for text in pool.run(world_size, evaluate_ragged, str(tmp_path / "run"), collect))
+    assert all(
+        text.startswith(message)
+        for text in pool.run(world_size, evaluate_ragged, str(tmp_path / "run"), collect)
+    )
 
 
 def not_a_number(order: Tensor) -> float:

@@ -1,4 +1,5 @@
-"""Several evaluations of one recipe, each with its own data, loss, weights and steps; evaluation without training."""
+"""Several evaluations of one recipe, each with its own data, loss, weights and steps; evaluation
+without training."""
 
 from __future__ import annotations
 
@@ -39,16 +40,24 @@ class Seen(ls.Hook):
         self.seen.append((run.step, dict(metrics)))
 
 
-def train(run_dir: str, plan: str | None = None, **options: Any) -> tuple[ls.Result, list[tuple[int, dict[str, float]]]]:
+def train(
+    run_dir: str, plan: str | None = None, **options: Any
+) -> tuple[ls.Result, list[tuple[int, dict[str, float]]]]:
     seen = Seen()
     result = ls.train(
-        recipe(steps=STEPS, evaluation=evaluations()), run_dir=run_dir, plan=plan, hooks=[ls.ExponentialMovingAverage(0.5), seen], **options
+        recipe(steps=STEPS, evaluation=evaluations()),
+        run_dir=run_dir,
+        plan=plan,
+        hooks=[ls.ExponentialMovingAverage(0.5), seen],
+        **options,
     )
     return result, seen.seen
 
 
 def measured_again(run_dir: str, weights: str, plan: str | None) -> dict[str, float]:
-    return ls.evaluate(recipe(steps=STEPS, evaluation=evaluations()), weights, run_dir=run_dir, plan=plan)
+    return ls.evaluate(
+        recipe(steps=STEPS, evaluation=evaluations()), weights, run_dir=run_dir, plan=plan
+    )
 
 
 def test_each_is_measured_at_its_own_steps_and_all_at_the_end(tmp_path: Path) -> None:
@@ -60,10 +69,14 @@ def test_each_is_measured_at_its_own_steps_and_all_at_the_end(tmp_path: Path) ->
         (6, ["valid/loss", "test/loss"]),
         (6, ["last/loss"]),
     ]
-    assert result.metrics == {name: value for _, metrics in seen[-2:] for name, value in metrics.items()}
+    assert result.metrics == {
+        name: value for _, metrics in seen[-2:] for name, value in metrics.items()
+    }
 
 
-def test_the_metrics_are_those_of_the_data_the_loss_and_the_weights_that_each_names(tmp_path: Path) -> None:
+def test_the_metrics_are_those_of_the_data_the_loss_and_the_weights_that_each_names(
+    tmp_path: Path,
+) -> None:
     from safetensors.torch import load_file
 
     result, _ = train(str(tmp_path / "run"))
@@ -74,30 +87,44 @@ def test_the_metrics_are_those_of_the_data_the_loss_and_the_weights_that_each_na
         ("last", absolute_error, rows(7, seed=2), "model_average.safetensors"),
     ):
         model.load_state_dict(load_file(tmp_path / "run" / file))
-        assert result.metrics[f"{name}/loss"] == pytest.approx(loss(model.eval(), list(data.tensors)).item(), rel=1e-5), name
+        assert result.metrics[f"{name}/loss"] == pytest.approx(
+            loss(model.eval(), list(data.tensors)).item(), rel=1e-5
+        ), name
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("replicate=2", 2), ("replicate=3", 3), ("shard=2", 2)])
-def test_they_are_the_same_under_every_plan(pool: WorkerPool, tmp_path: Path, plan: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("replicate=2", 2), ("replicate=3", 3), ("shard=2", 2)]
+)
+def test_they_are_the_same_under_every_plan(
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
+) -> None:
     (alone,) = pool.run(1, train, str(tmp_path / "alone"), "numerics=bitwise")
     for result, seen in pool.run(ranks, train, str(tmp_path / "run"), f"{plan},numerics=bitwise"):
         assert (result.metrics, seen) == (alone[0].metrics, alone[1])
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)])
-def test_evaluate_measures_weights_as_the_run_did(pool: WorkerPool, tmp_path: Path, plan: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)]
+)
+def test_evaluate_measures_weights_as_the_run_did(
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
+) -> None:
     result, _ = train(str(tmp_path / "run"))
     weights = str(tmp_path / "run" / "model.safetensors")
     for metrics in pool.run(ranks, measured_again, str(tmp_path / "again"), weights, plan):
         assert metrics["valid/loss"] == pytest.approx(result.metrics["valid/loss"], rel=1e-6)
-        assert metrics["last/loss"] == metrics["test/loss"], "the given weights are measured, not an average that there is not"
+        assert metrics["last/loss"] == metrics["test/loss"], (
+            "the given weights are measured, not an average that there is not"
+        )
 
 
 def test_the_best_checkpoint_is_that_of_the_metric_of_one_of_them(tmp_path: Path) -> None:
     result, seen = train(str(tmp_path / "run"), saving=ls.Saving(best="test/loss"))
     values = {step: metrics["test/loss"] for step, metrics in seen if "test/loss" in metrics}
     assert result.best is not None
-    assert (result.best.value, result.best.step) == min((value, step) for step, value in values.items())
+    assert (result.best.value, result.best.step) == min(
+        (value, step) for step, value in values.items()
+    )
 
 
 class Counts(ls.Hook):
@@ -123,28 +150,51 @@ def test_a_metric_that_a_hook_adds_may_be_followed(tmp_path: Path, follows: str)
         hook = Adds(adds)
         hooks = [hook, *([ls.EarlyStopping("f1", mode="max")] if follows == "stopping" else [])]
         saving = ls.Saving(best="f1") if follows == "best" else None
-        schedule = ls.OnMetric("f1", lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max"))
-        evaluated = {"evaluation": ls.Evaluation(data=rows(5), every=2), **({"schedule": schedule} if follows == "schedule" else {})}
-        ls.train(recipe(steps=4, **evaluated), run_dir=str(tmp_path / adds), hooks=hooks, saving=saving)
+        schedule = ls.OnMetric(
+            "f1",
+            lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max"),
+        )
+        evaluated = {
+            "evaluation": ls.Evaluation(data=rows(5), every=2),
+            **({"schedule": schedule} if follows == "schedule" else {}),
+        }
+        ls.train(
+            recipe(steps=4, **evaluated), run_dir=str(tmp_path / adds), hooks=hooks, saving=saving
+        )
         return hook.steps
 
     assert trained("f1") == 4
-    with pytest.raises(RecipeError, match=r"'f1'.*, which is not measured; measured are loss.*; choose one of these"):
+    with pytest.raises(
+        RecipeError,
+        match=r"'f1'.*, which is not measured; measured are loss.*; choose one of these",
+    ):
         trained("other")
 
 
 def test_a_metric_that_none_of_them_has_is_refused_before_the_first_step(tmp_path: Path) -> None:
     evaluation = {name: each for name, each in evaluations().items() if name != "last"}
     counts = Counts()
-    with pytest.raises(RecipeError, match=r"EarlyStopping watches 'loss', which is not measured; measured are valid/loss, test/loss"):
-        ls.train(recipe(steps=STEPS, evaluation=evaluation), run_dir=str(tmp_path / "run"), hooks=[ls.EarlyStopping("loss"), counts])
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"EarlyStopping watches 'loss', which is not measured; measured are valid/loss,"
+            r" test/loss"
+        ),
+    ):
+        ls.train(
+            recipe(steps=STEPS, evaluation=evaluation),
+            run_dir=str(tmp_path / "run"),
+            hooks=[ls.EarlyStopping("loss"), counts],
+        )
     assert counts.steps == 0
 
 
 def test_early_stopping_counts_only_the_evaluations_of_its_metric(tmp_path: Path) -> None:
     evaluation = {name: each for name, each in evaluations().items() if name != "last"}
     stopping = ls.EarlyStopping("test/loss", patience=1, min_delta=1e9)
-    result = ls.train(recipe(steps=20, evaluation=evaluation), run_dir=str(tmp_path / "run"), hooks=[stopping])
+    result = ls.train(
+        recipe(steps=20, evaluation=evaluation), run_dir=str(tmp_path / "run"), hooks=[stopping]
+    )
     assert result.steps == 6, "measured after 3 and 6 steps, and not better after 6"
 
 
@@ -158,12 +208,19 @@ class Evaluates(ls.Hook):
 
 
 def hook_evaluates(run_dir: str) -> tuple[list[dict[str, float]], str]:
-    hook, run_recipe = Evaluates(), recipe(steps=STEPS, evaluation=ls.Evaluation(data=rows(13, seed=1)))
-    fingerprint = ls.train(run_recipe, run_dir=run_dir, hooks=[hook], plan="numerics=bitwise").fingerprint
+    hook, run_recipe = (
+        Evaluates(),
+        recipe(steps=STEPS, evaluation=ls.Evaluation(data=rows(13, seed=1))),
+    )
+    fingerprint = ls.train(
+        run_recipe, run_dir=run_dir, hooks=[hook], plan="numerics=bitwise"
+    ).fingerprint
     return hook.found, fingerprint
 
 
-def test_a_hook_evaluates_when_it_wants_and_what_is_learned_stays(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_hook_evaluates_when_it_wants_and_what_is_learned_stays(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     (alone,) = pool.run(1, hook_evaluates, str(tmp_path / "alone"))
     for found, fingerprint in pool.run(2, hook_evaluates, str(tmp_path / "run")):
         assert found == alone[0]
@@ -175,9 +232,15 @@ def test_a_hook_evaluates_when_it_wants_and_what_is_learned_stays(pool: WorkerPo
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"evaluation": {"a/b": ls.Evaluation(data=rows(3))}}, r"evaluation has the name 'a/b'.* choose another"),
+        (
+            {"evaluation": {"a/b": ls.Evaluation(data=rows(3))}},
+            r"evaluation has the name 'a/b'.* choose another",
+        ),
         ({"evaluation": {"loss": ls.Evaluation(data=rows(3))}}, r"evaluation has the name 'loss'"),
-        ({"evaluation": {"valid": rows(3)}}, r"evaluation\['valid'\] is .* give an ls.Evaluation under each name"),
+        (
+            {"evaluation": {"valid": rows(3)}},
+            r"evaluation\['valid'\] is .* give an ls.Evaluation under each name",
+        ),
         ({"evaluation": rows(3)}, r"several by name \{'valid': ls.Evaluation\(...\)\}, or None"),
     ],
 )
@@ -187,12 +250,18 @@ def test_a_wrong_evaluation_is_refused(changes: dict[str, Any], message: str) ->
 
 
 def test_an_average_that_no_hook_keeps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"evaluation\['last'\] has weights='average', and no hook keeps an average"):
+    with pytest.raises(
+        RecipeError,
+        match=r"evaluation\['last'\] has weights='average', and no hook keeps an average",
+    ):
         ls.train(recipe(evaluation=evaluations()), run_dir=str(tmp_path / "run"))
 
 
 def test_an_evaluation_without_one_in_the_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"without Recipe.evaluation; it measures those of the recipe; give ls.Evaluation"):
+    with pytest.raises(
+        RecipeError,
+        match=r"without Recipe.evaluation; it measures those of the recipe; give ls.Evaluation",
+    ):
         ls.evaluate(recipe())
     hook = Evaluates()
     with pytest.raises(RecipeError, match=r"run.evaluate\(\) without Recipe.evaluation"):

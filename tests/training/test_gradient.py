@@ -1,4 +1,5 @@
-"""Law 1: under every plan a step applies the gradient of Σ total / Σ weight over all microbatches of all ranks."""
+"""Law 1: under every plan a step applies the gradient of Σ total / Σ weight over all microbatches
+of all ranks."""
 
 from __future__ import annotations
 
@@ -73,10 +74,17 @@ class Case:
         """Of each step, its microbatches on one process."""
         cut = []
         for step in range(self.steps()):
-            start, stop = batch_span(step, length=self.samples, global_batch=self.global_batch, epochs=self.epochs)
+            start, stop = batch_span(
+                step, length=self.samples, global_batch=self.global_batch, epochs=self.epochs
+            )
             samples = samples_at(start, stop, of=self.samples)
             spans = microbatch_spans(stop - start, self.microbatch, 1)
-            cut.append([[tensor[samples[a:b]].to(dtype) for tensor in self.data().tensors] for a, b in spans])
+            cut.append(
+                [
+                    [tensor[samples[a:b]].to(dtype) for tensor in self.data().tensors]
+                    for a, b in spans
+                ]
+            )
         return cut
 
     def data(self) -> TensorDataset:
@@ -135,15 +143,22 @@ class Gradients(ls.Hook):
         self.steps: list[Tensor] = []
 
     def after_step(self, run: Any) -> None:
-        self.steps.append(torch.cat([full_tensor(p.grad).reshape(-1) for p in run.model.parameters()]))
+        self.steps.append(
+            torch.cat([full_tensor(p.grad).reshape(-1) for p in run.model.parameters()])
+        )
 
 
 class FirstWeights(ls.Hook):
     def on_start(self, run: Any) -> None:
-        self.weights = {name: full_tensor(value.detach()).clone() for name, value in run.model.state_dict().items()}
+        self.weights = {
+            name: full_tensor(value.detach()).clone()
+            for name, value in run.model.state_dict().items()
+        }
 
 
-def gradients_of_all_cases(plan: str, run_dir: str) -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
+def gradients_of_all_cases(
+    plan: str, run_dir: str
+) -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
     found = {}
     for name, case in CASES.items():
         first, gradients = FirstWeights(), Gradients()
@@ -153,8 +168,8 @@ def gradients_of_all_cases(plan: str, run_dir: str) -> dict[str, tuple[dict[str,
 
 
 def by_hand(case: Case, weights: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The gradient of each step on one process, one microbatch after another, without lockstep. In float32: in the
-    case's precision."""
+    """The gradient of each step on one process, one microbatch after another, without lockstep. In
+    float32: in the case's precision."""
     model = network()
     model.load_state_dict(weights)
     model.to(dtype)
@@ -163,7 +178,9 @@ def by_hand(case: Case, weights: dict[str, Tensor], dtype: torch.dtype) -> list[
         model.zero_grad()
         samples = sum(len(batch[1]) for batch in step)
         for batch in step:
-            with autocast(case.precision if dtype is torch.float32 else "fp32", torch.device("cpu")):
+            with autocast(
+                case.precision if dtype is torch.float32 else "fp32", torch.device("cpu")
+            ):
                 loss = case.loss(model, batch)
             if isinstance(loss, dict):
                 totals = {name: sum(two_weights(other)[name] for other in step) for name in loss}
@@ -177,7 +194,9 @@ def by_hand(case: Case, weights: dict[str, Tensor], dtype: torch.dtype) -> list[
 
 
 @pytest.fixture(scope="module")
-def measured(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+def measured(
+    pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[Any]]:
     @cache
     def run(plan: str) -> list[Any]:
         path: Path = tmp_path_factory.mktemp("plan")
@@ -187,7 +206,9 @@ def measured(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("plan", tiered(DATA_PLANS, always=["replicate=1", "replicate=3", "shard=2"], most=1))
+@pytest.mark.parametrize(
+    "plan", tiered(DATA_PLANS, always=["replicate=1", "replicate=3", "shard=2"], most=1)
+)
 def test_the_gradient_is_one_process_in_float64_within_4_times_float32s_own_error(
     measured: Callable[[str], list[Any]], plan: str, name: str
 ) -> None:
@@ -198,19 +219,33 @@ def test_the_gradient_is_one_process_in_float64_within_4_times_float32s_own_erro
         _, found = measured(plan)[rank][name]
         assert len(found) == len(exact) == CASES[name].steps()
         for step, truth in enumerate(exact):
-            error, own_error = ((gradient - truth).norm() / truth.norm() for gradient in (found[step], own[step]))
-            assert error <= 4 * own_error, f"rank {rank}, step {step}: {error:.2e} and {own_error:.2e}"
+            error, own_error = (
+                (gradient - truth).norm() / truth.norm() for gradient in (found[step], own[step])
+            )
+            assert error <= 4 * own_error, (
+                f"rank {rank}, step {step}: {error:.2e} and {own_error:.2e}"
+            )
 
 
 def test_bf16_has_an_error_of_its_own(measured: Callable[[str], list[Any]]) -> None:
     weights, _ = measured("replicate=1")[0]["bf16"]
-    exact, own = (by_hand(CASES["bf16"], weights, dtype)[0] for dtype in (torch.float64, torch.float32))
+    exact, own = (
+        by_hand(CASES["bf16"], weights, dtype)[0] for dtype in (torch.float64, torch.float32)
+    )
     assert 1e-4 < (own - exact).norm() / exact.norm() < 3e-2
 
 
 def test_the_cases_are_what_they_are_called() -> None:
     weights = CASES["weights 1 and 100, from the forward"].batches(torch.float32)[0]
     assert [float(batch[3].sum()) for batch in weights] == [4.0, 400.0, 4.0, 400.0]
-    assert [len(batch[1]) for batch in CASES["uneven microbatches"].batches(torch.float32)[0]] == [4, 4, 4, 2]
-    assert [len(batch[1]) for batch in CASES["a short last batch"].batches(torch.float32)[1]] == [4, 1]
+    assert [len(batch[1]) for batch in CASES["uneven microbatches"].batches(torch.float32)[0]] == [
+        4,
+        4,
+        4,
+        2,
+    ]
+    assert [len(batch[1]) for batch in CASES["a short last batch"].batches(torch.float32)[1]] == [
+        4,
+        1,
+    ]
     assert len(CASES["fewer microbatches than ranks"].batches(torch.float32)[0]) < MOST

@@ -1,5 +1,5 @@
-"""Hooks on gradients: on those of parameters, once a step; on those of activations and modules, as torch calls them.
-What comes out is what a plain loop over whole batches gives, under every plan."""
+"""Hooks on gradients: on those of parameters, once a step; on those of activations and modules, as
+torch calls them. What comes out is what a plain loop over whole batches gives, under every plan."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def network() -> nn.Module:
     """The same with hooks on activations."""
     model = hooked()
     model[0].register_forward_hook(clamp_output)
-    model[2].register_full_backward_hook(lambda _, given, __: tuple(clamped(2e-3)(each) for each in given))
+    model[2].register_full_backward_hook(
+        lambda _, given, __: tuple(clamped(2e-3)(each) for each in given)
+    )
     return model
 
 
@@ -75,7 +77,8 @@ def in_place(gradient: Tensor) -> None:
 
 
 class Watch(ls.Hook):
-    """Registers two more hooks, of which one is removed, and notes the parameters at the beginning and at the end."""
+    """Registers two more hooks, of which one is removed, and notes the parameters at the beginning
+    and at the end."""
 
     def on_start(self, run: Any) -> None:
         self.first = run.full_state_dict()
@@ -91,11 +94,24 @@ def squares(output: Tensor, batch: Any) -> Tensor:
     return ((output - batch[2]) ** 2).mean()
 
 
-def trained(run_dir: str, plan: str, precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+def trained(
+    run_dir: str, plan: str, precision: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     watch = Watch()
-    given: dict[str, Any] = {"model": MODELS[precision], "optimizer": optimizer, "steps": STEPS, "loss": squares, "precision": precision}
+    given: dict[str, Any] = {
+        "model": MODELS[precision],
+        "optimizer": optimizer,
+        "steps": STEPS,
+        "loss": squares,
+        "precision": precision,
+    }
     styles = {"tensor": {"0": "colwise", "2": "rowwise"}} if "tensor" in plan else {}
-    result = ls.train(recipe(inputs=lambda batch: batch[1], **given, **styles), plan=plan, run_dir=run_dir, hooks=[watch])
+    result = ls.train(
+        recipe(inputs=lambda batch: batch[1], **given, **styles),
+        plan=plan,
+        run_dir=run_dir,
+        hooks=[watch],
+    )
     return watch.first, watch.last, result.fingerprint
 
 
@@ -119,15 +135,24 @@ def fingerprints() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "precision"), [*((plan, "fp32") for plan in PLANS), ("replicate=2,transport=torch", "fp16"), ("shard=2", "fp16")]
+    ("plan", "precision"),
+    [
+        *((plan, "fp32") for plan in PLANS),
+        ("replicate=2,transport=torch", "fp16"),
+        ("shard=2", "fp16"),
+    ],
 )
 def test_what_hooks_do_is_what_a_plain_loop_gives(
     pool: WorkerPool, tmp_path: Path, fingerprints: set[str], plan: str, precision: str
 ) -> None:
-    for first, last, fingerprint in pool.run(PLANS[plan], trained, str(tmp_path / "run"), plan, precision):
+    for first, last, fingerprint in pool.run(
+        PLANS[plan], trained, str(tmp_path / "run"), plan, precision
+    ):
         assert torch.equal(last["0.weight"][:4], first["0.weight"][:4])
         assert torch.equal(last["2.bias"][0], first["2.bias"][0])
-        allowed = {"rtol": 1e-4, "atol": 1e-6} if precision == "fp32" else {"rtol": 1e-2, "atol": 1e-3}
+        allowed = (
+            {"rtol": 1e-4, "atol": 1e-6} if precision == "fp32" else {"rtol": 1e-2, "atol": 1e-3}
+        )
         for name, expected in by_hand(first, precision).items():
             torch.testing.assert_close(last[name], expected, **allowed)
             assert not torch.equal(last[name], first[name])
@@ -150,7 +175,9 @@ def stepping_in_the_backward(model: Any) -> list[torch.optim.Optimizer]:
 
 def accumulated_in_the_factory() -> nn.Module:
     model = layers()
-    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-1.0, 1.0))
+    model[0].weight.register_post_accumulate_grad_hook(
+        lambda parameter: parameter.grad.clamp_(-1.0, 1.0)
+    )
     return model
 
 
@@ -208,29 +235,58 @@ class Registers(ls.Hook):
 
 
 def attempt(run_dir: str, plan: str, changes: dict[str, Any], hooks: list[ls.Hook]) -> str:
-    given: dict[str, Any] = {"model": layers, "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=RATE), **changes}
+    given: dict[str, Any] = {
+        "model": layers,
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=RATE),
+        **changes,
+    }
     try:
-        ls.train(recipe(inputs=lambda batch: batch[1], loss=squares, **given), plan=plan, run_dir=run_dir, hooks=hooks)
+        ls.train(
+            recipe(inputs=lambda batch: batch[1], loss=squares, **given),
+            plan=plan,
+            run_dir=run_dir,
+            hooks=hooks,
+        )
     except RecipeError as error:
         return str(error)
     return ""
 
 
-AFTER_ACCUMULATION = r"parameter '0\.weight' has a post-accumulate-grad hook, .* change \.grad in after_backward of an ls\.Hook, or"
+AFTER_ACCUMULATION = (
+    r"parameter '0\.weight' has a post-accumulate-grad hook, .* change \.grad in after_backward of"
+    r" an ls\.Hook, or"
+)
 CHANGED = (
-    r"the hooks on the gradient of parameter '0\.weight' have changed since the first step, .* register them before the first step: in"
+    r"the hooks on the gradient of parameter '0\.weight' have changed since the first step, .*"
+    r" register them before the first step: in"
 )
 REFUSED: dict[str, tuple[dict[str, Any], list[ls.Hook], str]] = {
-    "optimizers that step in the backward": ({"optimizer": stepping_in_the_backward}, [], AFTER_ACCUMULATION),
+    "optimizers that step in the backward": (
+        {"optimizer": stepping_in_the_backward},
+        [],
+        AFTER_ACCUMULATION,
+    ),
     "a post-accumulate-grad hook": ({"model": accumulated_in_the_factory}, [], AFTER_ACCUMULATION),
     "a hook of the forward": ({"model": hooked_in_forward}, [], CHANGED),
-    "several parameters": ({"model": hooked_together}, [], r"(of register_multi_grad_hook|refers to).* change \.grad in after_"),
-    "another shape": ({"model": hook_of_another_shape}, [], r"returned \(16, 1\) and torch.float32; the gradient is \(16, 6\) and"),
+    "several parameters": (
+        {"model": hooked_together},
+        [],
+        r"(of register_multi_grad_hook|refers to).* change \.grad in after_",
+    ),
+    "another shape": (
+        {"model": hook_of_another_shape},
+        [],
+        r"returned \(16, 1\) and torch.float32; the gradient is \(16, 6\) and",
+    ),
     "added after a step": ({}, [Registers(steps=1)], CHANGED),
     "removed after a step": ({}, [Registers(until=1)], CHANGED),
 }
 ON_TWO: dict[str, tuple[dict[str, Any], list[ls.Hook], str]] = {
-    "on one rank": ({}, [Registers(ranks=(1,))], r"'0\.weight' has the hooks \[\] on its gradient on rank 0, and \['clamped\.<locals>"),
+    "on one rank": (
+        {},
+        [Registers(ranks=(1,))],
+        r"'0\.weight' has the hooks \[\] on its gradient on rank 0, and \['clamped\.<locals>",
+    ),
 }
 ON_SHARDS: dict[str, tuple[dict[str, Any], list[ls.Hook], str]] = {
     "a hook with a parameter": (
@@ -247,7 +303,10 @@ ON_SHARDS: dict[str, tuple[dict[str, Any], list[ls.Hook], str]] = {
 
 
 def attempts(run_dir: str, plan: str, cases: dict[str, Any]) -> dict[str, str]:
-    return {name: attempt(f"{run_dir}/{place}", plan, *case[:2]) for place, (name, case) in enumerate(cases.items())}
+    return {
+        name: attempt(f"{run_dir}/{place}", plan, *case[:2])
+        for place, (name, case) in enumerate(cases.items())
+    }
 
 
 @pytest.mark.parametrize(
@@ -280,9 +339,17 @@ def one_each(model: Any) -> list[torch.optim.Optimizer]:
 
 
 def mended(run_dir: str, plan: str, hooks: list[ls.Hook]) -> str:
-    given: dict[str, Any] = {"model": layers, "optimizer": one_each, "loss": squares, "steps": STEPS}
+    given: dict[str, Any] = {
+        "model": layers,
+        "optimizer": one_each,
+        "loss": squares,
+        "steps": STEPS,
+    }
     return ls.train(
-        recipe(inputs=lambda batch: batch[1], **given), plan=f"{plan},numerics=bitwise", run_dir=run_dir, hooks=hooks
+        recipe(inputs=lambda batch: batch[1], **given),
+        plan=f"{plan},numerics=bitwise",
+        run_dir=run_dir,
+        hooks=hooks,
     ).fingerprint
 
 
@@ -290,7 +357,13 @@ def test_the_remedies_are_the_same_under_every_plan(pool: WorkerPool, tmp_path: 
     found = {
         fingerprint
         for place, plan in enumerate(("replicate=1", "replicate=2", "shard=2"))
-        for fingerprint in pool.run(1 if plan == "replicate=1" else 2, mended, f"{tmp_path}/{place}", plan, [ChangesGradients()])
+        for fingerprint in pool.run(
+            1 if plan == "replicate=1" else 2,
+            mended,
+            f"{tmp_path}/{place}",
+            plan,
+            [ChangesGradients()],
+        )
     }
     assert len(found) == 1
     assert found != set(pool.run(1, mended, f"{tmp_path}/without", "replicate=1", []))

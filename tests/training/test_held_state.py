@@ -1,4 +1,5 @@
-"""The state that survivors of a lost process hold is loaded on all ranks; hooks that cannot be set back are found."""
+"""The state that survivors of a lost process hold is loaded on all ranks; hooks that cannot be set
+back are found."""
 
 from __future__ import annotations
 
@@ -33,13 +34,24 @@ def state_after(step: int) -> dict[str, Tensor]:
 
 def load(steps: list[int]) -> tuple[int, dict[str, Any], list[list[Any]]]:
     """Load what the ranks hold after `steps`, -1 for nothing. Returns step, values and tensors."""
-    world = World(torch.distributed.get_rank(), len(steps), 0, len(steps), torch.device("cpu"), owns_group=False)
+    world = World(
+        torch.distributed.get_rank(),
+        len(steps),
+        0,
+        len(steps),
+        torch.device("cpu"),
+        owns_group=False,
+    )
     step = steps[world.rank]
     held = None if step < 0 else HeldState(step, state_after(step), {"step": step, "modules": {}})
     reader = ReplicaReader(held, world)
     targets = {name: torch.zeros_like(state_after(0)[name]) for name in reader.tensors}
     reader.load_into(targets, world)
-    return reader.manifest.step, dict(reader.manifest.values), [tensor.tolist() for tensor in targets.values()]
+    return (
+        reader.manifest.step,
+        dict(reader.manifest.values),
+        [tensor.tolist() for tensor in targets.values()],
+    )
 
 
 @pytest.mark.parametrize("steps", [[7, 7], [6, 7], [7, -1], [-1, 6, 7]])
@@ -72,7 +84,11 @@ def counts() -> Callable[[], int]:
 class Plain(ls.Hook):
     def __init__(self) -> None:
         self.number, self.list, self.tensor, self.path = 1, [1], torch.zeros(2), "a"
-        self.array, self.drawn, self.of_numpy = np.zeros(2), random.Random(0), np.random.default_rng(0)
+        self.array, self.drawn, self.of_numpy = (
+            np.zeros(2),
+            random.Random(0),
+            np.random.default_rng(0),
+        )
         self.slots, self.closure, self.network = Counter(), counts(), nn.Linear(2, 2)
         self.deep = [[[[[[[0]]]]]]]
 
@@ -135,7 +151,9 @@ def test_a_hook_without_a_state_dict_is_named_whatever_of_it_has_changed(kind: t
         found = why_not_set_back(before, hook_states(run))
         assert (found is not None) == (kind is Plain), name
         assert found is None or found.startswith("hook Plain has no state_dict, and "), name
-        assert found is None or " has changed since the start: it cannot be set back; add one" in found
+        assert (
+            found is None or " has changed since the start: it cannot be set back; add one" in found
+        )
 
 
 class Reads(ls.Hook):
@@ -149,7 +167,8 @@ def test_what_cannot_be_compared_counts_as_changed(tmp_path: Path) -> None:
             states = hook_states(run_with(Reads(held)))
             assert (
                 why_not_set_back(states, states)
-                == "hook Reads has no state_dict, and held cannot be compared: it cannot be set back; add one"
+                == "hook Reads has no state_dict, and held cannot be compared: it cannot be set"
+                " back; add one"
             )
 
 
@@ -162,7 +181,9 @@ def test_what_is_of_the_run_is_set_back_with_it() -> None:
     assert why_not_set_back(before, hook_states(run)) is None
 
 
-def test_of_a_large_tensor_torch_counts_the_changes_and_a_large_array_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_tensor_torch_counts_the_changes_and_a_large_array_cannot_be_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(hook_state, "MOST_BYTES", 4)
     tensor, array = torch.zeros(2), np.zeros(2)
     run = run_with(Reads(tensor))

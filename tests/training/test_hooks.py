@@ -33,7 +33,9 @@ class Calls(ls.Hook):
         self.note(f"step {run.step}")
 
     def after_evaluation(self, run: Any, metrics: Mapping[str, float]) -> None:
-        self.note(f"evaluation {run.step} {sorted(metrics)} {run.metrics.items() >= metrics.items()}")
+        self.note(
+            f"evaluation {run.step} {sorted(metrics)} {run.metrics.items() >= metrics.items()}"
+        )
 
     def on_event(self, run: Any, event: Any) -> None:
         self.note(f"event {event.name} {event.step} {event.details}")
@@ -61,19 +63,32 @@ def call_hooks(run_dir: str) -> tuple[list[str], list[Any]]:
     calls: list[str] = []
     evaluation = ls.Evaluation(data=rows(5), every=2)
     result = ls.train(
-        recipe(steps=3, evaluation=evaluation), run_dir=run_dir, hooks=[Calls("a", calls), Calls("b", calls), Tells()], log_every=2
+        recipe(steps=3, evaluation=evaluation),
+        run_dir=run_dir,
+        hooks=[Calls("a", calls), Calls("b", calls), Tells()],
+        log_every=2,
     )
     return calls, result.events
 
 
 REDUCER = {
-    1: {"model": 0, "reducer": "DdpReducer", "reason": "buckets are summed while the backward computes"},
-    2: {"model": 0, "reducer": "PostBackwardReducer", "reason": "all replicas share the memory of one host"},
+    1: {
+        "model": 0,
+        "reducer": "DdpReducer",
+        "reason": "buckets are summed while the backward computes",
+    },
+    2: {
+        "model": 0,
+        "reducer": "PostBackwardReducer",
+        "reason": "all replicas share the memory of one host",
+    },
 }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_hooks_are_called_in_their_order_on_every_rank(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_hooks_are_called_in_their_order_on_every_rank(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
     for rank, (calls, events) in enumerate(pool.run(world_size, call_hooks, str(tmp_path / "run"))):
         expected = [
             "start 0",
@@ -104,7 +119,8 @@ def by_index(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 class Scripted(ls.Hook):
-    """Gives the metric of each evaluation a value of its own, before the hook behind it looks at it."""
+    """Gives the metric of each evaluation a value of its own, before the hook behind it looks at
+    it."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self.values = list(values)
@@ -118,7 +134,12 @@ SCRIPTS: dict[str, tuple[list[float], dict[str, Any], int, float]] = {
     "less is better": ([3, 2, 2.5, 2.1, 1, 1, 1, 1], {"patience": 2}, 4, 2),
     "patience counts from the best": ([3, 2, 2.5, 1, 1.5, 1.5, 1.5, 0], {"patience": 3}, 7, 1),
     "more is better": ([1, 2, 1, 1, 3, 3, 3, 3], {"patience": 2, "mode": "max"}, 4, 2),
-    "an improvement that is too small": ([3, 2.95, 2.9, 2.7, 2.65, 2.6, 0, 0], {"patience": 2, "min_delta": 0.1}, 3, 3),
+    "an improvement that is too small": (
+        [3, 2.95, 2.9, 2.7, 2.65, 2.6, 0, 0],
+        {"patience": 2, "min_delta": 0.1},
+        3,
+        3,
+    ),
     "an improvement that is too small, more is better": (
         [1, 1.05, 1.1, 2, 0, 0, 0, 0],
         {"patience": 2, "min_delta": 0.1, "mode": "max"},
@@ -139,13 +160,23 @@ def stop_early(run_dir: str, name: str) -> list[tuple[int, float | None, list[An
     found = []
     for repeat in range(2):
         given = recipe(steps=len(values), evaluation=evaluation)
-        result = ls.train(given, run_dir=f"{run_dir}/{repeat}", hooks=[Scripted(values), stopping], log_every=3)
-        found.append((result.steps, stopping.best, [event.details for event in result.events if event.name == "stopped"]))
+        result = ls.train(
+            given, run_dir=f"{run_dir}/{repeat}", hooks=[Scripted(values), stopping], log_every=3
+        )
+        found.append(
+            (
+                result.steps,
+                stopping.best,
+                [event.details for event in result.events if event.name == "stopped"],
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_early_stopping_ends_training_where_a_metric_has_not_got_better(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_early_stopping_ends_training_where_a_metric_has_not_got_better(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
     values, arguments, steps, best = SCRIPTS[name]
     for found in pool.run(2, stop_early, str(tmp_path), name):
         for ended, reached, details in found:
@@ -161,30 +192,58 @@ def diverging(model: nn.Module) -> torch.optim.Optimizer:
 def stop_where_the_loss_rises(run_dir: str) -> tuple[int, dict[str, float], int]:
     evaluation = ls.Evaluation(data=rows(5), every=2)
     given = recipe(steps=20, evaluation=evaluation, optimizer=diverging)
-    result = ls.train(given, run_dir=run_dir, plan="numerics=bitwise", hooks=[ls.EarlyStopping(patience=2)])
-    return result.steps, result.metrics, len(Path(run_dir, "metrics.jsonl").read_text().splitlines())
+    result = ls.train(
+        given, run_dir=run_dir, plan="numerics=bitwise", hooks=[ls.EarlyStopping(patience=2)]
+    )
+    return (
+        result.steps,
+        result.metrics,
+        len(Path(run_dir, "metrics.jsonl").read_text().splitlines()),
+    )
 
 
-def test_early_stopping_ends_at_the_same_step_at_any_world_size(pool: WorkerPool, tmp_path: Path) -> None:
-    found = [pool.run(size, stop_where_the_loss_rises, str(tmp_path / str(size))) for size in (1, 2, 3)]
+def test_early_stopping_ends_at_the_same_step_at_any_world_size(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    found = [
+        pool.run(size, stop_where_the_loss_rises, str(tmp_path / str(size))) for size in (1, 2, 3)
+    ]
     assert same([result[:2] for results in found for result in results], [found[0][0][:2]] * 6)
     assert found[0][0][0] == 6
 
 
 def watch(run_dir: str, metric: str, every: int | None, evaluated: bool) -> None:
-    evaluation = ls.Evaluation(data=rows(5), every=every, metrics={"accuracy": ls.Mean(by_index)}) if evaluated else None
+    evaluation = (
+        ls.Evaluation(data=rows(5), every=every, metrics={"accuracy": ls.Mean(by_index)})
+        if evaluated
+        else None
+    )
     ls.train(recipe(evaluation=evaluation), run_dir=run_dir, hooks=[ls.EarlyStopping(metric)])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("f1", 1, True), r"^EarlyStopping watches 'f1', which is not measured; measured are loss, accuracy; choose one of these$"),
-        (("loss", None, True), r"^EarlyStopping without Recipe\.evaluation, or with every=None; it watches evaluations; give ls\.Eval"),
+        (
+            ("f1", 1, True),
+            (
+                r"^EarlyStopping watches 'f1', which is not measured; measured are loss, accuracy;"
+                r" choose one of these$"
+            ),
+        ),
+        (
+            ("loss", None, True),
+            (
+                r"^EarlyStopping without Recipe\.evaluation, or with every=None; it watches"
+                r" evaluations; give ls\.Eval"
+            ),
+        ),
         (("loss", None, False), r"^EarlyStopping without Recipe\.evaluation, or with every=None"),
     ],
 )
-def test_early_stopping_without_its_metric_is_refused(pool: WorkerPool, tmp_path: Path, arguments: Any, message: str) -> None:
+def test_early_stopping_without_its_metric_is_refused(
+    pool: WorkerPool, tmp_path: Path, arguments: Any, message: str
+) -> None:
     with pytest.raises(RecipeError, match=message):
         pool.run(2, watch, str(tmp_path / "run"), *arguments)
 
@@ -192,10 +251,22 @@ def test_early_stopping_without_its_metric_is_refused(pool: WorkerPool, tmp_path
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.EarlyStopping(patience=0), "patience=0; it counts evaluations and is at least 1"),
-        (lambda: ls.EarlyStopping(mode="best"), "mode='best'; it is 'min' if less is better, or 'max'"),  # type: ignore[arg-type]
-        (lambda: ls.EarlyStopping(min_delta=-0.1), "min_delta=-0.1; it is the smallest change that counts as an improvement, 0 or more"),
-        (lambda: ls.ExponentialMovingAverage(1.0), "decay=1.0; it is the factor of the old average, from 0 to below 1"),
+        (
+            lambda: ls.EarlyStopping(patience=0),
+            "patience=0; it counts evaluations and is at least 1",
+        ),
+        (
+            lambda: ls.EarlyStopping(mode="best"),
+            "mode='best'; it is 'min' if less is better, or 'max'",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: ls.EarlyStopping(min_delta=-0.1),
+            "min_delta=-0.1; it is the smallest change that counts as an improvement, 0 or more",
+        ),
+        (
+            lambda: ls.ExponentialMovingAverage(1.0),
+            "decay=1.0; it is the factor of the old average, from 0 to below 1",
+        ),
         (lambda: ls.ExponentialMovingAverage(-0.1), "decay=-0.1; it is the factor"),
     ],
 )
@@ -208,8 +279,17 @@ def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message:
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        ([type("Old", (ls.Hook,), {"on_step": print})()], "Old.on_step would never be called; the methods of an ls.Hook"),
-        ([ls.Hook], "hooks has <class 'lockstep.training.hook.Hook'>; a hook is an object of a subclass of ls.Hook; make it one"),
+        (
+            [type("Old", (ls.Hook,), {"on_step": print})()],
+            "Old.on_step would never be called; the methods of an ls.Hook",
+        ),
+        (
+            [ls.Hook],
+            (
+                "hooks has <class 'lockstep.training.hook.Hook'>; a hook is an object of a subclass"
+                " of ls.Hook; make it one"
+            ),
+        ),
         (3, "hooks has 3; a hook is an object"),
         (ls.EarlyStopping(), "hooks=<lockstep.hooks.early_stopping.EarlyStopping object at "),
     ],
@@ -232,7 +312,9 @@ class StopsOnOneRank(ls.Hook):
 def stop_on_one_rank(run_dir: str, step: int) -> tuple[int, list[tuple[int, Any]], str, list[int]]:
     result = ls.train(recipe(steps=20), run_dir=run_dir, hooks=[StopsOnOneRank(step)], log_every=4)
     stopped = [(event.step, event.details) for event in result.events if event.name == "stopped"]
-    lines = [json.loads(line)["step"] for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["step"] for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()
+    ]
     return result.steps, stopped, result.fingerprint, lines
 
 
@@ -280,7 +362,12 @@ def average_weights(run_dir: str, decay: float) -> dict[str, Any]:
     average = ls.ExponentialMovingAverage(decay)
     applies = Applies(average)
     result = ls.train(recipe(model=Normed, steps=5), run_dir=run_dir, hooks=[average, applies])
-    return {"states": applies.states, "within": applies.within, "after": applies.after, "fingerprint": result.fingerprint}
+    return {
+        "states": applies.states,
+        "within": applies.within,
+        "after": applies.after,
+        "fingerprint": result.fingerprint,
+    }
 
 
 @pytest.mark.parametrize(("world_size", "decay"), [(1, 0.9), (2, 0.9), (2, 0.0)])
@@ -288,10 +375,14 @@ def test_the_moving_average_is_that_of_the_closed_form_on_every_rank_and_in_its_
     pool: WorkerPool, tmp_path: Path, world_size: int, decay: float
 ) -> None:
     for found in pool.run(world_size, average_weights, str(tmp_path / "run"), decay):
-        states = [{name: value.double() for name, value in state.items()} for state in found["states"]]
+        states = [
+            {name: value.double() for name, value in state.items()} for state in found["states"]
+        ]
         steps = len(states) - 1
         for name, value in found["within"].items():
-            shares = [decay**steps] + [(1 - decay) * decay ** (steps - step) for step in range(1, steps + 1)]
+            shares = [decay**steps] + [
+                (1 - decay) * decay ** (steps - step) for step in range(1, steps + 1)
+            ]
             expected = sum(share * state[name] for share, state in zip(shares, states, strict=True))
             if name.startswith(("layer", "norm.weight", "norm.bias", "frozen")):
                 torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-7)

@@ -1,4 +1,5 @@
-"""The tensors of a module are searched once, and again as soon as the module or an optimizer holds others."""
+"""The tensors of a module are searched once, and again as soon as the module or an optimizer holds
+others."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def prepared() -> Any:
     optimizer.step()
     held = dict(model.named_parameters())
     parts = {"modes": OptimizerModes([optimizer], held), "left_out": None}
-    parts |= {"host_values": lambda: SimpleNamespace(groups=[optimizer.param_groups]), "state_dict": lambda host: {"loss_scale": None}}
+    parts |= {
+        "host_values": lambda: SimpleNamespace(groups=[optimizer.param_groups]),
+        "state_dict": lambda host: {"loss_scale": None},
+    }
     return SimpleNamespace(model=model, optimizers=[optimizer], held=held, **parts)
 
 
@@ -70,7 +74,16 @@ def replace_states(module: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [replace_buffer, load_optimizer, replace_moment, add_state, add_number, replace_module, replace_parameter, replace_states],
+    [
+        replace_buffer,
+        load_optimizer,
+        replace_moment,
+        add_state,
+        add_number,
+        replace_module,
+        replace_parameter,
+        replace_states,
+    ],
 )
 def test_other_objects_are_found(change: Callable[[Any], None]) -> None:
     module, known = prepared(), KnownTensors()
@@ -83,7 +96,9 @@ def test_other_objects_are_found(change: Callable[[Any], None]) -> None:
         assert found.tensors[name].data_ptr() == tensor.data_ptr(), name
 
 
-def test_the_same_objects_are_not_searched_and_their_values_are_those_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_objects_are_not_searched_and_their_values_are_those_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module, known = prepared(), KnownTensors()
     state_of([module], {}, known)
     monkeypatch.setattr(state, "in_state", lambda _: pytest.fail("searched again"))

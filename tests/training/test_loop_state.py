@@ -13,9 +13,11 @@ LOOPS = st.lists(st.integers(0, 20), min_size=1, max_size=5)
 """The steps of each loop of a script."""
 
 
-def run(loops: list[int], *, state: LoopState, steps_done: int, until: int | None = None) -> tuple[list[tuple[int, int]], int]:
-    """Run through a script's loops. Returns (loop, step in it) of each step that was done, and the steps done in
-    all."""
+def run(
+    loops: list[int], *, state: LoopState, steps_done: int, until: int | None = None
+) -> tuple[list[tuple[int, int]], int]:
+    """Run through a script's loops. Returns (loop, step in it) of each step that was done, and the
+    steps done in all."""
     done = []
     for number, steps in enumerate(loops):
         for step in range(state.begin_loop(steps_done), steps):
@@ -52,4 +54,9 @@ def test_what_is_saved_is_json() -> None:
     state = LoopState()
     state.begin_loop(0)
     state.shards = {"3": (1, 40)}
-    assert json.loads(json.dumps(state.values())) == {"loop": 1, "steps_before": 0, "shards": {"3": [1, 40]}, "data": {}}
+    assert json.loads(json.dumps(state.values())) == {
+        "loop": 1,
+        "steps_before": 0,
+        "shards": {"3": [1, 40]},
+        "data": {},
+    }

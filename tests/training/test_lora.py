@@ -1,4 +1,5 @@
-"""LoRA by peft on a Llama: under every data plan and `tensor`, with adapters in peft's own format."""
+"""LoRA by peft on a Llama: under every data plan and `tensor`, with adapters in peft's own
+format."""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ import lockstep as ls
 from lockstep.testing.pool import WorkerPool
 
 pytest.importorskip("peft", reason="peft is not installed (pip install -e .[dev])")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
-pytestmark = [pytest.mark.command, pytest.mark.timeout(300)]  # importing transformers takes half a minute on a busy machine
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install -e .[dev])"
+)
+# importing transformers takes half a minute on a busy machine
+pytestmark = [pytest.mark.command, pytest.mark.timeout(300)]
 transformers.utils.logging.disable_progress_bar()  # tqdm's, which leaves a thread
 
 PLANS = {"replicate=2": 2, "shard=2": 2, "tensor=2": 2}
 CONFIG: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2, "use_cache": False,
 }  # fmt: skip
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -51,7 +56,9 @@ def train(run_dir: str, plan: str) -> tuple[float, str]:
         data=[{"input_ids": row} for row in words],
         inputs=dict,
         loss=loss,
-        optimizer=lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+        optimizer=lambda model: torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=1e-2
+        ),
         global_batch=8,
         microbatch=2,
         steps=4,
@@ -61,10 +68,14 @@ def train(run_dir: str, plan: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_it_trains_as_on_one_process_and_saves_the_adapters(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_it_trains_as_on_one_process_and_saves_the_adapters(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     from peft import PeftModel
 
-    ((expected, _),) = pool.run(1, train, str(tmp_path / "alone"), "replicate=1", timeout_seconds=200)
+    ((expected, _),) = pool.run(
+        1, train, str(tmp_path / "alone"), "replicate=1", timeout_seconds=200
+    )
     for found, _ in pool.run(PLANS[plan], train, str(tmp_path / "run"), plan, timeout_seconds=200):
         assert found == pytest.approx(expected, rel=1e-5)
     alone, trained = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "run"))
@@ -74,11 +85,17 @@ def test_it_trains_as_on_one_process_and_saves_the_adapters(pool: WorkerPool, tm
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapters")).state_dict()
     assert all(torch.equal(loaded[name], trained[name]) for name in adapters)
-    assert any(trained[name].any() for name in adapters if "lora_B" in name), "they are zero before training"
+    assert any(trained[name].any() for name in adapters if "lora_B" in name), (
+        "they are zero before training"
+    )
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
 def test_the_bits_are_those_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
-    ((_, alone),) = pool.run(1, train, str(tmp_path / "alone"), "numerics=bitwise", timeout_seconds=200)
-    found = pool.run(2, train, str(tmp_path / "run"), f"{plan},numerics=bitwise", timeout_seconds=200)
+    ((_, alone),) = pool.run(
+        1, train, str(tmp_path / "alone"), "numerics=bitwise", timeout_seconds=200
+    )
+    found = pool.run(
+        2, train, str(tmp_path / "run"), f"{plan},numerics=bitwise", timeout_seconds=200
+    )
     assert {fingerprint for _, fingerprint in found} == {alone}

@@ -23,7 +23,9 @@ W = torch.ones((), requires_grad=True)
 
 def read(loss: Any, weights: Weights | None = None, batch: Any = None) -> Any:
     prescale = torch.tensor(4.0, dtype=torch.float64)
-    return contribution(loss, samples=2, step_samples=8, batch=batch, weights=weights, prescale=prescale)
+    return contribution(
+        loss, samples=2, step_samples=8, batch=batch, weights=weights, prescale=prescale
+    )
 
 
 def value_and_gradient(loss: Any, weights: Weights | None = None) -> tuple[float, float]:
@@ -40,7 +42,11 @@ def value_and_gradient(loss: Any, weights: Weights | None = None) -> tuple[float
         (lambda: (3 * W).reshape(1, 1), None, (3 * 2 / 8, 3 * 2 / 8)),
         (lambda: {"a": 3 * W}, None, (3 * 2 / 8, 3 * 2 / 8)),
         (lambda: ls.Sum(3 * W), {"loss": 5.0}, (3 / 5, 3 / 5)),
-        (lambda: {"a": ls.Sum(3 * W), "b": ls.Sum(7 * W), "c": W}, {"a": 5.0, "b": 2.0}, (3 / 5 + 7 / 2 + 2 / 8, 3 / 5 + 7 / 2 + 2 / 8)),
+        (
+            lambda: {"a": ls.Sum(3 * W), "b": ls.Sum(7 * W), "c": W},
+            {"a": 5.0, "b": 2.0},
+            (3 / 5 + 7 / 2 + 2 / 8, 3 / 5 + 7 / 2 + 2 / 8),
+        ),
         (lambda: ls.Loss(3 * W, 2), None, (3, 3 / 4)),
         (lambda: ls.Loss(3 * W, torch.tensor([2])), None, (3, 3 / 4)),
     ],
@@ -63,22 +69,40 @@ REFUSED: dict[str, tuple[Callable[[], Any], Weights | None, Any, str]] = {
         lambda: 3.5,
         None,
         None,
-        "term 'loss' of the loss is 3.5 (a float); it must be a scalar tensor with a gradient: do not call .item() or float() on it",
+        (
+            "term 'loss' of the loss is 3.5 (a float); it must be a scalar tensor with a gradient:"
+            " do not call .item() or float() on it"
+        ),
     ),
-    "nothing": (lambda: None, None, None, "term 'loss' of the loss is None (a NoneType); it must be a scalar tensor with a gradient"),
+    "nothing": (
+        lambda: None,
+        None,
+        None,
+        "term 'loss' of the loss is None (a NoneType); it must be a scalar tensor with a gradient",
+    ),
     "not a scalar": (
         lambda: W * torch.ones(3, 2),
         None,
         None,
-        "term 'loss' of the loss has shape (3, 2); it must be a scalar; take its mean() if it has one value a sample, or return ls.Sum of "
-        "its sum() with Recipe.weight",
+        (
+            "term 'loss' of the loss has shape (3, 2); it must be a scalar; take its mean() if it"
+            " has one value a sample, or return ls.Sum of its sum() with Recipe.weight"
+        ),
     ),
-    "of no elements": (lambda: W * torch.ones(0), None, None, "term 'loss' of the loss has shape (0,); it must be a scalar"),
+    "of no elements": (
+        lambda: W * torch.ones(0),
+        None,
+        None,
+        "term 'loss' of the loss has shape (0,); it must be a scalar",
+    ),
     "without a gradient": (
         lambda: (W * 2).detach(),
         None,
         None,
-        "term 'loss' of the loss has no gradient; it must depend on the model's parameters through differentiable operations: look for",
+        (
+            "term 'loss' of the loss has no gradient; it must depend on the model's parameters"
+            " through differentiable operations: look for"
+        ),
     ),
     "a term without a gradient": (
         lambda: {"a": W, "b": torch.ones(())},
@@ -86,33 +110,49 @@ REFUSED: dict[str, tuple[Callable[[], Any], Weights | None, Any, str]] = {
         None,
         "term 'b' of the loss has no gradient; it must depend on the model's parameters",
     ),
-    "no terms": (dict, None, None, "the loss is an empty dict; give it one term at least, or return the loss itself"),
+    "no terms": (
+        dict,
+        None,
+        None,
+        "the loss is an empty dict; give it one term at least, or return the loss itself",
+    ),
     "a Loss as a term": (
         lambda: {"a": ls.Loss(W, 1)},
         None,
         None,
-        "term 'a' of the loss is an ls.Loss; several terms have several denominators, which must be known before the forward; return "
-        "{name: ls.Sum(total)} and give Recipe.weight = batch -> {name: denominator}",
+        (
+            "term 'a' of the loss is an ls.Loss; several terms have several denominators, which"
+            " must be known before the forward; return {name: ls.Sum(total)} and give Recipe.weight"
+            " = batch -> {name: denominator}"
+        ),
     ),
     "a Sum without a weight": (
         lambda: ls.Sum(W),
         None,
         None,
-        "term 'loss' of the loss is an ls.Sum, and there is no weight to divide it by; give Recipe.weight = batch -> its denominator, or "
-        "return ls.Loss(total, weight)",
+        (
+            "term 'loss' of the loss is an ls.Sum, and there is no weight to divide it by; give"
+            " Recipe.weight = batch -> its denominator, or return ls.Loss(total, weight)"
+        ),
     ),
     "a scalar with a weight": (
         lambda: W,
         {"loss": 2.0},
         None,
-        "term 'loss' of the loss is a plain scalar, the mean over this microbatch's samples, and Recipe.weight gives it another "
-        "denominator; return ls.Sum(total), the sum over what the weight counts, or drop the weight",
+        (
+            "term 'loss' of the loss is a plain scalar, the mean over this microbatch's samples,"
+            " and Recipe.weight gives it another denominator; return ls.Sum(total), the sum over"
+            " what the weight counts, or drop the weight"
+        ),
     ),
     "a Loss with a weight": (
         lambda: ls.Loss(W, 1),
         {"loss": 2.0},
         None,
-        "the loss is an ls.Loss, which brings its own weight, and Recipe.weight is given too; return ls.Sum, or drop the weight",
+        (
+            "the loss is an ls.Loss, which brings its own weight, and Recipe.weight is given too;"
+            " return ls.Sum, or drop the weight"
+        ),
     ),
     "a weight that is no scalar": (
         lambda: ls.Loss(W, torch.ones(2)),
@@ -124,33 +164,52 @@ REFUSED: dict[str, tuple[Callable[[], Any], Weights | None, Any, str]] = {
         lambda: ls.Loss(W, None),  # type: ignore[arg-type]
         None,
         None,
-        "the weight of term 'loss' is a NoneType; it is a number or a scalar tensor: the denominator of the term in this microbatch",
+        (
+            "the weight of term 'loss' is a NoneType; it is a number or a scalar tensor: the"
+            " denominator of the term in this microbatch"
+        ),
     ),
-    "a weight in words": (lambda: ls.Loss(W, "3"), None, None, "the weight of term 'loss' is a str; it is a number"),  # type: ignore[arg-type]
+    "a weight in words": (
+        lambda: ls.Loss(W, "3"),
+        None,
+        None,
+        "the weight of term 'loss' is a str; it is a number",
+    ),  # type: ignore[arg-type]
     "a number for a name": (
         lambda: {"a": ls.Sum(W), 0: ls.Sum(W)},
         {"a": 1.0},
         None,
-        "the loss has a term named 0 (a int); a name is text, under which the term is recorded; name it '0', in the loss and in the weight",
+        (
+            "the loss has a term named 0 (a int); a name is text, under which the term is recorded;"
+            " name it '0', in the loss and in the weight"
+        ),
     ),
     "a complex number": (
         lambda: W * (1 + 1j),
         None,
         None,
-        "term 'loss' of the loss is complex (torch.complex64); only a real number can be minimized; take its .abs() or its .real",
+        (
+            "term 'loss' of the loss is complex (torch.complex64); only a real number can be"
+            " minimized; take its .abs() or its .real"
+        ),
     ),
     "a Sum that no weight goes with": (
         lambda: {"a": ls.Sum(W), "b": ls.Sum(W)},
         {"a": 2.0},
         None,
-        "the loss has terms ['a', 'b'] and the weight has ['a']; ['b'] is not a Sum in one and a weight in the other; a weight goes with "
-        "each ls.Sum of the loss, by the same name",
+        (
+            "the loss has terms ['a', 'b'] and the weight has ['a']; ['b'] is not a Sum in one and"
+            " a weight in the other; a weight goes with each ls.Sum of the loss, by the same name"
+        ),
     ),
     "a weight that no Sum goes with": (
         lambda: {"a": ls.Sum(W)},
         {"a": 2.0, "c": 1.0},
         None,
-        "the loss has terms ['a'] and the weight has ['a', 'c']; ['c'] is not a Sum in one and a weight in the other",
+        (
+            "the loss has terms ['a'] and the weight has ['a', 'c']; ['c'] is not a Sum in one and"
+            " a weight in the other"
+        ),
     ),
     "one Sum with weights by name": (
         lambda: ls.Sum(W),
@@ -168,10 +227,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], Weights | None, Any, str]] = {
         lambda: W,
         None,
         {"x": torch.zeros(2), "labels": [torch.tensor([1, -100])]},
-        "term 'loss' of the loss is a plain scalar, and batch['labels'][0] holds the ignore index -100; a mean over tokens that are not "
-        "ignored would be weighted as a mean over samples; return ls.Sum(total) with Recipe.weight = batch -> "
-        "(batch['labels'][0] != -100).sum(), or ls.Loss(total, weight); where batch['labels'][0] is no label, return ls.Sum(loss * n) with "
-        "Recipe.weight = batch -> n, the samples of the microbatch",
+        (
+            "term 'loss' of the loss is a plain scalar, and batch['labels'][0] holds the ignore"
+            " index -100; a mean over tokens that are not ignored would be weighted as a mean over"
+            " samples; return ls.Sum(total) with Recipe.weight = batch -> (batch['labels'][0] !="
+            " -100).sum(), or ls.Loss(total, weight); where batch['labels'][0] is no label, return"
+            " ls.Sum(loss * n) with Recipe.weight = batch -> n, the samples of the microbatch"
+        ),
     ),
 }
 
@@ -185,7 +247,11 @@ def test_what_is_no_loss_is_refused(name: str) -> None:
 
 
 def test_other_negative_numbers_in_a_batch_are_not_taken_for_ignored_labels() -> None:
-    batch = (torch.tensor([-1, -101]), torch.tensor([-100.0]), {"empty": torch.zeros(0, dtype=torch.int64)})
+    batch = (
+        torch.tensor([-1, -101]),
+        torch.tensor([-100.0]),
+        {"empty": torch.zeros(0, dtype=torch.int64)},
+    )
     assert float(read(W, None, batch).value) == 0.25
 
 
@@ -208,17 +274,35 @@ def test_a_weight_is_a_number_or_numbers_by_name(raw: Any, expected: Weights) ->
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (-1, "the weight of term 'loss' is -1.0; it counts what the term sums over and is finite and not negative"),
-        ({"a": 1, "b": float("nan")}, "the weight of term 'b' is nan; it counts what the term sums over"),
+        (
+            -1,
+            (
+                "the weight of term 'loss' is -1.0; it counts what the term sums over and is finite"
+                " and not negative"
+            ),
+        ),
+        (
+            {"a": 1, "b": float("nan")},
+            "the weight of term 'b' is nan; it counts what the term sums over",
+        ),
         (torch.tensor(float("inf")), "the weight of term 'loss' is inf; it counts"),
         (
             torch.ones(2),
-            "the weight of term 'loss' is of shape (2,); it is a number or a scalar tensor: the denominator of the term in this microbatch",
+            (
+                "the weight of term 'loss' is of shape (2,); it is a number or a scalar tensor: the"
+                " denominator of the term in this microbatch"
+            ),
         ),
         ("3", "the weight of term 'loss' is a str; it is a number or a scalar tensor"),
         (None, "the weight of term 'loss' is a NoneType; it is a number"),
         (True, "the weight of term 'loss' is a bool; it is a number"),
-        ({0: 1.0}, "the weight has a term named 0 (a int); a name is text, under which the term is recorded; name it '0', in the loss and"),
+        (
+            {0: 1.0},
+            (
+                "the weight has a term named 0 (a int); a name is text, under which the term is"
+                " recorded; name it '0', in the loss and"
+            ),
+        ),
     ],
 )
 def test_what_is_no_weight_is_refused(raw: Any, message: str) -> None:
@@ -242,10 +326,16 @@ def test_what_training_refuses_of_a_loss_evaluation_refuses_with_the_same_text()
         (lambda: 3 * W, None, {"loss": (6.0, 2.0)}),
         (lambda: ls.Sum(3 * W), {"loss": 5.0}, {"loss": (3.0, 5.0)}),
         (lambda: ls.Loss(3 * W, torch.tensor([5])), None, {"loss": (3.0, 5.0)}),
-        (lambda: {"a": ls.Sum(3 * W), "b": 7 * W.detach()}, {"a": 5.0}, {"loss/a": (3.0, 5.0), "loss/b": (14.0, 2.0)}),
+        (
+            lambda: {"a": ls.Sum(3 * W), "b": 7 * W.detach()},
+            {"a": 5.0},
+            {"loss/a": (3.0, 5.0), "loss/b": (14.0, 2.0)},
+        ),
     ],
 )
-def test_in_an_evaluation_each_term_is_a_total_and_a_weight(loss: Callable[[], Any], weights: Weights | None, expected: Any) -> None:
+def test_in_an_evaluation_each_term_is_a_total_and_a_weight(
+    loss: Callable[[], Any], weights: Weights | None, expected: Any
+) -> None:
     assert measured(loss(), samples=2, batch=None, weights=weights) == expected
 
 
@@ -317,12 +407,20 @@ def by_hand(model: nn.Module, batch: Batch) -> dict[str, float]:
     mean = squared_error(model, batch)
     terms = {"near": near / weights["near"], "size": size / weights["size"], "mean": mean}
     each = near / weight_of_output(batch)
-    values = {"terms": sum(terms.values()), **terms, "a loss": each, "a sum of the output": each, "a mean": mean}
+    values = {
+        "terms": sum(terms.values()),
+        **terms,
+        "a loss": each,
+        "a sum of the output": each,
+        "a mean": mean,
+    }
     return {name: value.item() for name, value in values.items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_losses_in_training_and_evaluation_are_those_of_hand_arithmetic(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_losses_in_training_and_evaluation_are_those_of_hand_arithmetic(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
     everyone = pool.run(world_size, losses, str(tmp_path))
     assert same(everyone, [everyone[0]] * world_size)
     chosen = samples_at(14, 28, of=48)
@@ -372,21 +470,31 @@ def no_weights(batch: Batch) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": term_that_comes_late}, r"^after step 0.*terms \['main'(, 'aux')?\] .*had \['main'(, 'aux')?\]"),
+        (
+            {"loss": term_that_comes_late},
+            r"^after step 0.*terms \['main'(, 'aux')?\] .*had \['main'(, 'aux')?\]",
+        ),
         (
             {"loss": kind_that_changes},
-            r"^after step 0: the loss is an ls\.Loss for some microbatches and not for others; it must be the same kind",
+            (
+                r"^after step 0: the loss is an ls\.Loss for some microbatches and not for others;"
+                r" it must be the same kind"
+            ),
         ),
         (
             {"loss": two_terms, "weight": weights_that_change},
             (
-                r"^after step 0, microbatch \d: the weight has terms \['near'.*\] and had \['near'.*\] before; it "
+                r"^after step 0, microbatch \d: the weight has terms \['near'.*\] and had"
+                r" \['near'.*\] before; it "
                 r"must have the same terms for every"
             ),
         ),
         (
             {"loss": two_terms, "weight": no_weights},
-            r"^term 'size' of the loss is [\d.]+ in a global batch in which its weights add up to 0; a term that counts nothing is",
+            (
+                r"^term 'size' of the loss is [\d.]+ in a global batch in which its weights add up"
+                r" to 0; a term that counts nothing is"
+            ),
         ),
     ],
 )
@@ -428,11 +536,17 @@ def train_with_boxes(run_dir: str, plan: str, loss: Any, names: Sequence[str]) -
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     )
     result = ls.train(given, run_dir=run_dir, plan=f"{plan},numerics=bitwise", log_every=1)
-    told = [(event.step, event.details["term"]) for event in result.events if event.name == "term-without-weight"]
+    told = [
+        (event.step, event.details["term"])
+        for event in result.events
+        if event.name == "term-without-weight"
+    ]
     return result.fingerprint, told, result.loss
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)])
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)]
+)
 def test_a_term_that_counts_nothing_in_a_global_batch_is_0_there_with_an_event(
     pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
 ) -> None:
@@ -442,6 +556,8 @@ def test_a_term_that_counts_nothing_in_a_global_batch_is_0_there_with_an_event(
     both = trained("both", ranks, plan, near_and_boxes, ["near", "boxes"])
     assert both[1] == [(1, "boxes")]
     assert both == trained("alone", 1, "replicate=1", near_and_boxes, ["near", "boxes"])
-    assert both[2] != trained("near", 1, "replicate=1", near_alone, ["near"])[2], "the first step has boxes"
+    assert both[2] != trained("near", 1, "replicate=1", near_alone, ["near"])[2], (
+        "the first step has boxes"
+    )
     later = trained("later", ranks, plan, boxes_later, [])
     assert later[1:] == ([(1, "loss")], 0.0)

@@ -1,4 +1,5 @@
-"""A loss that depends on how a batch is cut into microbatches is named at the first step, and no other is."""
+"""A loss that depends on how a batch is cut into microbatches is named at the first step, and no
+other is."""
 
 from __future__ import annotations
 
@@ -84,15 +85,25 @@ def classifier() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
-def train(run_dir: str, loss: Callable[..., Any], plan: str, **changes: Any) -> tuple[str, list[str]]:
-    given = recipe(model=classifier, data=labelled(), inputs=output_of, loss=loss, microbatch=8, **changes)
+def train(
+    run_dir: str, loss: Callable[..., Any], plan: str, **changes: Any
+) -> tuple[str, list[str]]:
+    given = recipe(
+        model=classifier, data=labelled(), inputs=output_of, loss=loss, microbatch=8, **changes
+    )
     result = ls.train(given, run_dir=run_dir, plan=plan)
-    return result.fingerprint, [event.details["reason"] for event in result.events if event.name == "loss-depends-on-microbatches"]
+    return result.fingerprint, [
+        event.details["reason"]
+        for event in result.events
+        if event.name == "loss-depends-on-microbatches"
+    ]
 
 
 @pytest.mark.parametrize("loss", [class_weighted, contrastive])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loss_that_is_no_mean_over_samples_is_named(pool: WorkerPool, tmp_path: Path, loss: Any, world_size: int) -> None:
+def test_a_loss_that_is_no_mean_over_samples_is_named(
+    pool: WorkerPool, tmp_path: Path, loss: Any, world_size: int
+) -> None:
     (_, reasons), *_ = pool.run(world_size, train, str(tmp_path / "run"), loss, "replicate=auto")
     (reason,) = reasons
     assert reason.startswith("loss is ")
@@ -110,7 +121,9 @@ def test_other_losses_are_not(pool: WorkerPool, tmp_path: Path, loss: Any, preci
 
 
 def train_centred(run_dir: str, plan: str) -> list[str]:
-    given = recipe(model=classifier, data=labelled(), inputs=output_of, loss=Centred(), microbatch=8)
+    given = recipe(
+        model=classifier, data=labelled(), inputs=output_of, loss=Centred(), microbatch=8
+    )
     events = ls.train(given, run_dir=run_dir, plan=plan).events
     return [event.details["reason"] for event in events if event.name == "loss-keeps-state"]
 
@@ -121,9 +134,16 @@ def test_a_loss_that_keeps_a_value_is_an_event(pool: WorkerPool, tmp_path: Path,
     assert reason.startswith("loss of the first microbatch is ")
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)])
-def test_a_loss_that_keeps_a_value_is_refused_where_bits_count(pool: WorkerPool, tmp_path: Path, plan: str, ranks: int) -> None:
-    with pytest.raises(LossError, match=r"^loss of the first microbatch is .*make it a buffer .*; or drop numerics=bitwise$"):
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)]
+)
+def test_a_loss_that_keeps_a_value_is_refused_where_bits_count(
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
+) -> None:
+    with pytest.raises(
+        LossError,
+        match=r"^loss of the first microbatch is .*make it a buffer .*; or drop numerics=bitwise$",
+    ):
         pool.run(ranks, train_centred, str(tmp_path / "run"), f"{plan},numerics=bitwise")
 
 
@@ -132,7 +152,11 @@ class Remembers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last, self.hidden = nn.Linear(6, 16), nn.Linear(16, CLASSES), torch.zeros(16)
+        self.first, self.last, self.hidden = (
+            nn.Linear(6, 16),
+            nn.Linear(16, CLASSES),
+            torch.zeros(16),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x) + 0.01 * self.hidden)
@@ -143,19 +167,31 @@ class Remembers(nn.Module):
 
 def train_remembering(run_dir: str, plan: str) -> int:
     given = recipe(
-        model=Remembers, data=labelled(), inputs=output_of, loss=plain, microbatch=8, tensor={"first": "colwise", "last": "rowwise"}
+        model=Remembers,
+        data=labelled(),
+        inputs=output_of,
+        loss=plain,
+        microbatch=8,
+        tensor={"first": "colwise", "last": "rowwise"},
     )
     return ls.train(given, run_dir=run_dir, plan=plan).steps
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)])
-def test_a_model_that_keeps_a_value_is_refused_where_bits_count(pool: WorkerPool, tmp_path: Path, plan: str, ranks: int) -> None:
-    with pytest.raises(LossError, match=r"^loss of the first microbatch is .*the loss or the model keeps a value"):
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)]
+)
+def test_a_model_that_keeps_a_value_is_refused_where_bits_count(
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
+) -> None:
+    with pytest.raises(
+        LossError, match=r"^loss of the first microbatch is .*the loss or the model keeps a value"
+    ):
         pool.run(ranks, train_remembering, str(tmp_path / "run"), f"{plan},numerics=bitwise")
 
 
 class Carried(nn.Module):
-    """Carries a hidden state of each sample to the next batch. `only`: the mode in which it does."""
+    """Carries a hidden state of each sample to the next batch. `only`: the mode in which it
+    does."""
 
     def __init__(self, only: str) -> None:
         super().__init__()
@@ -218,12 +254,21 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def train_carrying(run_dir: str, plan: str, name: str) -> Any:
     """The refusal; or the fingerprint, and what was reported beside."""
-    given = recipe(model=MODELS[name], data=labelled(), inputs=output_of, loss=plain, microbatch=8, global_batch=16)
+    given = recipe(
+        model=MODELS[name],
+        data=labelled(),
+        inputs=output_of,
+        loss=plain,
+        microbatch=8,
+        global_batch=16,
+    )
     try:
         result = ls.train(given, run_dir=run_dir, plan=plan)
     except LossError as error:
         return str(error)
-    return result.fingerprint, [event.details["reason"] for event in result.events if event.name.startswith("loss-")]
+    return result.fingerprint, [
+        event.details["reason"] for event in result.events if event.name.startswith("loss-")
+    ]
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
@@ -231,14 +276,20 @@ def test_a_state_that_has_the_size_of_the_batch_or_is_kept_in_one_mode_alone_is_
     pool: WorkerPool, tmp_path: Path, plan: str
 ) -> None:
     for name in ("each", "training", "evaluation", "queue"):
-        one, other = pool.run(2, train_carrying, str(tmp_path / name), f"{plan},numerics=bitwise", name)
+        one, other = pool.run(
+            2, train_carrying, str(tmp_path / name), f"{plan},numerics=bitwise", name
+        )
         assert one == other
         assert "keeps a value that it changes" in one
 
 
 @pytest.mark.parametrize("name", ["burnt", "buffered"])
-def test_the_remedies_for_a_kept_state_are_the_same_on_any_number_of_processes(pool: WorkerPool, tmp_path: Path, name: str) -> None:
-    (alone,) = pool.run(1, train_carrying, str(tmp_path / "alone"), "replicate=1,numerics=bitwise", name)
+def test_the_remedies_for_a_kept_state_are_the_same_on_any_number_of_processes(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    (alone,) = pool.run(
+        1, train_carrying, str(tmp_path / "alone"), "replicate=1,numerics=bitwise", name
+    )
     assert alone[1] == []
     for plan in ("replicate=2", "shard=2"):
         found = pool.run(2, train_carrying, str(tmp_path / plan), f"{plan},numerics=bitwise", name)
@@ -252,17 +303,39 @@ def test_the_trial_leaves_the_model_and_the_loss_as_they_were(tmp_path: Path) ->
         def before_step(self, run: Any) -> None:
             if run.step == 0:
                 model = run.model
-                seen.append((model.hidden, list(model.calls), model.norm.running_mean.tolist(), centred.centre.tolist()))
+                seen.append(
+                    (
+                        model.hidden,
+                        list(model.calls),
+                        model.norm.running_mean.tolist(),
+                        centred.centre.tolist(),
+                    )
+                )
 
     centred = Centred()
-    given = recipe(model=MODELS["each"], data=labelled(), inputs=output_of, loss=centred, microbatch=8)
+    given = recipe(
+        model=MODELS["each"], data=labelled(), inputs=output_of, loss=centred, microbatch=8
+    )
     ls.train(given, run_dir=str(tmp_path / "run"), hooks=[Looks()])
     assert seen == [(None, [0], [0.0] * 8, [0.0] * CLASSES)]
 
 
 def unchecked(run_dir: str, loss: Callable[..., Any], changes: dict[str, Any]) -> list[str]:
-    given = recipe(**{"model": classifier, "data": labelled(), "inputs": output_of, "loss": loss, "microbatch": 8, **changes})
-    return [event.details["reason"] for event in ls.train(given, run_dir=run_dir).events if event.name == "loss-not-checked"]
+    given = recipe(
+        **{
+            "model": classifier,
+            "data": labelled(),
+            "inputs": output_of,
+            "loss": loss,
+            "microbatch": 8,
+            **changes,
+        }
+    )
+    return [
+        event.details["reason"]
+        for event in ls.train(given, run_dir=run_dir).events
+        if event.name == "loss-not-checked"
+    ]
 
 
 def test_what_is_not_compared_is_an_event(tmp_path: Path) -> None:
@@ -270,14 +343,24 @@ def test_what_is_not_compared_is_an_event(tmp_path: Path) -> None:
         return unchecked(str(tmp_path / str(len(list(tmp_path.iterdir())))), loss, changes)
 
     assert reasons(plain) == []
-    assert reasons(fails_on_halves) == ["it fails on a half of the first microbatch: ValueError: eight samples at a time"]
+    assert reasons(fails_on_halves) == [
+        "it fails on a half of the first microbatch: ValueError: eight samples at a time"
+    ]
     assert reasons(noisy) == ["it draws random numbers, without dropout too"]
-    (reason,) = reasons(lambda output, batch: F.cross_entropy(output, batch["y"]), collate=with_a_scalar, inputs=lambda batch: batch["x"])
+    (reason,) = reasons(
+        lambda output, batch: F.cross_entropy(output, batch["y"]),
+        collate=with_a_scalar,
+        inputs=lambda batch: batch["x"],
+    )
     assert reason.startswith("its first microbatch cannot be cut in two")
 
 
 def with_a_scalar(samples: list[Any]) -> dict[str, Tensor]:
-    return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples]), "temperature": torch.ones(())}
+    return {
+        "x": torch.stack([x for x, _ in samples]),
+        "y": torch.stack([y for _, y in samples]),
+        "temperature": torch.ones(()),
+    }
 
 
 def without_some(samples: list[Any]) -> list[Tensor]:
@@ -293,7 +376,8 @@ def weighted_sum(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
 
 def test_a_batch_with_other_rows_than_samples_is_cut_too(tmp_path: Path) -> None:
     given = recipe(
-        model=classifier, data=labelled(), collate=without_some, inputs=output_of, loss=weighted_sum, weight=lambda batch: len(batch[1]),
+        model=classifier, data=labelled(), collate=without_some, inputs=output_of,
+        loss=weighted_sum, weight=lambda batch: len(batch[1]),
         microbatch=8,
     )  # fmt: skip
     names = [event.name for event in ls.train(given, run_dir=str(tmp_path / "run")).events]
@@ -315,27 +399,37 @@ def train_under(run_dir: str, loss: Callable[..., Any], plan: str) -> list[str]:
 
 @pytest.mark.parametrize("loss", [class_weighted, contrastive])
 @pytest.mark.parametrize("plan", ["shard=2", "tensor=2", "pipeline=2"])
-def test_where_a_forward_has_collectives_it_is_tried_on_the_output(pool: WorkerPool, tmp_path: Path, loss: Any, plan: str) -> None:
+def test_where_a_forward_has_collectives_it_is_tried_on_the_output(
+    pool: WorkerPool, tmp_path: Path, loss: Any, plan: str
+) -> None:
     (reason,) = pool.run(2, train_under, str(tmp_path / "run"), loss, plan)[0]
     assert reason.startswith("loss is ")
 
 
 @pytest.mark.parametrize("loss", [plain, noisy, fails_on_halves])
 @pytest.mark.parametrize("plan", ["shard=2", "pipeline=2"])
-def test_other_losses_are_not_named_there(pool: WorkerPool, tmp_path: Path, loss: Any, plan: str) -> None:
+def test_other_losses_are_not_named_there(
+    pool: WorkerPool, tmp_path: Path, loss: Any, plan: str
+) -> None:
     assert pool.run(2, train_under, str(tmp_path / "run"), loss, plan) == [[], []]
 
 
 @pytest.mark.parametrize("loss", [noisy, changes_its_batch])
-def test_there_it_changes_nothing_that_is_learned(pool: WorkerPool, tmp_path: Path, loss: Any) -> None:
+def test_there_it_changes_nothing_that_is_learned(
+    pool: WorkerPool, tmp_path: Path, loss: Any
+) -> None:
     plan = "shard=2,numerics=bitwise"
     found = pool.run(2, train, str(tmp_path / "with"), loss, plan)
-    assert pool.run(2, train_without_the_check, str(tmp_path / "without"), loss, plan) == [fingerprint for fingerprint, _ in found]
+    assert pool.run(2, train_without_the_check, str(tmp_path / "without"), loss, plan) == [
+        fingerprint for fingerprint, _ in found
+    ]
 
 
 def test_the_check_changes_nothing_that_is_learned(pool: WorkerPool, tmp_path: Path) -> None:
     found = pool.run(2, train, str(tmp_path / "with"), changes_its_batch, "numerics=bitwise")
-    without = pool.run(2, train_without_the_check, str(tmp_path / "without"), changes_its_batch, "numerics=bitwise")
+    without = pool.run(
+        2, train_without_the_check, str(tmp_path / "without"), changes_its_batch, "numerics=bitwise"
+    )
     assert without == [fingerprint for fingerprint, _ in found]
 
 
@@ -362,20 +456,40 @@ class OnlyForTraining(nn.Module):
 
 
 def only_for_training() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16), OnlyForTraining(), nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Linear(16, 16), OnlyForTraining(), nn.Linear(16, CLASSES)
+    )
 
 
 def train_only(run_dir: str, plan: str, microbatch: int) -> float:
-    given = recipe(model=only_for_training, blocks=["1"], data=labelled(), inputs=output_of, loss=plain, microbatch=microbatch)
+    given = recipe(
+        model=only_for_training,
+        blocks=["1"],
+        data=labelled(),
+        inputs=output_of,
+        loss=plain,
+        microbatch=microbatch,
+    )
     return ls.train(given, plan=plan, run_dir=run_dir).loss
 
 
 @pytest.mark.parametrize("microbatch", [1, 4])
 @pytest.mark.parametrize("plan", ["shard=2", "pipeline=2", "shard=2,pipeline=2"])
-def test_a_model_that_fails_in_evaluation_mode_is_trained(pool: WorkerPool, tmp_path: Path, plan: str, microbatch: int) -> None:
+def test_a_model_that_fails_in_evaluation_mode_is_trained(
+    pool: WorkerPool, tmp_path: Path, plan: str, microbatch: int
+) -> None:
     (expected,) = pool.run(1, train_only, str(tmp_path / "one"), "replicate=1", microbatch)
     ranks = 4 if "," in plan else 2
-    assert pool.run(ranks, train_only, str(tmp_path / "run"), plan, microbatch) == pytest.approx([expected] * ranks)
+    assert pool.run(ranks, train_only, str(tmp_path / "run"), plan, microbatch) == pytest.approx(
+        [expected] * ranks
+    )
     if plan == "shard=2":
-        told = next(line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "loss-not-checked" in line)
-        assert "whether it keeps state: it fails in the trial: ValueError: no targets in evaluation mode" in told
+        told = next(
+            line
+            for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+            if "loss-not-checked" in line
+        )
+        assert (
+            "whether it keeps state: it fails in the trial: ValueError: no targets in evaluation"
+            " mode" in told
+        )

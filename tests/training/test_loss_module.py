@@ -35,7 +35,9 @@ def inputs(batch: list[Tensor]) -> Tensor:
 
 
 def uncertain(**changes: Any) -> ls.Recipe:
-    return recipe(**{"inputs": inputs, "loss": Uncertainty(), "optimizer": adamw, "steps": 5, **changes})
+    return recipe(
+        **{"inputs": inputs, "loss": Uncertainty(), "optimizer": adamw, "steps": 5, **changes}
+    )
 
 
 class Initial(ls.Hook):
@@ -50,16 +52,26 @@ def train(run_dir: str, plan: str) -> str:
 
 def test_its_parameters_learn_and_are_in_the_model(tmp_path: Path) -> None:
     initial = Initial()
-    result = ls.train(uncertain(evaluation=ls.Evaluation(data=rows(7))), run_dir=str(tmp_path / "run"), hooks=[initial])
+    result = ls.train(
+        uncertain(evaluation=ls.Evaluation(data=rows(7))),
+        run_dir=str(tmp_path / "run"),
+        hooks=[initial],
+    )
     final = load_file(tmp_path / "run" / "model.safetensors")
     assert torch.equal(initial.state["loss_module.log_variances"], torch.tensor([0.5, -0.5]))
-    assert not torch.equal(final["loss_module.log_variances"], initial.state["loss_module.log_variances"])
+    assert not torch.equal(
+        final["loss_module.log_variances"], initial.state["loss_module.log_variances"]
+    )
     model, loss = network(), Uncertainty()
-    model.load_state_dict({name: value for name, value in final.items() if not name.startswith("loss_module.")})
+    model.load_state_dict(
+        {name: value for name, value in final.items() if not name.startswith("loss_module.")}
+    )
     loss.load_state_dict({"log_variances": final["loss_module.log_variances"]})
     with torch.no_grad():
         expected = loss(model(rows(7).tensors[1]), list(rows(7).tensors)).item()
-    assert result.metrics["loss"] == pytest.approx(expected, rel=1e-5), "the evaluation uses the learned ones"
+    assert result.metrics["loss"] == pytest.approx(expected, rel=1e-5), (
+        "the evaluation uses the learned ones"
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -81,7 +93,9 @@ class HasOne(nn.Sequential):
 
 
 def test_a_model_with_that_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="the model has a 'loss_module' already; rename that attribute"):
+    with pytest.raises(
+        RecipeError, match="the model has a 'loss_module' already; rename that attribute"
+    ):
         ls.train(uncertain(model=HasOne), run_dir=str(tmp_path / "run"))
 
 
@@ -93,7 +107,9 @@ def with_a_pipeline(run_dir: str) -> str:
 
 def test_a_pipeline_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     for message in pool.run(2, with_a_pipeline, str(tmp_path / "run")):
-        assert message.startswith("pipeline=2 with a loss that is a module with parameters; stages hold all parameters")
+        assert message.startswith(
+            "pipeline=2 with a loss that is a module with parameters; stages hold all parameters"
+        )
 
 
 def test_a_loss_module_without_parameters_is_a_function(tmp_path: Path) -> None:

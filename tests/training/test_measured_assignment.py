@@ -1,5 +1,5 @@
-"""With assignment=measured a slow rank has fewer microbatches, and the model is the same, to the bit in bitwise
-numerics."""
+"""With assignment=measured a slow rank has fewer microbatches, and the model is the same, to the
+bit in bitwise numerics."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Model(nn.Module):
 
 
 class Noted(ls.Hook):
-    """Notes the microbatches on this rank: their numbers in each step, and how many an evaluation has."""
+    """Notes the microbatches on this rank: their numbers in each step, and how many an evaluation
+    has."""
 
     def __init__(self) -> None:
         self.mine: list[list[int]] = []
@@ -79,7 +80,9 @@ class Noted(ls.Hook):
     def before_step(self, run: ls.Run) -> None:
         source = run.source
         assert source is not None
-        self.mine.append(list(source.layout.mesh.assignment.indices(source.count, run.context.mesh.data.rank)))
+        self.mine.append(
+            list(source.layout.mesh.assignment.indices(source.count, run.context.mesh.data.rank))
+        )
         assert len(self.mine[-1]) == source.mine
 
 
@@ -117,16 +120,33 @@ def slowly(model: Any, batch: Any) -> Tensor:
     return squared_error(model, batch)
 
 
-def trained(run_dir: str, plan: str, slow_rank: int | None, stop_after: int = 0, changes: dict[str, Any] | None = None) -> Any:
-    """Return the fingerprint, or None of a preempted run, and this rank's microbatches of each step."""
+def trained(
+    run_dir: str,
+    plan: str,
+    slow_rank: int | None,
+    stop_after: int = 0,
+    changes: dict[str, Any] | None = None,
+) -> Any:
+    """Return the fingerprint, or None of a preempted run, and this rank's microbatches of each
+    step."""
     noted = Noted()
     held_out = ls.Evaluation(data=rows(23, seed=9), every=7, microbatch=2)
-    given: dict[str, Any] = {"model": Model, "data": rows(SAMPLES), "global_batch": GLOBAL_BATCH, "epochs": EPOCHS}
+    given: dict[str, Any] = {
+        "model": Model,
+        "data": rows(SAMPLES),
+        "global_batch": GLOBAL_BATCH,
+        "epochs": EPOCHS,
+    }
     given |= {"evaluation": held_out, "clip_norm": 1.0, **(changes or {})}
     hooks = [noted, *([Stop(stop_after)] if stop_after else [])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lockstep.hooks.stragglers.EXCHANGE_SECONDS", 0.0)
-        patch.setenv("SECONDS_ASLEEP", str(SLOW if slow_rank == int(os.environ.get("RANK", distributed.get_rank())) else USUAL))
+        patch.setenv(
+            "SECONDS_ASLEEP",
+            str(
+                SLOW if slow_rank == int(os.environ.get("RANK", distributed.get_rank())) else USUAL
+            ),
+        )
         try:
             how: dict[str, Any] = {"run_dir": run_dir, "plan": plan, "log_every": 2, "hooks": hooks}
             result = ls.train(recipe(loss=slowly, **given), **how)
@@ -149,16 +169,23 @@ def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("size", "more"), [(2, ""), (2, ",transport=torch"), (3, ""), (2, ",workers=2"), (2, ",microbatch_splits=1")])
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [(2, ""), (2, ",transport=torch"), (3, ""), (2, ",workers=2"), (2, ",microbatch_splits=1")],
+)
 def test_a_slow_rank_has_fewer_microbatches_and_the_model_the_same_bits(
     pool: WorkerPool, tmp_path: Path, alone: Path, size: int, more: str
 ) -> None:
     changes = {"model": Plain} if "splits" in more else {}  # BatchNorm does not go with it
     expected = (alone / "fingerprint").read_text(), learned(alone)
     if changes:
-        ((fingerprint, _),) = pool.run(1, trained, str(tmp_path / "alone"), f"numerics=bitwise{more}", None, 0, changes)
+        ((fingerprint, _),) = pool.run(
+            1, trained, str(tmp_path / "alone"), f"numerics=bitwise{more}", None, 0, changes
+        )
         expected = fingerprint, learned(tmp_path / "alone")
-    everyone = pool.run(size, trained, str(tmp_path / "run"), PLAN.format(size) + more, size - 1, 0, changes)
+    everyone = pool.run(
+        size, trained, str(tmp_path / "run"), PLAN.format(size) + more, size - 1, 0, changes
+    )
     assert [fingerprint for fingerprint, _ in everyone] == [expected[0]] * size
     assert learned(tmp_path / "run") == expected[1]
     counts = list(zip(*([len(step) for step in mine] for _, mine in everyone), strict=True))
@@ -173,59 +200,93 @@ def test_a_slow_rank_has_fewer_microbatches_and_the_model_the_same_bits(
     equal = tuple(len(part) for part in MicrobatchAssignment(size).indices_by_rank(most))
     for step in range(STEPS):
         if sum(counts[step]) == most:
-            latest = [tuple(change["microbatches"]) for change in changes_of if change["first_step"] <= step]
+            latest = [
+                tuple(change["microbatches"])
+                for change in changes_of
+                if change["first_step"] <= step
+            ]
             assert counts[step] == (latest[-1] if latest else equal)
 
 
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.3), nn.Linear(16, OUTPUTS))
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.Dropout(0.3), nn.Linear(16, OUTPUTS)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
-def test_a_run_that_was_stopped_with_another_assignment_goes_on_with_the_same_bits(pool: WorkerPool, tmp_path: Path, alone: Path) -> None:
+def test_a_run_that_was_stopped_with_another_assignment_goes_on_with_the_same_bits(
+    pool: WorkerPool, tmp_path: Path, alone: Path
+) -> None:
     stopped = pool.run(2, trained, str(tmp_path / "run"), PLAN.format(2), 1, 18)
     assert [fingerprint for fingerprint, _ in stopped] == [None, None]
     assert events(tmp_path / "run")
     assert len(stopped[0][1][16]) > len(stopped[1][1][16])
-    resumed = pool.run(2, trained, str(tmp_path / "run"), PLAN.format(2), 0)  # another rank is slow now
-    assert {len(before) + len(after) for (_, before), (_, after) in zip(stopped, resumed, strict=True)} == {STEPS}
+    # another rank is slow now
+    resumed = pool.run(2, trained, str(tmp_path / "run"), PLAN.format(2), 0)
+    assert {
+        len(before) + len(after) for (_, before), (_, after) in zip(stopped, resumed, strict=True)
+    } == {STEPS}
     assert len(resumed[0][1]) < STEPS - 16
     assert {fingerprint for fingerprint, _ in resumed} == {(alone / "fingerprint").read_text()}
     assert learned(tmp_path / "run") == learned(alone)
 
 
 def test_ranks_that_are_equally_fast_keep_equal_shares(pool: WorkerPool, tmp_path: Path) -> None:
-    with_equal = pool.run(2, trained, str(tmp_path / "run"), PLAN.format(2), None, 0, {"epochs": 1, "steps": None})
+    with_equal = pool.run(
+        2, trained, str(tmp_path / "run"), PLAN.format(2), None, 0, {"epochs": 1, "steps": None}
+    )
     assert events(tmp_path / "run") == []
     assert [[len(step) for step in mine] for _, mine in with_equal] == [[4, 4, 4, 1], [4, 4, 4, 0]]
 
 
-def test_in_fast_numerics_the_loss_is_the_same_to_rounding(pool: WorkerPool, tmp_path: Path) -> None:
-    for name, more in (("equal", ""), ("measured", ",assignment=measured"), ("ddp", ",assignment=measured,transport=torch")):
-        pool.run(2, trained, str(tmp_path / name), f"replicate=2{more}", 1, 0, {"epochs": 3, "optimizer": sgd})
+def test_in_fast_numerics_the_loss_is_the_same_to_rounding(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    for name, more in (
+        ("equal", ""),
+        ("measured", ",assignment=measured"),
+        ("ddp", ",assignment=measured,transport=torch"),
+    ):
+        pool.run(
+            2,
+            trained,
+            str(tmp_path / name),
+            f"replicate=2{more}",
+            1,
+            0,
+            {"epochs": 3, "optimizer": sgd},
+        )
     expected = learned(tmp_path / "equal")
     for name in ("measured", "ddp"):
         assert events(tmp_path / name)
-        assert learned(tmp_path / name) == [{key: pytest.approx(value, rel=1e-4) for key, value in row.items()} for row in expected]
+        assert learned(tmp_path / name) == [
+            {key: pytest.approx(value, rel=1e-4) for key, value in row.items()} for row in expected
+        ]
 
 
 def in_two_loops(run_dir: str) -> list[list[int]]:
-    """Return the number of this rank's microbatches in each step of two loops, on a stream like a GPU's."""
+    """Return the number of this rank's microbatches in each step of two loops, on a stream like a
+    GPU's."""
     counts = []
     with (
         pytest.MonkeyPatch.context() as patch,
-        ls.Session(run_dir=run_dir, plan=PLAN.format(2), log_every=1, hooks=[OnAStream()]) as session,
+        ls.Session(
+            run_dir=run_dir, plan=PLAN.format(2), log_every=1, hooks=[OnAStream()]
+        ) as session,
     ):
         patch.setattr("lockstep.hooks.stragglers.EXCHANGE_SECONDS", 0.0)
         patch.setenv("SECONDS_ASLEEP", str(SLOW if session.rank else USUAL))
         model, _ = session.prepare(Model, adamw)
         for _ in range(2):
             counts.append([0] * 12)
-            for step in session.steps(rows(SAMPLES), global_batch=GLOBAL_BATCH, microbatch=4, steps=12):
+            for step in session.steps(
+                rows(SAMPLES), global_batch=GLOBAL_BATCH, microbatch=4, steps=12
+            ):
                 for batch in step.microbatches():
                     step.backward(slowly(model, batch))
                     counts[-1][step.index] += 1
@@ -233,16 +294,23 @@ def in_two_loops(run_dir: str) -> list[list[int]]:
     return counts
 
 
-def test_a_later_loop_of_steps_begins_with_the_assignment_of_the_one_before(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_later_loop_of_steps_begins_with_the_assignment_of_the_one_before(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     fast, slow = pool.run(2, in_two_loops, str(tmp_path / "run"))
-    assert [[one + other for one, other in zip(*both, strict=True)] for both in zip(fast, slow, strict=True)] == [[8] * 12] * 2
+    assert [
+        [one + other for one, other in zip(*both, strict=True)]
+        for both in zip(fast, slow, strict=True)
+    ] == [[8] * 12] * 2
     assert slow[0][0] == 4
     assert slow[1][0] == slow[0][-1] < 4
 
 
 def test_evaluations_follow_the_same_speeds(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, trained, str(tmp_path / "run"), PLAN.format(2), 1)
-    fast, slow = (json.loads((tmp_path / "run" / f"evaluated-{rank}.json").read_text()) for rank in range(2))
+    fast, slow = (
+        json.loads((tmp_path / "run" / f"evaluated-{rank}.json").read_text()) for rank in range(2)
+    )
     assert [one + other for one, other in zip(fast, slow, strict=True)] == [12] * len(fast)
     assert slow[-1] < 6
 
@@ -271,7 +339,10 @@ class Asked(torch.utils.data.Dataset[int]):
     global_batch=st.integers(1, 16),
     microbatch=st.integers(1, 4),
     ahead=st.integers(1, 40),
-    changes=st.lists(st.tuples(st.integers(0, 30), st.lists(st.floats(0.05, 20), min_size=4, max_size=4)), max_size=6),
+    changes=st.lists(
+        st.tuples(st.integers(0, 30), st.lists(st.floats(0.05, 20), min_size=4, max_size=4)),
+        max_size=6,
+    ),
 )
 def test_no_sample_is_skipped_or_fetched_twice_when_the_assignment_changes(
     ranks: int, length: int, global_batch: int, microbatch: int, ahead: int, changes: list[Any]
@@ -279,32 +350,63 @@ def test_no_sample_is_skipped_or_fetched_twice_when_the_assignment_changes(
     """All ranks in one process, in step, each with a loader that reads ahead."""
     batchings, loops, data = [], [], [Asked(length) for _ in range(ranks)]
     for rank in range(ranks):
-        world = World(rank=rank, size=ranks, local_rank=rank, local_size=ranks, device=CPU, owns_group=False)
+        world = World(
+            rank=rank, size=ranks, local_rank=rank, local_size=ranks, device=CPU, owns_group=False
+        )
         mesh = Mesh(world, world, MicrobatchAssignment(ranks), None, {}, {})
-        lengths: dict[str, Any] = {"global_batch": global_batch, "microbatch": microbatch, "steps": None, "epochs": 2}
+        lengths: dict[str, Any] = {
+            "global_batch": global_batch,
+            "microbatch": microbatch,
+            "steps": None,
+            "epochs": 2,
+        }
         batchings.append(Batching(samples=length, mesh=mesh, **lengths))
-        loops.append(from_data(Loader(data[rank], seed=3, ahead=ahead, device=CPU), batchings[-1], seed=3))
+        loops.append(
+            from_data(Loader(data[rank], seed=3, ahead=ahead, device=CPU), batchings[-1], seed=3)
+        )
     for step, sources in enumerate(zip(*loops, strict=True)):
         computed = [item.index for source in sources for item, _ in source.batches(0)]
         assert computed == list(range(sources[0].count))
-        assert all(source.layout.mesh.assignment == sources[0].layout.mesh.assignment for source in sources)
+        assert all(
+            source.layout.mesh.assignment == sources[0].layout.mesh.assignment for source in sources
+        )
         for at, speeds in changes:
             if at == step:
                 first = max(batching.requested for batching in batchings) + 1
                 for batching in batchings:
-                    batching.reassign(MicrobatchAssignment(ranks, speeds=tuple(speeds[:ranks])), first=first, done=step)
-    assert sorted(sample for each in data for sample in each.asked) == sorted(2 * list(range(length)))
+                    batching.reassign(
+                        MicrobatchAssignment(ranks, speeds=tuple(speeds[:ranks])),
+                        first=first,
+                        done=step,
+                    )
+    assert sorted(sample for each in data for sample in each.asked) == sorted(
+        2 * list(range(length))
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"microbatch": None}, "assignment=measured with microbatch=None; each rank has exactly one, of equal size"),
-        ({"data": "stream", "epochs": None, "steps": 3}, "assignment=measured with an ls.Stream; each of its shards is read by one rank"),
-        ({"model": "synchronized"}, "assignment=measured with SyncBatchNorm; all ranks compute slices of each microbatch together"),
+        (
+            {"microbatch": None},
+            "assignment=measured with microbatch=None; each rank has exactly one, of equal size",
+        ),
+        (
+            {"data": "stream", "epochs": None, "steps": 3},
+            "assignment=measured with an ls.Stream; each of its shards is read by one rank",
+        ),
+        (
+            {"model": "synchronized"},
+            (
+                "assignment=measured with SyncBatchNorm; all ranks compute slices of each"
+                " microbatch together"
+            ),
+        ),
     ],
 )
-def test_where_microbatches_cannot_move_it_is_refused(pool: WorkerPool, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_where_microbatches_cannot_move_it_is_refused(
+    pool: WorkerPool, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     for said in pool.run(2, refused, str(tmp_path / "run"), changes):
         assert said.startswith(words)
         assert "leave assignment=measured out, or " in said
@@ -315,17 +417,38 @@ def refused(run_dir: str, changes: dict[str, Any]) -> str:
         "stream": ls.Stream(lambda shard, epoch, start: iter(rows(64)), shards=8),
         "synchronized": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(Model()),
     }
-    given = {name: named.get(value, value) if isinstance(value, str) else value for name, value in changes.items()}
-    given = {"model": Model, "data": rows(SAMPLES), "global_batch": GLOBAL_BATCH, "epochs": 1, **given}
-    given = {name: value for name, value in given.items() if value is not None or name == "microbatch"}
+    given = {
+        name: named.get(value, value) if isinstance(value, str) else value
+        for name, value in changes.items()
+    }
+    given = {
+        "model": Model,
+        "data": rows(SAMPLES),
+        "global_batch": GLOBAL_BATCH,
+        "epochs": 1,
+        **given,
+    }
+    given = {
+        name: value for name, value in given.items() if value is not None or name == "microbatch"
+    }
     with pytest.raises(PlanError) as caught:
-        ls.train(recipe(optimizer=adamw, **given), run_dir=run_dir, plan="replicate=2,assignment=measured")
+        ls.train(
+            recipe(optimizer=adamw, **given),
+            run_dir=run_dir,
+            plan="replicate=2,assignment=measured",
+        )
     return str(caught.value)
 
 
-def test_with_one_microbatch_a_rank_it_is_said_that_nothing_can_change(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(2, trained, str(tmp_path / "run"), PLAN.format(2), 1, 0, {"global_batch": 8, "epochs": 1})
-    found = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+def test_with_one_microbatch_a_rank_it_is_said_that_nothing_can_change(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    pool.run(
+        2, trained, str(tmp_path / "run"), PLAN.format(2), 1, 0, {"global_batch": 8, "epochs": 1}
+    )
+    found = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     (told,) = [event for event in found if event["event"] == "assignment-fixed"]
     assert (told["microbatches"], told["ranks"]) == (2, 2)
     assert events(tmp_path / "run") == []

@@ -1,4 +1,5 @@
-"""The state of a run under any plan, in the memory of processes that are gone, is restored bit for bit under others."""
+"""The state of a run under any plan, in the memory of processes that are gone, is restored bit for
+bit under others."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Noted:
 
 
 class KeepsImages(ls.Hook):
-    """Writes an image after every step, and gives its descriptor to the process that listens at `address`."""
+    """Writes an image after every step, and gives its descriptor to the process that listens at
+    `address`."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -55,7 +57,9 @@ class KeepsImages(ls.Hook):
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as toward:
                 toward.connect(self.address)
                 socket.send_fds(toward, [str(world.rank).encode()], self.writer.descriptors)
-        self.writer.write(run.step, state.tensors, {**state.values, **run.loop.values(), "step": run.step})
+        self.writer.write(
+            run.step, state.tensors, {**state.values, **run.loop.values(), "step": run.step}
+        )
         if run.step == STEPS:
             self.state = of_all(run)
 
@@ -69,12 +73,19 @@ def train(plans: Mapping[str, str], folder: str) -> list[str]:
     found = []
     for plan, address in plans.items():
         hook = KeepsImages(address)
-        ls.train(recipe(steps=STEPS, schedule=None, evaluation=None), plan=plan, run_dir=f"{folder}/{plan}", hooks=[hook])
+        ls.train(
+            recipe(steps=STEPS, schedule=None, evaluation=None),
+            plan=plan,
+            run_dir=f"{folder}/{plan}",
+            hooks=[hook],
+        )
         found.append(hook.state)
     return found
 
 
-def restored(plans: Sequence[str], folder: str, images: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+def restored(
+    plans: Sequence[str], folder: str, images: Mapping[str, Sequence[str]]
+) -> list[dict[str, str]]:
     """Fingerprints of the states, as a session under each plan takes them up."""
     given, found = recipe(), []
     for plan in plans:
@@ -90,7 +101,12 @@ def _restored(run: Any, paths: Sequence[str]) -> str:
     for name in images.names:
         reader = images.reader(name)
         restore(reader, run.modules, {"noted": noted}, run.context.mesh)
-        assert reader.manifest.step == reader.manifest.values["step"] == noted.state["number"] == name.step
+        assert (
+            reader.manifest.step
+            == reader.manifest.values["step"]
+            == noted.state["number"]
+            == name.step
+        )
         assert reader.manifest.metadata == {"rank": 0}
         assert torch.equal(noted.state["history"], torch.arange(name.step))
     assert [name.step for name in images.names] == [STEPS - 1, STEPS]
@@ -98,22 +114,33 @@ def _restored(run: Any, paths: Sequence[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def written(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, list[str]]]]:
-    """Plan -> the fingerprint of the last state, and the paths of the images, which only this process holds."""
+def written(
+    pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[str, list[str]]]]:
+    """Plan -> the fingerprint of the last state, and the paths of the images, which only this
+    process holds."""
     found = {}
     with ExitStack() as stack:
         for processes, plans in WRITTEN.items():
-            listeners = {plan: stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) for plan in plans}
+            listeners = {
+                plan: stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+                for plan in plans
+            }
             for plan, listener in listeners.items():
                 listener.bind(f"\0lockstep-{os.getpid()}-{plan}")
-            addresses = {plan: str(listener.getsockname(), "ascii") for plan, listener in listeners.items()}
+            addresses = {
+                plan: str(listener.getsockname(), "ascii") for plan, listener in listeners.items()
+            }
             ended = pool.run(processes, train, addresses, str(tmp_path_factory.mktemp("written")))
             assert ended == [ended[0]] * processes
             for (plan, listener), state in zip(listeners.items(), ended[0], strict=True):
                 held = dict(_received(listener) for _ in range(processes))
                 for descriptor in held.values():
                     stack.callback(os.close, descriptor)
-                found[plan] = state, [f"/proc/{os.getpid()}/fd/{held[rank]}" for rank in range(processes)]
+                found[plan] = (
+                    state,
+                    [f"/proc/{os.getpid()}/fd/{held[rank]}" for rank in range(processes)],
+                )
         yield found
 
 
@@ -129,4 +156,7 @@ def test_images_of_processes_that_are_gone_are_restored_under_any_plan(
     images = {plan: paths for plan, (_, paths) in written.items()}
     truth = {plan: state for plan, (state, _) in written.items()}
     plans = RESTORED[processes]
-    assert pool.run(processes, restored, plans, str(tmp_path), images) == [[truth] * len(plans)] * processes
+    assert (
+        pool.run(processes, restored, plans, str(tmp_path), images)
+        == [[truth] * len(plans)] * processes
+    )

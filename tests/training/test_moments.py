@@ -28,7 +28,8 @@ class Moments(ls.Hook):
         self.seen: list[str] = []
         self.errors: list[BaseException] = []
         self.gradient_errors: list[float] = []
-        """After each backward: the relative error of the gradient against that of the whole global batch."""
+        """After each backward: the relative error of the gradient against that of the whole global
+        batch."""
 
     def note(self, moment: str, run: Any) -> None:
         self.seen.append(f"{moment} {run.step}")
@@ -83,7 +84,9 @@ class Moments(ls.Hook):
 
 
 def in_train(run_dir: str, *hooks: ls.Hook) -> None:
-    given = recipe(steps=3, clip_norm=CLIP_NORM, optimizer=sgd, evaluation=ls.Evaluation(data=rows(5), every=2))
+    given = recipe(
+        steps=3, clip_norm=CLIP_NORM, optimizer=sgd, evaluation=ls.Evaluation(data=rows(5), every=2)
+    )
     ls.train(given, run_dir=run_dir, hooks=hooks, log_every=2)
 
 
@@ -102,19 +105,35 @@ BEGIN = ["on_start 0", "on_event gradient-reducer 0"]
 
 
 def steps(*numbers: int, evaluated: tuple[int, ...] = ()) -> list[str]:
-    return [moment.format(each - 1, each) for each in numbers for moment in (*STEP, *(EVALUATION if each in evaluated else []))]
+    return [
+        moment.format(each - 1, each)
+        for each in numbers
+        for moment in (*STEP, *(EVALUATION if each in evaluated else []))
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("train", "expected"),
     [
-        (in_train, [*BEGIN, *steps(1, 2, 3, evaluated=(2, 3)), "on_finish 3", "on_save 3", "on_event run-ended 3", "on_end 3"]),
+        (
+            in_train,
+            [
+                *BEGIN,
+                *steps(1, 2, 3, evaluated=(2, 3)),
+                "on_finish 3",
+                "on_save 3",
+                "on_event run-ended 3",
+                "on_end 3",
+            ],
+        ),
         (in_a_loop, [*BEGIN, *steps(1, 2, 3), "on_finish 3", "on_event run-ended 3", "on_end 3"]),
     ],
     ids=["train", "session"],
 )
-def test_the_moments_of_a_run(pool: WorkerPool, tmp_path: Path, world_size: int, train: Any, expected: list[str]) -> None:
+def test_the_moments_of_a_run(
+    pool: WorkerPool, tmp_path: Path, world_size: int, train: Any, expected: list[str]
+) -> None:
     for seen, errors in pool.run(world_size, seen_of, train, str(tmp_path / "run")):
         assert seen == expected
         assert len(errors) == 3
@@ -149,7 +168,10 @@ class Fails(ls.Hook):
 
 
 def fail(moment: str, train: Any, run_dir: str) -> tuple[list[str], bool]:
-    moments, error = Moments(), Preempted("asked to") if moment == "preempted" else ValueError("on purpose")
+    moments, error = (
+        Moments(),
+        (Preempted("asked to") if moment == "preempted" else ValueError("on purpose")),
+    )
     with pytest.raises((ValueError, Preempted)):
         train(run_dir, moments, Fails("before_step" if moment == "preempted" else moment, error))
     return moments.seen, moments.errors in ([error], [])
@@ -157,7 +179,13 @@ def fail(moment: str, train: Any, run_dir: str) -> tuple[list[str], bool]:
 
 FAILED = {
     "before_step": ["before_step 1", "on_event run-failed 1", "on_error ValueError 1", "on_end 1"],
-    "after_backward": ["before_step 1", "after_backward 1", "on_event run-failed 1", "on_error ValueError 1", "on_end 1"],
+    "after_backward": [
+        "before_step 1",
+        "after_backward 1",
+        "on_event run-failed 1",
+        "on_error ValueError 1",
+        "on_end 1",
+    ],
     "after_step": [*steps(2), "on_event run-failed 2", "on_error ValueError 2", "on_end 2"],
     "preempted": ["before_step 1", "on_event preempted 1", "on_end 1"],
 }
@@ -166,7 +194,9 @@ FAILED = {
 @pytest.mark.parametrize("train", [in_train, in_a_loop], ids=["train", "session"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("moment", FAILED)
-def test_the_moments_of_a_run_that_fails(pool: WorkerPool, tmp_path: Path, moment: str, world_size: int, train: Any) -> None:
+def test_the_moments_of_a_run_that_fails(
+    pool: WorkerPool, tmp_path: Path, moment: str, world_size: int, train: Any
+) -> None:
     for seen, is_the_error in pool.run(world_size, fail, moment, train, str(tmp_path / "run")):
         assert seen == [*BEGIN, *steps(1), *FAILED[moment]]
         assert is_the_error
@@ -183,7 +213,10 @@ def test_a_run_ends_in_any_case(tmp_path: Path) -> None:
             raise RuntimeError("in on_end")
 
     moments = Moments()
-    with pytest.raises(RuntimeError, match="in on_end"), ls.Session(run_dir=str(tmp_path / "run"), hooks=[FailsAtTheEnd(), moments]):
+    with (
+        pytest.raises(RuntimeError, match="in on_end"),
+        ls.Session(run_dir=str(tmp_path / "run"), hooks=[FailsAtTheEnd(), moments]),
+    ):
         raise ValueError("before the first step")
     assert moments.seen == ["on_error ValueError 0", "on_end 0"]
     with ls.Session(run_dir=str(tmp_path / "other")) as session:  # what the first one held is free
@@ -211,7 +244,13 @@ def test_an_error_in_on_finish_is_an_error_of_the_run(tmp_path: Path) -> None:
     moments = Moments()
     with pytest.raises(ValueError, match="in on_finish"):
         in_a_loop(str(tmp_path / "run"), FailsToFinish(), moments)
-    assert moments.seen == [*BEGIN, *steps(1, 2, 3), "on_event run-failed 3", "on_error ValueError 3", "on_end 3"]
+    assert moments.seen == [
+        *BEGIN,
+        *steps(1, 2, 3),
+        "on_event run-failed 3",
+        "on_error ValueError 3",
+        "on_end 3",
+    ]
 
 
 class Asked(ls.Hook):
@@ -250,5 +289,7 @@ def test_every_hook_is_called_though_one_raises() -> None:
 
 
 def test_no_moment_is_left_out_of_these_tests() -> None:
-    assert {name for name in vars(ls.Hook) if name[0] != "_"} == {name for name in vars(Moments) if name[0] != "_"} - {"note"}
+    assert {name for name in vars(ls.Hook) if name[0] != "_"} == {
+        name for name in vars(Moments) if name[0] != "_"
+    } - {"note"}
     assert torch.is_grad_enabled()

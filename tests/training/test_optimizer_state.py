@@ -1,6 +1,8 @@
-"""State of optimizers beside tensors by parameter: saved by a pair of their own, or refused in the first step.
+"""State of optimizers beside tensors by parameter: saved by a pair of their own, or refused in the
+first step.
 
-Also optimizers with a training and an evaluation mode, and changes of an optimizer that are refused."""
+Also optimizers with a training and an evaluation mode, and changes of an optimizer that are
+refused."""
 
 from __future__ import annotations
 
@@ -46,14 +48,24 @@ class GaLore(torch.optim.Optimizer):
             state, grad = self.state[p], p.grad
             if p.dim() == 2:
                 if "projector" not in state:
-                    state["projector"] = Projector(torch.linalg.svd(grad, full_matrices=False)[2][:2])
+                    state["projector"] = Projector(
+                        torch.linalg.svd(grad, full_matrices=False)[2][:2]
+                    )
                 grad = grad @ state["projector"].basis.T
             state.setdefault("momentum", torch.zeros_like(grad)).lerp_(grad, 0.5)
-            p.sub_(self.param_groups[0]["lr"] * (state["momentum"] @ state["projector"].basis if p.dim() == 2 else state["momentum"]))
+            p.sub_(
+                self.param_groups[0]["lr"]
+                * (
+                    state["momentum"] @ state["projector"].basis
+                    if p.dim() == 2
+                    else state["momentum"]
+                )
+            )
 
 
 class SavedGaLore(GaLore):
-    """With the remedy, as one writes it: the dicts of torch's state dict are those of the optimizer."""
+    """With the remedy, as one writes it: the dicts of torch's state dict are those of the
+    optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
@@ -110,7 +122,8 @@ class Nested(torch.optim.Optimizer):
 
 
 class ByParameter(Nested):
-    """The same without the state of no one parameter, which a copy of the optimizer for one tensor would not have."""
+    """The same without the state of no one parameter, which a copy of the optimizer for one tensor
+    would not have."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -120,7 +133,8 @@ class ByParameter(Nested):
 
 
 class Widened(torch.optim.Optimizer):
-    """float64 moments of float32 parameters, and a pair that relies on torch's, which casts them."""
+    """float64 moments of float32 parameters, and a pair that relies on torch's, which casts
+    them."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-2})
@@ -140,7 +154,8 @@ class Widened(torch.optim.Optimizer):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """SGD without a schedule (Defazio et al., 2024): trains at y, between z and the average x, which is the model."""
+    """SGD without a schedule (Defazio et al., 2024): trains at y, between z and the average x,
+    which is the model."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "train_mode": False, "k": 0})
@@ -174,7 +189,17 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    each.__name__: each for each in (GaLore, SavedGaLore, Wrapping, SavedWrapping, Nested, ByParameter, Widened, ScheduleFree)
+    each.__name__: each
+    for each in (
+        GaLore,
+        SavedGaLore,
+        Wrapping,
+        SavedWrapping,
+        Nested,
+        ByParameter,
+        Widened,
+        ScheduleFree,
+    )
 }
 
 
@@ -189,7 +214,14 @@ class Asked(ls.Hook):
 
 def train(optimizer: str, run_dir: str, plan: str, at: int | None, every: int) -> str:
     given = recipe(optimizer=lambda model: OPTIMIZERS[optimizer](model.parameters()), steps=STEPS)
-    return ls.train(given, hooks=[Asked(at)], run_dir=run_dir, plan=plan, saving=ls.Saving(every=every), log_every=1).fingerprint
+    return ls.train(
+        given,
+        hooks=[Asked(at)],
+        run_dir=run_dir,
+        plan=plan,
+        saving=ls.Saving(every=every),
+        log_every=1,
+    ).fingerprint
 
 
 def trained(optimizer: str, run_dir: str, plan: str, at: int | None = None, every: int = 4) -> str:
@@ -203,7 +235,8 @@ def trained(optimizer: str, run_dir: str, plan: str, at: int | None = None, ever
 
 
 def resumed(folder: str, plan: str, names: list[str]) -> dict[str, tuple[str, str]]:
-    """For each optimizer the fingerprint of a whole run, and of one that was asked to end and goes on."""
+    """For each optimizer the fingerprint of a whole run, and of one that was asked to end and goes
+    on."""
     found = {}
     for name in names:
         expected = trained(name, f"{folder}/{name}-whole", plan)
@@ -220,22 +253,32 @@ def resumed(folder: str, plan: str, names: list[str]) -> dict[str, tuple[str, st
         ("shard=2", 2, ["ByParameter", "Widened", "ScheduleFree"]),
     ],
 )
-def test_a_resumed_run_ends_as_a_whole_one(pool: WorkerPool, tmp_path: Path, plan: str, processes: int, names: list[str]) -> None:
+def test_a_resumed_run_ends_as_a_whole_one(
+    pool: WorkerPool, tmp_path: Path, plan: str, processes: int, names: list[str]
+) -> None:
     for found in pool.run(processes, resumed, str(tmp_path), plan, names):
-        assert {name: after for name, (_, after) in found.items()} == {name: whole for name, (whole, _) in found.items()}
+        assert {name: after for name, (_, after) in found.items()} == {
+            name: whole for name, (whole, _) in found.items()
+        }
 
 
 @pytest.mark.parametrize(("plan", "processes"), [("replicate=1", 1), ("replicate=2", 2)])
 def test_what_cannot_be_saved_is_refused_in_the_first_step_and_the_remedy_works(
     pool: WorkerPool, tmp_path: Path, plan: str, processes: int
 ) -> None:
-    for name, words in {"GaLore": "is a Projector", "Wrapping": "Wrapping.inner is another optimizer"}.items():
+    for name, words in {
+        "GaLore": "is a Projector",
+        "Wrapping": "Wrapping.inner is another optimizer",
+    }.items():
         path = tmp_path / name
         for error in pool.run(processes, trained, name, str(path), plan):
             assert words in error
             assert f"give {name} both a state_dict()" in error
         assert not any((path / "checkpoints").glob("step-*"))
-        assert not (path / "metrics.jsonl").exists() or len((path / "metrics.jsonl").read_text().splitlines()) <= 1
+        assert (
+            not (path / "metrics.jsonl").exists()
+            or len((path / "metrics.jsonl").read_text().splitlines()) <= 1
+        )
         for fingerprint in pool.run(processes, trained, f"Saved{name}", str(path), plan):
             assert len(fingerprint) == 64
 
@@ -246,7 +289,8 @@ def test_under_shard_an_object_is_refused(pool: WorkerPool, tmp_path: Path) -> N
 
 
 class Noted(ls.Hook):
-    """The metrics of each evaluation, and what is exported after it; and if that was ever what is trained."""
+    """The metrics of each evaluation, and what is exported after it; and if that was ever what is
+    trained."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
@@ -255,27 +299,42 @@ class Noted(ls.Hook):
 
     def after_evaluation(self, run: Any, metrics: dict[str, float]) -> None:
         self.losses[run.step], self.exported[run.step] = metrics["loss"], run.full_state_dict()
-        self.is_trained |= same(self.exported[run.step]["0.bias"], full_tensor(run.model[0].bias.detach()))
+        self.is_trained |= same(
+            self.exported[run.step]["0.bias"], full_tensor(run.model[0].bias.detach())
+        )
 
 
 def averaged(run_dir: str, plan: str) -> tuple[Noted, dict[str, float], str, str]:
-    """Returns what was noted; the losses of the files of the end, of the best checkpoint and of the one after step 2,
-    measured anew; and the fingerprints of this run and of one without evaluations."""
-    given: dict[str, Any] = {"optimizer": lambda model: ScheduleFree(model.parameters()), "steps": STEPS}
+    """Returns what was noted; the losses of the files of the end, of the best checkpoint and of the
+    one after step 2, measured anew; and the fingerprints of this run and of one without
+    evaluations."""
+    given: dict[str, Any] = {
+        "optimizer": lambda model: ScheduleFree(model.parameters()),
+        "steps": STEPS,
+    }
     evaluated = {**given, "evaluation": ls.Evaluation(data=rows(16, seed=9), every=2)}
     noted, saving = Noted(), ls.Saving(every=1, best="loss", keep_every=2)
     result = ls.train(recipe(**evaluated), run_dir=run_dir, plan=plan, hooks=[noted], saving=saving)
     assert result.best is not None
     (second,) = Path(run_dir, "checkpoints").glob("step-00000002-*")
-    files = {"model": f"{run_dir}/model.safetensors", "best": result.best.weights, "second": str(second)}
-    losses = {name: ls.evaluate(recipe(**evaluated), file, plan=plan, run_dir=f"{run_dir}-{name}")["loss"] for name, file in files.items()}
+    files = {
+        "model": f"{run_dir}/model.safetensors",
+        "best": result.best.weights,
+        "second": str(second),
+    }
+    losses = {
+        name: ls.evaluate(recipe(**evaluated), file, plan=plan, run_dir=f"{run_dir}-{name}")["loss"]
+        for name, file in files.items()
+    }
     losses["best-in-training"] = result.best.value
     plain = ls.train(recipe(**given), run_dir=f"{run_dir}-plain", plan=plan)
     return noted, losses, result.fingerprint, plain.fingerprint
 
 
 @pytest.mark.parametrize(("plan", "processes"), [("replicate=1", 1), ("shard=2", 2)])
-def test_the_weights_of_evaluation_mode_are_measured_saved_and_loaded(pool: WorkerPool, tmp_path: Path, plan: str, processes: int) -> None:
+def test_the_weights_of_evaluation_mode_are_measured_saved_and_loaded(
+    pool: WorkerPool, tmp_path: Path, plan: str, processes: int
+) -> None:
     path = tmp_path / "run"
     for noted, losses, fingerprint, plain in pool.run(processes, averaged, str(path), plan):
         assert not noted.is_trained
@@ -285,8 +344,13 @@ def test_the_weights_of_evaluation_mode_are_measured_saved_and_loaded(pool: Work
         assert noted.losses[2] != noted.losses[STEPS]
         assert fingerprint == plain
         assert same(ls.load(str(path)), noted.exported[STEPS])
-        assert same(ls.load(str(next((path / "checkpoints").glob("step-00000002-*")))), noted.exported[2])
-        assert same(ls.load(str(path), best=True), noted.exported[min(noted.losses, key=noted.losses.__getitem__)])
+        assert same(
+            ls.load(str(next((path / "checkpoints").glob("step-00000002-*")))), noted.exported[2]
+        )
+        assert same(
+            ls.load(str(path), best=True),
+            noted.exported[min(noted.losses, key=noted.losses.__getitem__)],
+        )
 
 
 def test_in_evaluation_mode_the_groups_of_training_mode_are_known() -> None:
@@ -315,15 +379,22 @@ class Adds(ls.Hook):
 def changed(run_dir: str, change: str, every: int) -> str:
     given = recipe(optimizer=sgd, steps=STEPS)
     try:
-        return ls.train(given, run_dir=run_dir, hooks=[Adds(change)], saving=ls.Saving(every=every)).fingerprint
+        return ls.train(
+            given, run_dir=run_dir, hooks=[Adds(change)], saving=ls.Saving(every=every)
+        ).fingerprint
     except UserError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_change_that_is_refused_is_not_saved(pool: WorkerPool, tmp_path: Path, processes: int) -> None:
-    (whole, *_) = pool.run(processes, changed, str(tmp_path / "whole"), "", 100)
+def test_a_change_that_is_refused_is_not_saved(
+    pool: WorkerPool, tmp_path: Path, processes: int
+) -> None:
+    whole, *_ = pool.run(processes, changed, str(tmp_path / "whole"), "", 100)
     for change, every in (("group", 1), ("group", 100), ("module", 1)):
         path = str(tmp_path / f"{change}-{every}")
-        assert all("ranks sum the gradients of" in said for said in pool.run(processes, changed, path, change, every))
+        assert all(
+            "ranks sum the gradients of" in said
+            for said in pool.run(processes, changed, path, change, every)
+        )
         assert pool.run(processes, changed, path, "", every) == [whole] * processes

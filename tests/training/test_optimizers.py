@@ -1,5 +1,5 @@
-"""Optimizers: that they share out the model, that their state is there before the first step, and their learning
-rates."""
+"""Optimizers: that they share out the model, that their state is there before the first step, and
+their learning rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, same, samples_at, squared_error, state_of
+from training.subjects import (
+    FEATURES,
+    OUTPUTS,
+    network,
+    recipe,
+    rows,
+    same,
+    samples_at,
+    squared_error,
+    state_of,
+)
 
 import lockstep as ls
 from lockstep.base.errors import LockstepError, RecipeError
@@ -40,13 +50,17 @@ VARIANTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, weight_decay=0.1),
     "AdamW, one by one": partial(torch.optim.AdamW, foreach=False, maximize=True),
     "AdamW, fused": partial(torch.optim.AdamW, fused=True, amsgrad=True, weight_decay=0.1),
-    "AdamW, a tensor as rate": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), fused=True),
+    "AdamW, a tensor as rate": lambda parameters: torch.optim.AdamW(
+        parameters, lr=torch.tensor(1e-2), fused=True
+    ),
     "Adamax": partial(torch.optim.Adamax, weight_decay=0.1),
     "RMSprop": partial(torch.optim.RMSprop, weight_decay=0.1),
     "RMSprop, centered, with momentum": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
     "Adadelta": partial(torch.optim.Adadelta, weight_decay=0.1),
     "SGD": partial(torch.optim.SGD, lr=0.1),
-    "SGD, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "SGD, momentum": partial(
+        torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1
+    ),
     "NAdam": torch.optim.NAdam,
     "RAdam": torch.optim.RAdam,
     "Adagrad": torch.optim.Adagrad,
@@ -55,7 +69,9 @@ VARIANTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def train_three_steps(variant: Callable[[Any], torch.optim.Optimizer], allocate: bool) -> tuple[dict[str, Tensor], Any]:
+def train_three_steps(
+    variant: Callable[[Any], torch.optim.Optimizer], allocate: bool
+) -> tuple[dict[str, Tensor], Any]:
     torch.manual_seed(2)
     model = network()
     optimizer = variant(model.parameters())
@@ -74,7 +90,10 @@ def train_three_steps(variant: Callable[[Any], torch.optim.Optimizer], allocate:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_state_made_beforehand_is_the_state_that_the_first_step_makes(name: str) -> None:
-    assert same(train_three_steps(VARIANTS[name], allocate=True), train_three_steps(VARIANTS[name], allocate=False))
+    assert same(
+        train_three_steps(VARIANTS[name], allocate=True),
+        train_three_steps(VARIANTS[name], allocate=False),
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -83,11 +102,21 @@ def test_state_is_there_before_the_first_step_where_it_starts_at_zero(name: str)
     optimizer = VARIANTS[name](model.parameters())
     allocate_state(optimizer)
     if type(optimizer) in STATE_IS_ZERO_AT_FIRST:
-        numbers = {id(value) for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)}
+        numbers = {
+            id(value)
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        }
         assert all(optimizer.state[parameter] for parameter in model.parameters())
         squared_error(model, rows(4).tensors).backward()
         optimizer.step()
-        assert {id(value) for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)} == numbers
+        assert {
+            id(value)
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        } == numbers
 
 
 def test_every_optimizer_whose_state_starts_at_zero_is_tried_here() -> None:
@@ -106,26 +135,49 @@ Factory = Callable[[Any], Any]
 REFUSED: dict[str, tuple[Factory, str]] = {
     "nothing": (
         lambda model: None,
-        "the optimizer factory returned None (a NoneType); it must return a torch.optim.Optimizer, or a list of them",
+        (
+            "the optimizer factory returned None (a NoneType); it must return a"
+            " torch.optim.Optimizer, or a list of them"
+        ),
     ),
-    "a class": (lambda model: torch.optim.SGD, "the optimizer factory returned <class 'torch.optim.sgd.SGD'> (a type); it must return"),
+    "a class": (
+        lambda model: torch.optim.SGD,
+        "the optimizer factory returned <class 'torch.optim.sgd.SGD'> (a type); it must return",
+    ),
     "a list with something else": (
         lambda model: [torch.optim.SGD(model.parameters()), "more"],
-        "the optimizer factory returned 'more' (a str); it must return a torch.optim.Optimizer, or a list of them",
+        (
+            "the optimizer factory returned 'more' (a str); it must return a torch.optim.Optimizer,"
+            " or a list of them"
+        ),
     ),
-    "an empty list": (lambda model: [], "the optimizer factory returned an empty list; it must return at least one"),
+    "an empty list": (
+        lambda model: [],
+        "the optimizer factory returned an empty list; it must return at least one",
+    ),
     "parameters left out": (
         lambda model: torch.optim.SGD([model["a"].weight]),
-        "the optimizer leaves out a.bias, b.weight, b.bias; every trainable parameter must be in exactly one optimizer: add them, or "
-        "freeze them with requires_grad_(False)",
+        (
+            "the optimizer leaves out a.bias, b.weight, b.bias; every trainable parameter must be"
+            " in exactly one optimizer: add them, or freeze them with requires_grad_(False)"
+        ),
     ),
     "parameters twice": (
-        lambda model: [torch.optim.SGD(model.parameters()), torch.optim.SGD(model["a"].parameters())],
-        "a.weight, a.bias are in two optimizers; each would update them; give every parameter to exactly one",
+        lambda model: [
+            torch.optim.SGD(model.parameters()),
+            torch.optim.SGD(model["a"].parameters()),
+        ],
+        (
+            "a.weight, a.bias are in two optimizers; each would update them; give every parameter"
+            " to exactly one"
+        ),
     ),
     "parameters of another model": (
         lambda model: torch.optim.SGD([*model.parameters(), STRANGER]),
-        "the optimizer holds 1 parameters that are not the model's; build it from the model it is given",
+        (
+            "the optimizer holds 1 parameters that are not the model's; build it from the model it"
+            " is given"
+        ),
     ),
 }
 
@@ -140,28 +192,52 @@ def test_optimizers_that_do_not_share_out_the_model_are_refused(name: str) -> No
 
 def test_many_parameters_that_are_left_out_are_named_in_part() -> None:
     model = nn.ModuleList([nn.Linear(1, 1) for _ in range(5)])
-    with pytest.raises(RecipeError, match=r"leaves out 0\.bias, 1\.weight, 1\.bias, 2\.weight, 2\.bias and 4 more;"):
+    with pytest.raises(
+        RecipeError, match=r"leaves out 0\.bias, 1\.weight, 1\.bias, 2\.weight, 2\.bias and 4 more;"
+    ):
         build_optimizers(lambda model: torch.optim.SGD([model[0].weight]), model)
 
 
 def test_a_frozen_parameter_may_be_held_or_left_out() -> None:
     model = frozen_in_part()
     assert len(build_optimizers(lambda model: torch.optim.AdamW(model.parameters()), model)) == 1
-    assert len(build_optimizers(lambda model: torch.optim.AdamW([*model["a"].parameters(), *model["b"].parameters()]), model)) == 1
+    assert (
+        len(
+            build_optimizers(
+                lambda model: torch.optim.AdamW(
+                    [*model["a"].parameters(), *model["b"].parameters()]
+                ),
+                model,
+            )
+        )
+        == 1
+    )
     assert list(trainable(model)) == ["a.weight", "a.bias", "b.weight", "b.bias"]
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(1, 1).requires_grad_(False), "the model (Linear) has no trainable parameter; training needs at least one: check"),
+        (
+            nn.Linear(1, 1).requires_grad_(False),
+            "the model (Linear) has no trainable parameter; training needs at least one: check",
+        ),
         (nn.Tanh(), "the model (Tanh) has no trainable parameter; training needs at least one"),
         (
             nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1)),
-            "the model has lazy parameters without a shape (0.weight, 0.bias); the optimizer needs them before the first batch; run",
+            (
+                "the model has lazy parameters without a shape (0.weight, 0.bias); the optimizer"
+                " needs them before the first batch; run"
+            ),
         ),
         ("model", "the model factory returned 'model' (a str); it must return a torch.nn.Module"),
-        (nn.Linear, "the model factory returned <class 'torch.nn.modules.linear.Linear'> (a type); it must return a torch.nn.Module"),
+        (
+            nn.Linear,
+            (
+                "the model factory returned <class 'torch.nn.modules.linear.Linear'> (a type); it"
+                " must return a torch.nn.Module"
+            ),
+        ),
     ],
 )
 def test_a_model_with_nothing_to_train_is_refused(model: Any, message: str) -> None:
@@ -173,18 +249,32 @@ def test_a_model_with_nothing_to_train_is_refused(model: Any, message: str) -> N
 def test_gradients_that_cannot_be_summed_are_refused_by_name() -> None:
     sparse = nn.Sequential(nn.Linear(1, 1), nn.Embedding(2, 2, sparse=True))
     with pytest.raises(
-        RecipeError, match=r"^the model's '1' has sparse=True; gradients are summed over ranks and clipped as dense tensors; "
+        RecipeError,
+        match=(
+            r"^the model's '1' has sparse=True; gradients are summed over ranks and clipped as"
+            r" dense tensors; "
+        ),
     ):
         check_gradients(sparse, trainable(sparse), bitwise=False)
-    waves = nn.ParameterDict({"wave": torch.zeros(2, dtype=torch.complex64), "rest": torch.zeros(2)})
+    waves = nn.ParameterDict(
+        {"wave": torch.zeros(2, dtype=torch.complex64), "rest": torch.zeros(2)}
+    )
     check_gradients(waves, trainable(waves), bitwise=False)
-    with pytest.raises(RecipeError, match=r"^numerics=bitwise with complex parameters \(wave\); it sums real numbers; keep them as real"):
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"^numerics=bitwise with complex parameters \(wave\); it sums real numbers; keep them"
+            r" as real"
+        ),
+    ):
         check_gradients(waves, trainable(waves), bitwise=True)
 
 
 def two_sets(model: nn.Sequential) -> list[torch.optim.Optimizer]:
     return [
-        torch.optim.AdamW([{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 3e-2}], lr=1e-2),
+        torch.optim.AdamW(
+            [{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 3e-2}], lr=1e-2
+        ),
         torch.optim.SGD(model[2].parameters(), lr=0.3, momentum=0.9),
     ]
 
@@ -207,7 +297,9 @@ class Rates(ls.Hook):
 
     def after_step(self, run: Any) -> None:
         self.states.append(state_of(run.model))
-        self.norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in run.model.parameters())))
+        self.norms.append(
+            math.sqrt(sum(float(p.grad.double().square().sum()) for p in run.model.parameters()))
+        )
 
 
 STEPS, CLIP_NORM = 4, 0.2
@@ -242,7 +334,9 @@ def two_sets_by_hand(first: dict[str, Tensor]) -> tuple[list[dict[str, Tensor]],
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_two_optimizers_a_schedule_and_clipping_do_what_they_do_in_plain_torch(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_two_optimizers_a_schedule_and_clipping_do_what_they_do_in_plain_torch(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
     everyone = pool.run(world_size, train_two_sets, str(tmp_path))
     states, norms = two_sets_by_hand(everyone[0][0][0][0])
     assert min(norms) > CLIP_NORM
@@ -254,8 +348,13 @@ def test_two_optimizers_a_schedule_and_clipping_do_what_they_do_in_plain_torch(p
                 torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
         assert pure[1] == pytest.approx([CLIP_NORM] * STEPS, rel=1e-4)
     for name in ("pure", "scheduler"):
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        assert [line["lr"] for line in lines] == pytest.approx([1e-2 * a_schedule(step) for step in range(STEPS)])
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert [line["lr"] for line in lines] == pytest.approx(
+            [1e-2 * a_schedule(step) for step in range(STEPS)]
+        )
         assert [line["gradient_norm"] for line in lines] == pytest.approx(norms, rel=1e-4)
 
 
@@ -265,22 +364,37 @@ def clipped(
     made: list[torch.optim.Optimizer] = []
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
-        made.append(kind(model.parameters(), lr=0.01, weight_decay=0.1, **({"fused": True} if fused else {"foreach": True})))
+        made.append(
+            kind(
+                model.parameters(),
+                lr=0.01,
+                weight_decay=0.1,
+                **({"fused": True} if fused else {"foreach": True}),
+            )
+        )
         return made[0]
 
     rates = Rates()
     given = recipe(optimizer=build, precision=precision, clip_norm=CLIP_NORM, steps=STEPS)
     ls.train(given, run_dir=str(run_dir), hooks=[rates], log_every=1)
     assert not hasattr(made[0], "grad_scale")
-    norms = [json.loads(line)["gradient_norm"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    norms = [
+        json.loads(line)["gradient_norm"]
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert min(norms) > CLIP_NORM
     return rates.states[-1], norms
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+)
 def test_a_fused_optimizer_scales_and_clips_as_it_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., torch.optim.Optimizer], precision: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Callable[..., torch.optim.Optimizer],
+    precision: str,
 ) -> None:
     state, norms = clipped(kind, False, precision, tmp_path / "foreach")
 
@@ -314,12 +428,17 @@ def test_an_optimizer_is_applied_with_what_waits_for_its_step() -> None:
     with torch.profiler.profile() as profile:
         assert moved() == pytest.approx(1.0)
     assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
-    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook, register_optimizer_step_post_hook):
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_post_hook,
+    ):
         handle = register(lambda *_: called.append("hook"))
         assert moved() == pytest.approx(1.0)
         assert called.pop() == "hook"
         handle.remove()
-    scheduler = StepLR(optimizer, 1)  # which gives the optimizer a step of its own, to tell whether it was called
+    # which gives the optimizer a step of its own, to tell whether it was called
+    scheduler = StepLR(optimizer, 1)
     assert moved() == pytest.approx(1.0)
     with warnings.catch_warnings(action="error"):
         scheduler.step()
@@ -327,13 +446,21 @@ def test_an_optimizer_is_applied_with_what_waits_for_its_step() -> None:
 
 
 def test_a_pure_schedule_multiplies_the_rate_of_every_group_of_every_optimizer() -> None:
-    one = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": 1.0}, {"params": [nn.Parameter(torch.zeros(1))]}], lr=0.5)
+    one = torch.optim.SGD(
+        [
+            {"params": [nn.Parameter(torch.zeros(1))], "lr": 1.0},
+            {"params": [nn.Parameter(torch.zeros(1))]},
+        ],
+        lr=0.5,
+    )
     other = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.25))
     schedule = Schedule(a_schedule, [one, other])
     for step in (0, 1, 3, 1):
         schedule.before_step(step)
         schedule.after_step()
-        rates = [float(group["lr"]) for optimizer in (one, other) for group in optimizer.param_groups]
+        rates = [
+            float(group["lr"]) for optimizer in (one, other) for group in optimizer.param_groups
+        ]
         assert rates == [1.0 / (1 + step), 0.5 / (1 + step), 0.25 / (1 + step)]
     assert isinstance(other.param_groups[0]["lr"], Tensor)
 
@@ -354,7 +481,10 @@ def test_a_multiplier_that_is_not_finite_is_refused_before_the_step() -> None:
     optimizer = an_optimizer()
     schedule = Schedule(lambda step: 1.0 if step < 2 else math.nan, [optimizer])
     schedule.before_step(1)
-    with pytest.raises(RecipeError, match=r"^schedule\(2\) returned nan; a multiplier of the learning rate is finite; correct"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^schedule\(2\) returned nan; a multiplier of the learning rate is finite; correct",
+    ):
         schedule.before_step(2)
     assert optimizer.param_groups[0]["lr"] == 0.5
 
@@ -366,13 +496,24 @@ def failing_schedule(step: int) -> float:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda step: "fast", "schedule(0) returned 'fast' (a str); a schedule is step -> multiplier of the learning rate, a number; or"),
-        (lambda step: None, "schedule(0) returned None (a NoneType); a schedule is step -> multiplier"),
+        (
+            lambda step: "fast",
+            (
+                "schedule(0) returned 'fast' (a str); a schedule is step -> multiplier of the"
+                " learning rate, a number; or"
+            ),
+        ),
+        (
+            lambda step: None,
+            "schedule(0) returned None (a NoneType); a schedule is step -> multiplier",
+        ),
         (lambda step: True, "schedule(0) returned True (a bool); a schedule is step -> multiplier"),
         (
             failing_schedule,
-            "schedule is neither step -> multiplier (schedule(0) raised ValueError: no rate today) nor optimizer -> torch LRScheduler "
-            "(that raised ValueError: no rate today)",
+            (
+                "schedule is neither step -> multiplier (schedule(0) raised ValueError: no rate"
+                " today) nor optimizer -> torch LRScheduler (that raised ValueError: no rate today)"
+            ),
         ),
         (lambda optimizer: optimizer.param_groups, "schedule(optimizer) returned [{"),
     ],
@@ -391,10 +532,14 @@ def train_with(run_dir: str, changes: dict[str, Any]) -> str:
     return "it trained"
 
 
-def test_a_bad_optimizer_is_told_to_all_ranks_alike_before_the_first_step(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_bad_optimizer_is_told_to_all_ranks_alike_before_the_first_step(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     everyone = pool.run(3, train_with, str(tmp_path / "run"), {"optimizer": leaving_out})
     assert everyone == [everyone[0]] * 3
-    assert everyone[0].startswith("RecipeError: the optimizer leaves out 2.weight, 2.bias; every trainable parameter")
+    assert everyone[0].startswith(
+        "RecipeError: the optimizer leaves out 2.weight, 2.bias; every trainable parameter"
+    )
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -407,4 +552,7 @@ def test_a_group_that_is_added_after_the_unfusing_is_not_fused() -> None:
     optimizer = torch.optim.AdamW([{"params": [first], "fused": False}], fused=True)
     assert unfuse([optimizer])
     optimizer.add_param_group({"params": [second]})
-    assert [(group["fused"], group["foreach"]) for group in optimizer.param_groups] == [(False, None), (False, True)]
+    assert [(group["fused"], group["foreach"]) for group in optimizer.param_groups] == [
+        (False, None),
+        (False, True),
+    ]

@@ -1,4 +1,5 @@
-"""Ordinary scripts whose ranks would learn something else, or nothing, without an error: set right, or refused."""
+"""Ordinary scripts whose ranks would learn something else, or nothing, without an error: set right,
+or refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def rank() -> int:
 def unseeded(samples: int = 48) -> TensorDataset:
     """Rows as a process makes them whose generators nobody has seeded alike."""
     torch.manual_seed(rank())
-    return TensorDataset(torch.arange(samples), torch.randn(samples, 6), torch.randn(samples, OUTPUTS))
+    return TensorDataset(
+        torch.arange(samples), torch.randn(samples, 6), torch.randn(samples, OUTPUTS)
+    )
 
 
 def split_at_random() -> Any:
@@ -61,8 +64,13 @@ def evaluate(run_dir: str, data: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize(("data", "part"), [(unseeded, r"\[1\]"), (split_at_random, r"\[0\]")])
-def test_other_data_on_each_rank_is_refused(pool: WorkerPool, tmp_path: Path, data: Any, part: str) -> None:
-    with pytest.raises(DataError, match=rf"^data: sample 0{part} differs between rank 0 and rank 1; .* seed what is drawn"):
+def test_other_data_on_each_rank_is_refused(
+    pool: WorkerPool, tmp_path: Path, data: Any, part: str
+) -> None:
+    with pytest.raises(
+        DataError,
+        match=rf"^data: sample 0{part} differs between rank 0 and rank 1; .* seed what is drawn",
+    ):
         pool.run(2, train, str(tmp_path / "run"), data, "replicate=2")
 
 
@@ -93,33 +101,56 @@ def train_held(run_dir: str, make: Callable[[], Any]) -> list[str]:
     return train(run_dir, partial(Holds, make), BITWISE, collate=only_numbers)
 
 
-def test_other_objects_on_each_rank_are_refused_whatever_their_class(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^data: sample 0\.value differs between rank 0 and rank 1"):
+def test_other_objects_on_each_rank_are_refused_whatever_their_class(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        DataError, match=r"^data: sample 0\.value differs between rank 0 and rank 1"
+    ):
         pool.run(2, train_held, str(tmp_path / "run"), rank)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_objects_that_cannot_be_read_are_an_event(pool: WorkerPool, tmp_path: Path, processes: int) -> None:
+def test_objects_that_cannot_be_read_are_an_event(
+    pool: WorkerPool, tmp_path: Path, processes: int
+) -> None:
     run = tmp_path / "run"
     for events in pool.run(processes, train_held, str(run), Lock):
         assert "data-not-compared" in events
-    told = next(line for line in run.joinpath("events.jsonl").read_text().splitlines() if "data-not-compared" in line)
+    told = next(
+        line
+        for line in run.joinpath("events.jsonl").read_text().splitlines()
+        if "data-not-compared" in line
+    )
     assert "data: sample 0.value[1]" in told
 
 
-def test_other_evaluation_data_on_each_rank_is_refused_before_the_first_step(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^evaluation\.data: sample 0\[1\] differs between rank 0 and rank 1"):
+def test_other_evaluation_data_on_each_rank_is_refused_before_the_first_step(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        DataError, match=r"^evaluation\.data: sample 0\[1\] differs between rank 0 and rank 1"
+    ):
         pool.run(2, evaluate, str(tmp_path / "run"), unseeded)
     assert not Path(tmp_path, "run", "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_change_from_fetch_to_fetch_are_refused_where_bits_count(pool: WorkerPool, tmp_path: Path, workers: int) -> None:
-    with pytest.raises(DataError, match=r"^data: sample 0\[1\] on rank 0 has other bits each time .*, or drop numerics=bitwise$"):
+def test_samples_that_change_from_fetch_to_fetch_are_refused_where_bits_count(
+    pool: WorkerPool, tmp_path: Path, workers: int
+) -> None:
+    with pytest.raises(
+        DataError,
+        match=(
+            r"^data: sample 0\[1\] on rank 0 has other bits each time .*, or drop numerics=bitwise$"
+        ),
+    ):
         pool.run(1, train, str(tmp_path / "run"), AnotherEachTime, f"{BITWISE},workers={workers}")
 
 
-def test_samples_that_change_from_fetch_to_fetch_are_an_event_otherwise(pool: WorkerPool, tmp_path: Path) -> None:
+def test_samples_that_change_from_fetch_to_fetch_are_an_event_otherwise(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for events in pool.run(2, train, str(tmp_path / "run"), AnotherEachTime, "replicate=2"):
         assert "data-not-reproducible" in events
 
@@ -195,7 +226,11 @@ class OnOneRank(ls.Hook):
 
 DIFFERENT: dict[str, Callable[[], Any]] = {
     "factor": lambda: loss_times(1.0 + rank()),
-    "its code": lambda: (lambda *given: 2 * squared_error(*given)) if rank() else (lambda *given: squared_error(*given)),
+    "its code": lambda: (
+        (lambda *given: 2 * squared_error(*given))
+        if rank()
+        else (lambda *given: squared_error(*given))
+    ),
     ".__self__.weights": heavier,
     "is_main": lambda: printing(rank() == 0),
     "writer": lambda: writing(None if rank() else of_level(logging.ERROR)),
@@ -203,7 +238,9 @@ DIFFERENT: dict[str, Callable[[], Any]] = {
 """Losses that each rank makes for itself, by what differs."""
 ALIKE: dict[str, Callable[[], Any]] = {
     "the rank, asked for in the loss": lambda: asking,
-    "a writer on every rank, whose level depends on it": lambda: writing(of_level(logging.INFO + rank())),
+    "a writer on every rank, whose level depends on it": lambda: writing(
+        of_level(logging.INFO + rank())
+    ),
     "a device": lambda: on(torch.device("cuda", rank())),
 }
 
@@ -214,7 +251,9 @@ def train_losses(run_dir: str, losses: dict[str, Callable[[], Any]]) -> dict[str
     for place, (name, make) in enumerate(losses.items()):
         try:
             given = recipe(loss=make())
-            result = ls.train(given, run_dir=f"{run_dir}{place}", plan=BITWISE, hooks=[OnOneRank(rank() == 0)])
+            result = ls.train(
+                given, run_dir=f"{run_dir}{place}", plan=BITWISE, hooks=[OnOneRank(rank() == 0)]
+            )
             found[name] = result.fingerprint
         except RecipeError as error:
             found[name] = str(error)
@@ -232,14 +271,17 @@ def losses_alike(run_dir: str) -> dict[str, str]:
 def test_another_function_on_each_rank_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     for found in pool.run(2, different_losses, str(tmp_path / "run")):
         for name, error in found.items():
-            assert error == (
-                f"loss is another function on rank 1 than on rank 0: {name} differs; all processes of a run have one recipe; give the same "
-                "on every rank; for a line that one rank prints or logs, ask for the rank within the function (if ls.rank() == 0:), or do "
-                "it in a hook, which may differ between ranks"
+            assert (
+                error == f"loss is another function on rank 1 than on rank 0: {name} differs; all"
+                " processes of a run have one recipe; give the same on every rank; for a line"
+                " that one rank prints or logs, ask for the rank within the function (if"
+                " ls.rank() == 0:), or do it in a hook, which may differ between ranks"
             )
 
 
-def test_what_a_loss_asks_for_itself_and_what_hooks_keep_may_depend_on_the_rank(pool: WorkerPool, tmp_path: Path) -> None:
+def test_what_a_loss_asks_for_itself_and_what_hooks_keep_may_depend_on_the_rank(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     (alone,) = pool.run(1, losses_alike, str(tmp_path / "alone"))
     assert {len(fingerprint) for fingerprint in alone.values()} == {64}
     assert len(set(alone.values())) == 1
@@ -253,8 +295,16 @@ def another_copy(run_dir: str) -> None:
         ls.train(recipe(), run_dir=run_dir)
 
 
-def test_another_version_of_the_script_on_each_rank_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^numbers(\.py)? is another version on rank 1 than on rank 0: edited since the first process"):
+def test_another_version_of_the_script_on_each_rank_is_refused(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"^numbers(\.py)? is another version on rank 1 than on rank 0: edited since the first"
+            r" process"
+        ),
+    ):
         pool.run(2, another_copy, str(tmp_path / "run"))
 
 
@@ -266,21 +316,36 @@ def shard_of_its_own(shard: int, epoch: int, start: int) -> Any:
 
 
 def other_stream(shard: int, epoch: int, start: int) -> Any:
-    yield from ((index, torch.full((6,), rank() + 0.5), torch.ones(OUTPUTS)) for index in range(start, 8))
+    yield from (
+        (index, torch.full((6,), rank() + 0.5), torch.ones(OUTPUTS)) for index in range(start, 8)
+    )
 
 
 def train_stream(run_dir: str, open_shard: Callable[[int, int, int], Any]) -> int:
-    return ls.train(recipe(data=ls.Stream(open_shard, shards=2), microbatch=8), run_dir=run_dir).steps
+    return ls.train(
+        recipe(data=ls.Stream(open_shard, shards=2), microbatch=8), run_dir=run_dir
+    ).steps
 
 
-def test_a_stream_of_other_samples_on_each_rank_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^data: the first sample of shard 0\[1\] differs between rank 0 and rank 1"):
+def test_a_stream_of_other_samples_on_each_rank_is_refused(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        DataError,
+        match=r"^data: the first sample of shard 0\[1\] differs between rank 0 and rank 1",
+    ):
         pool.run(2, train_stream, str(tmp_path / "run"), other_stream)
 
 
-def test_a_stream_whose_shards_are_each_on_one_machine_trains(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_stream_whose_shards_are_each_on_one_machine_trains(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     assert pool.run(2, train_stream, str(tmp_path / "run"), shard_of_its_own) == [2, 2]
-    told = next(line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "data-not-compared" in line)
+    told = next(
+        line
+        for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+        if "data-not-compared" in line
+    )
     assert "data: the first sample of shard 0 (FileNotFoundError: 0) on rank 1" in told
 
 
@@ -305,7 +370,9 @@ class AtTheStart(ls.Hook):
         run.model[1].train(rank() == 0)
 
 
-def train_with(run_dir: str, hooks: Sequence[ls.Hook], plan: str = BITWISE) -> tuple[str, list[str]]:
+def train_with(
+    run_dir: str, hooks: Sequence[ls.Hook], plan: str = BITWISE
+) -> tuple[str, list[str]]:
     result = ls.train(recipe(model=droops, steps=4), run_dir=run_dir, hooks=hooks, plan=plan)
     return result.fingerprint, [event.name for event in result.events]
 
@@ -319,21 +386,34 @@ def computes_itself(run: Any) -> None:
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_a_model_that_a_hook_left_in_evaluation_mode_trains_with_dropout(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_a_model_that_a_hook_left_in_evaluation_mode_trains_with_dropout(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     ((expected, _),) = pool.run(1, train_with, str(tmp_path / "alone"), [])
-    (first, events), (second, _) = pool.run(2, train_with, str(tmp_path / "run"), [After(forgets_train, [0])], f"{BITWISE},{plan}")
+    (first, events), (second, _) = pool.run(
+        2, train_with, str(tmp_path / "run"), [After(forgets_train, [0])], f"{BITWISE},{plan}"
+    )
     assert first == second == expected
     assert "modes-restored" in events
 
 
-def test_a_forward_of_a_hooks_own_between_steps_changes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_forward_of_a_hooks_own_between_steps_changes_nothing(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     ((expected, _),) = pool.run(1, train_with, str(tmp_path / "alone"), [])
-    found = pool.run(2, train_with, str(tmp_path / "run"), [After(computes_itself, [0, 1])], f"{BITWISE},shard=2")
+    found = pool.run(
+        2, train_with, str(tmp_path / "run"), [After(computes_itself, [0, 1])], f"{BITWISE},shard=2"
+    )
     assert [fingerprint for fingerprint, _ in found] == [expected, expected]
 
 
-def test_modes_that_differ_between_ranks_from_the_start_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="module '1' is in training mode on rank 0 and in evaluation mode on rank 1"):
+def test_modes_that_differ_between_ranks_from_the_start_are_refused(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RecipeError,
+        match="module '1' is in training mode on rank 0 and in evaluation mode on rank 1",
+    ):
         pool.run(2, train_with, str(tmp_path / "run"), [AtTheStart()])
 
 
@@ -356,10 +436,16 @@ def freezes(run: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (adds_a_group, "the optimizer has 5 parameters in 2 groups, and had 4 in 1 when it was built"),
+        (
+            adds_a_group,
+            "the optimizer has 5 parameters in 2 groups, and had 4 in 1 when it was built",
+        ),
         (swaps_a_module, "module '2' was replaced after the model was prepared"),
         (swaps_a_parameter, "parameter '2.weight' was replaced after the model was prepared"),
-        (freezes, "parameter '2.weight' has requires_grad=False and had True when the model was prepared"),
+        (
+            freezes,
+            "parameter '2.weight' has requires_grad=False and had True when the model was prepared",
+        ),
     ],
 )
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
@@ -382,15 +468,21 @@ def copies_values(run: Any) -> None:
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     later = list(model[2].parameters())  # type: ignore[index]
-    return torch.optim.SGD([{"params": list(model[0].parameters())}, {"params": later, "lr": 0.0}], lr=0.1)  # type: ignore[index]
+    return torch.optim.SGD(
+        [{"params": list(model[0].parameters())}, {"params": later, "lr": 0.0}], lr=0.1
+    )  # type: ignore[index]
 
 
 def follow_remedies(run_dir: str, plan: str) -> str:
     hooks = [After(raises_a_rate, [0, 1]), After(copies_values, [0, 1])]
-    return ls.train(recipe(model=droops, optimizer=two_groups, steps=4), run_dir=run_dir, hooks=hooks, plan=plan).fingerprint
+    return ls.train(
+        recipe(model=droops, optimizer=two_groups, steps=4), run_dir=run_dir, hooks=hooks, plan=plan
+    ).fingerprint
 
 
-def test_what_these_errors_recommend_trains_the_same_model_anywhere(pool: WorkerPool, tmp_path: Path) -> None:
+def test_what_these_errors_recommend_trains_the_same_model_anywhere(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     found = [
         *pool.run(1, follow_remedies, str(tmp_path / "1"), BITWISE),
         *pool.run(2, follow_remedies, str(tmp_path / "2"), f"{BITWISE},replicate=2"),
@@ -406,13 +498,17 @@ def count_collated(run_dir: str, own: bool) -> dict[str, int]:
         counts[kind] += len(samples)
         return default_collate(samples)
 
-    evaluation = ls.Evaluation(data=rows(8), collate=partial(collate, "evaluation") if own else None)
+    evaluation = ls.Evaluation(
+        data=rows(8), collate=partial(collate, "evaluation") if own else None
+    )
     ls.train(recipe(collate=partial(collate, "training"), evaluation=evaluation), run_dir=run_dir)
     return counts
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_an_evaluation_does_not_collate_as_the_training_does(pool: WorkerPool, tmp_path: Path, own: bool) -> None:
+def test_an_evaluation_does_not_collate_as_the_training_does(
+    pool: WorkerPool, tmp_path: Path, own: bool
+) -> None:
     (counts,) = pool.run(1, count_collated, str(tmp_path / "run"), own)
     tried = 6 * 4  # six batches of four samples before the first step
     assert counts == {"training": tried + 32, "evaluation": tried + 8 if own else 0}
@@ -423,20 +519,27 @@ def batchnorm() -> nn.Module:
 
 
 def positions() -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(6, OUTPUTS))
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(6, OUTPUTS)
+    )
 
 
 def train_epochs(run_dir: str, model: Any, samples: int, drop_last: bool = False) -> int:
-    given = recipe(model=model, data=rows(samples), loss=squared_error, epochs=2, drop_last=drop_last)
+    given = recipe(
+        model=model, data=rows(samples), loss=squared_error, epochs=2, drop_last=drop_last
+    )
     return ls.train(given, run_dir=run_dir).steps
 
 
-def test_batchnorm_over_a_last_microbatch_of_one_sample_is_refused_before_the_first_step(pool: WorkerPool, tmp_path: Path) -> None:
+def test_batchnorm_over_a_last_microbatch_of_one_sample_is_refused_before_the_first_step(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     with pytest.raises(RecipeError) as caught:
         pool.run(2, train_epochs, str(tmp_path / "run"), batchnorm, 37)
-    assert str(caught.value) == (
-        "the last global batch of an epoch has microbatches of 4, 1 samples; BatchNorm '1' has no variance over one sample; "
-        "use drop_last=True, or another global_batch or microbatch"
+    assert (
+        str(caught.value)
+        == "the last global batch of an epoch has microbatches of 4, 1 samples; BatchNorm '1' has"
+        " no variance over one sample; use drop_last=True, or another global_batch or microbatch"
     )
     assert not Path(tmp_path, "run", "metrics.jsonl").read_text()
 
@@ -445,7 +548,9 @@ def test_without_the_last_batch_it_trains(pool: WorkerPool, tmp_path: Path) -> N
     assert pool.run(2, train_epochs, str(tmp_path / "run"), batchnorm, 37, True) == [4, 4]
 
 
-def test_batchnorm_over_several_positions_of_one_sample_trains(pool: WorkerPool, tmp_path: Path) -> None:
+def test_batchnorm_over_several_positions_of_one_sample_trains(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     assert pool.run(1, train_epochs, str(tmp_path / "run"), positions, 37) == [6]
 
 
@@ -454,7 +559,10 @@ def test_batchnorm_over_several_positions_of_one_sample_trains(pool: WorkerPool,
     [
         ({"drop_last": 1, "epochs": 1}, r"drop_last=1; it is True to leave out"),
         ({"drop_last": True, "steps": 2}, "drop_last=True without epochs"),
-        ({"drop_last": True, "epochs": 1, "data": rows(15)}, "drop_last=True with 15 samples and global_batch=16"),
+        (
+            {"drop_last": True, "epochs": 1, "data": rows(15)},
+            "drop_last=True with 15 samples and global_batch=16",
+        ),
     ],
 )
 def test_drop_last_that_cannot_be_is_refused(changes: dict[str, Any], text: str) -> None:
@@ -494,17 +602,34 @@ def decaying(step: int) -> float:
 
 
 def train_with_rates(run_dir: str, schedule: Any, plan: str = BITWISE) -> str:
-    given = recipe(optimizer=plateau, steps=6, evaluation=ls.Evaluation(data=rows(8), every=2), schedule=schedule)
-    return ls.train(given, run_dir=run_dir, hooks=[LowersTheRate()], plan=plan, log_every=1).fingerprint
+    given = recipe(
+        optimizer=plateau,
+        steps=6,
+        evaluation=ls.Evaluation(data=rows(8), every=2),
+        schedule=schedule,
+    )
+    return ls.train(
+        given, run_dir=run_dir, hooks=[LowersTheRate()], plan=plan, log_every=1
+    ).fingerprint
 
 
 @pytest.mark.parametrize("schedule", [decaying, scheduled])
-def test_a_rate_that_a_hook_sets_beside_a_schedule_is_refused(pool: WorkerPool, tmp_path: Path, schedule: Any) -> None:
-    with pytest.raises(RecipeError, match=r"^after step 4: the learning rate of group 0 is .*, and the schedule had set it to"):
+def test_a_rate_that_a_hook_sets_beside_a_schedule_is_refused(
+    pool: WorkerPool, tmp_path: Path, schedule: Any
+) -> None:
+    with pytest.raises(
+        RecipeError,
+        match=r"^after step 4: the learning rate of group 0 is .*, and the schedule had set it to",
+    ):
         pool.run(1, train_with_rates, str(tmp_path / "run"), schedule)
 
 
 def test_a_rate_that_a_hook_sets_without_a_schedule_stays(pool: WorkerPool, tmp_path: Path) -> None:
     (alone,) = pool.run(1, train_with_rates, str(tmp_path / "alone"), None)
-    assert [row["lr"] for row in learned(tmp_path / "alone") if "lr" in row] == pytest.approx([0.1] * 4 + [0.01] * 2)
-    assert pool.run(2, train_with_rates, str(tmp_path / "run"), None, f"{BITWISE},shard=2") == [alone, alone]
+    assert [row["lr"] for row in learned(tmp_path / "alone") if "lr" in row] == pytest.approx(
+        [0.1] * 4 + [0.01] * 2
+    )
+    assert pool.run(2, train_with_rates, str(tmp_path / "run"), None, f"{BITWISE},shard=2") == [
+        alone,
+        alone,
+    ]

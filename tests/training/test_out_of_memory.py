@@ -1,4 +1,5 @@
-"""A run that ran out of memory resumes under a plan that needs less of it, and results in the same model."""
+"""A run that ran out of memory resumes under a plan that needs less of it, and results in the same
+model."""
 
 from __future__ import annotations
 
@@ -24,12 +25,19 @@ from lockstep.launch.failures import out_of_memory
 from lockstep.testing.pool import WorkerPool
 
 AT = 3
-RESUMES = "lockstep: the run in {} resumes after step 3 with {} if the same command is given again with that run directory"
+RESUMES = (
+    "lockstep: the run in {} resumes after step 3 with {} if the same command is given again with"
+    " that run directory"
+)
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in ("time", "event")} for row in found if row["event"] == name]
+    return [
+        {key: value for key, value in row.items() if key not in ("time", "event")}
+        for row in found
+        if row["event"] == name
+    ]
 
 
 def fired(run_dir: Path) -> int:
@@ -37,23 +45,34 @@ def fired(run_dir: Path) -> int:
     return len(list(run_dir.parent.glob("fired-*")))
 
 
-def injected(plan: str, run_dir: Path, *, enough: str, setting: str = "retry", given: Any = None) -> tuple[str, Any]:
+def injected(
+    plan: str, run_dir: Path, *, enough: str, setting: str = "retry", given: Any = None
+) -> tuple[str, Any]:
     return run(plan, str(run_dir), AT, enough, setting, given or {})
 
 
 @pytest.mark.parametrize("numerics", ["fast", "bitwise"])
 def test_with_checkpointing_it_resumes_with_the_same_bits(tmp_path: Path, numerics: str) -> None:
     plan, run_dir = f"replicate=1,numerics={numerics}", tmp_path / "run"
-    assert injected(plan, run_dir, enough="with checkpointing") == ("OutOfMemoryError", [RESUMES.format(run_dir, "checkpointing=full")])
+    assert injected(plan, run_dir, enough="with checkpointing") == (
+        "OutOfMemoryError",
+        [RESUMES.format(run_dir, "checkpointing=full")],
+    )
     assert fired(run_dir) == 1
     _, fingerprint = undisturbed(plan, str(tmp_path / "undisturbed"), None, {})
-    assert injected(plan, run_dir, enough="with checkpointing") == ("ended", [fingerprint, f"{plan},checkpointing=full"])
+    assert injected(plan, run_dir, enough="with checkpointing") == (
+        "ended",
+        [fingerprint, f"{plan},checkpointing=full"],
+    )
     assert fired(run_dir) == 1
     assert events(run_dir, "out-of-memory") == [{"step": AT, "then": "checkpointing=full"}]
     assert events(run_dir, "plan-changed") == [
         {
             "step": AT,
-            "reason": "memory ran out after step 3 on rank 0: OutOfMemoryError: injected: tried to allocate 2.00 GiB",
+            "reason": (
+                "memory ran out after step 3 on rank 0: OutOfMemoryError: injected: tried to"
+                " allocate 2.00 GiB"
+            ),
             "change": "checkpointing=full",
             "given": plan,
             "plan": f"{plan},checkpointing=full",
@@ -63,7 +82,9 @@ def test_with_checkpointing_it_resumes_with_the_same_bits(tmp_path: Path, numeri
     assert json.loads((run_dir / "run.json").read_text())["plan"]["checkpointing"] == "full"
 
 
-def test_in_bitwise_numerics_it_stops_before_bits_change_unless_that_is_allowed(tmp_path: Path) -> None:
+def test_in_bitwise_numerics_it_stops_before_bits_change_unless_that_is_allowed(
+    tmp_path: Path,
+) -> None:
     plan, run_dir = "replicate=1,numerics=bitwise", tmp_path / "run"
     assert injected(plan, run_dir, enough="with 2 samples")[0] == "OutOfMemoryError"
     written = (run_dir / FILE).read_text()
@@ -77,7 +98,11 @@ def test_in_bitwise_numerics_it_stops_before_bits_change_unless_that_is_allowed(
     assert (kind, fired(run_dir)) == ("OutOfMemoryError", 3)
     assert note == RESUMES.format(run_dir, "microbatch_splits=1")
     kind, (_, ended_under) = injected(plan, run_dir, enough="with 2 samples")
-    assert (kind, ended_under, fired(run_dir)) == ("ended", f"{plan},checkpointing=full,microbatch_splits=1", 3)
+    assert (kind, ended_under, fired(run_dir)) == (
+        "ended",
+        f"{plan},checkpointing=full,microbatch_splits=1",
+        3,
+    )
     assert "other dropout masks" in events(run_dir, "plan-changed")[-1]["note"]
 
 
@@ -94,14 +119,17 @@ def test_it_splits_down_to_single_samples_and_then_names_the_fallbacks(tmp_path:
     ]
     assert ends[3] == ends[4]
     assert ends[4][1][0].startswith(
-        "lockstep: memory ran out with checkpointing=full,microbatch_splits=2; microbatches have one sample each"
+        "lockstep: memory ran out with checkpointing=full,microbatch_splits=2; microbatches have"
+        " one sample each"
     )
 
 
 @pytest.mark.parametrize("setting", ["stop", "same-bits"])
 def test_a_setting_limits_the_fallbacks(tmp_path: Path, setting: str) -> None:
     run_dir = tmp_path / "run"
-    kind, (note,) = injected("replicate=1,checkpointing=full", run_dir, enough="never", setting=setting)
+    kind, (note,) = injected(
+        "replicate=1,checkpointing=full", run_dir, enough="never", setting=setting
+    )
     assert (kind, fired(run_dir)) == ("OutOfMemoryError", 1)
     assert f"--out-of-memory {setting}" in note
     assert not (run_dir / FILE).exists()
@@ -109,7 +137,9 @@ def test_a_setting_limits_the_fallbacks(tmp_path: Path, setting: str) -> None:
 
 def test_the_setting_is_one_of_four_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_OUT_OF_MEMORY", "try")
-    with pytest.raises(PlanError, match="LOCKSTEP_OUT_OF_MEMORY='try'; it is one of retry, halve, same-bits, stop"):
+    with pytest.raises(
+        PlanError, match="LOCKSTEP_OUT_OF_MEMORY='try'; it is one of retry, halve, same-bits, stop"
+    ):
         ls.train(recipe(), run_dir=str(tmp_path / "run"))
 
 
@@ -141,7 +171,10 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert injected("replicate=1", run_dir, enough="with checkpointing")[0] == "OutOfMemoryError"
     (run_dir / FILE).write_text("{")
-    assert injected("replicate=1", run_dir, enough="with checkpointing") == ("RunDirectoryError", [])
+    assert injected("replicate=1", run_dir, enough="with checkpointing") == (
+        "RunDirectoryError",
+        [],
+    )
     assert fired(run_dir) == 1
 
 
@@ -155,20 +188,32 @@ def test_where_nothing_can_be_written_down_the_error_says_so(tmp_path: Path) -> 
 
     with pytest.raises(MemoryError) as caught:
         ls.train(recipe(model=build, loss=loss), run_dir=str(tmp_path / "run"))
-    assert caught.value.__notes__[0].startswith("lockstep: memory ran out; the change of the plan could not be written: ")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")) == []
+    assert caught.value.__notes__[0].startswith(
+        "lockstep: memory ran out; the change of the plan could not be written: "
+    )
+    assert (
+        sorted(path.name for path in (tmp_path / "run").iterdir() if path.name.startswith("."))
+        == []
+    )
 
 
-def test_in_the_first_step_there_is_nothing_to_go_on_from_and_it_begins_anew(tmp_path: Path) -> None:
+def test_in_the_first_step_there_is_nothing_to_go_on_from_and_it_begins_anew(
+    tmp_path: Path,
+) -> None:
     given, run_dir = {"steps": 2}, tmp_path / "run"
     kind, (note,) = run("replicate=1", str(run_dir), 0, "with checkpointing", "retry", given)
     assert (kind, fired(run_dir)) == ("OutOfMemoryError", 1)
     assert f"the run in {run_dir} starts again with checkpointing=full" in note
     _, fingerprint = undisturbed("replicate=1", str(tmp_path / "undisturbed"), None, given)
-    assert run("replicate=1", str(run_dir), 0, "with checkpointing", "retry", given)[1][0] == fingerprint
+    assert (
+        run("replicate=1", str(run_dir), 0, "with checkpointing", "retry", given)[1][0]
+        == fingerprint
+    )
 
 
-def test_after_a_commit_the_state_is_no_whole_step_and_it_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_after_a_commit_the_state_is_no_whole_step_and_it_goes_on_from_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
     class Full(ls.Hook):
         def after_step(self, run: Any) -> None:
             if run.step == 2 and run.context.plan.checkpointing == "none":
@@ -177,11 +222,16 @@ def test_after_a_commit_the_state_is_no_whole_step_and_it_goes_on_from_the_last_
     arguments: dict[str, Any] = {"hooks": [Full()], "run_dir": str(tmp_path / "run")}
     with pytest.raises(MemoryError) as caught:
         ls.train(recipe(steps=3), **arguments)
-    assert "resumes from its last checkpoint, or starts again, with checkpointing=full if" in caught.value.__notes__[0]
+    assert (
+        "resumes from its last checkpoint, or starts again, with checkpointing=full if"
+        in caught.value.__notes__[0]
+    )
     assert ls.train(recipe(steps=3), **arguments).plan.endswith("checkpointing=full")
 
 
-def test_a_model_that_there_is_no_room_for_is_none_that_less_activations_help(tmp_path: Path) -> None:
+def test_a_model_that_there_is_no_room_for_is_none_that_less_activations_help(
+    tmp_path: Path,
+) -> None:
     def build() -> nn.Module:
         torch.empty(2**50, dtype=torch.uint8)
         return network()
@@ -190,8 +240,8 @@ def test_a_model_that_there_is_no_room_for_is_none_that_less_activations_help(tm
         ls.train(recipe(model=build), run_dir=str(tmp_path / "run"))
     assert out_of_memory(caught.value)
     assert caught.value.__notes__ == [
-        "lockstep: memory ran out; no step had begun, so the model itself is too large; shard it over more processes "
-        "(shard, tensor, pipeline)"
+        "lockstep: memory ran out; no step had begun, so the model itself is too large; shard it"
+        " over more processes (shard, tensor, pipeline)"
     ]
     assert not (tmp_path / "run" / FILE).exists()
 
@@ -215,23 +265,44 @@ def test_with_batchnorm_no_microbatch_is_halved(tmp_path: Path) -> None:
         raise torch.OutOfMemoryError
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        ls.train(recipe(model=normed, loss=loss), plan="checkpointing=full", run_dir=str(tmp_path / "run"))
-    assert "split each microbatch, and BatchNorm ('1') takes its statistics over one microbatch" in caught.value.__notes__[0]
+        ls.train(
+            recipe(model=normed, loss=loss),
+            plan="checkpointing=full",
+            run_dir=str(tmp_path / "run"),
+        )
+    assert (
+        "split each microbatch, and BatchNorm ('1') takes its statistics over one microbatch"
+        in caught.value.__notes__[0]
+    )
     assert not (tmp_path / "run" / FILE).exists()
 
 
-@pytest.mark.parametrize("convert", [nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm], ids=["plain", "sync"])
+@pytest.mark.parametrize(
+    "convert", [nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm], ids=["plain", "sync"]
+)
 def test_a_plan_with_halves_is_refused_for_batchnorm(tmp_path: Path, convert: Any) -> None:
     def build() -> nn.Module:
         return normed() if convert is nn.Module else convert(normed())
 
-    with pytest.raises(RecipeError, match=r"microbatch_splits=1, and BatchNorm \('1'\) takes its statistics over one microbatch"):
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"microbatch_splits=1, and BatchNorm \('1'\) takes its statistics over one microbatch"
+        ),
+    ):
         ls.train(recipe(model=build), plan="microbatch_splits=1", run_dir=str(tmp_path / "run"))
 
 
 def test_nor_is_one_of_a_stream(tmp_path: Path) -> None:
-    data = ls.Stream(lambda shard, epoch, start: islice(rows(12, seed=shard), start, None), shards=4)
-    with pytest.raises(RecipeError, match=r"microbatch_splits=1, and an ls.Stream reads each microbatch from a shard of its own"):
+    data = ls.Stream(
+        lambda shard, epoch, start: islice(rows(12, seed=shard), start, None), shards=4
+    )
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"microbatch_splits=1, and an ls.Stream reads each microbatch from a shard of its own"
+        ),
+    ):
         ls.train(recipe(data=data), plan="microbatch_splits=1", run_dir=str(tmp_path / "run"))
 
 
@@ -248,13 +319,19 @@ def scored(output: Tensor, batch: Any) -> ls.Sum:
 LOSSES: dict[str, dict[str, Any]] = {
     "a mean": {"loss": squared_error},
     "a weight that the forward knows": {"loss": weighted},
-    "a weight that the batch has": {"inputs": lambda batch: batch[1], "loss": scored, "weight": lambda batch: (1 + batch[0] % 5).sum()},
+    "a weight that the batch has": {
+        "inputs": lambda batch: batch[1],
+        "loss": scored,
+        "weight": lambda batch: (1 + batch[0] % 5).sum(),
+    },
 }
 
 
 def in_double(name: str, plan: str, run_dir: str, microbatch: int | None) -> float:
     """One step of gradient descent in float64. Returns the evaluation's loss after it."""
-    data = TensorDataset(*(each.double() if each.is_floating_point() else each for each in rows(48).tensors))
+    data = TensorDataset(
+        *(each.double() if each.is_floating_point() else each for each in rows(48).tensors)
+    )
     evaluation = ls.Evaluation(data=data, every=1, microbatch=7)
     given: dict[str, Any] = {
         "data": data,
@@ -264,7 +341,11 @@ def in_double(name: str, plan: str, run_dir: str, microbatch: int | None) -> flo
         "microbatch": microbatch,
         "evaluation": evaluation,
     }
-    given |= {"model": lambda: network().double(), "tensor": {"0": "colwise", "2": "rowwise"}, **LOSSES[name]}
+    given |= {
+        "model": lambda: network().double(),
+        "tensor": {"0": "colwise", "2": "rowwise"},
+        **LOSSES[name],
+    }
     result = ls.train(recipe(**given), plan=plan, run_dir=run_dir)
     return result.metrics["loss"]
 
@@ -281,20 +362,33 @@ def cases() -> Iterator[tuple[str, str, int | None, int]]:
 
 @pytest.mark.parametrize(("plan", "name", "microbatch", "microbatch_splits"), list(cases()))
 def test_halves_have_the_gradient_of_the_whole(
-    pool: WorkerPool, tmp_path: Path, plan: str, name: str, microbatch: int | None, microbatch_splits: int
+    pool: WorkerPool,
+    tmp_path: Path,
+    plan: str,
+    name: str,
+    microbatch: int | None,
+    microbatch_splits: int,
 ) -> None:
-    """With microbatches of 5, 5, 5, 5 and 3 samples of unlike weight, a mean of means is another."""
+    """With microbatches of 5, 5, 5, 5 and 3 samples of unlike weight, a mean of means is
+    another."""
     found = []
     for number in (0, microbatch_splits):
         run_dir = tmp_path / str(number)
         arguments = (name, f"{plan},microbatch_splits={number}", str(run_dir), microbatch)
-        losses = pool.run(2, in_double, *arguments) if plan.endswith("2") else [in_double(*arguments)]
+        losses = (
+            pool.run(2, in_double, *arguments) if plan.endswith("2") else [in_double(*arguments)]
+        )
         found.append((losses[0], load_file(run_dir / "model.safetensors")))
     (loss, whole), (loss_of_halves, halves) = found
     assert loss_of_halves == pytest.approx(loss, rel=1e-12)
     for each in whole:
         torch.testing.assert_close(halves[each], whole[each], rtol=1e-12, atol=1e-12)
-    assert json.loads((tmp_path / str(microbatch_splits) / "run.json").read_text())["plan"]["microbatch_splits"] == microbatch_splits
+    assert (
+        json.loads((tmp_path / str(microbatch_splits) / "run.json").read_text())["plan"][
+            "microbatch_splits"
+        ]
+        == microbatch_splits
+    )
 
 
 def test_evaluations_are_halved_too(tmp_path: Path) -> None:
@@ -305,6 +399,11 @@ def test_evaluations_are_halved_too(tmp_path: Path) -> None:
         return squared_error(model, batch)
 
     evaluation = ls.Evaluation(data=rows(16), every=1, microbatch=8)
-    ls.train(recipe(loss=loss, evaluation=evaluation, steps=1), plan="microbatch_splits=1", run_dir=str(tmp_path / "run"))
-    tried = [2, 2, 2, 2, 2, 1, 1]  # the first microbatch of the run: twice in training mode, three times, and in halves
+    ls.train(
+        recipe(loss=loss, evaluation=evaluation, steps=1),
+        plan="microbatch_splits=1",
+        run_dir=str(tmp_path / "run"),
+    )
+    # the first microbatch of the run: twice in training mode, three times, and in halves
+    tried = [2, 2, 2, 2, 2, 1, 1]
     assert seen == {True: [2] * 8, False: [*tried, *[4] * 4]}

@@ -1,4 +1,5 @@
-"""Values that a script gives a parameter between two steps: in place, or by `parameter.data`, which shards ignore."""
+"""Values that a script gives a parameter between two steps: in place, or by `parameter.data`, which
+shards ignore."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def halves(parameter: Tensor) -> Tensor:
 
 
 def split_as(parameter: Tensor, value: Tensor) -> Tensor:
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else value
+    return (
+        distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        if isinstance(parameter, DTensor)
+        else value
+    )
 
 
 def by_data(parameter: Tensor) -> None:
@@ -65,7 +70,10 @@ def train(folder: str, plan: str, *ways: Callable[[Tensor], None]) -> list[str]:
     for how in ways:
         try:
             result = ls.train(
-                recipe(steps=3), plan=f"{plan},numerics=bitwise", run_dir=f"{folder}/{plan}/{how.__name__}", hooks=[Moves(how)]
+                recipe(steps=3),
+                plan=f"{plan},numerics=bitwise",
+                run_dir=f"{folder}/{plan}/{how.__name__}",
+                hooks=[Moves(how)],
             )
             found.append(result.fingerprint)
         except RecipeError as error:
@@ -77,17 +85,26 @@ def test_values_take_effect_or_are_refused(pool: WorkerPool, tmp_path: Path) -> 
     (alone,) = pool.run(1, train, str(tmp_path), "replicate=1", by_data, by_split_data, *IN_PLACE)
     right = alone[0]
     assert set(alone) == {right}
-    for found in pool.run(2, train, str(tmp_path), "replicate=2", by_data, by_split_data, *IN_PLACE):
+    for found in pool.run(
+        2, train, str(tmp_path), "replicate=2", by_data, by_split_data, *IN_PLACE
+    ):
         assert set(found) == {right}
-    for refused, split, *in_place in pool.run(2, train, str(tmp_path), "shard=2", by_data, by_split_data, *IN_PLACE):
-        assert refused.startswith("parameter '2.weight' was given other values by parameter.data = value, which changes nothing of ")
+    for refused, split, *in_place in pool.run(
+        2, train, str(tmp_path), "shard=2", by_data, by_split_data, *IN_PLACE
+    ):
+        assert refused.startswith(
+            "parameter '2.weight' was given other values by parameter.data = value, which changes"
+            " nothing of "
+        )
         assert split == refused
         assert set(in_place) == {right}
 
 
 def test_a_tensor_parallel_plan_refuses_it_too(pool: WorkerPool, tmp_path: Path) -> None:
     for (refused,) in pool.run(2, train_in_tensor, str(tmp_path), by_data):
-        assert refused.startswith("parameter '2.weight' was given other values by parameter.data = value")
+        assert refused.startswith(
+            "parameter '2.weight' was given other values by parameter.data = value"
+        )
 
 
 def train_in_tensor(folder: str, how: Callable[[Tensor], None]) -> list[str]:

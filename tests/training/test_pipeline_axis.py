@@ -1,5 +1,5 @@
-"""The pipeline axis under `ls.train`, alone and with the others: what comes out is what one process gives, to
-rounding."""
+"""The pipeline axis under `ls.train`, alone and with the others: what comes out is what one process
+gives, to rounding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +115,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def recipe(**changes: Any) -> ls.Recipe:
-    """Seven microbatches a step, the last one short, and six steps in two epochs whose last batch is short."""
+    """Seven microbatches a step, the last one short, and six steps in two epochs whose last batch
+    is short."""
     given: dict[str, Any] = {
         "model": Staged,
         "data": sentences(70),
@@ -134,13 +139,22 @@ class WithItsOwnWeight(ls.Hook):
     """Nothing; a hook's `save` has tensors of all ranks."""
 
     def on_finish(self, run: Any) -> None:
-        run.save("mine.safetensors", {name: value * 2 for name, value in run.model.state_dict().items() if value.is_floating_point()})
+        run.save(
+            "mine.safetensors",
+            {
+                name: value * 2
+                for name, value in run.model.state_dict().items()
+                if value.is_floating_point()
+            },
+        )
 
 
 def train(plan: str, run_dir: str, precision: Precision = "fp32", known: bool = True) -> ls.Result:
     changes: dict[str, Any] = {} if known else {"loss": of_its_own_weight, "weight": None}
     hooks = [WithItsOwnWeight()] if plan.startswith("pipeline") else []
-    return ls.train(recipe(precision=precision, **changes), plan=plan, run_dir=run_dir, hooks=hooks, log_every=1)
+    return ls.train(
+        recipe(precision=precision, **changes), plan=plan, run_dir=run_dir, hooks=hooks, log_every=1
+    )
 
 
 def train_in_float64(plan: str, run_dir: str) -> tuple[float, dict[str, float]]:
@@ -150,9 +164,21 @@ def train_in_float64(plan: str, run_dir: str) -> tuple[float, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "plan", tiered(PLANS, always=["pipeline=2", "pipeline=2,schedule=interleaved", "pipeline=3", "shard=2,pipeline=2"], most=1)
+    "plan",
+    tiered(
+        PLANS,
+        always=[
+            "pipeline=2",
+            "pipeline=2,schedule=interleaved",
+            "pipeline=3",
+            "shard=2,pipeline=2",
+        ],
+        most=1,
+    ),
 )
-def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_training_gives_the_model_of_one_process(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"))
     results = pool.run(PLANS[plan], train, plan, str(tmp_path / "run"))
     assert len({(result.fingerprint, result.loss) for result in results}) == 1
@@ -166,7 +192,11 @@ def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Pat
         torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
     if plan.startswith("pipeline"):
         doubled = load_file(tmp_path / "run" / "mine.safetensors")
-        assert all(torch.equal(doubled[name], 2 * value) for name, value in state.items() if value.is_floating_point())
+        assert all(
+            torch.equal(doubled[name], 2 * value)
+            for name, value in state.items()
+            if value.is_floating_point()
+        )
 
 
 @pytest.mark.slow
@@ -181,17 +211,26 @@ def test_seven_microbatches_are_dealt_to_three_pipelines(tmp_path: Path, plan: s
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precision_gives_the_model_of_one_process_to_its_rounding(pool: WorkerPool, tmp_path: Path, precision: Precision) -> None:
+def test_lower_precision_gives_the_model_of_one_process_to_its_rounding(
+    pool: WorkerPool, tmp_path: Path, precision: Precision
+) -> None:
     (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"), precision)
     result, _ = pool.run(2, train, "pipeline=2", str(tmp_path / "run"), precision)
     assert result.loss == pytest.approx(alone.loss, rel=3e-2)
-    own, other = ([event for event in each.events[1:-1] if event.name != "gradient-reducer"] for each in (result, alone))
+    own, other = (
+        [event for event in each.events[1:-1] if event.name != "gradient-reducer"]
+        for each in (result, alone)
+    )
     assert own == other
 
 
-def test_a_weight_that_only_the_last_stage_knows_is_told_to_all(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_weight_that_only_the_last_stage_knows_is_told_to_all(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"), "fp32", False)
-    for result in pool.run(4, train, "replicate=2,pipeline=2", str(tmp_path / "run"), "fp32", False):
+    for result in pool.run(
+        4, train, "replicate=2,pipeline=2", str(tmp_path / "run"), "fp32", False
+    ):
         assert result.loss == pytest.approx(alone.loss, rel=1e-4)
         assert result.metrics == pytest.approx(alone.metrics, rel=1e-4)
 
@@ -204,7 +243,9 @@ class StopsOnOneRank(ls.Hook):
 
 def stop_on_one_rank(run_dir: str) -> int:
     given = recipe(epochs=None, steps=30, evaluation=None)
-    return ls.train(given, plan="pipeline=2", run_dir=run_dir, hooks=[StopsOnOneRank()], log_every=2).steps
+    return ls.train(
+        given, plan="pipeline=2", run_dir=run_dir, hooks=[StopsOnOneRank()], log_every=2
+    ).steps
 
 
 def test_any_rank_may_stop_the_run(pool: WorkerPool, tmp_path: Path) -> None:
@@ -232,11 +273,19 @@ def one_for_matrices_and_one_for_vectors(model: nn.Module) -> list[torch.optim.O
 def train_with_two_optimizers(plan: str, run_dir: str) -> ls.Result:
     schedule = ls.warmup_cosine(warmup=2, total=6)
     stages = ["embedding", "norm", "inner", "head"]
-    given = recipe(model=Bare, stages=stages, tensor=None, optimizer=one_for_matrices_and_one_for_vectors, schedule=schedule)
+    given = recipe(
+        model=Bare,
+        stages=stages,
+        tensor=None,
+        optimizer=one_for_matrices_and_one_for_vectors,
+        schedule=schedule,
+    )
     return ls.train(given, plan=plan, run_dir=run_dir)
 
 
-def test_an_optimizer_may_have_nothing_to_do_on_some_stage(pool: WorkerPool, tmp_path: Path) -> None:
+def test_an_optimizer_may_have_nothing_to_do_on_some_stage(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     (alone,) = pool.run(1, train_with_two_optimizers, "replicate=1", str(tmp_path / "alone"))
     for result in pool.run(4, train_with_two_optimizers, "pipeline=4", str(tmp_path / "run")):
         assert result.loss == pytest.approx(alone.loss, rel=1e-4)
@@ -313,7 +362,9 @@ class WithAWideTable(Staged):
 
 
 def of_all_but_the_head(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([parameter for name, parameter in model.named_parameters() if "never" not in name])
+    return torch.optim.AdamW(
+        [parameter for name, parameter in model.named_parameters() if "never" not in name]
+    )
 
 
 def given_back(output: Tensor, batch: Batch) -> Tensor:
@@ -337,76 +388,129 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more stages than parts": (
         "pipeline=3",
         {"model": narrow, "stages": None},
-        "RecipeError: pipeline=3 makes 3 stages, and the model has trainable parameters for 2 (from 0, 2)",
+        (
+            "RecipeError: pipeline=3 makes 3 stages, and the model has trainable parameters for 2"
+            " (from 0, 2)"
+        ),
     ),
     "fewer microbatches than stages": (
         "pipeline=3",
         {"microbatch": 16},
-        "RecipeError: 2 microbatches a step in a pipeline of 3 stages; with fewer microbatches than stages some stages always wait",
+        (
+            "RecipeError: 2 microbatches a step in a pipeline of 3 stages; with fewer microbatches"
+            " than stages some stages always wait"
+        ),
     ),
     "a boundary of something other than tensors": (
         "pipeline=3",
-        {"model": of_lists, "stages": None, "data": rows(64), "inputs": second, "loss": infinite, "weight": None},
-        "RecipeError: the part '0' of the model returns a list, and the next one is on another rank; a stage of a pipeline hands on",
+        {
+            "model": of_lists,
+            "stages": None,
+            "data": rows(64),
+            "inputs": second,
+            "loss": infinite,
+            "weight": None,
+        },
+        (
+            "RecipeError: the part '0' of the model returns a list, and the next one is on another"
+            " rank; a stage of a pipeline hands on"
+        ),
     ),
     "a pattern that matches nothing": (
         "pipeline=3",
         {"stages": ["embedding", "layers.*", "head"]},
-        "RecipeError: the recipe's stages have 'layers.*', which matches no module of the model; modules are embedding, ",
+        (
+            "RecipeError: the recipe's stages have 'layers.*', which matches no module of the"
+            " model; modules are embedding, "
+        ),
     ),
     "a model whose parts nobody names": (
         "pipeline=3",
         {"stages": None},
-        "RecipeError: pipeline=3 and a model (Staged) that is no nn.Sequential; a pipeline must know the parts of the model in the order",
+        (
+            "RecipeError: pipeline=3 and a model (Staged) that is no nn.Sequential; a pipeline must"
+            " know the parts of the model in the order"
+        ),
     ),
     "parameters outside of the parts": (
         "pipeline=3",
         {"stages": ["embedding", "blocks.*"]},
-        "RecipeError: the recipe's stages leave out head.never.weight, head.never.bias; together they must hold every parameter",
+        (
+            "RecipeError: the recipe's stages leave out head.never.weight, head.never.bias;"
+            " together they must hold every parameter"
+        ),
     ),
     "a forward that computes something between the parts": (
         "pipeline=3",
         {"model": ReluBetween},
-        "RecipeError: the model's forward does something of its own after 'blocks.0' (TypeError: relu(): argument 'input'",
+        (
+            "RecipeError: the model's forward does something of its own after 'blocks.0'"
+            " (TypeError: relu(): argument 'input'"
+        ),
     ),
     "a forward that takes apart what a part returns": (
         "pipeline=3",
         {"model": TakesApart},
-        "RecipeError: the model's forward takes the output of 'blocks.0' apart; a pipeline calls the parts that the recipe's stages name",
+        (
+            "RecipeError: the model's forward takes the output of 'blocks.0' apart; a pipeline"
+            " calls the parts that the recipe's stages name"
+        ),
     ),
     "a forward that leaves out a part": (
         "pipeline=3",
         {"model": SkipsABlock},
-        "RecipeError: the model's forward calls another part in the place of 'blocks.0', which comes after 'embedding'; a",
+        (
+            "RecipeError: the model's forward calls another part in the place of 'blocks.0', which"
+            " comes after 'embedding'; a"
+        ),
     ),
     "a forward that goes past a part": (
         "pipeline=3",
         {"model": Skips},
-        "RecipeError: the model's forward calls 'blocks.1' with something other than the output of 'blocks.0', and that alone; a pipeline",
+        (
+            "RecipeError: the model's forward calls 'blocks.1' with something other than the output"
+            " of 'blocks.0', and that alone; a pipeline"
+        ),
     ),
     "a forward that returns more than its last part": (
         "pipeline=3",
         {"model": InADict},
-        "RecipeError: the model's forward returns something other than the output of 'head'; a pipeline calls the parts that the recipe's",
+        (
+            "RecipeError: the model's forward returns something other than the output of 'head'; a"
+            " pipeline calls the parts that the recipe's"
+        ),
     ),
     "a BatchNorm in two stages": (
         "pipeline=3",
         {"model": ABatchNormTwice, "stages": None},
-        "RecipeError: the stages '1' and '3' share a BatchNorm1d; its running statistics follow from all of its calls in their order, and",
+        (
+            "RecipeError: the stages '1' and '3' share a BatchNorm1d; its running statistics follow"
+            " from all of its calls in their order, and"
+        ),
     ),
     "an optimizer without the parameters of one stage": (
         "pipeline=3",
         {"optimizer": of_all_but_the_head},
-        "RecipeError: the optimizer leaves out head.never.weight, head.never.bias; every trainable parameter must be in exactly one",
+        (
+            "RecipeError: the optimizer leaves out head.never.weight, head.never.bias; every"
+            " trainable parameter must be in exactly one"
+        ),
     ),
     "a buffer of one stage that no file can hold": (
         "pipeline=3",
         {"model": WithAWideTable},
-        "RecipeError: state dict entry 'head.table' is a tensor of layout torch.strided, type torch.complex128, on device cpu; model",
+        (
+            "RecipeError: state dict entry 'head.table' is a tensor of layout torch.strided, type"
+            " torch.complex128, on device cpu; model"
+        ),
     ),
     "a metric that is no number": (
         "pipeline=3",
-        {"evaluation": ls.Evaluation(data=sentences(19), metrics={"all": ls.Gathered(given_back, torch.abs)})},
+        {
+            "evaluation": ls.Evaluation(
+                data=sentences(19), metrics={"all": ls.Gathered(given_back, torch.abs)}
+            )
+        },
         "DataError: metric 'all' computed an array of shape (19, 11); a metric is one number",
     ),
     "inputs of no form": (
@@ -417,12 +521,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a loss that calls backward": (
         "pipeline=3",
         {"loss": with_a_backward, "weight": None},
-        "LossError: after step 0: the forward or the loss has called backward, and so changed the model's gradients; they are sums over",
+        (
+            "LossError: after step 0: the forward or the loss has called backward, and so changed"
+            " the model's gradients; they are sums over"
+        ),
     ),
     "a loss that is not finite": (
         "pipeline=3",
         {"loss": infinite, "weight": None},
-        "LossError: after step 0: the loss is nan in microbatch 0, computed by data rank 0 from samples",
+        (
+            "LossError: after step 0: the loss is nan in microbatch 0, computed by data rank 0 from"
+            " samples"
+        ),
     ),
 }
 
@@ -438,7 +548,9 @@ def attempt(run_dir: str) -> dict[str, str]:
     return found
 
 
-def test_what_a_pipeline_cannot_do_is_refused_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+def test_what_a_pipeline_cannot_do_is_refused_on_every_rank(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for found in pool.run(3, attempt, str(tmp_path)):
         for name, (_, _, text) in REFUSED.items():
             assert found[name].startswith(text), name
@@ -458,8 +570,14 @@ def own_loop(run_dir: str, twice: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("twice", "text"), [(False, "call step.compute(inputs, loss)"), (True, "a second session.prepare with pipeline=2")]
+    ("twice", "text"),
+    [
+        (False, "call step.compute(inputs, loss)"),
+        (True, "a second session.prepare with pipeline=2"),
+    ],
 )
-def test_a_loop_of_ones_own_is_told_what_to_write(pool: WorkerPool, tmp_path: Path, twice: bool, text: str) -> None:
+def test_a_loop_of_ones_own_is_told_what_to_write(
+    pool: WorkerPool, tmp_path: Path, twice: bool, text: str
+) -> None:
     for found in pool.run(2, own_loop, str(tmp_path / "run"), twice):
         assert text in found

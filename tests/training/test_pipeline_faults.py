@@ -27,7 +27,15 @@ def squares(output: Tensor, batch: Batch) -> Tensor:
 
 def regression(**changes: Any) -> ls.Recipe:
     return recipe(
-        data=rows(48), inputs=itemgetter(1), loss=squares, weight=None, stages=None, epochs=None, steps=12, evaluation=None, **changes
+        data=rows(48),
+        inputs=itemgetter(1),
+        loss=squares,
+        weight=None,
+        stages=None,
+        epochs=None,
+        steps=12,
+        evaluation=None,
+        **changes,
     )
 
 
@@ -45,7 +53,8 @@ class Loud(nn.Module):
 
 
 class Scales(ls.Hook):
-    """After each step: the loss, the loss scale, and whether all that this rank holds of the gradient is finite."""
+    """After each step: the loss, the loss scale, and whether all that this rank holds of the
+    gradient is finite."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, float, bool]] = []
@@ -56,17 +65,24 @@ class Scales(ls.Hook):
         self.seen.append((run.loss, pair.loss_scale.value, finite))
 
 
-def overflow(plan: str, run_dir: str, loud: int) -> tuple[list[int], list[tuple[float, float, bool]]]:
+def overflow(
+    plan: str, run_dir: str, loud: int
+) -> tuple[list[int], list[tuple[float, float, bool]]]:
     scales = Scales()
     given = regression(
-        model=lambda: nn.Sequential(Loud(6, 8, 200.0 if loud == 0 else 1.0), Loud(8, 3, 200.0 if loud == 1 else 1.0)), precision="fp16"
+        model=lambda: nn.Sequential(
+            Loud(6, 8, 200.0 if loud == 0 else 1.0), Loud(8, 3, 200.0 if loud == 1 else 1.0)
+        ),
+        precision="fp16",
     )
     result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[scales])
     return [event.step for event in result.events if event.name == "step-skipped"], scales.seen
 
 
 @pytest.mark.parametrize("loud", [0, 1])
-def test_what_overflows_on_one_stage_is_skipped_on_all(pool: WorkerPool, tmp_path: Path, loud: int) -> None:
+def test_what_overflows_on_one_stage_is_skipped_on_all(
+    pool: WorkerPool, tmp_path: Path, loud: int
+) -> None:
     ((skipped, alone),) = pool.run(1, overflow, "replicate=1", str(tmp_path / "alone"), loud)
     assert 0 < len(skipped) < len(alone)
     everyone = pool.run(2, overflow, "pipeline=2", str(tmp_path / "run"), loud)
@@ -100,11 +116,14 @@ def train_rooted(run_dir: str) -> str:
     return str(caught.value)
 
 
-def test_a_gradient_that_is_not_finite_is_named_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_is_named_on_every_rank(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     """Each rank has other parameters."""
     for said in pool.run(3, train_rooted, str(tmp_path / "run")):
         assert said.startswith(
-            "after step 0: every loss is finite and the gradient is not, first in parameter '2.root'; a step needs a finite"
+            "after step 0: every loss is finite and the gradient is not, first in parameter"
+            " '2.root'; a step needs a finite"
         )
 
 
@@ -114,11 +133,18 @@ def scalars_of_whole_microbatches(output: Tensor, batch: Batch) -> Any:
 
 
 def train_until_a_microbatch_is_short(run_dir: str) -> None:
-    ls.train(recipe(loss=scalars_of_whole_microbatches, weight=None), plan="shard=2,pipeline=2", run_dir=run_dir)
+    ls.train(
+        recipe(loss=scalars_of_whole_microbatches, weight=None),
+        plan="shard=2,pipeline=2",
+        run_dir=run_dir,
+    )
 
 
 @pytest.mark.slow
-def test_a_users_mistake_in_one_stages_forward_is_raised_as_it_is(pool: WorkerPool, tmp_path: Path) -> None:
-    """On one rank alone, since the shards of its peers wait for it: the launcher stops them, and so does the pool."""
+def test_a_users_mistake_in_one_stages_forward_is_raised_as_it_is(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """On one rank alone, since the shards of its peers wait for it: the launcher stops them, and so
+    does the pool."""
     with pytest.raises(LossError, match="scalar"):
         pool.run(4, train_until_a_microbatch_is_short, str(tmp_path / "run"))

@@ -1,4 +1,5 @@
-"""A ReduceLROnPlateau as the schedule: it follows a metric of the evaluations, and is resumed with the run."""
+"""A ReduceLROnPlateau as the schedule: it follows a metric of the evaluations, and is resumed with
+the run."""
 
 from __future__ import annotations
 
@@ -42,8 +43,15 @@ class Scripted(ls.Hook):
 
 def follow(run_dir: str, plan: str, fail_at: int | None = None) -> None:
     def train(hook: Scripted) -> None:
-        given = recipe(optimizer=sgd, steps=6, schedule=ls.OnMetric("score", halving), evaluation=ls.Evaluation(data=rows(8), every=1))
-        ls.train(given, run_dir=run_dir, plan=plan, hooks=[hook], log_every=1, saving=ls.Saving(every=1))
+        given = recipe(
+            optimizer=sgd,
+            steps=6,
+            schedule=ls.OnMetric("score", halving),
+            evaluation=ls.Evaluation(data=rows(8), every=1),
+        )
+        ls.train(
+            given, run_dir=run_dir, plan=plan, hooks=[hook], log_every=1, saving=ls.Saving(every=1)
+        )
 
     if fail_at is not None:
         with pytest.raises(RuntimeError, match="lost"):
@@ -53,7 +61,9 @@ def follow(run_dir: str, plan: str, fail_at: int | None = None) -> None:
 
 @pytest.mark.parametrize(("plan", "ranks"), [("replicate=1", 1), ("shard=2", 2)])
 @pytest.mark.parametrize("fail_at", [None, 4])
-def test_the_rate_follows_the_metric(pool: WorkerPool, tmp_path: Path, plan: str, ranks: int, fail_at: int | None) -> None:
+def test_the_rate_follows_the_metric(
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int, fail_at: int | None
+) -> None:
     pool.run(ranks, follow, str(tmp_path / "run"), plan, fail_at)
     assert [row["lr"] for row in learned(tmp_path / "run") if "lr" in row] == pytest.approx(RATES)
 
@@ -63,21 +73,45 @@ def zero(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def test_without_a_metric_it_follows_the_loss_of_the_evaluation(tmp_path: Path) -> None:
-    given = recipe(optimizer=sgd, steps=4, loss=zero, schedule=halving, evaluation=ls.Evaluation(data=rows(8), every=1))
+    given = recipe(
+        optimizer=sgd,
+        steps=4,
+        loss=zero,
+        schedule=halving,
+        evaluation=ls.Evaluation(data=rows(8), every=1),
+    )
     ls.train(given, run_dir=str(tmp_path / "run"), log_every=1)
-    assert [row["lr"] for row in learned(tmp_path / "run") if "lr" in row] == pytest.approx([0.1, 0.1, 0.05, 0.025])
+    assert [row["lr"] for row in learned(tmp_path / "run") if "lr" in row] == pytest.approx(
+        [0.1, 0.1, 0.05, 0.025]
+    )
 
 
 @pytest.mark.parametrize("evaluation", [None, ls.Evaluation(data=rows(8))])
 def test_it_is_refused_without_evaluations(tmp_path: Path, evaluation: Any) -> None:
-    with pytest.raises(RecipeError, match=r"a ReduceLROnPlateau follows the evaluations' 'loss', and Recipe.evaluation has none"):
-        ls.train(recipe(optimizer=sgd, schedule=halving, evaluation=evaluation), run_dir=str(tmp_path / "run"))
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"a ReduceLROnPlateau follows the evaluations' 'loss', and Recipe.evaluation has none"
+        ),
+    ):
+        ls.train(
+            recipe(optimizer=sgd, schedule=halving, evaluation=evaluation),
+            run_dir=str(tmp_path / "run"),
+        )
 
 
 def test_a_rate_of_a_tensor_is_followed_too(tmp_path: Path) -> None:
     def with_tensor(model: nn.Module) -> Optimizer:
         return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False)
 
-    given = recipe(optimizer=with_tensor, steps=4, loss=zero, schedule=halving, evaluation=ls.Evaluation(data=rows(8), every=1))
+    given = recipe(
+        optimizer=with_tensor,
+        steps=4,
+        loss=zero,
+        schedule=halving,
+        evaluation=ls.Evaluation(data=rows(8), every=1),
+    )
     ls.train(given, run_dir=str(tmp_path / "run"), log_every=1)
-    assert [row["lr"] for row in learned(tmp_path / "run") if "lr" in row] == pytest.approx([0.1, 0.1, 0.05, 0.025])
+    assert [row["lr"] for row in learned(tmp_path / "run") if "lr" in row] == pytest.approx(
+        [0.1, 0.1, 0.05, 0.025]
+    )

@@ -20,17 +20,34 @@ from lockstep.testing.pool import WorkerPool
 def profiled(run_dir: str, steps: str, plan: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_PROFILE", steps)
-        return [event.name for event in ls.train(recipe(steps=6), run_dir=run_dir, plan=plan).events]
+        return [
+            event.name for event in ls.train(recipe(steps=6), run_dir=run_dir, plan=plan).events
+        ]
 
 
 @pytest.mark.parametrize(
     ("plan", "exchange"),
-    [("replicate=2", "shared:all_reduce"), ("shard=2", "shared:reduce_scatter"), ("shard=2,transport=torch", "gloo:all_gather")],
+    [
+        ("replicate=2", "shared:all_reduce"),
+        ("shard=2", "shared:reduce_scatter"),
+        ("shard=2,transport=torch", "gloo:all_gather"),
+    ],
 )
-def test_each_rank_is_traced_and_all_are_put_on_one_clock(pool: WorkerPool, tmp_path: Path, plan: str, exchange: str) -> None:
-    assert all(events.count("profiled") == 1 for events in pool.run(2, profiled, str(tmp_path / "run"), "steps=2:4", plan))
+def test_each_rank_is_traced_and_all_are_put_on_one_clock(
+    pool: WorkerPool, tmp_path: Path, plan: str, exchange: str
+) -> None:
+    assert all(
+        events.count("profiled") == 1
+        for events in pool.run(2, profiled, str(tmp_path / "run"), "steps=2:4", plan)
+    )
     folder = tmp_path / "run" / "profile"
-    assert sorted(path.name for path in folder.iterdir()) == ["memory.json", "rank-0.json", "rank-1.json", "summary.json", "trace.json.gz"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "memory.json",
+        "rank-0.json",
+        "rank-1.json",
+        "summary.json",
+        "trace.json.gz",
+    ]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == [2, 4]
     for rank in summary["ranks"]:
@@ -39,11 +56,17 @@ def test_each_rank_is_traced_and_all_are_put_on_one_clock(pool: WorkerPool, tmp_
         assert rank["peak_bytes"] > 10**7
     with gzip.open(folder / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
-    phases = {rank: [each for each in events if each.get("cat") == "phase" and each["pid"] == rank] for rank in (0, 1)}
+    phases = {
+        rank: [each for each in events if each.get("cat") == "phase" and each["pid"] == rank]
+        for rank in (0, 1)
+    }
     for several in phases.values():
         assert [each["name"] for each in several].count("exchange") == 2
     # Both ranks leave an exchange when it is over: on one clock, at about one time.
-    ends = [next(each["ts"] + each["dur"] for each in several if each["name"] == "exchange") for several in phases.values()]
+    ends = [
+        next(each["ts"] + each["dur"] for each in several if each["name"] == "exchange")
+        for several in phases.values()
+    ]
     whole = max(rank["whole"] for rank in summary["ranks"])
     assert abs(ends[0] - ends[1]) < whole * 1e6
     assert exchange in {each["name"] for each in events}
@@ -55,7 +78,9 @@ def test_a_run_that_ends_before_the_last_of_the_steps_has_no_trace_and_says_so(
 ) -> None:
     assert "profiled" not in profiled(str(tmp_path / "run"), steps, "replicate=1")
     assert not (tmp_path / "run" / "profile").exists()
-    said = "no profile: the run did not go through all of steps {} to {}; ".format(*(("4", "8") if steps == "steps=4:9" else ("20", "21")))
+    said = "no profile: the run did not go through all of steps {} to {}; ".format(
+        *(("4", "8") if steps == "steps=4:9" else ("20", "21"))
+    )
     assert capfd.readouterr().err.count(said) == 1
 
 
@@ -82,10 +107,16 @@ def profiled_in_vain(run_dir: str) -> tuple[int, list[tuple[str, Any]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_PROFILE", "steps=2:4")
         result = ls.train(recipe(steps=6), run_dir=run_dir, hooks=[InTheWay()])
-    return result.steps, [(event.name, event.details.get("reason")) for event in result.events if "profile" in event.name]
+    return result.steps, [
+        (event.name, event.details.get("reason"))
+        for event in result.events
+        if "profile" in event.name
+    ]
 
 
-def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for steps, ((event, reason),) in pool.run(2, profiled_in_vain, str(tmp_path / "run")):
         assert (steps, event) == (6, "profile-failed")
         assert reason.startswith("rank 0: [Errno 20] Not a directory: ")
@@ -111,24 +142,39 @@ def memory_of(run_dir: str, plan: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_PROFILE", "steps=1:3")
         patch.setattr(memory, "MOST_POINTS", 10**9)  # every moment
-        changes = {"model": wide, "data": rows(4 * MICROBATCH), "inputs": inputs, "loss": loss, "steps": 3}
-        ls.train(recipe(**changes, global_batch=2 * MICROBATCH, microbatch=MICROBATCH), run_dir=run_dir, plan=plan)
+        changes = {
+            "model": wide,
+            "data": rows(4 * MICROBATCH),
+            "inputs": inputs,
+            "loss": loss,
+            "steps": 3,
+        }
+        ls.train(
+            recipe(**changes, global_batch=2 * MICROBATCH, microbatch=MICROBATCH),
+            run_dir=run_dir,
+            plan=plan,
+        )
 
 
 PARAMETERS = 4 * (FEATURES * WIDTH + WIDTH + WIDTH * (OUTPUTS + 1) + OUTPUTS + 1)
 ADAMW_STEPS = 4 * 4
 """Bytes of the step counts of four parameters."""
 SAVED = 4 * (MICROBATCH * WIDTH + MICROBATCH * OUTPUTS)
-"""Bytes that a forward leaves for its backward: the output of Tanh, and the differences that are squared."""
+"""Bytes that a forward leaves for its backward: the output of Tanh, and the differences that are
+squared."""
 LOSS = 4
 
 
 def memory_in(run_dir: Path) -> list[dict[str, Any]]:
-    ranks: list[dict[str, Any]] = json.loads((run_dir / "profile" / "memory.json").read_text())["ranks"]
+    ranks: list[dict[str, Any]] = json.loads((run_dir / "profile" / "memory.json").read_text())[
+        "ranks"
+    ]
     return ranks
 
 
-def test_the_bytes_of_each_cause_are_those_of_arithmetic(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_bytes_of_each_cause_are_those_of_arithmetic(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     memory_of(str(tmp_path), "replicate=1")
     (rank,) = memory_in(tmp_path)
     sizes = rank["bytes_by_cause"]
@@ -138,11 +184,25 @@ def test_the_bytes_of_each_cause_are_those_of_arithmetic(tmp_path: Path, capfd: 
     # At the second microbatch's forward, the loss of the first is still there.
     assert max(sizes["activations"]) == SAVED + 2 * LOSS
     assert rank["peak_phase"] == "backward"
-    assert rank["peak_bytes"] == sum(rank["at_peak"].values()) == max(map(sum, zip(*sizes.values(), strict=True)))
+    assert (
+        rank["peak_bytes"]
+        == sum(rank["at_peak"].values())
+        == max(map(sum, zip(*sizes.values(), strict=True)))
+    )
     assert rank["at_peak"]["activations"] >= 4 * MICROBATCH * WIDTH
-    assert [4 * MICROBATCH * WIDTH, "activations", f"output of 1 {MICROBATCH}x{WIDTH} float32"] in rank["largest"]
-    assert [4 * FEATURES * WIDTH, "optimizer state", f"exp_avg of 0.weight {WIDTH}x{FEATURES} float32"] in rank["largest"]
-    assert any(cause == "rest" and "Backward0, aten::" in name for _, cause, name in rank["largest"])
+    assert [
+        4 * MICROBATCH * WIDTH,
+        "activations",
+        f"output of 1 {MICROBATCH}x{WIDTH} float32",
+    ] in rank["largest"]
+    assert [
+        4 * FEATURES * WIDTH,
+        "optimizer state",
+        f"exp_avg of 0.weight {WIDTH}x{FEATURES} float32",
+    ] in rank["largest"]
+    assert any(
+        cause == "rest" and "Backward0, aten::" in name for _, cause, name in rank["largest"]
+    )
     said = capfd.readouterr().err
     assert "memory at its peak" in said
     assert f"output of 1 {MICROBATCH}x{WIDTH} float32" in said
@@ -158,11 +218,18 @@ def test_ranks_that_share_a_model_hold_half_of_it_each(pool: WorkerPool, tmp_pat
         assert sizes["gradients"][-1] == PARAMETERS // 2
 
 
-def test_a_stage_of_a_pipeline_has_the_memory_of_its_own_layers(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_stage_of_a_pipeline_has_the_memory_of_its_own_layers(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     pool.run(2, memory_of, str(tmp_path), "pipeline=2")
     ranks = memory_in(tmp_path)
     held = [set(rank["bytes_by_cause"]["parameters"]) for rank in ranks]
     assert all(len(each) == 1 for each in held)
     assert sum(map(max, held)) == PARAMETERS
-    assert all(max(rank["bytes_by_cause"]["gradients"]) == max(each) for rank, each in zip(ranks, held, strict=True))
-    assert all(max(rank["bytes_by_cause"]["activations"]) >= 4 * MICROBATCH * WIDTH for rank in ranks)
+    assert all(
+        max(rank["bytes_by_cause"]["gradients"]) == max(each)
+        for rank, each in zip(ranks, held, strict=True)
+    )
+    assert all(
+        max(rank["bytes_by_cause"]["activations"]) >= 4 * MICROBATCH * WIDTH for rank in ranks
+    )

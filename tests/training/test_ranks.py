@@ -42,7 +42,8 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 
 def slowly(run_dir: str, plan: str, part: str, slow_rank: int) -> None:
-    """40 steps of about 20 ms, twice as much longer in one part on one rank. They sleep: a busy machine adds little."""
+    """40 steps of about 20 ms, twice as much longer in one part on one rank. They sleep: a busy
+    machine adds little."""
 
     def loss(model: Any, batch: Any) -> Any:
         time.sleep(0.01 + 0.02 * (part == "compute" and ls.rank() == slow_rank))
@@ -51,7 +52,12 @@ def slowly(run_dir: str, plan: str, part: str, slow_rank: int) -> None:
     data = Samples(0.005 * (part == "data"), slow_rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lockstep.hooks.stragglers.MIN_SECONDS", 0.5)
-        ls.train(recipe(data=data, loss=loss, steps=40, global_batch=16, microbatch=4), run_dir=run_dir, plan=plan, log_every=10)
+        ls.train(
+            recipe(data=data, loss=loss, steps=40, global_batch=16, microbatch=4),
+            run_dir=run_dir,
+            plan=plan,
+            log_every=10,
+        )
 
 
 class TwiceAsLong:
@@ -76,10 +82,17 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("plan", "part"), spread(["replicate=2", "shard=2", "replicate=2,transport=torch"], ["data", "compute"], every=3))
-def test_a_slow_rank_is_named_with_the_part(pool: WorkerPool, tmp_path: Path, plan: str, part: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "part"),
+    spread(["replicate=2", "shard=2", "replicate=2,transport=torch"], ["data", "compute"], every=3),
+)
+def test_a_slow_rank_is_named_with_the_part(
+    pool: WorkerPool, tmp_path: Path, plan: str, part: str
+) -> None:
     pool.run(2, slowly, str(tmp_path / "run"), plan, part, 1)
-    told = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "straggler"]
+    told = [
+        event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "straggler"
+    ]
     assert {(event["rank"], event["part"]) for event in told} == {(1, part)}
     seen = lines(tmp_path / "run" / "ranks.jsonl")
     assert [row["step"] for row in seen] == [10, 20, 30, 40]
@@ -100,7 +113,9 @@ class Stops(ls.Hook):
         stop(run)
 
 
-def test_rows_of_repeated_steps_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_repeated_steps_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     monkeypatch.setattr("lockstep.hooks.stragglers.EXCHANGE_SECONDS", 0.0)
     with pytest.raises(Preempted):
@@ -112,7 +127,9 @@ def test_rows_of_repeated_steps_are_removed(tmp_path: Path, monkeypatch: pytest.
 
 
 @given(seconds=st.floats(0, 10), before=st.integers(1, 10**6), ranks=st.integers(1, 16384))
-def test_exchanges_are_at_most_a_few_a_second_and_rarer_with_very_many_ranks(seconds: float, before: int, ranks: int) -> None:
+def test_exchanges_are_at_most_a_few_a_second_and_rarer_with_very_many_ranks(
+    seconds: float, before: int, ranks: int
+) -> None:
     found = next_interval(seconds, before=before, ranks=ranks)
     wanted = EXCHANGE_SECONDS * max(1, ranks / 256)
     assert 1 <= found <= 2 * before
@@ -127,7 +144,9 @@ def test_on_a_gpu_what_counts_is_the_time_of_its_stream(tmp_path: Path) -> None:
         busy(0.01)
         return squared_error(model, batch)
 
-    ls.train(recipe(loss=loss, steps=6), run_dir=str(tmp_path / "run"), log_every=2, hooks=[OnAStream()])
+    ls.train(
+        recipe(loss=loss, steps=6), run_dir=str(tmp_path / "run"), log_every=2, hooks=[OnAStream()]
+    )
     for line in lines(tmp_path / "run" / "ranks.jsonl")[1:]:
         assert line["ranks"]["compute"][0] >= 2 * 4 * 0.01
         assert line["ranks"]["compute"][0] > line["ranks"]["step"][0]

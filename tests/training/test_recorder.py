@@ -32,18 +32,32 @@ class Apart(World):
         return value
 
 
-def test_a_run_directory_that_another_machine_does_not_see_is_refused_and_given_up(tmp_path: Path) -> None:
+def test_a_run_directory_that_another_machine_does_not_see_is_refused_and_given_up(
+    tmp_path: Path,
+) -> None:
     world = Apart(0, 2, 0, 1, torch.device("cpu"), owns_group=False)
-    with pytest.raises(RunDirectoryError, match=rf"run directory {tmp_path}, made by rank 0, is not there for rank 1, .*\(--run-dir\)"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=(
+            rf"run directory {tmp_path}, made by rank 0, is not there for rank 1, .*\(--run-dir\)"
+        ),
+    ):
         Recorder(str(tmp_path), world, resume="auto", launched=None)
     assert os.listdir(tmp_path) == []
 
 
-def test_the_time_left_of_a_resumed_run_counts_the_steps_of_this_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_of_a_resumed_run_counts_the_steps_of_this_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recorder, "progress_stream", lambda: stream)
     now, stream = [100.0], io.StringIO()
     monkeypatch.setattr(recorder, "Progress", partial(Progress, clock=lambda: now[0]))
-    each = Recorder(str(tmp_path), World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), resume="auto", launched=None)
+    each = Recorder(
+        str(tmp_path),
+        World(0, 1, 0, 1, torch.device("cpu"), owns_group=False),
+        resume="auto",
+        launched=None,
+    )
     each.resume(300, "checkpoints")
     each.show(1380)
     now[0] += 10.0
@@ -64,10 +78,17 @@ def paths_of(runs: list[tuple[str | None, str | None]], **options: Any) -> list[
     return paths
 
 
-def test_each_run_of_a_script_has_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_of_a_script_has_a_directory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recorder, "_runs_in_launched", 0)
-    assert paths_of([("mine", None), (None, "all"), ("mine", "all"), (None, "all")]) == ["mine", "all", "all-2", "all-3"]
+    assert paths_of([("mine", None), (None, "all"), ("mine", "all"), (None, "all")]) == [
+        "mine",
+        "all",
+        "all-2",
+        "all-3",
+    ]
     assert paths_of([(None, None)])[0].startswith("runs/")
 
 
@@ -103,7 +124,9 @@ def test_a_run_that_has_ended_is_opened_again_on_the_way_to_a_later_one(
         paths_of([run])
 
 
-def test_a_run_that_has_ended_is_not_opened_again_if_it_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_ended_is_not_opened_again_if_it_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(recorded: Mapping[str, Any]) -> None:
         raise CheckpointError(str(recorded))
 

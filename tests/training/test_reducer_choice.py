@@ -19,7 +19,9 @@ def mesh(*, shard: int = 1, has_torch_mesh: bool = False, on_one_host: bool = Fa
     return SimpleNamespace(
         axis=lambda name: SimpleNamespace(size=sizes[name]),
         torch_mesh=object() if has_torch_mesh else None,
-        data=SimpleNamespace(shared_memory=object() if on_one_host else None, hierarchy=None, size=2 * shard),
+        data=SimpleNamespace(
+            shared_memory=object() if on_one_host else None, hierarchy=None, size=2 * shard
+        ),
     )
 
 
@@ -27,15 +29,22 @@ def mesh(*, shard: int = 1, has_torch_mesh: bool = False, on_one_host: bool = Fa
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("bitwise", [False, True])
 @pytest.mark.parametrize(("shard", "has_torch_mesh"), [(1, False), (1, True), (2, True)])
-def test_every_mesh_has_one_reducer(shard: int, has_torch_mesh: bool, bitwise: bool, compressed: bool, on_one_host: bool) -> None:
+def test_every_mesh_has_one_reducer(
+    shard: int, has_torch_mesh: bool, bitwise: bool, compressed: bool, on_one_host: bool
+) -> None:
     choice = choose_reducer(
-        mesh(shard=shard, has_torch_mesh=has_torch_mesh, on_one_host=on_one_host), bitwise=bitwise, compressed=compressed
+        mesh(shard=shard, has_torch_mesh=has_torch_mesh, on_one_host=on_one_host),
+        bitwise=bitwise,
+        compressed=compressed,
     )
     expected: type
     if shard > 1:
         expected, reason = FsdpReducer, "the shard axis has more than one rank"
     elif has_torch_mesh:
-        expected, reason = PostBackwardReducer, "DistributedDataParallel takes no DTensors and no pipeline schedules"
+        expected, reason = (
+            PostBackwardReducer,
+            "DistributedDataParallel takes no DTensors and no pipeline schedules",
+        )
     elif bitwise:
         expected, reason = DdpReducer, "numerics=bitwise: buckets are summed in the canonical order"
     elif compressed:

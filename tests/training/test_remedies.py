@@ -1,5 +1,6 @@
-"""What errors recommend works: each mistake is refused in these words, and the same script with what they recommend
-trains on, in the same run directory, to one model on one and on two processes."""
+"""What errors recommend works: each mistake is refused in these words, and the same script with
+what they recommend trains on, in the same run directory, to one model on one and on two
+processes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from lockstep.testing.pool import WorkerPool
 Outcome = tuple[str, str, float]
 """What is said about the mistake; the fingerprint and the loss of the training with the remedy."""
 KINDS = {"RecipeError", "PlanError", "LossError", "CheckpointError", "DataError"}
-GROUPS = sorted({(section, case.plan) for section, cases in SECTIONS.items() for case in cases.values()})
+GROUPS = sorted(
+    {(section, case.plan) for section, cases in SECTIONS.items() for case in cases.values()}
+)
 
 
 def follow(folder: str, axes: str, names: list[str]) -> dict[str, Outcome]:
@@ -59,17 +62,26 @@ def refused(train: Training, folder: str, plan: str) -> str:
 
 
 @pytest.mark.parametrize(("section", "plan"), GROUPS)
-def test_what_an_error_recommends_trains_one_model(pool: WorkerPool, tmp_path: Path, section: str, plan: str) -> None:
+def test_what_an_error_recommends_trains_one_model(
+    pool: WorkerPool, tmp_path: Path, section: str, plan: str
+) -> None:
     names = [name for name, case in SECTIONS[section].items() if case.plan == plan]
     (alone,) = pool.run(1, follow, str(tmp_path / "alone"), "replicate=1", names)
     found = pool.run(2, follow, str(tmp_path / "run"), plan, names, timeout_seconds=50)
-    wrong = [line for name in names for line in complaints(name, plan, alone[name], [each[name] for each in found])]
+    wrong = [
+        line
+        for name in names
+        for line in complaints(name, plan, alone[name], [each[name] for each in found])
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def complaints(name: str, plan: str, alone: Outcome, found: list[Outcome]) -> list[str]:
     case, wrong = REMEDIES[name], []
-    for axes, (said, fingerprint, loss) in [("replicate=1", alone), *((plan, each) for each in found)]:
+    for axes, (said, fingerprint, loss) in [
+        ("replicate=1", alone),
+        *((plan, each) for each in found),
+    ]:
         if asks(case, axes) and case.says not in said:
             wrong.append(f"{name}, {axes}: {said!r} does not say {case.says!r}")
         if fingerprint != alone[1] if case.bitwise else loss != pytest.approx(alone[2], rel=1e-4):
@@ -81,7 +93,9 @@ def test_each_remedy_of_the_plan_the_recipe_and_the_step_is_followed_somewhere()
     listed = [*ELSEWHERE, *RIGHT_VALUES, *HANDED_ON, *UNTRIED]
     words = [*(case.says for case in REMEDIES.values()), *listed]
     errors = dict(user_errors())
-    assert [place for place, text in errors.items() if not any(each in text for each in words)] == []
+    assert [
+        place for place, text in errors.items() if not any(each in text for each in words)
+    ] == []
     assert [each for each in listed if not any(each in text for text in errors.values())] == []
     for test in ELSEWHERE.values():
         path, _, name = test.partition("::")
@@ -89,12 +103,22 @@ def test_each_remedy_of_the_plan_the_recipe_and_the_step_is_followed_somewhere()
 
 
 def user_errors() -> Iterator[tuple[str, str]]:
-    """Yield the place of each error of the user's kind that the files of `PLACES` make, and its text as it stands in
-    the source, with the constants that are in it."""
+    """Yield the place of each error of the user's kind that the files of `PLACES` make, and its
+    text as it stands in the source, with the constants that are in it."""
     package = Path(lockstep.__file__).parent
-    trees = {path.relative_to(package): ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
-    assigned = [node for tree in trees.values() for node in tree.body if isinstance(node, ast.Assign)]
-    constants = {target.id: node.value for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+    trees = {
+        path.relative_to(package): ast.parse(path.read_text())
+        for path in sorted(package.rglob("*.py"))
+    }
+    assigned = [
+        node for tree in trees.values() for node in tree.body if isinstance(node, ast.Assign)
+    ]
+    constants = {
+        target.id: node.value
+        for node in assigned
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
 
     def text(node: ast.AST) -> str:
         match node:

@@ -1,5 +1,5 @@
-"""Trainings that people reported to learn something else on several processes: right here, or refused with a remedy
-that is right on one process and on two."""
+"""Trainings that people reported to learn something else on several processes: right here, or
+refused with a remedy that is right on one process and on two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.testing.pool import WorkerFailed, WorkerPool
 
-BITWISE = {"replicate=1,numerics=bitwise": 1, "replicate=2,numerics=bitwise": 2, "shard=2,numerics=bitwise": 2}
+BITWISE = {
+    "replicate=1,numerics=bitwise": 1,
+    "replicate=2,numerics=bitwise": 2,
+    "shard=2,numerics=bitwise": 2,
+}
 
 
 def train(run_dir: str, plan: str, make: Callable[[], dict[str, Any]]) -> str:
@@ -46,10 +50,15 @@ class PerLayer(ls.Hook):
 
 
 def clipped() -> dict[str, Any]:
-    return {"hooks": [PerLayer()], "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.5)}
+    return {
+        "hooks": [PerLayer()],
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+    }
 
 
-def test_a_number_from_a_sharded_tensor_is_that_of_the_whole(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_number_from_a_sharded_tensor_is_that_of_the_whole(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     pool.run(1, train, str(tmp_path / "one"), "replicate=1", clipped)
     expected = load_file(tmp_path / "one" / "model.safetensors")
     for plan in ("shard=2", "tensor=2"):
@@ -154,13 +163,19 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str, set
     "all gradients": (
         estimated,
         RecipeError,
-        r"^Estimating with shard=2; its update of a tensor depends on other tensors .* use replicate",
+        (
+            r"^Estimating with shard=2; its update of a tensor depends on other tensors .* use"
+            r" replicate"
+        ),
         {"shard=2,numerics=bitwise"},
     ),
     "its own generator": (
         masked_by_its_own,
         DataError,
-        r"^data: the batch of collate\[1\] on rank 0 has other bits each time .* draw from these generators",
+        (
+            r"^data: the batch of collate\[1\] on rank 0 has other bits each time .* draw from"
+            r" these generators"
+        ),
         set(BITWISE),
     ),
 }
@@ -172,18 +187,29 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_another_model_is_refused_and_the_remedy_is_one_model(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_what_would_be_another_model_is_refused_and_the_remedy_is_one_model(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
     given, error, said, plans = REFUSED[name]
     for number, plan in enumerate(sorted(plans)):
         with pytest.raises(error, match=said):
             pool.run(BITWISE[plan], train, str(tmp_path / f"refused-{number}"), plan, given)
     remedy, plans = REMEDIES[name]
-    found = {each for plan in sorted(plans) for each in pool.run(BITWISE[plan], train, str(tmp_path / plan), plan, remedy)}
+    found = {
+        each
+        for plan in sorted(plans)
+        for each in pool.run(BITWISE[plan], train, str(tmp_path / plan), plan, remedy)
+    }
     assert len(found) == 1
 
 
-def test_a_pipeline_refuses_an_optimizer_that_mixes_tensors(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="Estimating with pipeline=2; its update of a tensor depends on other tensors"):
+def test_a_pipeline_refuses_an_optimizer_that_mixes_tensors(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RecipeError,
+        match="Estimating with pipeline=2; its update of a tensor depends on other tensors",
+    ):
         pool.run(2, train, str(tmp_path / "run"), "pipeline=2", in_stages)
 
 
@@ -206,7 +232,8 @@ class Labels(torch.utils.data.Dataset[Any]):
 
 
 class Relabels(ls.Hook):
-    """Makes the model's outputs the targets after step 2, and fails after step 3 if it is asked to."""
+    """Makes the model's outputs the targets after step 2, and fails after step 3 if it is asked
+    to."""
 
     def __init__(self, data: Labels, fails: bool) -> None:
         self.data, self.fails = data, fails
@@ -230,19 +257,36 @@ class KeepsLabels(Relabels):
 def relabelled(run_dir: str, plan: str, kind: type[Relabels], fails: bool) -> str:
     data = Labels()
     saving = ls.Saving(every=2)
-    return ls.train(recipe(steps=6, data=data), run_dir=run_dir, plan=plan, hooks=[kind(data, fails)], saving=saving).fingerprint
+    return ls.train(
+        recipe(steps=6, data=data),
+        run_dir=run_dir,
+        plan=plan,
+        hooks=[kind(data, fails)],
+        saving=saving,
+    ).fingerprint
 
 
 @pytest.mark.parametrize("plan", ["replicate=1,numerics=bitwise", "replicate=2,numerics=bitwise"])
-def test_a_dataset_that_a_hook_has_changed_is_resumed_as_it_was_saved(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_a_dataset_that_a_hook_has_changed_is_resumed_as_it_was_saved(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     size = BITWISE[plan]
     for kind in (Relabels, KeepsLabels):
-        whole, cut = str(tmp_path / f"whole-{kind.__name__}"), str(tmp_path / f"cut-{kind.__name__}")
+        whole, cut = (
+            str(tmp_path / f"whole-{kind.__name__}"),
+            str(tmp_path / f"cut-{kind.__name__}"),
+        )
         expected = pool.run(size, relabelled, whole, plan, kind, False)[0]
         with pytest.raises(WorkerFailed, match="on purpose"):
             pool.run(size, relabelled, cut, plan, kind, True)
         if kind is Relabels:
-            with pytest.raises(DataError, match=r"^data: sample 0\[2\] is not what it was when the checkpoint was saved.*state_dict"):
+            with pytest.raises(
+                DataError,
+                match=(
+                    r"^data: sample 0\[2\] is not what it was when the checkpoint was"
+                    r" saved.*state_dict"
+                ),
+            ):
                 pool.run(size, relabelled, cut, plan, kind, False)
         else:
             assert pool.run(size, relabelled, cut, plan, kind, False) == [expected] * size

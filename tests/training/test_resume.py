@@ -1,5 +1,5 @@
-"""A run that was asked to end goes on as if it had not been, under its own plan or another; and what it saved is the
-same for all."""
+"""A run that was asked to end goes on as if it had not been, under its own plan or another; and
+what it saved is the same for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from training.subjects import learned
 
 from lockstep.testing.pool import WorkerPool
 
-BITWISE = {plan: processes for plan, processes in PLANS.items() if "tensor" not in plan and "pipeline" not in plan}
+BITWISE = {
+    plan: processes
+    for plan, processes in PLANS.items()
+    if "tensor" not in plan and "pipeline" not in plan
+}
 """Those that have bitwise numerics."""
 
 
@@ -29,14 +33,16 @@ def undisturbed(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def stopped(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The directory of a run that was asked to end under a plan, and the fingerprint of its state then. Made once a
-    plan."""
+    """The directory of a run that was asked to end under a plan, and the fingerprint of its state
+    then. Made once a plan."""
     made: dict[str, tuple[Path, str]] = {}
 
     def under(plan: str) -> tuple[Path, str]:
         if plan not in made:
             path = tmp_path_factory.mktemp("stopped") / "run"
-            ended = pool.run(PLANS[plan.removesuffix(",numerics=bitwise")], run, plan, str(path), STOPPED_AT, {})
+            ended = pool.run(
+                PLANS[plan.removesuffix(",numerics=bitwise")], run, plan, str(path), STOPPED_AT, {}
+            )
             assert ended == [("preempted", ended[0][1])] * len(ended)
             made[plan] = path, ended[0][1]
         return made[plan]
@@ -45,7 +51,9 @@ def stopped(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("plan", tiered(PLANS, always=["pipeline=2"], most=0))
-def test_in_fast_numerics_a_run_goes_on_bit_for_bit_under_its_own_plan(pool: WorkerPool, tmp_path: Path, stopped: Any, plan: str) -> None:
+def test_in_fast_numerics_a_run_goes_on_bit_for_bit_under_its_own_plan(
+    pool: WorkerPool, tmp_path: Path, stopped: Any, plan: str
+) -> None:
     whole = pool.run(PLANS[plan], run, plan, str(tmp_path / "whole"), None, {})
     shutil.copytree(stopped(plan)[0], tmp_path / "run")
     assert pool.run(PLANS[plan], run, plan, str(tmp_path / "run"), None, {}) == whole
@@ -55,8 +63,16 @@ def test_in_fast_numerics_a_run_goes_on_bit_for_bit_under_its_own_plan(pool: Wor
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_the_loss_scale_is_taken_up_too(pool: WorkerPool, tmp_path: Path, precision: str) -> None:
     whole = pool.run(2, run, "replicate=2", str(tmp_path / "whole"), None, {"precision": precision})
-    assert pool.run(2, run, "replicate=2", str(tmp_path / "run"), STOPPED_AT, {"precision": precision})[0][0] == "preempted"
-    assert pool.run(2, run, "replicate=2", str(tmp_path / "run"), None, {"precision": precision}) == whole
+    assert (
+        pool.run(
+            2, run, "replicate=2", str(tmp_path / "run"), STOPPED_AT, {"precision": precision}
+        )[0][0]
+        == "preempted"
+    )
+    assert (
+        pool.run(2, run, "replicate=2", str(tmp_path / "run"), None, {"precision": precision})
+        == whole
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), paired(BITWISE))
@@ -64,9 +80,13 @@ def test_in_bitwise_numerics_a_run_goes_on_under_any_plan_with_the_same_end(
     pool: WorkerPool, tmp_path: Path, undisturbed: Path, stopped: Any, before: str, after: str
 ) -> None:
     shutil.copytree(stopped(f"{before},numerics=bitwise")[0], tmp_path / "run")
-    ended = pool.run(PLANS[after], run, f"{after},numerics=bitwise", str(tmp_path / "run"), None, {})
+    ended = pool.run(
+        PLANS[after], run, f"{after},numerics=bitwise", str(tmp_path / "run"), None, {}
+    )
     assert ended == [("ended", (undisturbed / "fingerprint").read_text())] * len(ended)
-    assert [row["step"] for row in learned(tmp_path / "run")] == [row["step"] for row in learned(undisturbed)]
+    assert [row["step"] for row in learned(tmp_path / "run")] == [
+        row["step"] for row in learned(undisturbed)
+    ]
 
 
 @pytest.mark.parametrize(("before", "after"), paired(PLANS))

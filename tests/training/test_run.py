@@ -1,4 +1,5 @@
-"""`train`: what it leaves in the run directory, what it puts back, and what it refuses on all ranks alike."""
+"""`train`: what it leaves in the run directory, what it puts back, and what it refuses on all ranks
+alike."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from torch import Tensor, distributed, nn
 from training.subjects import network, recipe, rows, same, squared_error, state_of
 
 import lockstep as ls
-from lockstep.base.errors import DataError, LockstepError, LossError, PlanError, RecipeError, RunDirectoryError
+from lockstep.base.errors import (
+    DataError,
+    LockstepError,
+    LossError,
+    PlanError,
+    RecipeError,
+    RunDirectoryError,
+)
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.set_up import check_same
 
@@ -39,12 +47,16 @@ def train_in_own_directory(folder: str) -> tuple[ls.Result, dict[str, Tensor], l
     evaluation = ls.Evaluation(data=rows(5), every=3, metrics={"mean": ls.Mean(mean_index)})
     given = recipe(steps=7, evaluation=evaluation, seed=11, clip_norm=1.0)
     rank = distributed.get_rank()
-    result = ls.train(given, run_dir=f"{folder}/{rank}", plan="workers=0", hooks=[final], log_every=3)
+    result = ls.train(
+        given, run_dir=f"{folder}/{rank}", plan="workers=0", hooks=[final], log_every=3
+    )
     return result, final.state, sorted(os.listdir(folder))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_the_run_directory_says_what_ran_and_what_came_of_it(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
     everyone = pool.run(world_size, train_in_own_directory, str(tmp_path))
     result, state, _ = everyone[0]
     folder = tmp_path / "0"
@@ -62,18 +74,42 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, t
     assert len(files) == 8
 
     run = json.loads((folder / "run.json").read_text())
-    assert list(run) == ["recipe", "code", "seed", "plan", "world_size", "launcher", "checkpoints", "started", "environment"]
+    assert list(run) == [
+        "recipe",
+        "code",
+        "seed",
+        "plan",
+        "world_size",
+        "launcher",
+        "checkpoints",
+        "started",
+        "environment",
+    ]
     assert (run["seed"], run["world_size"], run["launcher"]) == (11, world_size, "spawn")
     assert run["plan"]["text"] == f"replicate={world_size},numerics=fast" == result.plan
-    assert (run["plan"]["replicate"], run["plan"]["numerics"], run["plan"]["workers"]) == (world_size, "fast", 0)
-    assert (run["recipe"]["global_batch"], run["recipe"]["steps"], run["recipe"]["clip_norm"]) == (16, 7, 1.0)
+    assert (run["plan"]["replicate"], run["plan"]["numerics"], run["plan"]["workers"]) == (
+        world_size,
+        "fast",
+        0,
+    )
+    assert (run["recipe"]["global_batch"], run["recipe"]["steps"], run["recipe"]["clip_norm"]) == (
+        16,
+        7,
+        1.0,
+    )
     assert run["environment"]["versions"]["torch"] == torch.__version__
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    logged, evaluated = ([line for line in lines if name in line] for name in ("loss", "evaluation/loss"))
+    logged, evaluated = (
+        [line for line in lines if name in line] for name in ("loss", "evaluation/loss")
+    )
     assert [line["step"] for line in logged] == [3, 6, 7]
     assert [line["step"] for line in evaluated] == [3, 6, 7]
-    assert all(line.keys() == {"step", "time", "loss", "lr", "gradient_norm", "samples_per_second", "memory_bytes"} for line in logged)
+    assert all(
+        line.keys()
+        == {"step", "time", "loss", "lr", "gradient_norm", "samples_per_second", "memory_bytes"}
+        for line in logged
+    )
     assert all(line["evaluation/mean"] == 2.0 for line in evaluated)
     assert logged[-1]["loss"] == result.loss
     assert evaluated[-1]["evaluation/loss"] == result.metrics["loss"]
@@ -88,7 +124,18 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(pool: WorkerPool, t
     assert (events[0]["plan"], events[0]["world_size"]) == (result.plan, world_size)
 
     written = json.loads((folder / "result.json").read_text())
-    names = ["steps", "loss", "metrics", "best", "fingerprint", "run_dir", "plan", "world_size", "seconds", "samples_per_second"]
+    names = [
+        "steps",
+        "loss",
+        "metrics",
+        "best",
+        "fingerprint",
+        "run_dir",
+        "plan",
+        "world_size",
+        "seconds",
+        "samples_per_second",
+    ]
     assert list(written) == names
     assert written == {name: getattr(result, name) for name in names}
     assert (result.steps, result.world_size, result.run_dir) == (7, world_size, str(folder))
@@ -116,10 +163,15 @@ def train_twice(run_dir: str) -> tuple[str, str]:
     raise AssertionError("the directory was used again")
 
 
-def test_a_used_directory_is_refused_on_all_ranks_alike_and_kept(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_used_directory_is_refused_on_all_ranks_alike_and_kept(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     everyone = pool.run(3, train_twice, str(tmp_path / "run"))
     assert everyone == [everyone[0]] * 3
-    assert everyone[0][1].startswith(f"run directory {tmp_path / 'run'} already holds a run that has ended (result.json); nothing of")
+    assert everyone[0][1].startswith(
+        f"run directory {tmp_path / 'run'} already holds a run that has ended (result.json);"
+        " nothing of"
+    )
     assert ls.fingerprint(load_file(tmp_path / "run" / "model.safetensors")) == everyone[0][0]
 
 
@@ -128,7 +180,9 @@ def train_without_a_name(folder: str) -> tuple[str, str]:
         return ls.train(recipe()).run_dir, ls.train(recipe()).run_dir
 
 
-def test_without_a_name_each_run_gets_a_new_directory_below_runs(pool: WorkerPool, tmp_path: Path) -> None:
+def test_without_a_name_each_run_gets_a_new_directory_below_runs(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     everyone = pool.run(2, train_without_a_name, str(tmp_path))
     assert everyone[0] == everyone[1]
     assert sorted(everyone[0]) == sorted(str(path) for path in (tmp_path / "runs").iterdir())
@@ -137,7 +191,11 @@ def test_without_a_name_each_run_gets_a_new_directory_below_runs(pool: WorkerPoo
 
 def launched(run_dir: str, plan: str) -> tuple[str, str, list[Any]]:
     result = ls.train(recipe(), run_dir=run_dir, plan=plan)
-    return result.run_dir, result.plan, [event.details for event in result.events if event.name == "launcher-overrides-script"]
+    return (
+        result.run_dir,
+        result.plan,
+        [event.details for event in result.events if event.name == "launcher-overrides-script"],
+    )
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "replicate=3"])
@@ -152,7 +210,10 @@ def test_what_the_launcher_says_goes_before_what_the_script_says_and_is_an_event
         assert [detail["what"] for detail in details] == ["plan", "run_dir"]
         assert details[0]["script"].startswith(plan)
         assert details[0]["launcher"] == used
-        assert (details[1]["script"], details[1]["launcher"]) == (str(tmp_path / "script's"), str(tmp_path / "launcher's"))
+        assert (details[1]["script"], details[1]["launcher"]) == (
+            str(tmp_path / "script's"),
+            str(tmp_path / "launcher's"),
+        )
     assert not (tmp_path / "script's").exists()
 
 
@@ -160,7 +221,12 @@ def surroundings() -> list[Any]:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
-    states = [random.getstate(), torch.get_num_threads(), torch.default_generator.get_state(), np.random.get_state()[1].tolist()]
+    states = [
+        random.getstate(),
+        torch.get_num_threads(),
+        torch.default_generator.get_state(),
+        np.random.get_state()[1].tolist(),
+    ]
     return [*states, torch.is_grad_enabled(), sorted(os.environ)]
 
 
@@ -179,19 +245,32 @@ def put_back(run_dir: str) -> tuple[bool, bool, str]:
 
 def after(before: list[Any]) -> bool:
     threads = torch.get_num_threads()
-    now = [random.getstate(), before[1], torch.default_generator.get_state(), np.random.get_state()[1].tolist()]
-    return same([*now, torch.is_grad_enabled(), sorted(os.environ)], before) and threads == 3 and distributed.is_initialized()
+    now = [
+        random.getstate(),
+        before[1],
+        torch.default_generator.get_state(),
+        np.random.get_state()[1].tolist(),
+    ]
+    return (
+        same([*now, torch.is_grad_enabled(), sorted(os.environ)], before)
+        and threads == 3
+        and distributed.is_initialized()
+    )
 
 
 def failing_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return squared_error(model, batch) * math.inf
 
 
-def test_a_run_puts_back_threads_and_generators_and_says_how_it_failed(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_puts_back_threads_and_generators_and_says_how_it_failed(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     everyone = pool.run(2, put_back, str(tmp_path))
     text = everyone[0][2]
     assert everyone == [(True, True, text)] * 2
-    left = sorted(path.name for path in (tmp_path / "failed").iterdir() if "tfevents" not in path.name)
+    left = sorted(
+        path.name for path in (tmp_path / "failed").iterdir() if "tfevents" not in path.name
+    )
     assert left == ["checkpoints", "events.jsonl", "metrics.jsonl", "run.json"]
     last = json.loads((tmp_path / "failed" / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["error"]) == ("run-failed", f"LossError: {text}")
@@ -214,7 +293,9 @@ def in_an_order_of_its_own() -> nn.Module:
 
 def with_a_table_of_its_own() -> nn.Module:
     model = network()
-    model.register_buffer("table", torch.tensor([float(os.environ["RANK"]), torch.nan]), persistent=False)
+    model.register_buffer(
+        "table", torch.tensor([float(os.environ["RANK"]), torch.nan]), persistent=False
+    )
     return model
 
 
@@ -252,52 +333,83 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "a plan for other processes": (
         "replicate=2",
         {},
-        "PlanError: plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2, and must multiply to the number of",
+        (
+            "PlanError: plan 'replicate=2,numerics=fast' with 3 processes; the axes multiply to 2,"
+            " and must multiply to the number of"
+        ),
     ),
     "an unknown axis": ("replicas=3", {}, "PlanError: 'replicas' in plan 'replicas=3' is unknown"),
-    "an axis that is not built": ("context=3", {}, "PlanError: 'context=3' in plan 'context=3'; 'context' is not built yet"),
+    "an axis that is not built": (
+        "context=3",
+        {},
+        "PlanError: 'context=3' in plan 'context=3'; 'context' is not built yet",
+    ),
     "a pipeline on a recipe in shorthand form": (
         "pipeline=3",
         {},
-        "RecipeError: pipeline=3 on a recipe in shorthand form (no inputs; the loss calls the model); it must call the model's parts",
+        (
+            "RecipeError: pipeline=3 on a recipe in shorthand form (no inputs; the loss calls the"
+            " model); it must call the model's parts"
+        ),
     ),
     "bitwise without a microbatch": (
         "numerics=bitwise",
         {"microbatch": None},
-        "RecipeError: numerics=bitwise with microbatch=None; without a fixed microbatch, the microbatches depend on the number of "
-        "processes; give "
-        "a microbatch, for example microbatch=2",
+        (
+            "RecipeError: numerics=bitwise with microbatch=None; without a fixed microbatch, the"
+            " microbatches depend on the number of processes; give a microbatch, for example"
+            " microbatch=2"
+        ),
     ),
     "a model of its own on each rank": (
         None,
         {"model": of_its_own},
-        "RecipeError: the model is not the same on ranks 0 and 1: '0.weight' has other values; the factory must build the same model in",
+        (
+            "RecipeError: the model is not the same on ranks 0 and 1: '0.weight' has other values;"
+            " the factory must build the same model in"
+        ),
     ),
     "a model in an order of its own on each rank": (
         None,
         {"model": in_an_order_of_its_own},
-        "RecipeError: the model is not the same on ranks 0 and 1: '0.weight' has other values; the factory must build the same model in",
+        (
+            "RecipeError: the model is not the same on ranks 0 and 1: '0.weight' has other values;"
+            " the factory must build the same model in"
+        ),
     ),
     "a buffer of its own on each rank": (
         None,
         {"model": with_a_table_of_its_own},
-        "RecipeError: the model is not the same on ranks 0 and 1: 'table' has other values; the factory must build the same model in",
+        (
+            "RecipeError: the model is not the same on ranks 0 and 1: 'table' has other values; the"
+            " factory must build the same model in"
+        ),
     ),
     "a model that is none": (
         None,
         {"model": dict},
         "RecipeError: the model factory returned {} (a dict); it must return a torch.nn.Module",
     ),
-    "a model without parameters": (None, {"model": nn.Tanh}, "RecipeError: the model (Tanh) has no trainable parameter; training needs"),
+    "a model without parameters": (
+        None,
+        {"model": nn.Tanh},
+        "RecipeError: the model (Tanh) has no trainable parameter; training needs",
+    ),
     "a list of inputs": (
         None,
         {"inputs": list_of_inputs, "loss": mean_of_output},
-        "RecipeError: Recipe.inputs returned a list of 1; the model is called with what it returns: a tuple of arguments, a dict of",
+        (
+            "RecipeError: Recipe.inputs returned a list of 1; the model is called with what it"
+            " returns: a tuple of arguments, a dict of"
+        ),
     ),
     "no inputs": (
         None,
         {"inputs": no_inputs, "loss": mean_of_output},
-        "RecipeError: Recipe.inputs returned None; the model is called with what it returns: a tuple of arguments, a dict of keywords, or",
+        (
+            "RecipeError: Recipe.inputs returned None; the model is called with what it returns: a"
+            " tuple of arguments, a dict of keywords, or"
+        ),
     ),
     "an optimizer that is none": (
         None,
@@ -308,14 +420,32 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
 
 
 OWN = {
-    "plan": ({}, {"plan": "replicate=2,transport=torch"}, "PlanError: plan is replicate=2,numerics=fast on rank 0 and "),
-    "precision": ({}, {"precision": "bf16"}, "RecipeError: precision is fp32 on rank 0 and bf16 on rank 1; all processes of a run"),
+    "plan": (
+        {},
+        {"plan": "replicate=2,transport=torch"},
+        "PlanError: plan is replicate=2,numerics=fast on rank 0 and ",
+    ),
+    "precision": (
+        {},
+        {"precision": "bf16"},
+        "RecipeError: precision is fp32 on rank 0 and bf16 on rank 1; all processes of a run",
+    ),
     "gradient_compression": (
         {"gradient_compression": "bf16"},
         {"gradient_compression": "int8"},
-        "RecipeError: gradient_compression is bf16 on rank 0 and int8 on rank 1; all processes of a run",
+        (
+            "RecipeError: gradient_compression is bf16 on rank 0 and int8 on rank 1; all processes"
+            " of a run"
+        ),
     ),
-    "batch": ({}, {"global_batch": 8}, "RecipeError: global_batch is 12 on rank 0 and 8 on rank 1; all processes of a run have one"),
+    "batch": (
+        {},
+        {"global_batch": 8},
+        (
+            "RecipeError: global_batch is 12 on rank 0 and 8 on rank 1; all processes of a run"
+            " have one"
+        ),
+    ),
     "saving": ({"saving": ls.Saving(every=1)}, {}, "RecipeError: saving is Saving(every=1, last=2"),
 }
 """What ranks 0 and 1 are given otherwise than usual."""
@@ -323,7 +453,9 @@ OWN = {
 
 def test_what_only_one_rank_gives_is_another_recipe() -> None:
     check_same([{"plan": "replicate=2"}] * 2)
-    with pytest.raises(RecipeError, match=r"^data is not there on rank 0 and Rows\[48\] on rank 1; all processes"):
+    with pytest.raises(
+        RecipeError, match=r"^data is not there on rank 0 and Rows\[48\] on rank 1; all processes"
+    ):
         check_same([{"plan": "replicate=2"}, {"plan": "replicate=2", "data": "Rows[48]"}])
 
 
@@ -331,12 +463,18 @@ def attempt_with_ones_own(run_dir: str, given: Sequence[dict[str, Any]]) -> str:
     mine = dict(given[distributed.get_rank()])
     more = {name: mine.pop(name) for name in ("plan", "saving") if name in mine}
     with pytest.raises(LockstepError) as caught:
-        ls.train(recipe(global_batch=mine.pop("global_batch", 12), **mine), run_dir=run_dir, **{"plan": "replicate=2", **more})
+        ls.train(
+            recipe(global_batch=mine.pop("global_batch", 12), **mine),
+            run_dir=run_dir,
+            **{"plan": "replicate=2", **more},
+        )
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_another_plan_or_recipe_on_a_rank_is_refused_on_all_alike(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_another_plan_or_recipe_on_a_rank_is_refused_on_all_alike(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
     *given, message = OWN[name]
     said, other = pool.run(2, attempt_with_ones_own, str(tmp_path), given)
     assert said == other
@@ -344,7 +482,9 @@ def test_another_plan_or_recipe_on_a_rank_is_refused_on_all_alike(pool: WorkerPo
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_is_refused_on_all_ranks_alike(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_trained_is_refused_on_all_ranks_alike(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
     plan, changes, message = REFUSED[name]
     everyone = pool.run(3, attempt, str(tmp_path / "run"), plan, changes)
     assert len({text for text, _ in everyone}) == 1
@@ -360,16 +500,31 @@ def test_what_cannot_be_trained_is_refused_on_all_ranks_alike(pool: WorkerPool, 
             DataError,
             r"^the dataset has \d+ samples after step \d, microbatch \d, and had \d+ before",
         ),
-        ({"loss": lambda model, batch: 3.0}, LossError, r"^term 'loss' of the loss is 3\.0 \(a float\); it must be a scalar tensor"),
-        ({"loss": lambda model, batch: model(batch[1])}, LossError, r"^term 'loss' of the loss has shape \(4, 3\); it must be a scalar"),
-        ({"loss": lambda model, batch: batch[2].mean()}, LossError, r"^term 'loss' of the loss has no gradient; it must depend on"),
+        (
+            {"loss": lambda model, batch: 3.0},
+            LossError,
+            r"^term 'loss' of the loss is 3\.0 \(a float\); it must be a scalar tensor",
+        ),
+        (
+            {"loss": lambda model, batch: model(batch[1])},
+            LossError,
+            r"^term 'loss' of the loss has shape \(4, 3\); it must be a scalar",
+        ),
+        (
+            {"loss": lambda model, batch: batch[2].mean()},
+            LossError,
+            r"^term 'loss' of the loss has no gradient; it must depend on",
+        ),
     ],
 )
 def test_what_a_batch_or_a_loss_shows_is_refused_in_the_first_step(
     tmp_path: Path, changes: dict[str, Any], error: type[LockstepError], message: str
 ) -> None:
     if changes["loss"] is None:
-        changes = {**changes, "loss": lambda model, batch: model(batch[:, None].float().expand(-1, 6)).mean()}
+        changes = {
+            **changes,
+            "loss": lambda model, batch: model(batch[:, None].float().expand(-1, 6)).mean(),
+        }
     with pytest.raises(error, match=message):
         ls.train(recipe(**changes), run_dir=str(tmp_path / "run"))
 
@@ -377,19 +532,39 @@ def test_what_a_batch_or_a_loss_shows_is_refused_in_the_first_step(
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda path: ls.train({"model": network}, run_dir=path), RecipeError, r"^train\(\{'model'.*; it takes an ls\.Recipe: build one"),  # type: ignore[arg-type]
-        (lambda path: ls.train(recipe(), run_dir=path, log_every=0), RecipeError, r"^log_every=0; it counts steps and must be"),
-        (lambda path: ls.train(recipe(), run_dir=path, plan="replicate"), PlanError, r"^'replicate' in plan 'replicate'; a plan is"),
-        (lambda path: ls.train(recipe(), run_dir=path, plan=2), PlanError, r"^plan=2 \(a int\); it is an ls\.Plan, or text such as"),  # type: ignore[arg-type]
+        (
+            lambda path: ls.train({"model": network}, run_dir=path),
+            RecipeError,
+            r"^train\(\{'model'.*; it takes an ls\.Recipe: build one",
+        ),  # type: ignore[arg-type]
+        (
+            lambda path: ls.train(recipe(), run_dir=path, log_every=0),
+            RecipeError,
+            r"^log_every=0; it counts steps and must be",
+        ),
+        (
+            lambda path: ls.train(recipe(), run_dir=path, plan="replicate"),
+            PlanError,
+            r"^'replicate' in plan 'replicate'; a plan is",
+        ),
+        (
+            lambda path: ls.train(recipe(), run_dir=path, plan=2),
+            PlanError,
+            r"^plan=2 \(a int\); it is an ls\.Plan, or text such as",
+        ),  # type: ignore[arg-type]
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path, call: Any, error: type[LockstepError], message: str) -> None:
+def test_bad_arguments_are_refused_before_anything_is_written(
+    tmp_path: Path, call: Any, error: type[LockstepError], message: str
+) -> None:
     with pytest.raises(error, match=message):
         call(str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def test_one_process_needs_no_launcher_and_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_needs_no_launcher_and_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     result = ls.train(recipe(), run_dir=str(tmp_path / "run"))
@@ -416,5 +591,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_complex_parameters_train_in_fast_numerics(pool: WorkerPool, tmp_path: Path) -> None:
-    losses = [loss for size in (1, 2) for loss in pool.run(size, train_waves, str(tmp_path / str(size)))]
+    losses = [
+        loss for size in (1, 2) for loss in pool.run(size, train_waves, str(tmp_path / str(size)))
+    ]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)

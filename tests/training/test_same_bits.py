@@ -1,4 +1,5 @@
-"""Laws 2 and 5: with numerics=bitwise the model has the same bits at any world size, whatever it is made of."""
+"""Laws 2 and 5: with numerics=bitwise the model has the same bits at any world size, whatever it is
+made of."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ SEEN_ONCE = samples_at(32, 33, of=SAMPLES)[0]
 
 
 class Everything(nn.Module):
-    """Dropout, BatchNorm, tied weights, and parts that some microbatches, one step or no step at all uses."""
+    """Dropout, BatchNorm, tied weights, and parts that some microbatches, one step or no step at
+    all uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +85,10 @@ def weighted_loss(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
 
 def two_terms(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Any]:
     output = model(batch[0], batch[1])
-    return {"entropy": ls.Sum(cross_entropy(output, batch[2], reduction="sum")), "size": (output**2).mean()}
+    return {
+        "entropy": ls.Sum(cross_entropy(output, batch[2], reduction="sum")),
+        "size": (output**2).mean(),
+    }
 
 
 def count(batch: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -99,11 +104,20 @@ def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.3)
+    return torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.3
+    )
 
 
 def everything(optimizer: Callable[[nn.Module], Any], **changes: Any) -> ls.Recipe:
-    given: dict[str, Any] = {"global_batch": 32, "microbatch": 4, "clip_norm": 0.5, "steps": STEPS, "loss": loss, **changes}
+    given: dict[str, Any] = {
+        "global_batch": 32,
+        "microbatch": 4,
+        "clip_norm": 0.5,
+        "steps": STEPS,
+        "loss": loss,
+        **changes,
+    }
     return recipe(model=Everything, data=tokens(), optimizer=optimizer, **given)
 
 
@@ -140,18 +154,32 @@ CASES: dict[str, Callable[[], ls.Recipe]] = {
     "AdamW (foreach), 8 microbatches": lambda: everything(foreach_adamw),
     "AdamW (foreach), 7 microbatches": lambda: everything(foreach_adamw, global_batch=28),
     "AdamW (fused), 8 microbatches": lambda: everything(fused_adamw),
-    "AdamW (fused), 7 microbatches, the last one short": lambda: everything(fused_adamw, global_batch=27),
+    "AdamW (fused), 7 microbatches, the last one short": lambda: everything(
+        fused_adamw, global_batch=27
+    ),
     "momentum SGD, 8 microbatches": lambda: everything(momentum),
-    "epochs with a short last batch of 1 microbatch": lambda: everything(foreach_adamw, steps=None, epochs=1),
+    "epochs with a short last batch of 1 microbatch": lambda: everything(
+        foreach_adamw, steps=None, epochs=1
+    ),
     "one microbatch": lambda: everything(foreach_adamw, global_batch=4),
     "weights from the forward": lambda: everything(foreach_adamw, loss=weighted_loss),
     "two terms": lambda: everything(foreach_adamw, loss=two_terms, weight=count),
-    "two terms, one microbatch": lambda: everything(foreach_adamw, loss=two_terms, weight=count, global_batch=4),
-    "weights from the forward, one microbatch": lambda: everything(foreach_adamw, loss=weighted_loss, global_batch=4),
+    "two terms, one microbatch": lambda: everything(
+        foreach_adamw, loss=two_terms, weight=count, global_batch=4
+    ),
+    "weights from the forward, one microbatch": lambda: everything(
+        foreach_adamw, loss=weighted_loss, global_batch=4
+    ),
     "a loss in float64": lambda: everything(foreach_adamw, loss=loss_in_float64),
-    "parameters in float32 and float64": lambda: recipe(model=in_two_dtypes, loss=squared_error, global_batch=28),
+    "parameters in float32 and float64": lambda: recipe(
+        model=in_two_dtypes, loss=squared_error, global_batch=28
+    ),
     "parameters that are not contiguous": lambda: recipe(
-        model=LaidOutOtherwise, loss=squared_error, optimizer=momentum, global_batch=28, clip_norm=0.1
+        model=LaidOutOtherwise,
+        loss=squared_error,
+        optimizer=momentum,
+        global_batch=28,
+        clip_norm=0.1,
     ),
     "bf16": lambda: everything(foreach_adamw, precision="bf16"),
     "fp16": lambda: everything(foreach_adamw, precision="fp16"),
@@ -160,14 +188,22 @@ USES_EVERYTHING = [name for name in CASES if "8 microbatches" in name]
 COMPARED = ["momentum SGD, 8 microbatches", "parameters that are not contiguous"]
 
 
-SOME = [*USES_EVERYTHING, "AdamW (fused), 7 microbatches, the last one short", "weights from the forward, one microbatch"]
+SOME = [
+    *USES_EVERYTHING,
+    "AdamW (fused), 7 microbatches, the last one short",
+    "weights from the forward, one microbatch",
+]
 UNSHARDED = ("parameters in float32 and float64", "parameters that are not contiguous")
 """FSDP2 wants one dtype in a group of parameters, and contiguous ones."""
 
 
 def cases(plan: str) -> list[str]:
     """All for a few plans, the telling ones for the others."""
-    names = CASES if plan in ("replicate=1", "replicate=2", "replicate=3", "shard=2", "shard=3") else SOME
+    names = (
+        CASES
+        if plan in ("replicate=1", "replicate=2", "replicate=3", "shard=2", "shard=3")
+        else SOME
+    )
     return [name for name in names if "shard" not in plan or name not in UNSHARDED]
 
 
@@ -203,18 +239,37 @@ def train_all_cases(run_dir: str, plan: str, names: Sequence[str]) -> dict[str, 
 def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
     @cache
     def run(plan: str, numerics: str, telling: bool) -> list[Any]:
-        names = cases(plan) if numerics == "bitwise" else [name for name in cases(plan) if name in {*USES_EVERYTHING, *COMPARED}]
+        names = (
+            cases(plan)
+            if numerics == "bitwise"
+            else [name for name in cases(plan) if name in {*USES_EVERYTHING, *COMPARED}]
+        )
         names = [name for name in names if (name in SOME) == telling]
-        return pool.run(PLANS[plan], train_all_cases, str(tmp_path_factory.mktemp("runs")), f"{plan},numerics={numerics}", names)
+        return pool.run(
+            PLANS[plan],
+            train_all_cases,
+            str(tmp_path_factory.mktemp("runs")),
+            f"{plan},numerics={numerics}",
+            names,
+        )
 
-    return lambda plan, numerics, name: [result[name] for result in run(plan, numerics, name in SOME)]
+    return lambda plan, numerics, name: [
+        result[name] for result in run(plan, numerics, name in SOME)
+    ]
 
 
 @pytest.mark.parametrize(
     ("plan", "name"),
-    [pytest.param(plan, name, marks=tier_of(plan, name)) for plan in PLANS if plan != ALONE for name in cases(plan)],
+    [
+        pytest.param(plan, name, marks=tier_of(plan, name))
+        for plan in PLANS
+        if plan != ALONE
+        for name in cases(plan)
+    ],
 )
-def test_the_fingerprint_and_the_loss_are_those_of_one_process(trained: Callable[..., list[Any]], plan: str, name: str) -> None:
+def test_the_fingerprint_and_the_loss_are_those_of_one_process(
+    trained: Callable[..., list[Any]], plan: str, name: str
+) -> None:
     ((fingerprint, loss, _),) = trained(ALONE, "bitwise", name)
     for rank, result in enumerate(trained(plan, "bitwise", name)):
         assert result[:2] == (fingerprint, loss), f"rank {rank}"
@@ -227,19 +282,28 @@ def test_the_cases_have_fingerprints_of_their_own(trained: Callable[..., list[An
 @pytest.mark.parametrize("numerics", ["fast", "bitwise"])
 @pytest.mark.parametrize("plan", tiered(PLANS, always=TELLING, most=1))
 @pytest.mark.parametrize("name", USES_EVERYTHING)
-def test_a_parameter_moves_in_exactly_the_steps_that_use_it(trained: Callable[..., list[Any]], plan: str, numerics: str, name: str) -> None:
+def test_a_parameter_moves_in_exactly_the_steps_that_use_it(
+    trained: Callable[..., list[Any]], plan: str, numerics: str, name: str
+) -> None:
     for rank, (_, _, states) in enumerate(trained(plan, numerics, name)):
         steps = list(pairwise(states))
-        moved = {part: [not same(before[part], after[part]) for before, after in steps] for part in states[0]}
+        moved = {
+            part: [not same(before[part], after[part]) for before, after in steps]
+            for part in states[0]
+        }
         for part in ("weight", "bias"):
             assert moved[f"never.{part}"] == [False, False, False], f"rank {rank}"
             assert moved[f"once.{part}"] == [False, True, False], f"rank {rank}"
-            assert moved[f"sometimes.{part}"] == moved[f"hidden.{part}"] == [True, True, True], f"rank {rank}"
+            assert moved[f"sometimes.{part}"] == moved[f"hidden.{part}"] == [True, True, True], (
+                f"rank {rank}"
+            )
         assert same(states[-1]["head.weight"], states[-1]["embedding.weight"])
 
 
 @pytest.mark.parametrize("plan", tiered(PLANS, always=TELLING, most=1))
-def test_fast_and_bitwise_differ_by_rounding_only(trained: Callable[..., list[Any]], plan: str) -> None:
+def test_fast_and_bitwise_differ_by_rounding_only(
+    trained: Callable[..., list[Any]], plan: str
+) -> None:
     for name in COMPARED:
         if name not in cases(plan):
             continue
@@ -270,7 +334,13 @@ def mixed(samples: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
 
 
 def train_augmented(run_dir: str, workers: int) -> tuple[str, float, float]:
-    given = recipe(data=Augmented(), collate=mixed, loss=squared_error, steps=6, evaluation=ls.Evaluation(data=Augmented()))
+    given = recipe(
+        data=Augmented(),
+        collate=mixed,
+        loss=squared_error,
+        steps=6,
+        evaluation=ls.Evaluation(data=Augmented()),
+    )
     result = ls.train(given, plan=f"numerics=bitwise,workers={workers}", run_dir=run_dir)
     return result.fingerprint, result.loss, result.metrics["loss"]
 
@@ -280,15 +350,23 @@ def test_augmentation_depends_neither_on_ranks_nor_on_loader_workers(
     pool: WorkerPool, tmp_path: Path, world_size: int, workers: int
 ) -> None:
     (alone,) = pool.run(1, train_augmented, str(tmp_path / "alone"), 0)
-    assert pool.run(world_size, train_augmented, str(tmp_path / "run"), workers) == [alone] * world_size
+    assert (
+        pool.run(world_size, train_augmented, str(tmp_path / "run"), workers)
+        == [alone] * world_size
+    )
 
 
 def train_with_seeds(run_dir: str, seeds: Sequence[int]) -> list[str]:
     given = [everything(foreach_adamw, seed=seed) for seed in seeds]
-    return [ls.train(each, run_dir=f"{run_dir}/{number}", plan="numerics=bitwise").fingerprint for number, each in enumerate(given)]
+    return [
+        ls.train(each, run_dir=f"{run_dir}/{number}", plan="numerics=bitwise").fingerprint
+        for number, each in enumerate(given)
+    ]
 
 
-def test_a_run_depends_on_its_seed_and_on_no_run_before_it(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_run_depends_on_its_seed_and_on_no_run_before_it(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for fingerprints in pool.run(2, train_with_seeds, str(tmp_path), [0, 1, 0, 2**63 - 1]):
         assert fingerprints[0] == fingerprints[2]
         assert len(set(fingerprints)) == 3
@@ -308,7 +386,13 @@ def train_in_two_phases(run_dir: str) -> tuple[str, list[int]]:
     return ls.fingerprint(model), counts
 
 
-def test_phases_with_batches_of_other_sizes_have_the_same_bits_too(pool: WorkerPool, tmp_path: Path) -> None:
-    found = [result for size in (1, 2, 3) for result in pool.run(size, train_in_two_phases, str(tmp_path / str(size)))]
+def test_phases_with_batches_of_other_sizes_have_the_same_bits_too(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    found = [
+        result
+        for size in (1, 2, 3)
+        for result in pool.run(size, train_in_two_phases, str(tmp_path / str(size)))
+    ]
     assert found == [found[0]] * 6
     assert found[0][1] == [2, 2, 5, 5, 1, 1]

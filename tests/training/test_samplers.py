@@ -1,4 +1,5 @@
-"""A recipe with a sampler of its own: the same samples at any number of processes, and after a resume."""
+"""A recipe with a sampler of its own: the same samples at any number of processes, and after a
+resume."""
 
 from __future__ import annotations
 
@@ -33,8 +34,18 @@ def nested(epoch: int, seed: int) -> list[list[list[int]]]:
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "a curriculum": {"sampler": curriculum, "global_batch": 4, "microbatch": 2},
-    "weighted": {"sampler": ls.samplers.weighted(range(SAMPLES), samples=14), "global_batch": 4, "microbatch": 1},
-    "a short last batch": {"sampler": curriculum, "global_batch": 4, "microbatch": 2, "steps": None, "epochs": 3},
+    "weighted": {
+        "sampler": ls.samplers.weighted(range(SAMPLES), samples=14),
+        "global_batch": 4,
+        "microbatch": 1,
+    },
+    "a short last batch": {
+        "sampler": curriculum,
+        "global_batch": 4,
+        "microbatch": 2,
+        "steps": None,
+        "epochs": 3,
+    },
     "batches of its own": {"batch_sampler": nested, "global_batch": None, "microbatch": None},
     "by length": {
         "batch_sampler": ls.samplers.by_length(LENGTHS, tokens=40, microbatches=2),
@@ -64,9 +75,15 @@ def sampled(name: str, **changes: Any) -> ls.Recipe:
     return recipe(**{"data": rows(SAMPLES), "steps": 7, **SAMPLERS[name], **changes})
 
 
-def train(run_dir: str, name: str, plan: str, resumes: bool = False) -> tuple[str, list[list[list[int]]]]:
+def train(
+    run_dir: str, name: str, plan: str, resumes: bool = False
+) -> tuple[str, list[list[list[int]]]]:
     seen = Seen()
-    options: dict[str, Any] = {"run_dir": run_dir, "plan": f"{plan},numerics=bitwise", "saving": ls.Saving(every=1)}
+    options: dict[str, Any] = {
+        "run_dir": run_dir,
+        "plan": f"{plan},numerics=bitwise",
+        "saving": ls.Saving(every=1),
+    }
     if resumes:
         with pytest.raises(RuntimeError, match="lost"):
             ls.train(sampled(name), hooks=[Seen(fail_at=3)], **options)
@@ -74,7 +91,9 @@ def train(run_dir: str, name: str, plan: str, resumes: bool = False) -> tuple[st
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_samples_and_the_bits_are_those_of_one_process(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_the_samples_and_the_bits_are_those_of_one_process(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
     (alone,) = pool.run(1, train, str(tmp_path / "alone"), name, "replicate=1")
     for plan, ranks in PLANS.items():
         assert pool.run(ranks, train, str(tmp_path / plan), name, plan) == [alone] * ranks
@@ -83,7 +102,10 @@ def test_the_samples_and_the_bits_are_those_of_one_process(pool: WorkerPool, tmp
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_resumed_run_goes_on_with_the_samples_that_come_next(tmp_path: Path, name: str) -> None:
     fingerprint, steps = train(str(tmp_path / "whole"), name, "replicate=1")
-    assert train(str(tmp_path / "resumed"), name, "replicate=1", resumes=True) == (fingerprint, steps[3:])
+    assert train(str(tmp_path / "resumed"), name, "replicate=1", resumes=True) == (
+        fingerprint,
+        steps[3:],
+    )
 
 
 def test_the_samples_are_those_that_the_sampler_gave(tmp_path: Path) -> None:
@@ -92,7 +114,9 @@ def test_the_samples_are_those_that_the_sampler_gave(tmp_path: Path) -> None:
     _, steps = train(str(tmp_path / "other"), "a curriculum", "replicate=1")
     order = [sample for step in steps for microbatch in step for sample in microbatch]
     assert [sorted(order[:10]), sorted(order[10:20])] == [list(range(10)), list(range(10, 20))]
-    assert order[:10] != sorted(order[:10]), "the default generators are seeded, and so the same in each call"
+    assert order[:10] != sorted(order[:10]), (
+        "the default generators are seeded, and so the same in each call"
+    )
 
 
 class KnowsItsEpoch(Dataset[Any]):
@@ -116,12 +140,20 @@ def epochs_seen(run_dir: str, plan: str) -> list[int]:
         seen.extend(batch[0].tolist())
         return model(torch.ones(len(batch[0]), 6)).sum(1).mean()
 
-    ls.train(recipe(model=network, data=KnowsItsEpoch(), loss=loss, global_batch=4, microbatch=2, steps=3), run_dir=run_dir, plan=plan)
+    ls.train(
+        recipe(
+            model=network, data=KnowsItsEpoch(), loss=loss, global_batch=4, microbatch=2, steps=3
+        ),
+        run_dir=run_dir,
+        plan=plan,
+    )
     return sorted(seen)
 
 
 @pytest.mark.parametrize("plan", ["replicate=1,workers=0", "replicate=1,workers=2"])
-def test_a_dataset_with_set_epoch_is_told_the_epoch_of_each_sample(tmp_path: Path, plan: str) -> None:
+def test_a_dataset_with_set_epoch_is_told_the_epoch_of_each_sample(
+    tmp_path: Path, plan: str
+) -> None:
     found = epochs_seen(str(tmp_path / "run"), plan)
     assert found.count(1) == 6
     assert set(found[:-6]) == {0}, "of which the loss check computes some again"
@@ -142,29 +174,80 @@ class Stateful:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"sampler": Stateful()}, DataError, r"sampler\(0, 0\) returned other indices the second time; it is a function of epoch and seed"),
-        ({"sampler": lambda epoch, seed: range(epoch + 3)}, DataError, r"sampler\(1, 0\) returned 4 indices, and 3 in epoch 0"),
-        ({"sampler": lambda epoch, seed: [SAMPLES]}, DataError, r"returned the index 30; the dataset has 30 samples, 0 to 29"),
-        ({"sampler": lambda epoch, seed: [0.5]}, DataError, r"returned \[0.5\]; it returns the indices of an epoch's samples"),
-        ({"sampler": lambda epoch, seed: []}, DataError, r"returned \[\]"),
-        ({"sampler": [1, 2]}, RecipeError, r"sampler is \[1, 2\]"),
-        ({"sampler": curriculum, "batch_sampler": nested}, RecipeError, "batch_sampler with global_batch=16, microbatch=4 or a sampler"),
-        ({"global_batch": None}, RecipeError, "global_batch is None; .* give one, or a batch_sampler"),
-        ({"sampler": curriculum, "data": ls.Stream(lambda *_: [], shards=4)}, RecipeError, "a sampler without a map-style dataset"),
-        ({"data": DataLoader(rows(8))}, DataError, r"is a DataLoader; lockstep makes the batches.* data=loader.dataset"),
         (
-            {"batch_sampler": lambda epoch, seed: [[0, 1], [2]], "global_batch": None, "microbatch": None},
+            {"sampler": Stateful()},
             DataError,
-            r"it returns a list of global batches, each a list of microbatches, each a list of indices",
+            (
+                r"sampler\(0, 0\) returned other indices the second time; it is a function of epoch"
+                r" and seed"
+            ),
         ),
         (
-            {"batch_sampler": lambda epoch, seed: [[[0]]] * (epoch + 1), "global_batch": None, "microbatch": None},
+            {"sampler": lambda epoch, seed: range(epoch + 3)},
             DataError,
-            r"batch_sampler\(1, 0\) returned 2 batches of up to 1 microbatches, and 1 of up to 1 in epoch 0",
+            r"sampler\(1, 0\) returned 4 indices, and 3 in epoch 0",
+        ),
+        (
+            {"sampler": lambda epoch, seed: [SAMPLES]},
+            DataError,
+            r"returned the index 30; the dataset has 30 samples, 0 to 29",
+        ),
+        (
+            {"sampler": lambda epoch, seed: [0.5]},
+            DataError,
+            r"returned \[0.5\]; it returns the indices of an epoch's samples",
+        ),
+        ({"sampler": lambda epoch, seed: []}, DataError, r"returned \[\]"),
+        ({"sampler": [1, 2]}, RecipeError, r"sampler is \[1, 2\]"),
+        (
+            {"sampler": curriculum, "batch_sampler": nested},
+            RecipeError,
+            "batch_sampler with global_batch=16, microbatch=4 or a sampler",
+        ),
+        (
+            {"global_batch": None},
+            RecipeError,
+            "global_batch is None; .* give one, or a batch_sampler",
+        ),
+        (
+            {"sampler": curriculum, "data": ls.Stream(lambda *_: [], shards=4)},
+            RecipeError,
+            "a sampler without a map-style dataset",
+        ),
+        (
+            {"data": DataLoader(rows(8))},
+            DataError,
+            r"is a DataLoader; lockstep makes the batches.* data=loader.dataset",
+        ),
+        (
+            {
+                "batch_sampler": lambda epoch, seed: [[0, 1], [2]],
+                "global_batch": None,
+                "microbatch": None,
+            },
+            DataError,
+            (
+                r"it returns a list of global batches, each a list of microbatches, each a list of"
+                r" indices"
+            ),
+        ),
+        (
+            {
+                "batch_sampler": lambda epoch, seed: [[[0]]] * (epoch + 1),
+                "global_batch": None,
+                "microbatch": None,
+            },
+            DataError,
+            (
+                r"batch_sampler\(1, 0\) returned 2 batches of up to 1 microbatches, and 1 of up to"
+                r" 1 in epoch 0"
+            ),
         ),
     ],
 )
-def test_a_wrong_sampler_is_refused(tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_wrong_sampler_is_refused(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         ls.train(recipe(**{"data": rows(SAMPLES), **changes}), run_dir=str(tmp_path / "run"))
 
@@ -180,9 +263,13 @@ def by_rank(run_dir: str) -> str:
     return str(raised.value)
 
 
-def test_a_sampler_that_differs_between_ranks_is_refused_on_all(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_sampler_that_differs_between_ranks_is_refused_on_all(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for message in pool.run(2, by_rank, str(tmp_path / "run")):
-        assert message.startswith("the sampler returned other indices for epoch 0 on rank 1 than on rank 0")
+        assert message.startswith(
+            "the sampler returned other indices for epoch 0 on rank 1 than on rank 0"
+        )
 
 
 def doubled(samples: list[Any]) -> Any:
@@ -193,14 +280,18 @@ def doubled(samples: list[Any]) -> Any:
 def in_a_loop(run_dir: str, data: Any, **options: Any) -> str:
     with ls.Session(run_dir=run_dir, plan="numerics=bitwise") as session:
         model, optimizer = session.prepare(network, sgd)
-        for step in session.steps(data, sampler=curriculum, global_batch=8, microbatch=2, steps=4, **options):
+        for step in session.steps(
+            data, sampler=curriculum, global_batch=8, microbatch=2, steps=4, **options
+        ):
             for batch in step.microbatches():
                 step.backward(squared_error(model, batch))
             step.commit(optimizer)
         return ls.fingerprint(model)
 
 
-def test_a_loop_of_ones_own_takes_dataset_and_collate_of_a_dataloader_in_the_order_that_is_given(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_takes_dataset_and_collate_of_a_dataloader_in_the_order_that_is_given(
+    tmp_path: Path,
+) -> None:
     loader = DataLoader(rows(SAMPLES), batch_size=3, shuffle=True, collate_fn=doubled)
     taken = in_a_loop(str(tmp_path / "loader"), loader)
     assert taken == in_a_loop(str(tmp_path / "dataset"), rows(SAMPLES), collate=doubled)
@@ -214,15 +305,36 @@ def test_a_loop_of_ones_own_takes_dataset_and_collate_of_a_dataloader_in_the_ord
         *({"epochs": 2, "drop_last": drop_last, "global_batch": 20} for drop_last in (False, True)),
         {**SAMPLERS["a short last batch"]},
         {**SAMPLERS["by length"]},
-        {"epochs": 2, "drop_last": True, "global_batch": 20, "data": rows(4), "sampler": ls.samplers.weighted([1] * 4, samples=50)},
+        {
+            "epochs": 2,
+            "drop_last": True,
+            "global_batch": 20,
+            "data": rows(4),
+            "sampler": ls.samplers.weighted([1] * 4, samples=50),
+        },
     ],
 )
-def test_the_steps_of_a_recipe_are_those_that_training_takes(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_the_steps_of_a_recipe_are_those_that_training_takes(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     given = recipe(**{"data": rows(SAMPLES), **changes})
     assert steps_of(given) == ls.train(given, run_dir=str(tmp_path / "run")).steps
 
 
 def test_drop_last_counts_the_samples_of_an_epoch_of_the_sampler(tmp_path: Path) -> None:
-    given = recipe(data=rows(SAMPLES), epochs=2, drop_last=True, global_batch=20, microbatch=4, sampler=curriculum)
-    with pytest.raises(RecipeError, match="drop_last=True with 10 samples and global_batch=20; the only batch of each epoch is short"):
+    given = recipe(
+        data=rows(SAMPLES),
+        epochs=2,
+        drop_last=True,
+        global_batch=20,
+        microbatch=4,
+        sampler=curriculum,
+    )
+    with pytest.raises(
+        RecipeError,
+        match=(
+            "drop_last=True with 10 samples and global_batch=20; the only batch of each epoch is"
+            " short"
+        ),
+    ):
         ls.train(given, run_dir=str(tmp_path / "run"))

@@ -1,4 +1,5 @@
-"""Samples are counted by what a batch holds: a collate function may leave some out, pack or repeat them."""
+"""Samples are counted by what a batch holds: a collate function may leave some out, pack or repeat
+them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def rows(count: int, *more: int) -> Tensor:
         (((rows(16, 3), rows(16, 3)), rows(16)), 16),
         ((rows(150, 3), rows(2, 300), rows(8)), 8),  # nodes, edges, a label of each graph
         ((rows(150, 3), rows(2, 300)), -1),
-        (([rows(3, 5, 7)] * 8, [{"boxes": rows(n, 4)} for n in range(8)]), 8),  # images of any size, and their boxes
+        # images of any size, and their boxes
+        (([rows(3, 5, 7)] * 8, [{"boxes": rows(n, 4)} for n in range(8)]), 8),
         (([rows(3, 5, 7)] * 6, [{"boxes": rows(n, 4)} for n in range(6)]), 6),
         ([{"x": rows(3, 4)}] * 6, 6),
         (["a text"] * 6, 6),
@@ -57,23 +59,35 @@ def rows(count: int, *more: int) -> Tensor:
         (torch.ones(()), None),
     ],
 )
-def test_the_samples_of_a_batch_are_its_rows_or_the_members_of_its_lists(batch: Any, expected: int | None) -> None:
+def test_the_samples_of_a_batch_are_its_rows_or_the_members_of_its_lists(
+    batch: Any, expected: int | None
+) -> None:
     assert rows_of(batch, 8) == expected
 
 
-@pytest.mark.parametrize(("batch", "expected"), [(rows(8), 1), ([rows(8), rows(3)], 1), (rows(16), 2), (object(), 1)])
-def test_a_scalar_is_taken_for_a_mean_over_the_samples_if_each_has_as_many_rows(batch: Any, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "expected"), [(rows(8), 1), ([rows(8), rows(3)], 1), (rows(16), 2), (object(), 1)]
+)
+def test_a_scalar_is_taken_for_a_mean_over_the_samples_if_each_has_as_many_rows(
+    batch: Any, expected: int
+) -> None:
     assert rows_per_sample("loss", batch, 8) == expected
 
 
 @pytest.mark.parametrize(
-    ("batch", "found"), [(rows(6), "has 6 rows"), (rows(0, 3), "has 0 rows"), ((rows(9), rows(5)), "has nothing with one row a sample")]
+    ("batch", "found"),
+    [
+        (rows(6), "has 6 rows"),
+        (rows(0, 3), "has 0 rows"),
+        ((rows(9), rows(5)), "has nothing with one row a sample"),
+    ],
 )
 def test_else_it_is_refused(batch: Any, found: str) -> None:
     with pytest.raises(LossError) as caught:
         rows_per_sample("ce", batch, 8)
     assert str(caught.value).startswith(
-        f"term 'ce' of the loss is a plain scalar, the mean over this microbatch's samples, and the batch {found}"
+        "term 'ce' of the loss is a plain scalar, the mean over this microbatch's samples, and the"
+        f" batch {found}"
     )
 
 
@@ -88,7 +102,10 @@ class Readable(Dataset[Any]):
 
 
 def readable(samples: list[Any]) -> list[Tensor]:
-    return [torch.stack(part) for part in zip(*(sample for sample in samples if sample is not None), strict=True)]
+    return [
+        torch.stack(part)
+        for part in zip(*(sample for sample in samples if sample is not None), strict=True)
+    ]
 
 
 def packed(samples: list[Any]) -> list[Tensor]:
@@ -96,7 +113,10 @@ def packed(samples: list[Any]) -> list[Tensor]:
 
 
 def repeated(samples: list[Any]) -> list[Tensor]:
-    return [part.repeat_interleave(2, dim=0) for part in readable([sample or (X[0], Y[0]) for sample in samples])]
+    return [
+        part.repeat_interleave(2, dim=0)
+        for part in readable([sample or (X[0], Y[0]) for sample in samples])
+    ]
 
 
 def unequally_repeated(samples: list[Any]) -> list[Tensor]:
@@ -121,7 +141,9 @@ def number(batch: Any) -> int:
     return batch[1].numel()
 
 
-def train(run_dir: str, collate: Callable[..., Any], loss: Callable[..., Any], weight: Any, plan: str) -> Any:
+def train(
+    run_dir: str, collate: Callable[..., Any], loss: Callable[..., Any], weight: Any, plan: str
+) -> Any:
     given = ls.Recipe(
         model=lambda: nn.Linear(3, 1),
         data=Readable(),
@@ -133,7 +155,9 @@ def train(run_dir: str, collate: Callable[..., Any], loss: Callable[..., Any], w
         global_batch=64,
         microbatch=8,
         steps=1,
-        evaluation=ls.Evaluation(data=Readable(), collate=collate, metrics={"error": ls.Mean(squared)}),
+        evaluation=ls.Evaluation(
+            data=Readable(), collate=collate, metrics={"error": ls.Mean(squared)}
+        ),
     )
     try:
         result = ls.train(given, run_dir=run_dir, plan=f"{plan},numerics=bitwise")
@@ -146,7 +170,9 @@ def squared(output: Tensor, batch: Any) -> Tensor:
     return (output - batch[1]).square()
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)])
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)]
+)
 def test_a_mean_over_what_collate_has_kept_is_refused_and_the_remedies_are_exact(
     pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
 ) -> None:
@@ -156,7 +182,8 @@ def test_a_mean_over_what_collate_has_kept_is_refused_and_the_remedies_are_exact
     for collate, found in (
         (readable, " rows for 8 samples"),
         (packed, "has 1 rows for 8 samples"),
-        *([] if "shard" in plan else [(unequally_repeated, "rows for each sample and had")]),  # one rank's alone to find
+        # one rank's alone to find
+        *([] if "shard" in plan else [(unequally_repeated, "rows for each sample and had")]),
     ):
         assert found in trained(f"refused-{collate.__name__}", collate, mean, None)
     for name, collate in (("kept", readable), ("packed", packed)):
@@ -165,14 +192,20 @@ def test_a_mean_over_what_collate_has_kept_is_refused_and_the_remedies_are_exact
         assert again == pytest.approx(loss, rel=1e-6)
         assert metrics["loss"] == pytest.approx(metrics["error"], rel=1e-6)
         assert measured["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
-        alone = pool.run(1, train, str(tmp_path / f"{name}-alone"), collate, total, number, "replicate=1")[0]
+        alone = pool.run(
+            1, train, str(tmp_path / f"{name}-alone"), collate, total, number, "replicate=1"
+        )[0]
         assert alone == (loss, metrics, fingerprint)
     views = trained("views", repeated, mean, None)
     assert views[1]["loss"] == pytest.approx(views[1]["error"], rel=1e-6)
 
 
-def test_the_loss_of_what_was_kept_is_the_mean_over_all_of_it(pool: WorkerPool, tmp_path: Path) -> None:
-    loss, _, _ = pool.run(1, train, str(tmp_path / "run"), readable, total, number, "replicate=1")[0]
+def test_the_loss_of_what_was_kept_is_the_mean_over_all_of_it(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    loss, _, _ = pool.run(1, train, str(tmp_path / "run"), readable, total, number, "replicate=1")[
+        0
+    ]
     one_batch = pool.run(1, train_in_one_microbatch, str(tmp_path / "one"))[0]
     assert loss == pytest.approx(one_batch, rel=1e-6)
 

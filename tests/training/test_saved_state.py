@@ -1,4 +1,5 @@
-"""What is trained or changes is in the checkpoint: a run that is asked to end goes on as if it had not been."""
+"""What is trained or changes is in the checkpoint: a run that is asked to end goes on as if it had
+not been."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ STEPS, STOPPED_AT = 6, 3
 class Body(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.norm, self.head = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, OUTPUTS)
+        self.body, self.norm, self.head = (
+            nn.Linear(FEATURES, 8),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, OUTPUTS),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.head(self.norm(self.body(x)).tanh())
@@ -35,14 +40,20 @@ class HeadOnly(Body):
     """A state dict without what is trained below the head."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name.startswith("head.")}
+        return {
+            name: value
+            for name, value in super().state_dict(*args, **kwargs).items()
+            if name.startswith("head.")
+        }
 
 
 class Renamed(Body):
     """A state dict with other names."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {f"inner.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+        return {
+            f"inner.{name}": value for name, value in super().state_dict(*args, **kwargs).items()
+        }
 
 
 class Teacher(HeadOnly):
@@ -60,7 +71,8 @@ class Teacher(HeadOnly):
 
 
 class Transient(Body):
-    """A buffer that is not persistent: rotated by a hook, so that its sum stays, and replaced by a longer one."""
+    """A buffer that is not persistent: rotated by a hook, so that its sum stays, and replaced by a
+    longer one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,19 +152,27 @@ def trained_part(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {each.__name__: each for each in (HeadOnly, Renamed, Teacher, Transient, Growing, Extra)}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    each.__name__: each for each in (HeadOnly, Renamed, Teacher, Transient, Growing, Extra)
+}
 
 
 def trained(model: str, run_dir: str, plan: str, at: int | None = None) -> str:
     """Returns the fingerprint; empty if the run was asked to end."""
     try:
-        return ls.train(given(MODELS[model], optimizer=trained_part), hooks=[Between(at)], run_dir=run_dir, plan=plan).fingerprint
+        return ls.train(
+            given(MODELS[model], optimizer=trained_part),
+            hooks=[Between(at)],
+            run_dir=run_dir,
+            plan=plan,
+        ).fingerprint
     except Preempted:
         return ""
 
 
 def resumed(folder: str, plan: str) -> dict[str, tuple[str, str]]:
-    """For each model the fingerprint of a whole run, and of one that was asked to end and goes on."""
+    """For each model the fingerprint of a whole run, and of one that was asked to end and goes
+    on."""
     found = {}
     for name in MODELS:
         whole, cut = f"{folder}/{name}-whole", f"{folder}/{name}-cut"
@@ -162,11 +182,19 @@ def resumed(folder: str, plan: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("plan", "processes"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)])
-def test_what_a_state_dict_leaves_out_is_taken_up_again(pool: WorkerPool, tmp_path: Path, plan: str, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("plan", "processes"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)]
+)
+def test_what_a_state_dict_leaves_out_is_taken_up_again(
+    pool: WorkerPool, tmp_path: Path, plan: str, processes: int
+) -> None:
     for found in pool.run(processes, resumed, str(tmp_path), plan):
-        assert {name: after for name, (_, after) in found.items()} == {name: whole for name, (whole, _) in found.items()}
-    files = {name: set(load_file(tmp_path / f"{name}-cut" / "model.safetensors")) for name in MODELS}
+        assert {name: after for name, (_, after) in found.items()} == {
+            name: whole for name, (whole, _) in found.items()
+        }
+    files = {
+        name: set(load_file(tmp_path / f"{name}-cut" / "model.safetensors")) for name in MODELS
+    }
     plain = set(Body().state_dict())
     assert files["HeadOnly"] == plain
     assert files["Renamed"] == {f"inner.{name}" for name in plain}

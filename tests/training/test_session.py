@@ -16,10 +16,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import softplus
-from training.subjects import FEATURES, adamw, network, recipe, rows, same, sgd, squared_error, state_of
+from training.subjects import (
+    FEATURES,
+    adamw,
+    network,
+    recipe,
+    rows,
+    same,
+    sgd,
+    squared_error,
+    state_of,
+)
 
 import lockstep as ls
-from lockstep.base.errors import CheckpointError, LockstepError, LossError, RecipeError, RunDirectoryError
+from lockstep.base.errors import (
+    CheckpointError,
+    LockstepError,
+    LossError,
+    RecipeError,
+    RunDirectoryError,
+)
 from lockstep.base.events import EventLog
 from lockstep.testing.pool import WorkerPool
 
@@ -27,11 +43,15 @@ NOISE = 4
 
 
 def generator() -> nn.Module:
-    return nn.Sequential(nn.Linear(NOISE, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6))
+    return nn.Sequential(
+        nn.Linear(NOISE, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6)
+    )
 
 
 def critic() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)
+    )
 
 
 def train_gan(run_dir: str, numerics: str) -> dict[str, Any]:
@@ -44,7 +64,9 @@ def train_gan(run_dir: str, numerics: str) -> dict[str, Any]:
         for step in session.steps(rows(40), global_batch=14, microbatch=4, steps=3):
             for batch in step.microbatches():
                 fake = made(torch.randn(len(batch[0]), NOISE))
-                step.backward((softplus(judge(fake)) + softplus(-judge(batch[1]))).mean(), judge_optimizer)
+                step.backward(
+                    (softplus(judge(fake)) + softplus(-judge(batch[1]))).mean(), judge_optimizer
+                )
             strays += [p.grad for p in made.parameters()] if step.index == 0 else []
             step.commit(judge_optimizer)
             before = [None if p.grad is None else p.grad.clone() for p in judge.parameters()]
@@ -53,14 +75,23 @@ def train_gan(run_dir: str, numerics: str) -> dict[str, Any]:
                 step.backward(softplus(-judge(fake)).mean(), made_optimizer)
             step.commit(made_optimizer, clip_norm=1.0)
             assert same([p.grad for p in judge.parameters()], before)
-            step.log({"of the generator": step.committed[0].loss(), "of the critic": step.committed[1].loss()})
+            step.log(
+                {
+                    "of the generator": step.committed[0].loss(),
+                    "of the critic": step.committed[1].loss(),
+                }
+            )
     assert strays == [None] * len(strays)
     return {"first": first, "last": (state_of(made), state_of(judge))}
 
 
 @pytest.mark.parametrize("numerics", ["fast", "bitwise"])
-def test_two_models_whose_losses_reach_both_train_alike_at_any_world_size(pool: WorkerPool, tmp_path: Path, numerics: str) -> None:
-    found = {size: pool.run(size, train_gan, str(tmp_path / str(size)), numerics) for size in (1, 2, 3)}
+def test_two_models_whose_losses_reach_both_train_alike_at_any_world_size(
+    pool: WorkerPool, tmp_path: Path, numerics: str
+) -> None:
+    found = {
+        size: pool.run(size, train_gan, str(tmp_path / str(size)), numerics) for size in (1, 2, 3)
+    }
     alone = found[1][0]
     for first, last in zip(alone["first"], alone["last"], strict=True):
         assert not any(same(first[part], last[part]) for part in first if part.endswith("weight"))
@@ -72,10 +103,18 @@ def test_two_models_whose_losses_reach_both_train_alike_at_any_world_size(pool: 
                 assert same(result["last"], alone["last"])
             for one, other in zip(result["last"], alone["last"], strict=True):
                 for part, value in one.items():
-                    torch.testing.assert_close(value, other[part], rtol=1e-4, atol=1e-5, msg=lambda text, part=part: f"{part}: {text}")
+                    torch.testing.assert_close(
+                        value,
+                        other[part],
+                        rtol=1e-4,
+                        atol=1e-5,
+                        msg=lambda text, part=part: f"{part}: {text}",
+                    )
     assert int(alone["last"][0]["1.num_batches_tracked"]) == 3 * 4 * 2
     assert int(alone["last"][1]["1.num_batches_tracked"]) == 3 * 4 * 3
-    lines = [json.loads(line) for line in (tmp_path / "3" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "3" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["of the generator"] == line["loss"] != line["of the critic"] for line in lines)
 
@@ -94,14 +133,20 @@ def full_states(run_dir: str) -> list[dict[str, torch.Tensor]]:
         return [*found, session.full_state_dict(), session.full_state_dict(other)]
 
 
-def test_a_full_state_dict_is_a_copy_alike_under_every_plan(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_state_dict_is_a_copy_alike_under_every_plan(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = full_states(str(tmp_path / "alone"))
     assert same(alone[0], alone[2])
-    assert not same(alone[1]["0.weight"], alone[3]["0.weight"]), "a copy, which training does not change"
+    assert not same(alone[1]["0.weight"], alone[3]["0.weight"]), (
+        "a copy, which training does not change"
+    )
     monkeypatch.setenv("LOCKSTEP_PLAN", "shard=2,numerics=bitwise")
     for sharded in pool.run(2, full_states, str(tmp_path / "shard")):
         assert all(same(one, other) for one, other in zip(sharded, alone, strict=True))
-        assert not any(isinstance(tensor, DTensor) for state in sharded for tensor in state.values())
+        assert not any(
+            isinstance(tensor, DTensor) for state in sharded for tensor in state.values()
+        )
 
 
 def draw_in_two_passes(run_dir: str) -> list[float]:
@@ -117,16 +162,24 @@ def draw_in_two_passes(run_dir: str) -> list[float]:
     return drawn
 
 
-def test_each_microbatch_of_each_step_and_pass_has_random_numbers_of_its_own(pool: WorkerPool, tmp_path: Path) -> None:
+def test_each_microbatch_of_each_step_and_pass_has_random_numbers_of_its_own(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     found = [
-        sorted(number for numbers in pool.run(size, draw_in_two_passes, str(tmp_path / str(size))) for number in numbers) for size in (1, 2)
+        sorted(
+            number
+            for numbers in pool.run(size, draw_in_two_passes, str(tmp_path / str(size)))
+            for number in numbers
+        )
+        for size in (1, 2)
     ]
     assert found[0] == found[1]
     assert len(set(found[0])) == 2 * 2 * 3
 
 
 def train_without_data(run_dir: str) -> dict[str, Any]:
-    """A microbatch is a range of fixed indices; each index has its own value, as an environment has its own state."""
+    """A microbatch is a range of fixed indices; each index has its own value, as an environment has
+    its own state."""
     dealt, means, draws = [], [], []
     with ls.Session(run_dir=run_dir, plan="numerics=bitwise", log_every=1) as session:
         model, optimizer = session.prepare(network, adamw)
@@ -136,22 +189,38 @@ def train_without_data(run_dir: str) -> dict[str, Any]:
                 dealt.append((step.index, batch))
                 draws.append((step.index, batch.start, float(torch.rand(()))))
                 features = torch.tensor([[float(index)] * FEATURES for index in batch])
-                step.backward((model(features).mean(1) * torch.tensor([1.0 / (1 + index) for index in batch])).mean())
+                step.backward(
+                    (
+                        model(features).mean(1)
+                        * torch.tensor([1.0 / (1 + index) for index in batch])
+                    ).mean()
+                )
                 values += [float(index) for index in batch]
             step.commit(optimizer)
             means.append(session.mean(torch.tensor(values)))
             step.log({"return": means[-1], "rank": session.rank})
         empty = session.mean(torch.zeros(0))
         matrix = session.mean(torch.full((2, 2), float(session.rank), dtype=torch.float16))
-    return {"dealt": dealt, "means": means, "draws": draws, "empty": empty, "matrix": matrix, "fingerprint": ls.fingerprint(model)}
+    return {
+        "dealt": dealt,
+        "means": means,
+        "draws": draws,
+        "empty": empty,
+        "matrix": matrix,
+        "fingerprint": ls.fingerprint(model),
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_without_data_fixed_indices_are_dealt_to_the_ranks(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_without_data_fixed_indices_are_dealt_to_the_ranks(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
     everyone = pool.run(world_size, train_without_data, str(tmp_path / "run"))
     spans = [range(3), range(3, 6), range(6, 9), range(9, 10)]
     for step in (0, 1):
-        assert [span for found in everyone for number, span in found["dealt"] if number == step] == spans
+        assert [
+            span for found in everyone for number, span in found["dealt"] if number == step
+        ] == spans
     alone = train_alone(tmp_path / "alone")
     assert sorted(draw for found in everyone for draw in found["draws"]) == sorted(alone["draws"])
     for found in everyone:
@@ -159,8 +228,13 @@ def test_without_data_fixed_indices_are_dealt_to_the_ranks(pool: WorkerPool, tmp
         assert math.isnan(found["empty"])
         assert found["matrix"] == (world_size - 1) / 2
         assert found["fingerprint"] == alone["fingerprint"]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["return"], line["rank"]) for line in lines] == [(1, 4.5, 0), (2, 4.5, 0)]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [(line["step"], line["return"], line["rank"]) for line in lines] == [
+        (1, 4.5, 0),
+        (2, 4.5, 0),
+    ]
 
 
 def train_alone(path: Path) -> dict[str, Any]:
@@ -172,9 +246,12 @@ def a_list_of_optimizers(model: nn.Sequential) -> list[torch.optim.Optimizer]:
 
 
 def name_the_pair(run_dir: str, several: bool) -> list[str]:
-    """By the optimizer, by any of a list of them, by the list, or not at all where there is one pair."""
+    """By the optimizer, by any of a list of them, by the list, or not at all where there is one
+    pair."""
     fingerprints = []
-    for number, name in enumerate((lambda made: made, lambda made: made[-1] if several else made, lambda made: None)):
+    for number, name in enumerate(
+        (lambda made: made, lambda made: made[-1] if several else made, lambda made: None)
+    ):
         with ls.Session(run_dir=f"{run_dir}/{number}") as session:
             model, made = session.prepare(network, a_list_of_optimizers if several else sgd)
             assert isinstance(made, list) == several
@@ -191,7 +268,10 @@ def test_a_second_compute_in_a_step_is_refused(tmp_path: Path) -> None:
         session.prepare(network, sgd)
         for step in session.steps(rows(16), global_batch=8, microbatch=4, steps=1):
             step.compute(None, squared_error)
-            with pytest.raises(LossError, match=r"after step 0: a second step.compute; the first computed all microbatches"):
+            with pytest.raises(
+                LossError,
+                match=r"after step 0: a second step.compute; the first computed all microbatches",
+            ):
                 step.compute(None, squared_error)
             step.commit()
 
@@ -212,7 +292,9 @@ def misuse(run_dir: str, loop: Callable[[ls.Session, Any, Any], None]) -> str:
 
 
 def steps_of(session: ls.Session, **changes: Any) -> Any:
-    return session.steps(**{"data": rows(16), "global_batch": 8, "microbatch": 4, "steps": 2, **changes})
+    return session.steps(
+        **{"data": rows(16), "global_batch": 8, "microbatch": 4, "steps": 2, **changes}
+    )
 
 
 def a_second_backward(session: ls.Session, model: Any, optimizer: Any) -> None:
@@ -304,16 +386,22 @@ def with_arguments(**changes: Any) -> Callable[[ls.Session, Any, Any], None]:
 MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     "a second backward": (
         a_second_backward,
-        "LossError: after step 0, microbatch 0: a second backward; each microbatch has one: add the losses and call it on their sum",
+        (
+            "LossError: after step 0, microbatch 0: a second backward; each microbatch has one: add"
+            " the losses and call it on their sum"
+        ),
     ),
     "a missing backward": (
         a_missing_backward,
         (
-            "LossError: after step 0: commit without a backward for microbatches [1] of this rank; call "
-            "step.backward once for each microbatch; to leave the microbatch out"
+            "LossError: after step 0: commit without a backward for microbatches [1] of this rank;"
+            " call step.backward once for each microbatch; to leave the microbatch out"
         ),
     ),
-    "no backward": (no_backward, "LossError: after step 0: commit without a backward for microbatches [0, 1] of this rank"),
+    "no backward": (
+        no_backward,
+        "LossError: after step 0: commit without a backward for microbatches [0, 1] of this rank",
+    ),
     "a missing commit": (
         a_missing_commit,
         (
@@ -323,46 +411,88 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     ),
     "a second commit": (
         a_second_commit,
-        "LossError: after step 0: a commit or skip after a commit of the same model; each model has one a step",
+        (
+            "LossError: after step 0: a commit or skip after a commit of the same model; each model"
+            " has one a step"
+        ),
     ),
     "a backward outside": (
         a_backward_outside,
-        "LossError: after step 0: backward outside of a loop over step.microbatches(); call it inside the loop",
+        (
+            "LossError: after step 0: backward outside of a loop over step.microbatches(); call it"
+            " inside the loop"
+        ),
     ),
     "an optimizer of its own": (
         an_optimizer_of_its_own,
         (
-            "LossError: after step 0: an optimizer (AdamW) that this session did not prepare, with 1 models "
-            "prepared; name one that session.prepare"
+            "LossError: after step 0: an optimizer (AdamW) that this session did not prepare, with"
+            " 1 models prepared; name one that session.prepare"
         ),
     ),
     "no optimizer where there are two": (
         no_optimizer_where_there_are_two,
-        "LossError: after step 0: no optimizer, with 2 models prepared; name one that session.prepare returned",
+        (
+            "LossError: after step 0: no optimizer, with 2 models prepared; name one that"
+            " session.prepare returned"
+        ),
     ),
     "two pairs at once": (
         two_pairs_at_once,
         (
-            "LossError: after step 0: backward for a second model before the first one's commit; loop over "
-            "step.microbatches() and commit for one"
+            "LossError: after step 0: backward for a second model before the first one's commit;"
+            " loop over step.microbatches() and commit for one"
         ),
     ),
-    "one of two commits": (one_of_two_commits, "LossError: after step 0: the step ended with 1 of 2 prepared models committed"),
-    "a clip norm of nothing": (a_clip_norm_of_nothing, "RecipeError: clip_norm=0.0; a maximum norm is positive and finite"),
-    "a name of the row": (a_name_of_the_row, "DataError: log({'step': ...}); every line has 'step' already; choose"),
-    "no number": (no_number, "DataError: metric 'return' is [1.0, 2.0] (a list); a metric is a single number"),
-    "no samples": (with_arguments(global_batch=0), "RecipeError: global_batch=0; it counts samples and must be a whole number of at least"),
-    "a microbatch of nothing": (with_arguments(microbatch=0), "RecipeError: microbatch=0; it counts samples"),
+    "one of two commits": (
+        one_of_two_commits,
+        "LossError: after step 0: the step ended with 1 of 2 prepared models committed",
+    ),
+    "a clip norm of nothing": (
+        a_clip_norm_of_nothing,
+        "RecipeError: clip_norm=0.0; a maximum norm is positive and finite",
+    ),
+    "a name of the row": (
+        a_name_of_the_row,
+        "DataError: log({'step': ...}); every line has 'step' already; choose",
+    ),
+    "no number": (
+        no_number,
+        "DataError: metric 'return' is [1.0, 2.0] (a list); a metric is a single number",
+    ),
+    "no samples": (
+        with_arguments(global_batch=0),
+        "RecipeError: global_batch=0; it counts samples and must be a whole number of at least",
+    ),
+    "a microbatch of nothing": (
+        with_arguments(microbatch=0),
+        "RecipeError: microbatch=0; it counts samples",
+    ),
     "a microbatch of too much": (
         with_arguments(microbatch=9),
-        "RecipeError: microbatch=9 is larger than global_batch=8; a global batch is made of whole microbatches; give microbatch=8 or less",
+        (
+            "RecipeError: microbatch=9 is larger than global_batch=8; a global batch is made of"
+            " whole microbatches; give microbatch=8 or less"
+        ),
     ),
-    "no length": (with_arguments(steps=None), "RecipeError: steps=None and epochs=None; a recipe has one length; give exactly one"),
-    "two lengths": (with_arguments(epochs=1), "RecipeError: steps=2 and epochs=1; a recipe has one length; give exactly one"),
+    "no length": (
+        with_arguments(steps=None),
+        "RecipeError: steps=None and epochs=None; a recipe has one length; give exactly one",
+    ),
+    "two lengths": (
+        with_arguments(epochs=1),
+        "RecipeError: steps=2 and epochs=1; a recipe has one length; give exactly one",
+    ),
     "no steps": (with_arguments(steps=0), "RecipeError: steps=0; it counts steps"),
     "no epochs": (with_arguments(steps=None, epochs=0), "RecipeError: epochs=0; it counts epochs"),
-    "empty data": (with_arguments(data=[]), "DataError: data is empty (its len() is 0); training needs at least one sample"),
-    "no data": (with_arguments(data=iter([1])), "DataError: data is a list_iterator; it must be a map-style dataset"),
+    "empty data": (
+        with_arguments(data=[]),
+        "DataError: data is empty (its len() is 0); training needs at least one sample",
+    ),
+    "no data": (
+        with_arguments(data=iter([1])),
+        "DataError: data is a list_iterator; it must be a map-style dataset",
+    ),
 }
 
 
@@ -380,7 +510,9 @@ def test_a_loop_that_is_wrong_is_told_so(tmp_path: Path, name: str) -> None:
         ({"log_every": 0}, "log_every=0; it counts steps"),
     ],
 )
-def test_a_session_that_contradicts_itself_is_refused_when_it_is_made(changes: dict[str, Any], message: str) -> None:
+def test_a_session_that_contradicts_itself_is_refused_when_it_is_made(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RecipeError) as caught:
         ls.Session(**changes)
     assert str(caught.value).startswith(message)
@@ -389,7 +521,9 @@ def test_a_session_that_contradicts_itself_is_refused_when_it_is_made(changes: d
 def test_the_best_of_evaluations_that_a_session_does_not_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         ls.Session(run_dir=str(tmp_path / "run"), saving=ls.Saving(best="loss"))
-    assert str(caught.value).startswith("Saving(best='loss') in a loop of your own, which has no evaluations; it names a metric of")
+    assert str(caught.value).startswith(
+        "Saving(best='loss') in a loop of your own, which has no evaluations; it names a metric of"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -401,15 +535,27 @@ def test_what_a_session_would_ignore_is_no_argument_of_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("model", "optimizer", "message"),
     [
-        (network(), sgd, "session.prepare(build_model) is a Sequential, not a function that makes one; .*: session.prepare(lambda: Net(),"),
+        (
+            network(),
+            sgd,
+            (
+                "session.prepare(build_model) is a Sequential, not a function that makes one; .*:"
+                " session.prepare(lambda: Net(),"
+            ),
+        ),
         (
             network,
             sgd(network()),
-            "session.prepare(build_optimizer) is a SGD, not a function that makes one; .*: session.prepare(..., lambda",
+            (
+                "session.prepare(build_optimizer) is a SGD, not a function that makes one; .*:"
+                " session.prepare(..., lambda"
+            ),
         ),
     ],
 )
-def test_objects_instead_of_functions_that_make_them_are_refused(tmp_path: Path, model: Any, optimizer: Any, message: str) -> None:
+def test_objects_instead_of_functions_that_make_them_are_refused(
+    tmp_path: Path, model: Any, optimizer: Any, message: str
+) -> None:
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         with pytest.raises(RecipeError) as caught:
             session.prepare(model, optimizer)
@@ -433,9 +579,14 @@ def test_an_event_says_how_many_steps_were_done(tmp_path: Path) -> None:
             step.commit(optimizer)
             session.event("committed")
 
-    with pytest.raises(ValueError, match="boom"), ls.Session(run_dir=str(tmp_path / "run")) as session:
+    with (
+        pytest.raises(ValueError, match="boom"),
+        ls.Session(run_dir=str(tmp_path / "run")) as session,
+    ):
         fail_in_the_third_step(session)
-    found = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     assert [(row["event"], row["step"]) for row in found] == [
         ("run-started", 0),
         ("gradient-reducer", 0),
@@ -469,12 +620,22 @@ def test_steps_without_a_model_are_refused(tmp_path: Path) -> None:
 def test_bitwise_without_a_microbatch_is_refused(tmp_path: Path) -> None:
     with ls.Session(run_dir=str(tmp_path / "run"), plan="numerics=bitwise") as session:
         session.prepare(network, sgd)
-        with pytest.raises(RecipeError, match=r"^numerics=bitwise with microbatch=None; .*; give a microbatch, for example microbatch=1$"):
+        with pytest.raises(
+            RecipeError,
+            match=(
+                r"^numerics=bitwise with microbatch=None; .*; give a microbatch, for example"
+                r" microbatch=1$"
+            ),
+        ):
             session.steps(rows(8), global_batch=8, steps=1)
 
 
-def test_a_full_disk_ends_the_run_with_the_name_of_the_file(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"cannot write /dev/full: No space left on device; .* make room"):
+def test_a_full_disk_ends_the_run_with_the_name_of_the_file(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RunDirectoryError, match=r"cannot write /dev/full: No space left on device; .* make room"
+    ):
         pool.run(1, on_a_full_disk, str(tmp_path / "run"))
 
 
@@ -485,16 +646,21 @@ def on_a_full_disk(run_dir: str) -> None:
         session.event("something")
 
 
-def test_torch_is_not_told_the_number_of_threads_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_not_told_the_number_of_threads_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def told(number: int) -> None:
         raise AssertionError(f"set_num_threads({number})")
 
     monkeypatch.setattr(torch, "set_num_threads", told)
-    ls.train(recipe(steps=1), run_dir=str(tmp_path / "run"), plan=f"threads={torch.get_num_threads()}")
+    ls.train(
+        recipe(steps=1), run_dir=str(tmp_path / "run"), plan=f"threads={torch.get_num_threads()}"
+    )
 
 
 def seen_samples(run_dir: str, plan: str, dummies: bool, sizes: dict[str, int]) -> Any:
-    """The samples that all ranks' loops have counted; or the refusal, and whether anything was computed before it."""
+    """The samples that all ranks' loops have counted; or the refusal, and whether anything was
+    computed before it."""
     seen: list[Tensor] = []
     try:
         with ls.Session(run_dir=run_dir, plan=plan) as session:
@@ -511,12 +677,18 @@ def seen_samples(run_dir: str, plan: str, dummies: bool, sizes: dict[str, int]) 
         return str(error), len(seen)
 
 
-@pytest.mark.parametrize("sizes", [{"global_batch": 12, "steps": 1}, {"global_batch": 8, "epochs": 1}])
-def test_a_loop_that_would_count_dummies_is_refused_and_the_remedies_work(pool: WorkerPool, tmp_path: Path, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "sizes", [{"global_batch": 12, "steps": 1}, {"global_batch": 8, "epochs": 1}]
+)
+def test_a_loop_that_would_count_dummies_is_refused_and_the_remedies_work(
+    pool: WorkerPool, tmp_path: Path, sizes: dict[str, int]
+) -> None:
     run = iter(range(9))
 
     def found(ranks: int, plan: str, dummies: bool, **changes: int) -> list[Any]:
-        return pool.run(ranks, seen_samples, str(tmp_path / str(next(run))), plan, dummies, {**sizes, **changes})
+        return pool.run(
+            ranks, seen_samples, str(tmp_path / str(next(run))), plan, dummies, {**sizes, **changes}
+        )
 
     (alone,) = found(1, "shard=1", False)
     assert len(alone) == len(set(alone)) == (12 if "steps" in sizes else 20)
@@ -538,7 +710,10 @@ def test_the_ported_loop_logs_the_same_under_every_plan(pool: WorkerPool, tmp_pa
     logged = {}
     for ranks, plan in ((1, "shard=1"), (2, "shard=2")):
         pool.run(ranks, train_ported, str(tmp_path / plan), plan)
-        lines = [json.loads(line) for line in (tmp_path / plan / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / plan / "metrics.jsonl").read_text().splitlines()
+        ]
         logged[plan] = [line["accuracy"] for line in lines]
     assert len(logged["shard=1"]) == 3
     assert logged["shard=1"] == logged["shard=2"]

@@ -21,7 +21,13 @@ def test_a_tested_torch_is_not_mentioned(version: str) -> None:
 
 def test_an_older_torch_than_lockstep_works_on_is_refused() -> None:
     check_torch("2.13.0+cpu")
-    with pytest.raises(LaunchError, match=r"torch 2\.12\.1\+cu130; lockstep needs torch 2\.13 or newer; pip install 'torch>=2\.13'"):
+    with pytest.raises(
+        LaunchError,
+        match=(
+            r"torch 2\.12\.1\+cu130; lockstep needs torch 2\.13 or newer; pip install"
+            r" 'torch>=2\.13'"
+        ),
+    ):
         check_torch("2.12.1+cu130")
 
 
@@ -29,8 +35,14 @@ def test_an_older_torch_than_lockstep_works_on_is_refused() -> None:
 def test_a_newer_torch_is_an_event_and_a_warning(version: str) -> None:
     remark = untested_torch(version)
     assert remark is not None
-    assert (remark.event, remark.details) == ("untested-torch", {"torch": version, "newest_tested": NEWEST})
-    expected = f"warning: torch {version} is newer than {NEWEST}, the newest that lockstep is tested with; lockstep verify shows whether it"
+    assert (remark.event, remark.details) == (
+        "untested-torch",
+        {"torch": version, "newest_tested": NEWEST},
+    )
+    expected = (
+        f"warning: torch {version} is newer than {NEWEST}, the newest that lockstep is tested with;"
+        " lockstep verify shows whether it"
+    )
     assert remark.line == f"{expected} trains the same model"
 
 
@@ -43,7 +55,11 @@ def test_a_newer_torch_is_an_event_and_a_warning(version: str) -> None:
         ("checkpointing=selective", False),
     ],
 )
-def test_selective_checkpointing_of_compiled_code_is_said_to_recompute_everything(text: str, is_said: bool) -> None:
+def test_selective_checkpointing_of_compiled_code_is_said_to_recompute_everything(
+    text: str, is_said: bool
+) -> None:
     plan = Plan.parse(text).resolve(1)
     mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), plan)
-    assert ("selective-as-full" in [remark.event for remark in remarks(plan, mesh, "fp32")]) is is_said
+    assert (
+        "selective-as-full" in [remark.event for remark in remarks(plan, mesh, "fp32")]
+    ) is is_said

@@ -22,11 +22,20 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
-def train(plan: str, run_dir: str, changes: dict[str, Any], hooks: Sequence[ls.Hook] = ()) -> ls.Result:
-    return ls.train(recipe(optimizer=adamw, **changes), plan=f"{plan},numerics=bitwise", run_dir=run_dir, hooks=hooks)
+def train(
+    plan: str, run_dir: str, changes: dict[str, Any], hooks: Sequence[ls.Hook] = ()
+) -> ls.Result:
+    return ls.train(
+        recipe(optimizer=adamw, **changes),
+        plan=f"{plan},numerics=bitwise",
+        run_dir=run_dir,
+        hooks=hooks,
+    )
 
 
-def alone_and_sharded(pool: WorkerPool, path: Path, plan: str, function: Any) -> tuple[Any, list[Any]]:
+def alone_and_sharded(
+    pool: WorkerPool, path: Path, plan: str, function: Any
+) -> tuple[Any, list[Any]]:
     (alone,) = pool.run(1, function, "replicate=1", str(path / "alone"))
     return alone, pool.run(PLANS[plan], function, plan, str(path / "sharded"))
 
@@ -40,11 +49,17 @@ def needs_values() -> nn.Module:
 
 def train_what_needs_values(plan: str, run_dir: str) -> tuple[str, list[str]]:
     result = train(plan, run_dir, {"model": needs_values})
-    return result.fingerprint, [event.details["reason"] for event in result.events if event.name == "model-built-whole"]
+    return result.fingerprint, [
+        event.details["reason"] for event in result.events if event.name == "model-built-whole"
+    ]
 
 
-def test_a_factory_that_needs_values_is_run_whole_and_an_event_says_why(pool: WorkerPool, tmp_path: Path) -> None:
-    (fingerprint, none), sharded = alone_and_sharded(pool, tmp_path, "shard=2", train_what_needs_values)
+def test_a_factory_that_needs_values_is_run_whole_and_an_event_says_why(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    (fingerprint, none), sharded = alone_and_sharded(
+        pool, tmp_path, "shard=2", train_what_needs_values
+    )
     assert none == []
     for found, (reason,) in sharded:
         assert found == fingerprint
@@ -66,12 +81,17 @@ def in_order(index: Tensor, output: Tensor) -> float:
 def evaluate(plan: str, run_dir: str) -> dict[str, float]:
     metrics = {"distance": ls.Mean(distances), "sum": ls.Gathered(collected, in_order)}
     evaluation = ls.Evaluation(data=rows(37, seed=9), every=1, metrics=metrics)
-    error = {"inputs": lambda batch: batch[1], "loss": lambda output, batch: ((output - batch[2]) ** 2).mean()}
+    error = {
+        "inputs": lambda batch: batch[1],
+        "loss": lambda output, batch: ((output - batch[2]) ** 2).mean(),
+    }
     return train(plan, run_dir, {**error, "evaluation": evaluation}).metrics
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_evaluation_counts_every_sample_once_and_in_order(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_an_evaluation_counts_every_sample_once_and_in_order(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     alone, sharded = alone_and_sharded(pool, tmp_path, plan, evaluate)
     assert alone["sum"] != -1.0
     assert sharded == [alone] * PLANS[plan]
@@ -84,10 +104,16 @@ def train_a_pair_of_models(plan: str, run_dir: str) -> list[str]:
         two, second = session.prepare(network, adamw)
         for step in session.steps(rows(48), global_batch=20, microbatch=4, steps=3):
             for batch in step.microbatches(dummies=True):
-                step.backward(((one(batch[1]) - two(batch[1]).detach()) ** 2).mean() + squared_error(one, batch), first)
+                step.backward(
+                    ((one(batch[1]) - two(batch[1]).detach()) ** 2).mean()
+                    + squared_error(one, batch),
+                    first,
+                )
             step.commit(first)
             for batch in step.microbatches(dummies=True):
-                step.backward(((two(batch[1]) - one(batch[1])) ** 2).mean() + two(batch[1]).mean(), second)
+                step.backward(
+                    ((two(batch[1]) - one(batch[1])) ** 2).mean() + two(batch[1]).mean(), second
+                )
             step.commit(second, clip_norm=0.1)
         return [ls.fingerprint(one), ls.fingerprint(two)]
 
@@ -117,10 +143,15 @@ def train_with_wrong_blocks(run_dir: str) -> str:
     return "it trained"
 
 
-def test_a_block_name_that_matches_nothing_is_refused_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_block_name_that_matches_nothing_is_refused_on_all_ranks(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     one, other = pool.run(2, train_with_wrong_blocks, str(tmp_path / "run"))
     assert one == other
-    assert one.startswith("the recipe's blocks have 'layers.*', which matches no module of the model; modules are 0, 1, 2")
+    assert one.startswith(
+        "the recipe's blocks have 'layers.*', which matches no module of the model; modules are 0,"
+        " 1, 2"
+    )
 
 
 class Scalar(nn.Module):
@@ -153,14 +184,21 @@ def refused(model: type[nn.Module], run_dir: str) -> str:
 def test_a_parameter_without_dims_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
     assert (
         pool.run(2, refused, Scalar, str(tmp_path / "run"))
-        == ["the parameter 'scale' is a scalar, which FSDP2 cannot shard; give it one dim, torch.zeros(1), or choose replicate"] * 2
+        == [
+            "the parameter 'scale' is a scalar, which FSDP2 cannot shard; give it one dim,"
+            " torch.zeros(1), or choose replicate"
+        ]
+        * 2
     )
 
 
 def test_a_parameter_that_is_not_contiguous_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
     one, other = pool.run(2, refused, Turned, str(tmp_path / "run"))
     assert one == other
-    assert one.startswith("the parameter 'weight' is not contiguous (strides (1, 6)), and FSDP2 shards contiguous rows; ")
+    assert one.startswith(
+        "the parameter 'weight' is not contiguous (strides (1, 6)), and FSDP2 shards contiguous"
+        " rows; "
+    )
 
 
 class Mixed(nn.Module):
@@ -191,10 +229,14 @@ class Attending(nn.Module):
 
 
 def train_what_attends(plan: str, run_dir: str) -> str:
-    return train(plan, run_dir, {"model": Attending, "blocks": ["attention", "skipped", "mixed"]}).fingerprint
+    return train(
+        plan, run_dir, {"model": Attending, "blocks": ["attention", "skipped", "mixed"]}
+    ).fingerprint
 
 
-def test_a_tensor_that_a_block_is_given_several_times_is_one(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_tensor_that_a_block_is_given_several_times_is_one(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     fingerprint, sharded = alone_and_sharded(pool, tmp_path, "shard=2", train_what_attends)
     assert sharded == [fingerprint] * 2
 
@@ -212,15 +254,22 @@ def adversarial(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def train_with(loss: Any, plan: str, run_dir: str) -> str:
-    return train(plan, run_dir, {"loss": loss, "data": rows(44), "global_batch": 12, "blocks": ["0", "2"]}).fingerprint
+    return train(
+        plan, run_dir, {"loss": loss, "data": rows(44), "global_batch": 12, "blocks": ["0", "2"]}
+    ).fingerprint
 
 
 def test_a_gradient_that_is_differentiated_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    refusal = r"^the shard axis with a gradient that is itself differentiated .*; use replicate, under which parameters are plain tensors$"
+    refusal = (
+        r"^the shard axis with a gradient that is itself differentiated .*; use replicate, under"
+        r" which parameters are plain tensors$"
+    )
     with pytest.raises(PlanError, match=refusal):
         pool.run(2, train_with, penalised, "shard=2", str(tmp_path / "shard"))
     (alone,) = pool.run(1, train_with, penalised, "replicate=1", str(tmp_path / "alone"))
-    assert set(pool.run(2, train_with, penalised, "replicate=2", str(tmp_path / "replicate"))) == {alone}
+    assert set(pool.run(2, train_with, penalised, "replicate=2", str(tmp_path / "replicate"))) == {
+        alone
+    }
 
 
 def test_a_gradient_of_the_inputs_is_not(pool: WorkerPool, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Models that sharding cannot train, or not as they are: the error says so, and what it recommends is what one process
-trains."""
+"""Models that sharding cannot train, or not as they are: the error says so, and what it recommends
+is what one process trains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class HalfPrecise(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.norm = nn.Linear(FEATURES, FEATURES, dtype=torch.bfloat16), nn.LayerNorm(FEATURES)
+        self.base, self.norm = (
+            nn.Linear(FEATURES, FEATURES, dtype=torch.bfloat16),
+            nn.LayerNorm(FEATURES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(self.base(x.bfloat16()).float())
@@ -104,12 +107,17 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = nn.Linear(FEATURES, 2), nn.ModuleList(nn.Linear(FEATURES, 120 * FEATURES) for _ in range(2))
+        self.gate, self.experts = (
+            nn.Linear(FEATURES, 2),
+            nn.ModuleList(nn.Linear(FEATURES, 120 * FEATURES) for _ in range(2)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             weights = torch.softmax(self.gate(x.float()), dim=1)
-        values = torch.stack([expert(x).view(len(x), FEATURES, -1).mean(dim=2) for expert in self.experts], dim=2)
+        values = torch.stack(
+            [expert(x).view(len(x), FEATURES, -1).mean(dim=2) for expert in self.experts], dim=2
+        )
         return x + (weights[:, None] * values).sum(dim=2)
 
 
@@ -126,7 +134,8 @@ class Normalised(nn.Module):
 
 
 class Twice(nn.Module):
-    """A layer, and a weight of its own, that are used twice in each forward, as in siamese networks."""
+    """A layer, and a weight of its own, that are used twice in each forward, as in siamese
+    networks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,19 +202,40 @@ def fingerprint_of(model: Callable[[], nn.Module], precision: str, plan: str, ru
     return ls.train(given, plan=f"{plan},numerics=bitwise", run_dir=run_dir).fingerprint
 
 
-@pytest.mark.parametrize(("model", "precision"), [(twice, "bf16"), (skipping, "fp32"), (skipping, "bf16")])
+@pytest.mark.parametrize(
+    ("model", "precision"), [(twice, "bf16"), (skipping, "fp32"), (skipping, "bf16")]
+)
 def test_in_bitwise_what_is_used_twice_has_the_bits_of_one_process(
     pool: WorkerPool, tmp_path: Path, model: Callable[[], nn.Module], precision: str
 ) -> None:
-    """Weights that are used twice, and inputs of a block, in it and beside it: sums of three have an order."""
+    """Weights that are used twice, and inputs of a block, in it and beside it: sums of three have
+    an order."""
     (alone,) = pool.run(1, fingerprint_of, model, precision, "replicate=1", str(tmp_path / "alone"))
     for plan in ("shard=2", "replicate=2,checkpointing=full"):
-        assert pool.run(2, fingerprint_of, model, precision, plan, str(tmp_path / plan)) == [alone] * 2
+        assert (
+            pool.run(2, fingerprint_of, model, precision, plan, str(tmp_path / plan)) == [alone] * 2
+        )
 
 
-def test_in_bitwise_a_block_may_change_its_input_where_it_is_not_sharded(pool: WorkerPool, tmp_path: Path) -> None:
-    (alone,) = pool.run(1, fingerprint_of, partial(AfterALayer, in_place=True), "fp32", "replicate=1", str(tmp_path / "alone"))
-    (instead,) = pool.run(1, fingerprint_of, partial(AfterALayer, in_place=False), "fp32", "replicate=1", str(tmp_path / "instead"))
+def test_in_bitwise_a_block_may_change_its_input_where_it_is_not_sharded(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    (alone,) = pool.run(
+        1,
+        fingerprint_of,
+        partial(AfterALayer, in_place=True),
+        "fp32",
+        "replicate=1",
+        str(tmp_path / "alone"),
+    )
+    (instead,) = pool.run(
+        1,
+        fingerprint_of,
+        partial(AfterALayer, in_place=False),
+        "fp32",
+        "replicate=1",
+        str(tmp_path / "instead"),
+    )
     assert alone == instead
 
 
@@ -239,7 +269,10 @@ def adapted(model: Any, batch: Sequence[Tensor]) -> Tensor:
     named = dict(model.named_parameters())
     first = F.mse_loss(functional_call(model, named, (x,)), y)
     gradients = torch.autograd.grad(first, list(named.values()), create_graph=True)
-    fast = {name: value - 0.1 * gradient for (name, value), gradient in zip(named.items(), gradients, strict=True)}
+    fast = {
+        name: value - 0.1 * gradient
+        for (name, value), gradient in zip(named.items(), gradients, strict=True)
+    }
     return F.mse_loss(functional_call(model, fast, (x,)), y)
 
 
@@ -251,7 +284,9 @@ def shifted(model: Any, batch: Sequence[Tensor]) -> Tensor:
 
 def outside(model: Any, batch: Sequence[Tensor]) -> Tensor:
     """The loss of a layer's weight that is used outside of its forward."""
-    return F.mse_loss(model[2](torch.tanh(F.linear(batch[1], model[0].weight, model[0].bias))), batch[2])
+    return F.mse_loss(
+        model[2](torch.tanh(F.linear(batch[1], model[0].weight, model[0].bias))), batch[2]
+    )
 
 
 def penalised(model: Any, batch: Sequence[Tensor]) -> Tensor:
@@ -278,26 +313,56 @@ def added_to_the_loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
 
 def attempt(run_dir: str, plan: str, changes: dict[str, Any]) -> tuple[float, str]:
     try:
-        result = ls.train(recipe(**{"loss": squared_error, "optimizer": sgd, "steps": 4, **changes}), plan=plan, run_dir=run_dir)
+        result = ls.train(
+            recipe(**{"loss": squared_error, "optimizer": sgd, "steps": 4, **changes}),
+            plan=plan,
+            run_dir=run_dir,
+        )
     except UserError as error:
         return 0.0, f"{type(error).__name__}: {error}"
     return result.loss, ""
 
 
-def attempts(run_dir: str, plan: str, cases: dict[str, dict[str, Any]]) -> dict[str, tuple[float, str]]:
-    return {name: attempt(f"{run_dir}/{place}", plan, changes) for place, (name, changes) in enumerate(cases.items())}
+def attempts(
+    run_dir: str, plan: str, cases: dict[str, dict[str, Any]]
+) -> dict[str, tuple[float, str]]:
+    return {
+        name: attempt(f"{run_dir}/{place}", plan, changes)
+        for place, (name, changes) in enumerate(cases.items())
+    }
 
 
-DTYPES = r"RecipeError: the parameter '.*' is torch\.\w+ and '.*' is torch\.\w+; .* name modules of one dtype in Recipe\.blocks, "
+DTYPES = (
+    r"RecipeError: the parameter '.*' is torch\.\w+ and '.*' is torch\.\w+; .* name modules of one"
+    r" dtype in Recipe\.blocks, "
+)
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "two dtypes": ({"model": half_precise}, DTYPES),
     "complex beside real": ({"model": waves}, DTYPES),
-    "MAML": ({"loss": adapted}, r"PlanError: .*not have been used in the graph; outside of the forward of their module .* use replicate$"),
-    "other weights": ({"loss": shifted}, r"PlanError: the shard axis, and '0\.weight' is another tensor in this forward, .* use replicate"),
-    "weights elsewhere": ({"loss": outside}, r"PlanError: .*mixed torch\.Tensor and DTensor; outside of the forward .* use replicate$"),
+    "MAML": (
+        {"loss": adapted},
+        (
+            r"PlanError: .*not have been used in the graph; outside of the forward of their module"
+            r" .* use replicate$"
+        ),
+    ),
+    "other weights": (
+        {"loss": shifted},
+        (
+            r"PlanError: the shard axis, and '0\.weight' is another tensor in this forward, .* use"
+            r" replicate"
+        ),
+    ),
+    "weights elsewhere": (
+        {"loss": outside},
+        r"PlanError: .*mixed torch\.Tensor and DTensor; outside of the forward .* use replicate$",
+    ),
     "an input that is changed": (
         {"model": partial(AfterALayer, in_place=True)},
-        r"PlanError: .*shard=2.*: a block changes its input in place, as with nn\.ReLU.*; leave inplace out, or use replicate$",
+        (
+            r"PlanError: .*shard=2.*: a block changes its input in place, as with nn\.ReLU.*; leave"
+            r" inplace out, or use replicate$"
+        ),
     ),
     "a gradient penalty": (
         {"loss": penalised},
@@ -305,11 +370,17 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a layer outside of autocast": (
         {"model": partial(routed, nn.Linear), "precision": "bf16"},
-        r"PlanError: .*shard=2.*: (expected|self).* the same dtype, but got.* been called without it; .* with a forward of its own",
+        (
+            r"PlanError: .*shard=2.*: (expected|self).* the same dtype, but got.* been called"
+            r" without it; .* with a forward of its own"
+        ),
     ),
     "a weight outside of products": (
         {"model": partial(normalised, nn.Linear), "precision": "bf16"},
-        r"PlanError: under shard the weight 'blocks\.\d\.layer\.weight' is gathered .* and ToCopy uses it too, .* with a forward of its",
+        (
+            r"PlanError: under shard the weight 'blocks\.\d\.layer\.weight' is gathered .* and"
+            r" ToCopy uses it too, .* with a forward of its"
+        ),
     ),
 }
 MENDED: dict[str, dict[str, Any]] = {
@@ -319,11 +390,16 @@ MENDED: dict[str, dict[str, Any]] = {
     "an input that is not changed": {"model": partial(AfterALayer, in_place=False)},
     "a router outside of autocast": {"model": experts, "precision": "bf16"},
     "a layer of its own outside of autocast": {"model": partial(routed, Gate), "precision": "bf16"},
-    "a weight of its own outside of products": {"model": partial(normalised, Gate), "precision": "bf16"},
+    "a weight of its own outside of products": {
+        "model": partial(normalised, Gate),
+        "precision": "bf16",
+    },
 }
 
 
-def test_what_sharding_cannot_train_is_refused_in_its_words(pool: WorkerPool, tmp_path: Path) -> None:
+def test_what_sharding_cannot_train_is_refused_in_its_words(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     mistakes = {name: changes for name, (changes, _) in MISTAKES.items()}
     for found in pool.run(2, attempts, str(tmp_path), "shard=2", mistakes):
         for name, (_, pattern) in MISTAKES.items():
@@ -331,7 +407,8 @@ def test_what_sharding_cannot_train_is_refused_in_its_words(pool: WorkerPool, tm
 
 
 def caught_in_each_step(run_dir: str) -> list[str]:
-    """Return what a loop of the script's own, which goes on after an error, is told in each of its two steps."""
+    """Return what a loop of the script's own, which goes on after an error, is told in each of its
+    two steps."""
     data, said = torch.utils.data.TensorDataset(torch.randn(8, FEATURES)), []
     with ls.Session(run_dir=run_dir, plan="shard=2", precision="bf16") as session:
         model, optimizer = session.prepare(partial(normalised, nn.Linear), sgd)
@@ -362,17 +439,28 @@ def of_output(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
 
 @tier(4)
 def test_a_stage_whose_weight_is_used_outside_of_products_is_refused(tmp_path: Path) -> None:
-    """The backwards are the schedule's. An error between a forward and its backward leaves the graph behind."""
+    """The backwards are the schedule's. An error between a forward and its backward leaves the
+    graph behind."""
     with WorkerPool(max_workers=4, check_leaks=False) as workers:
         for layer in (nn.Linear, Gate):
-            changes: dict[str, Any] = {"model": partial(normalised, layer), "precision": "bf16", "stages": ["blocks.*", "head"]}
+            changes: dict[str, Any] = {
+                "model": partial(normalised, layer),
+                "precision": "bf16",
+                "stages": ["blocks.*", "head"],
+            }
             changes |= {"inputs": features, "loss": of_output}
-            for loss, said in workers.run(4, attempt, str(tmp_path / layer.__name__), "shard=2,pipeline=2", changes):
-                assert ("is gathered in the precision of autocast" in said) is (layer is nn.Linear), said
+            for loss, said in workers.run(
+                4, attempt, str(tmp_path / layer.__name__), "shard=2,pipeline=2", changes
+            ):
+                assert ("is gathered in the precision of autocast" in said) is (
+                    layer is nn.Linear
+                ), said
                 assert (loss > 0) is (layer is Gate)
 
 
-def test_what_the_errors_recommend_is_what_one_process_trains(pool: WorkerPool, tmp_path: Path) -> None:
+def test_what_the_errors_recommend_is_what_one_process_trains(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     mistakes = {name: changes for name, (changes, _) in MISTAKES.items()}
     (alone,) = pool.run(1, attempts, str(tmp_path / "alone"), "replicate=1", mistakes | MENDED)
     for found in (
@@ -381,14 +469,28 @@ def test_what_the_errors_recommend_is_what_one_process_trains(pool: WorkerPool, 
     ):
         for name, (loss, said) in found.items():
             assert not said, name
-            assert loss == pytest.approx(alone[name][0], rel=1e-3 if "dtype" in name else 1e-4), name
+            assert loss == pytest.approx(alone[name][0], rel=1e-3 if "dtype" in name else 1e-4), (
+                name
+            )
 
 
-BACKWARDS = {"a backward in the loss": {"loss": backward_in_the_loss}, "reentrant checkpoints": {"loss": partial(checkpointed, True)}}
-INSTEAD = {"one loss": {"loss": added_to_the_loss}, "checkpoints": {"loss": partial(checkpointed, False)}}
+BACKWARDS = {
+    "a backward in the loss": {"loss": backward_in_the_loss},
+    "reentrant checkpoints": {"loss": partial(checkpointed, True)},
+}
+INSTEAD = {
+    "one loss": {"loss": added_to_the_loss},
+    "checkpoints": {"loss": partial(checkpointed, False)},
+}
 SAID = {
-    "a backward in the loss": r"^LossError: after step 0: the forward or the loss has called backward, .*; add to the loss what it was",
-    "reentrant checkpoints": r"^RecipeError: a parameter's gradient was ready twice in one backward, .* pass use_reentrant=False to torch",
+    "a backward in the loss": (
+        r"^LossError: after step 0: the forward or the loss has called backward, .*; add to the"
+        r" loss what it was"
+    ),
+    "reentrant checkpoints": (
+        r"^RecipeError: a parameter's gradient was ready twice in one backward, .* pass"
+        r" use_reentrant=False to torch"
+    ),
 }
 
 
@@ -402,11 +504,14 @@ def test_other_backwards_are_right_or_refused_alike(pool: WorkerPool, tmp_path: 
                 else:
                     assert loss == pytest.approx(alone[name][0], rel=1e-4), (plan, name)
             refused = {name for name, (_, said) in found.items() if said}
-            assert refused == (BACKWARDS.keys() if plan != "replicate=2" else {"a backward in the loss"})
+            assert refused == (
+                BACKWARDS.keys() if plan != "replicate=2" else {"a backward in the loss"}
+            )
 
 
 class Fails(Network):
-    """Its forward fails after the third step, between two layers, with the parameters that it has gathered."""
+    """Its forward fails after the third step, between two layers, with the parameters that it has
+    gathered."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(FEATURES, FEATURES))
@@ -426,7 +531,9 @@ class FailAfter(ls.Hook):
 
 
 def fail_in_a_forward(run_dir: str) -> list[str]:
-    given = recipe(model=Fails, inputs=features, loss=of_output, optimizer=sgd, steps=6, blocks=["blocks.*"])
+    given = recipe(
+        model=Fails, inputs=features, loss=of_output, optimizer=sgd, steps=6, blocks=["blocks.*"]
+    )
     with pytest.raises(RuntimeError, match="in the forward"):
         ls.train(given, plan="shard=2", run_dir=run_dir, hooks=[FailAfter()])
     return [path.name.rpartition("-")[0] for path in (Path(run_dir) / "checkpoints").glob("step-*")]

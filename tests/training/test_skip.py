@@ -27,15 +27,24 @@ def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedu
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    held = [value.clone() for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+    held = [
+        value.clone()
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    ]
     return {"model": state_of(model), "held": held, "rate": optimizer.param_groups[0]["lr"]}
 
 
 def in_turns(
-    run_dir: str, plan: str, steps: int = 6, skip_all_at: int | None = None, stop_at: int | None = None
+    run_dir: str,
+    plan: str,
+    steps: int = 6,
+    skip_all_at: int | None = None,
+    stop_at: int | None = None,
 ) -> tuple[str, bool, float]:
-    """Train one model in each step, and another in every third. Returns the fingerprint of both, and whether the second
-    stayed as it was in all other steps."""
+    """Train one model in each step, and another in every third. Returns the fingerprint of both,
+    and whether the second stayed as it was in all other steps."""
     stayed, data = True, rows(48)
     with ls.Session(run_dir=run_dir, plan=f"{plan},numerics=bitwise", log_every=1) as session:
         first, first_adam = session.prepare(network, adam)
@@ -64,13 +73,17 @@ def in_turns(
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_skipped_model_stays_and_the_fingerprint_is_that_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_a_skipped_model_stays_and_the_fingerprint_is_that_of_one_process(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     (alone,) = pool.run(1, in_turns, str(tmp_path / "alone"), "replicate=1")
     assert alone[1:] == (True, 6)
     assert pool.run(PLANS[plan], in_turns, str(tmp_path / "run"), plan) == [alone] * PLANS[plan]
 
 
-def test_a_request_to_stop_takes_effect_in_a_step_that_all_models_skip(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_request_to_stop_takes_effect_in_a_step_that_all_models_skip(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for _, _, done in pool.run(2, in_turns, str(tmp_path / "run"), "replicate=2", 6, 2, 2):
         assert done == 3
 
@@ -91,7 +104,10 @@ def misuse(run_dir: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("after a backward", "a skip after a backward; the gradient would be lost; commit it, or call skip before"),
+        (
+            "after a backward",
+            "a skip after a backward; the gradient would be lost; commit it, or call skip before",
+        ),
         ("twice", "a commit or skip after a skip of the same model; each model has one a step"),
         ("nothing", "or step.skip(optimizer) for one that is not to change"),
     ],

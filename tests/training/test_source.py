@@ -28,13 +28,17 @@ class Noted(Dataset):
 
 def a_mesh(rank=0, size=1, assignment=None):
     """The mesh of one of `size` ranks on the replicate axis, which exchanges nothing."""
-    world = World(rank=rank, size=size, local_rank=rank, local_size=size, device=CPU, owns_group=False)
+    world = World(
+        rank=rank, size=size, local_rank=rank, local_size=size, device=CPU, owns_group=False
+    )
     return Mesh(world, world, assignment or MicrobatchAssignment(size), None, {}, {})
 
 
 def plain(source):
     """What is in a step."""
-    batches = [(item.index, item.is_dummy, item.size, repr(item.batch)) for item, _ in source.batches(0)]
+    batches = [
+        (item.index, item.is_dummy, item.size, repr(item.batch)) for item, _ in source.batches(0)
+    ]
     return source.step, source.samples, source.layout.samples_of(0), batches
 
 
@@ -43,8 +47,18 @@ def plain(source):
 def test_steps_from_a_later_one_on_are_the_same_and_the_ones_before_are_not_fetched(length, rank):
     def steps(first):
         data = Noted()
-        how_long = Batching(samples=10, global_batch=6, microbatch=2, mesh=a_mesh(rank, 2), **length)
-        return list(map(plain, from_data(Loader(data, seed=3, device=CPU), how_long, seed=3, first=first))), data.asked
+        how_long = Batching(
+            samples=10, global_batch=6, microbatch=2, mesh=a_mesh(rank, 2), **length
+        )
+        return (
+            list(
+                map(
+                    plain,
+                    from_data(Loader(data, seed=3, device=CPU), how_long, seed=3, first=first),
+                )
+            ),
+            data.asked,
+        )
 
     whole, asked = steps(0)
     later, asked_later = steps(4)
@@ -71,7 +85,12 @@ def test_halves_lie_in_their_microbatch_and_differ_by_at_most_a_sample(
 ) -> None:
     def length(microbatch_splits: int) -> Batching:
         about = {"samples": size, "global_batch": size, "steps": 1, "epochs": None}
-        return Batching(**about, microbatch=microbatch, mesh=a_mesh(0, ranks), microbatch_splits=microbatch_splits)
+        return Batching(
+            **about,
+            microbatch=microbatch,
+            mesh=a_mesh(0, ranks),
+            microbatch_splits=microbatch_splits,
+        )
 
     whole, parts = length(0).spans(size), length(microbatch_splits).spans(size)
     assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]

@@ -27,19 +27,31 @@ def timed(run_dir: str, plan: str, changes: Mapping[str, Any] | None = None) -> 
     """A run on devices that are said to do 1 MFLOP/s."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lockstep.training.train_module.peak_of", lambda device, precision: 1e6)
-        ls.train(recipe(steps=4, tensor={"0": "colwise", "2": "rowwise"}, **(changes or {})), run_dir=run_dir, plan=plan, log_every=2)
+        ls.train(
+            recipe(steps=4, tensor={"0": "colwise", "2": "rowwise"}, **(changes or {})),
+            run_dir=run_dir,
+            plan=plan,
+            log_every=2,
+        )
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("plan", "processes"), [("replicate=1", 1), ("shard=2", 2), ("tensor=2", 2), ("checkpointing=full", 1)])
-def test_the_models_arithmetic_is_counted_whole_under_every_plan(pool: WorkerPool, tmp_path: Path, plan: str, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("plan", "processes"),
+    [("replicate=1", 1), ("shard=2", 2), ("tensor=2", 2), ("checkpointing=full", 1)],
+)
+def test_the_models_arithmetic_is_counted_whole_under_every_plan(
+    pool: WorkerPool, tmp_path: Path, plan: str, processes: int
+) -> None:
     pool.run(processes, timed, str(tmp_path / "run"), plan)
     forward = 2 * (6 * 16 + 16 * 3)
     for row in rows(tmp_path / "run"):
-        assert row["mfu"] == pytest.approx(3 * forward * row["samples_per_second"] / (processes * 1e6))
+        assert row["mfu"] == pytest.approx(
+            3 * forward * row["samples_per_second"] / (processes * 1e6)
+        )
 
 
 def test_what_the_recipe_weighs_is_told_a_second(pool: WorkerPool, tmp_path: Path) -> None:

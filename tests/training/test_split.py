@@ -98,28 +98,43 @@ def tagging(**changes: Any) -> ls.Recipe:
         "global_batch": 14,
         "microbatch": 4,
         "steps": 4,
-        "evaluation": ls.Evaluation(data=data(9, seed=4), every=2, metrics={"right": ls.Mean(right)}),
+        "evaluation": ls.Evaluation(
+            data=data(9, seed=4), every=2, metrics={"right": ls.Mean(right)}
+        ),
     }
     return recipe(**given | changes)
 
 
-def train(path: Path, name: str, plan: str, given: ls.Recipe) -> tuple[str, dict[str, float], float, bytes, bytes]:
+def train(
+    path: Path, name: str, plan: str, given: ls.Recipe
+) -> tuple[str, dict[str, float], float, bytes, bytes]:
     directory = path / name
-    result = ls.train(given, plan=plan, run_dir=str(directory), hooks=[ls.ExponentialMovingAverage(0.5)])
-    saved = [(directory / file).read_bytes() for file in ("model.safetensors", "model_average.safetensors")]
+    result = ls.train(
+        given, plan=plan, run_dir=str(directory), hooks=[ls.ExponentialMovingAverage(0.5)]
+    )
+    saved = [
+        (directory / file).read_bytes()
+        for file in ("model.safetensors", "model_average.safetensors")
+    ]
     return result.fingerprint, result.metrics, result.loss, *saved
 
 
 @contextmanager
 def two_devices() -> Iterator[SecondDevice]:
-    """The first device of a split is the CPU, each other one the one that only looks like another."""
-    with SecondDevice() as second, patch.object(layout, "devices_of", lambda home, count: [home, *[ELSEWHERE] * (count - 1)]):
+    """The first device of a split is the CPU, each other one the one that only looks like
+    another."""
+    with (
+        SecondDevice() as second,
+        patch.object(layout, "devices_of", lambda home, count: [home, *[ELSEWHERE] * (count - 1)]),
+    ):
         yield second
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("machine", [nullcontext, two_devices])
-def test_a_split_model_trains_to_the_same_bits(tmp_path: Path, plan: str, machine: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_a_split_model_trains_to_the_same_bits(
+    tmp_path: Path, plan: str, machine: Callable[[], AbstractContextManager[Any]]
+) -> None:
     expected = train(tmp_path, "whole", "numerics=bitwise", tagging())
     with machine():
         assert train(tmp_path, "split", f"{plan},numerics=bitwise", tagging()) == expected
@@ -127,10 +142,14 @@ def test_a_split_model_trains_to_the_same_bits(tmp_path: Path, plan: str, machin
 
 @pytest.mark.parametrize("numerics", ["fast", "bitwise"])
 @pytest.mark.parametrize("optimizer", [adamw, momentum])
-def test_every_optimizer_works_on_parameters_of_two_devices(tmp_path: Path, optimizer: Any, numerics: str) -> None:
+def test_every_optimizer_works_on_parameters_of_two_devices(
+    tmp_path: Path, optimizer: Any, numerics: str
+) -> None:
     expected = train(tmp_path, "whole", f"numerics={numerics}", tagging(optimizer=optimizer))
     with two_devices():
-        found = train(tmp_path, "split", f"split=2,numerics={numerics}", tagging(optimizer=optimizer))
+        found = train(
+            tmp_path, "split", f"split=2,numerics={numerics}", tagging(optimizer=optimizer)
+        )
     assert found[1] == pytest.approx(expected[1], rel=1e-5)
     assert found[2] == pytest.approx(expected[2], rel=1e-5)
     assert (found[0] == expected[0]) or numerics == "fast"
@@ -159,10 +178,14 @@ def train_a_pair(path: Path, plan: str) -> list[str]:
         other, second = session.prepare(Tagger, momentum)
         for step in session.steps(data(40, seed=3), global_batch=14, microbatch=4, steps=2):
             for batch in step.microbatches():
-                step.backward((one(batch[0])["last"] - other(batch[0])["last"]).square().mean(), first)
+                step.backward(
+                    (one(batch[0])["last"] - other(batch[0])["last"]).square().mean(), first
+                )
             step.commit(first, clip_norm=0.1)
             for batch in step.microbatches():
-                step.backward((one(batch[0])["last"] - other(batch[0])["last"]).abs().mean(), second)
+                step.backward(
+                    (one(batch[0])["last"] - other(batch[0])["last"]).abs().mean(), second
+                )
             step.commit(second)
         return [ls.fingerprint(one), ls.fingerprint(other)]
 
@@ -174,8 +197,8 @@ def test_two_models_that_learn_from_each_other(tmp_path: Path) -> None:
 
 
 def test_a_loss_scale_reaches_the_gradients_of_both_devices(tmp_path: Path) -> None:
-    """The second device that these tests have does not autocast: it computes in float32, nearer to the truth than
-    float16."""
+    """The second device that these tests have does not autocast: it computes in float32, nearer to
+    the truth than float16."""
     given = tagging(precision="fp16")
     expected = train(tmp_path, "whole", "replicate=1", given)
     with two_devices():
@@ -186,12 +209,18 @@ def test_a_loss_scale_reaches_the_gradients_of_both_devices(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("plan", "kind", "text"),
     [
-        ("split=5", RecipeError, "split=5 and a model of 4 layers that can be placed (early.0, early.1, late.0, late.1)"),
+        (
+            "split=5",
+            RecipeError,
+            "split=5 and a model of 4 layers that can be placed (early.0, early.1, late.0, late.1)",
+        ),
         ("split=2+3", RecipeError, "split=2+3 places 5 layers, and the model has 4"),
         ("data_parallel=2", PlanError, "data_parallel=2 and 0 GPUs"),
     ],
 )
-def test_what_a_model_or_machine_does_not_allow_is_refused(tmp_path: Path, plan: str, kind: type[Exception], text: str) -> None:
+def test_what_a_model_or_machine_does_not_allow_is_refused(
+    tmp_path: Path, plan: str, kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind) as caught:
         ls.train(tagging(), plan=plan, run_dir=str(tmp_path / "run"))
     assert str(caught.value).startswith(text)
@@ -201,8 +230,8 @@ def test_what_a_model_or_machine_does_not_allow_is_refused(tmp_path: Path, plan:
 def test_data_parallel_says_in_the_run_that_replicate_is_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without GPUs torch's DataParallel calls the module as it is, so the model that comes out is that of one
-    process."""
+    """Without GPUs torch's DataParallel calls the module as it is, so the model that comes out is
+    that of one process."""
     expected = ls.train(recipe(), run_dir=str(tmp_path / "whole"))
     monkeypatch.setattr(layout, "gpus_of", lambda home, count: list(range(count)))
     generators = [torch.Generator(), torch.Generator()]
@@ -214,7 +243,10 @@ def test_data_parallel_says_in_the_run_that_replicate_is_better(
     (event,) = [event for event in result.events if event.name == "data-parallel"]
     assert event.details["gpus"] == 2
     assert "replicate=2, one process a GPU, is faster" in event.details["better"]
-    assert "warning: data_parallel=2; replicate=2, one process a GPU, is faster" in capfd.readouterr().err
+    assert (
+        "warning: data_parallel=2; replicate=2, one process a GPU, is faster"
+        in capfd.readouterr().err
+    )
 
 
 class Unmoved(Tagger):
@@ -223,18 +255,28 @@ class Unmoved(Tagger):
 
 
 def test_the_model_is_never_whole_on_the_first_device(tmp_path: Path) -> None:
-    assert ls.train(tagging(model=Unmoved), plan="split=2", run_dir=str(tmp_path / "run")).steps == 4
+    assert (
+        ls.train(tagging(model=Unmoved), plan="split=2", run_dir=str(tmp_path / "run")).steps == 4
+    )
 
 
 def small_parts() -> nn.Module:
-    """No module has an eighth of the parameters, and neighbours are not alike, so none is a block."""
-    return nn.Sequential(*(module for _ in range(9) for module in (nn.Linear(6, 6), nn.LayerNorm(6))), nn.Linear(6, 3))
+    """No module has an eighth of the parameters, and neighbours are not alike, so none is a
+    block."""
+    return nn.Sequential(
+        *(module for _ in range(9) for module in (nn.Linear(6, 6), nn.LayerNorm(6))),
+        nn.Linear(6, 3),
+    )
 
 
 def test_where_there_is_no_block_each_layer_is_recomputed_and_not_the_model_over_two_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[type[nn.Module]] = []
-    monkeypatch.setattr(layout, "checkpoint_activations", lambda block, mode: found.append(type(block)))
-    ls.train(recipe(model=small_parts), plan="split=2,checkpointing=full", run_dir=str(tmp_path / "run"))
+    monkeypatch.setattr(
+        layout, "checkpoint_activations", lambda block, mode: found.append(type(block))
+    )
+    ls.train(
+        recipe(model=small_parts), plan="split=2,checkpointing=full", run_dir=str(tmp_path / "run")
+    )
     assert found == [nn.Linear, nn.LayerNorm] * 9 + [nn.Linear]

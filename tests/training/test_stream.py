@@ -1,4 +1,5 @@
-"""Streams: which rank reads what, exactly once over any world sizes and resumes, and the same model at each."""
+"""Streams: which rank reads what, exactly once over any world sizes and resumes, and the same model
+at each."""
 
 from __future__ import annotations
 
@@ -67,14 +68,24 @@ class Segment:
         global_batch, microbatch = batches
         for rank in range(assigned.ranks):
             mesh = a_mesh(rank, assigned.ranks, assigned)
-            length = Batching(samples=global_batch, global_batch=global_batch, microbatch=microbatch, steps=stop, epochs=None, mesh=mesh)
+            length = Batching(
+                samples=global_batch,
+                global_batch=global_batch,
+                microbatch=microbatch,
+                steps=stop,
+                epochs=None,
+                mesh=mesh,
+            )
             loader = StreamLoader(stream, collate=list, seed=3, device=CPU)
             self.computed.append([])
             for source in from_stream(loader, length, seed=3, first=first, positions=positions):
                 before = source.positions.copy()
                 for item, batch in source.batches(0):
                     self.computed[rank].append((source.step, item.index, item.is_dummy))
-                    assert source.layout.full_microbatch(item.index) == (item.index, [named_by(sample) for sample in batch])
+                    assert source.layout.full_microbatch(item.index) == (
+                        item.index,
+                        [named_by(sample) for sample in batch],
+                    )
                     if not item.is_dummy:
                         assert (source.step, item.index) not in self.batches
                         self.batches[source.step, item.index] = batch
@@ -86,11 +97,18 @@ class Segment:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[tuple[int, int], ls.Stream, list[tuple[MicrobatchAssignment, int]]]:
-    """Batches, a stream that fits them, and segments of a run: (the assignment, the step that ends it)."""
+def runs(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, int], ls.Stream, list[tuple[MicrobatchAssignment, int]]]:
+    """Batches, a stream that fits them, and segments of a run: (the assignment, the step that ends
+    it)."""
     global_batch = draw(st.integers(1, 12))
     microbatch = draw(st.integers(1, global_batch))
-    stream = ls.Stream(numbered, shards=-(-global_batch // microbatch) * draw(st.integers(1, 3)), window=draw(st.integers(1, 9)))
+    stream = ls.Stream(
+        numbered,
+        shards=-(-global_batch // microbatch) * draw(st.integers(1, 3)),
+        window=draw(st.integers(1, 9)),
+    )
     assignments = st.builds(MicrobatchAssignment, st.integers(1, 5), round_robin=st.booleans())
     stops = sorted(draw(st.sets(st.integers(1, 25), min_size=1, max_size=4)))
     return (global_batch, microbatch), stream, [(draw(assignments), stop) for stop in stops]
@@ -98,7 +116,9 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, int], ls.Stream, list[tuple[Microb
 
 @given(runs())
 @settings(max_examples=50)
-def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resumes(run: Any) -> None:
+def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resumes(
+    run: Any,
+) -> None:
     batches, stream, segments = run
     found: dict[tuple[int, int], list[Any]] = {}
     first, positions = 0, dict[int, ShardPosition]()
@@ -109,7 +129,10 @@ def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resu
         if assigned.round_robin:
             assert len({tuple(step for step, _, _ in mine) for mine in segment.computed}) == 1
         found |= segment.batches
-        first, positions = stop, positions_in(json.loads(json.dumps({"shards": segment.positions})), stream.shards)
+        first, positions = (
+            stop,
+            positions_in(json.loads(json.dumps({"shards": segment.positions})), stream.shards),
+        )
     alone = Segment(MicrobatchAssignment(1), batches, stream, 0, first, {})
     assert found == alone.batches
     assert positions == alone.positions
@@ -132,7 +155,14 @@ def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resu
 
 @pytest.mark.parametrize("round_robin", [False, True])
 def test_a_rank_without_microbatches_says_nothing_of_positions(round_robin: bool) -> None:
-    segment = Segment(MicrobatchAssignment(3, round_robin=round_robin), (4, 2), ls.Stream(numbered, shards=4), 0, 3, {})
+    segment = Segment(
+        MicrobatchAssignment(3, round_robin=round_robin),
+        (4, 2),
+        ls.Stream(numbered, shards=4),
+        0,
+        3,
+        {},
+    )
     assert segment.readers == {0: {0}, 2: {0}, 1: {1}, 3: {1}}
     assert segment.computed[2] == ([(step, 0, True) for step in range(3)] if round_robin else [])
 
@@ -141,20 +171,37 @@ def test_a_rank_without_microbatches_says_nothing_of_positions(round_robin: bool
 
 
 def rows_of(shard: int, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """As `training.subjects.rows`, without an end to the epochs, and with noise from the default generators."""
+    """As `training.subjects.rows`, without an end to the epochs, and with noise from the default
+    generators."""
     for number in range(start, length_of(shard, epoch)):
         generator = torch.Generator().manual_seed(100 * shard + number)
         features = torch.randn(FEATURES, generator=generator) + 0.1 * torch.randn(FEATURES)
-        yield torch.tensor([shard, epoch, number]), features, torch.randn(OUTPUTS, generator=generator)
+        yield (
+            torch.tensor([shard, epoch, number]),
+            features,
+            torch.randn(OUTPUTS, generator=generator),
+        )
 
 
 def dropping() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, OUTPUTS))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16),
+        nn.BatchNorm1d(16),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Linear(16, OUTPUTS),
+    )
 
 
 def streamed(**changes: Any) -> ls.Recipe:
     """Five steps of three microbatches of four samples, from six shards."""
-    given: dict[str, Any] = {"data": ls.Stream(rows_of, shards=6, window=5), "model": dropping, "global_batch": 12, "steps": 5, **changes}
+    given: dict[str, Any] = {
+        "data": ls.Stream(rows_of, shards=6, window=5),
+        "model": dropping,
+        "global_batch": 12,
+        "steps": 5,
+        **changes,
+    }
     return recipe(**given)
 
 
@@ -162,54 +209,90 @@ def fingerprint(run_dir: str, plan: str) -> str:
     return ls.train(streamed(), run_dir=run_dir, plan=plan).fingerprint
 
 
-@pytest.mark.parametrize("plan", [*tiered(DATA_PLANS), "replicate=2,workers=1", "replicate=1,workers=4", "shard=2,workers=1"])
-def test_a_stream_trains_the_same_model_under_every_plan(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [*tiered(DATA_PLANS), "replicate=2,workers=1", "replicate=1,workers=4", "shard=2,workers=1"],
+)
+def test_a_stream_trains_the_same_model_under_every_plan(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     processes = DATA_PLANS.get(plan.partition(",workers")[0], 1)
     (alone,) = pool.run(1, fingerprint, str(tmp_path / "alone"), "replicate=1,numerics=bitwise")
-    assert set(pool.run(processes, fingerprint, str(tmp_path / "run"), f"{plan},numerics=bitwise")) == {alone}
+    assert set(
+        pool.run(processes, fingerprint, str(tmp_path / "run"), f"{plan},numerics=bitwise")
+    ) == {alone}
 
 
 def deep() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, OUTPUTS))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, OUTPUTS)
+    )
 
 
 def loss_under(run_dir: str, plan: str) -> float:
-    changes = {"global_batch": 24, "inputs": lambda batch: batch[1], "loss": lambda output, batch: ((output - batch[2]) ** 2).mean()}
-    return ls.train(streamed(model=deep, tensor={"0": "colwise", "2": "rowwise"}, **changes), run_dir=run_dir, plan=plan).loss
+    changes = {
+        "global_batch": 24,
+        "inputs": lambda batch: batch[1],
+        "loss": lambda output, batch: ((output - batch[2]) ** 2).mean(),
+    }
+    return ls.train(
+        streamed(model=deep, tensor={"0": "colwise", "2": "rowwise"}, **changes),
+        run_dir=run_dir,
+        plan=plan,
+    ).loss
 
 
 @pytest.mark.parametrize(
-    ("plan", "processes"), [("tensor=2", 2), ("pipeline=2", 2), pytest.param("replicate=2,pipeline=2", 4, marks=pytest.mark.slow)]
+    ("plan", "processes"),
+    [
+        ("tensor=2", 2),
+        ("pipeline=2", 2),
+        pytest.param("replicate=2,pipeline=2", 4, marks=pytest.mark.slow),
+    ],
 )
-def test_processes_that_share_microbatches_each_read_them(pool: WorkerPool, tmp_path: Path, plan: str, processes: int) -> None:
+def test_processes_that_share_microbatches_each_read_them(
+    pool: WorkerPool, tmp_path: Path, plan: str, processes: int
+) -> None:
     (alone,) = pool.run(1, loss_under, str(tmp_path / "alone"), "replicate=1")
-    assert pool.run(processes, loss_under, str(tmp_path / "run"), plan) == pytest.approx([alone] * processes, rel=1e-4)
+    assert pool.run(processes, loss_under, str(tmp_path / "run"), plan) == pytest.approx(
+        [alone] * processes, rel=1e-4
+    )
 
 
 def train_with_nan(run_dir: str) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return ((model(batch[1]) - batch[2]) ** 2).mean() * (torch.nan if batch[0][0, 0] == 5 else 1.0)
+        return ((model(batch[1]) - batch[2]) ** 2).mean() * (
+            torch.nan if batch[0][0, 0] == 5 else 1.0
+        )
 
     ls.train(streamed(loss=loss, seed=3), run_dir=run_dir)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_loss_that_is_not_finite_names_shard_epoch_and_samples(pool: WorkerPool, tmp_path: Path, processes: int) -> None:
+def test_a_loss_that_is_not_finite_names_shard_epoch_and_samples(
+    pool: WorkerPool, tmp_path: Path, processes: int
+) -> None:
     with pytest.raises(LossError) as caught:
         pool.run(processes, train_with_nan, str(tmp_path / "run"))
     segment = Segment(MicrobatchAssignment(1), (12, 4), streamed().data, 0, 2, {})
     numbers = [int(sample[0][2]) for sample in segment.batches[1, 2]]
     assert str(caught.value).startswith(
-        f"after step 1: the loss is nan in microbatch 2, computed by rank {processes - 1} from samples {numbers} of shard 5 in epoch 0; "
+        f"after step 1: the loss is nan in microbatch 2, computed by rank {processes - 1} from"
+        f" samples {numbers} of shard 5 in epoch 0; "
     )
 
 
 def weights(run_dir: str) -> float:
-    given = {"loss": lambda model, batch: ls.Sum(((model(batch[1]) - batch[2]) ** 2).sum()), "weight": lambda batch: batch[2].numel()}
+    given = {
+        "loss": lambda model, batch: ls.Sum(((model(batch[1]) - batch[2]) ** 2).sum()),
+        "weight": lambda batch: batch[2].numel(),
+    }
     return ls.train(streamed(**given), run_dir=run_dir).loss
 
 
-def test_weights_that_are_known_before_the_forward_come_with_streams_too(pool: WorkerPool, tmp_path: Path) -> None:
+def test_weights_that_are_known_before_the_forward_come_with_streams_too(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     (alone,) = pool.run(1, weights, str(tmp_path / "alone"))
     assert pool.run(2, weights, str(tmp_path / "run")) == pytest.approx([alone] * 2, rel=1e-5)
 
@@ -238,27 +321,53 @@ STREAMED = {"data": ls.Stream(texts, shards=14, window=3)}
         ("shard=2", "replicate=2,workers=1"),
     ],
 )
-def test_a_run_goes_on_in_the_midst_of_its_windows_under_another_plan(pool: WorkerPool, tmp_path: Path, before: str, after: str) -> None:
+def test_a_run_goes_on_in_the_midst_of_its_windows_under_another_plan(
+    pool: WorkerPool, tmp_path: Path, before: str, after: str
+) -> None:
     def processes(plan: str) -> int:
         return PLANS[plan.partition(",")[0]]
 
     whole = pool.run(1, run, "numerics=bitwise", str(tmp_path / "whole"), None, STREAMED)
-    stopped = pool.run(processes(before), run, f"{before},numerics=bitwise", str(tmp_path / "run"), STOPPED_AT, STREAMED)
+    stopped = pool.run(
+        processes(before),
+        run,
+        f"{before},numerics=bitwise",
+        str(tmp_path / "run"),
+        STOPPED_AT,
+        STREAMED,
+    )
     assert [how for how, _ in stopped] == ["preempted"] * len(stopped)
-    assert set(pool.run(processes(after), run, f"{after},numerics=bitwise", str(tmp_path / "run"), None, STREAMED)) == set(whole)
+    assert set(
+        pool.run(
+            processes(after),
+            run,
+            f"{after},numerics=bitwise",
+            str(tmp_path / "run"),
+            None,
+            STREAMED,
+        )
+    ) == set(whole)
 
 
 @pytest.mark.parametrize(
-    "plan", [pytest.param("tensor=2", marks=pytest.mark.slow), "pipeline=2", pytest.param("shard=2,pipeline=2", marks=pytest.mark.slow)]
+    "plan",
+    [
+        pytest.param("tensor=2", marks=pytest.mark.slow),
+        "pipeline=2",
+        pytest.param("shard=2,pipeline=2", marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_goes_on_bit_for_bit_where_several_processes_read_a_shard(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_a_run_goes_on_bit_for_bit_where_several_processes_read_a_shard(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     whole = pool.run(PLANS[plan], run, plan, str(tmp_path / "whole"), None, STREAMED)
     pool.run(PLANS[plan], run, plan, str(tmp_path / "run"), STOPPED_AT, STREAMED)
     assert pool.run(PLANS[plan], run, plan, str(tmp_path / "run"), None, STREAMED) == whole
 
 
 def train_some(run_dir: str, shards: int | None, *, fails: bool) -> None:
-    """A loop of the user's own, of which no recipe says what it trains on. What was done is saved where it fails."""
+    """A loop of the user's own, of which no recipe says what it trains on. What was done is saved
+    where it fails."""
     data = rows(40) if shards is None else ls.Stream(rows_of, shards=shards)
     with suppress(ZeroDivisionError), ls.Session(run_dir=run_dir) as session:
         model, optimizer = session.prepare(dropping, adamw)
@@ -283,10 +392,10 @@ def test_a_run_that_goes_on_with_other_data_is_refused(pool: WorkerPool, tmp_pat
         pool.run(1, fail, str(tmp_path / run_dir), shards)
         with pytest.raises(CheckpointError) as caught:
             pool.run(1, go_on, str(tmp_path / run_dir))
-        assert str(caught.value) == (
-            f"the checkpoint has positions for {shards or 0} shards of a stream, and this run's ls.Stream has shards=6; resume "
-            "with the data "
-            "that it was saved with"
+        assert (
+            str(caught.value)
+            == f"the checkpoint has positions for {shards or 0} shards of a stream, and this run's"
+            " ls.Stream has shards=6; resume with the data that it was saved with"
         )
 
 
@@ -310,20 +419,26 @@ def test_where_a_stream_stands_is_saved_when_a_run_fails(pool: WorkerPool, tmp_p
     assert pool.run(1, train_till_it_fails, str(tmp_path / "run"), 6) == whole
 
 
-def test_a_replica_that_fails_saves_nothing_where_others_alone_know_how_their_shards_stand(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_replica_that_fails_saves_nothing_where_others_alone_know_how_their_shards_stand(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     assert pool.run(2, train_till_it_fails, str(tmp_path / "run"), 3) == ["failed"] * 2
     assert list((tmp_path / "run" / "checkpoints").glob("*")) == []
 
 
 def traced(folder: str, microbatch: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in TraceRequest(folder=Path(folder), steps=2, microbatch=microbatch).variables().items():
+        for name, value in (
+            TraceRequest(folder=Path(folder), steps=2, microbatch=microbatch).variables().items()
+        ):
             patch.setenv(name, value)
         with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):
             ls.train(streamed(seed=3), run_dir=f"{folder}/run")
 
 
-def test_a_trace_names_the_samples_of_a_stream_alike_at_any_world_size(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_trace_names_the_samples_of_a_stream_alike_at_any_world_size(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     written = []
     for processes in (1, 2):
         (tmp_path / str(processes)).mkdir()
@@ -336,7 +451,10 @@ def test_a_trace_names_the_samples_of_a_stream_alike_at_any_world_size(pool: Wor
 
 
 def test_a_trace_with_other_microbatches_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^microbatch=2 instead of 4 with an ls\.Stream; .*; leave the microbatch as it is"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^microbatch=2 instead of 4 with an ls\.Stream; .*; leave the microbatch as it is",
+    ):
         pool.run(1, traced, str(tmp_path), 2)
 
 
@@ -348,18 +466,38 @@ def test_a_trace_with_other_microbatches_is_refused(pool: WorkerPool, tmp_path: 
     [
         (
             {"data": ls.Stream(numbered, shards=4)},
-            "an ls.Stream of shards=4 with 3 microbatches in a global batch (global_batch=12, microbatch=4); "
-            "each microbatch reads from equally many shards, so shards must be a multiple of 3; write shards=6",
+            (
+                "an ls.Stream of shards=4 with 3 microbatches in a global batch (global_batch=12,"
+                " microbatch=4); each microbatch reads from equally many shards, so shards must be"
+                " a multiple of 3; write shards=6"
+            ),
         ),
-        ({"steps": None, "epochs": 2}, "epochs=2 with an ls.Stream; a stream has no length, so epochs cannot be counted; give steps="),
-        ({"microbatch": None}, "microbatch=None with an ls.Stream; each microbatch reads from its own shards"),
+        (
+            {"steps": None, "epochs": 2},
+            (
+                "epochs=2 with an ls.Stream; a stream has no length, so epochs cannot be counted;"
+                " give steps="
+            ),
+        ),
+        (
+            {"microbatch": None},
+            "microbatch=None with an ls.Stream; each microbatch reads from its own shards",
+        ),
     ],
 )
-def test_a_recipe_that_a_stream_does_not_fit_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_recipe_that_a_stream_does_not_fit_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(RecipeError) as caught:
         streamed(**changes)
     assert str(caught.value).startswith(message)
-    given = {"data": ls.Stream(numbered, shards=6), "global_batch": 12, "microbatch": 4, "steps": 5, **changes}
+    given = {
+        "data": ls.Stream(numbered, shards=6),
+        "global_batch": 12,
+        "microbatch": 4,
+        "steps": 5,
+        **changes,
+    }
     with ls.Session(run_dir=str(tmp_path / "run")) as session, pytest.raises(RecipeError) as caught:
         session.steps(given.pop("data"), **given)
     assert str(caught.value).startswith(message)
@@ -375,16 +513,23 @@ def test_a_stream_that_is_none_is_refused_when_it_is_made() -> None:
 
 
 def test_an_evaluation_on_a_stream_is_refused() -> None:
-    with pytest.raises(DataError, match=r"^Evaluation\.data is an ls\.Stream; .*; read the samples into a list"):
+    with pytest.raises(
+        DataError, match=r"^Evaluation\.data is an ls\.Stream; .*; read the samples into a list"
+    ):
         ls.Evaluation(data=ls.Stream(numbered, shards=1))
 
 
 def train_with_sync_batchnorm(run_dir: str) -> None:
-    ls.train(streamed(model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(dropping())), run_dir=run_dir)
+    ls.train(
+        streamed(model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(dropping())), run_dir=run_dir
+    )
 
 
 def test_sync_batchnorm_on_several_ranks_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^SyncBatchNorm on 2 data ranks with an ls\.Stream; .*; use plain BatchNorm"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^SyncBatchNorm on 2 data ranks with an ls\.Stream; .*; use plain BatchNorm",
+    ):
         pool.run(2, train_with_sync_batchnorm, str(tmp_path / "run"))
     pool.run(1, train_with_sync_batchnorm, str(tmp_path / "alone"))
 

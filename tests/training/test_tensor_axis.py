@@ -1,5 +1,5 @@
-"""The tensor axis under `ls.train`, alone and with the data axes: what comes out is what one process gives, to
-rounding."""
+"""The tensor axis under `ls.train`, alone and with the data axes: what comes out is what one
+process gives, to rounding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import to_local
 from lockstep.testing.pool import WorkerPool
 
-PLANS = {"tensor=2": 2, "tensor=3": 3, "replicate=2,tensor=2": 4, "shard=2,tensor=2": 4, "tensor=2,checkpointing=full": 2}
+PLANS = {
+    "tensor=2": 2,
+    "tensor=3": 3,
+    "replicate=2,tensor=2": 4,
+    "shard=2,tensor=2": 4,
+    "tensor=2,checkpointing=full": 2,
+}
 STYLES = {"*.up": "colwise", "*.down": "rowwise"}
 
 
@@ -63,12 +69,19 @@ class Transposed(nn.Module):
 
 
 def train_transposed(plan: str, run_dir: str) -> float:
-    return ls.train(recipe(model=Transposed, optimizer=adamw, tensor=STYLES, steps=3), plan=plan, run_dir=run_dir).loss
+    return ls.train(
+        recipe(model=Transposed, optimizer=adamw, tensor=STYLES, steps=3),
+        plan=plan,
+        run_dir=run_dir,
+    ).loss
 
 
 def test_the_code_after_a_cut_layer_may_transpose(pool: WorkerPool, tmp_path: Path) -> None:
     (alone,) = pool.run(1, train_transposed, "replicate=1", str(tmp_path / "alone"))
-    assert pool.run(2, train_transposed, "tensor=2", str(tmp_path / "run")) == [pytest.approx(alone, rel=1e-5)] * 2
+    assert (
+        pool.run(2, train_transposed, "tensor=2", str(tmp_path / "run"))
+        == [pytest.approx(alone, rel=1e-5)] * 2
+    )
 
 
 class Last(ls.Hook):
@@ -79,12 +92,22 @@ class Last(ls.Hook):
 def train(plan: str, run_dir: str) -> tuple[ls.Result, dict[str, Tensor]]:
     last = Last()
     evaluation = ls.Evaluation(data=rows(19, seed=9), metrics={"distance": ls.Mean(distances)})
-    given = recipe(model=network, optimizer=adamw, tensor=STYLES, clip_norm=0.3, global_batch=22, steps=3, evaluation=evaluation)
+    given = recipe(
+        model=network,
+        optimizer=adamw,
+        tensor=STYLES,
+        clip_norm=0.3,
+        global_batch=22,
+        steps=3,
+        evaluation=evaluation,
+    )
     return ls.train(given, plan=plan, run_dir=run_dir, hooks=[last]), last.state
 
 
 @pytest.mark.parametrize("plan", tiered(PLANS, always=["shard=2,tensor=2"], most=3))
-def test_training_gives_the_model_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_training_gives_the_model_of_one_process(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     ((alone, expected),) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"))
     for result, state in pool.run(PLANS[plan], train, plan, str(tmp_path / "run")):
         assert result.loss == pytest.approx(alone.loss, rel=1e-5)
@@ -121,7 +144,9 @@ def sentences() -> TensorDataset:
 
 
 def summed(logits: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
-    return ls.Sum(F.cross_entropy(logits.view(-1, logits.shape[-1]), batch[1].flatten(), reduction="sum"))
+    return ls.Sum(
+        F.cross_entropy(logits.view(-1, logits.shape[-1]), batch[1].flatten(), reduction="sum")
+    )
 
 
 def hits(logits: Tensor, batch: Sequence[Tensor]) -> Tensor:
@@ -159,7 +184,9 @@ def test_the_loss_of_logits_cut_over_the_ranks_is_that_of_one_process(
     pool: WorkerPool, tmp_path: Path, plan: str, precision: str, most: float
 ) -> None:
     ((alone, expected),) = pool.run(1, speak, "replicate=1", str(tmp_path / "alone"), precision)
-    for result, state in pool.run(2 * (1 + ("," in plan)), speak, plan, str(tmp_path / "run"), precision):
+    for result, state in pool.run(
+        2 * (1 + ("," in plan)), speak, plan, str(tmp_path / "run"), precision
+    ):
         assert result.loss == pytest.approx(alone.loss, rel=most)
         assert result.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=most)
         assert precision == "bf16" or result.metrics["accuracy"] == alone.metrics["accuracy"]
@@ -175,7 +202,9 @@ class StopsOnOneRank(ls.Hook):
 
 def stop_on_one_rank(run_dir: str) -> int:
     given = recipe(model=network, optimizer=adamw, tensor=STYLES, steps=30)
-    return ls.train(given, plan="tensor=2", run_dir=run_dir, hooks=[StopsOnOneRank()], log_every=2).steps
+    return ls.train(
+        given, plan="tensor=2", run_dir=run_dir, hooks=[StopsOnOneRank()], log_every=2
+    ).steps
 
 
 def test_any_rank_may_stop_the_run(pool: WorkerPool, tmp_path: Path) -> None:
@@ -200,7 +229,11 @@ ATTENTION = {"query": "colwise", "projection": "rowwise"}
 
 def refused(run_dir: str, changes: dict[str, Any]) -> str:
     try:
-        ls.train(recipe(**{"model": network, "loss": squared_error, **changes}), plan="tensor=2", run_dir=run_dir)
+        ls.train(
+            recipe(**{"model": network, "loss": squared_error, **changes}),
+            plan="tensor=2",
+            run_dir=run_dir,
+        )
     except RecipeError as error:
         return str(error)
     return "it trained"
@@ -209,21 +242,40 @@ def refused(run_dir: str, changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"tensor": {"*.gate": "colwise"}}, "Recipe.tensor has '*.gate', which matches no module of the model; modules are 0, 0.0, "),
-        ({}, "tensor parallelism on a model without a map of its layers; the axis shards only what it is told to; give Recipe(tensor="),
+        (
+            {"tensor": {"*.gate": "colwise"}},
+            (
+                "Recipe.tensor has '*.gate', which matches no module of the model; modules are 0,"
+                " 0.0, "
+            ),
+        ),
+        (
+            {},
+            (
+                "tensor parallelism on a model without a map of its layers; the axis shards only"
+                " what it is told to; give Recipe(tensor="
+            ),
+        ),
         (
             {"model": partial(Attention, 3), "tensor": ATTENTION},
-            "Attention has heads=3 with tensor=2; each rank computes whole heads, and 3 is not a multiple of 2; choose a tensor axis that "
-            "divides the heads, or leave this attention whole",
+            (
+                "Attention has heads=3 with tensor=2; each rank computes whole heads, and 3 is not"
+                " a multiple of 2; choose a tensor axis that divides the heads, or leave this"
+                " attention whole"
+            ),
         ),
         (
             {"model": partial(Attention, 2), "tensor": ATTENTION},
-            "code there must not name their full number: write -1 for the heads, as in query.view(batch, length, -1, head_dim) and "
-            "mixed.reshape(batch, length, -1)",
+            (
+                "code there must not name their full number: write -1 for the heads, as in"
+                " query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1)"
+            ),
         ),
     ],
 )
-def test_what_cannot_be_cut_is_refused_on_all_ranks(pool: WorkerPool, tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_what_cannot_be_cut_is_refused_on_all_ranks(
+    pool: WorkerPool, tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
     one, other = pool.run(2, refused, str(tmp_path / "run"), changes)
     assert one == other
     assert text in one
@@ -231,8 +283,8 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(pool: WorkerPool, tmp_path: 
 
 
 class LoudAtTheEnd(nn.Module):
-    """The last of its hidden features is large, so that one column alone of the second layer's gradient overflows in
-    fp16."""
+    """The last of its hidden features is large, so that one column alone of the second layer's
+    gradient overflows in fp16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,27 +298,52 @@ class LoudAtTheEnd(nn.Module):
 
 
 class Gradients(ls.Hook):
-    """After each step: the loss scale, and whether all that this rank holds of the gradient is finite."""
+    """After each step: the loss scale, and whether all that this rank holds of the gradient is
+    finite."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, bool]] = []
 
     def after_step(self, run: Any) -> None:
         (pair,) = run.modules
-        self.seen.append((pair.loss_scale.value, all(bool(torch.isfinite(to_local(gradient)).all()) for gradient in pair.gradients())))
+        self.seen.append(
+            (
+                pair.loss_scale.value,
+                all(
+                    bool(torch.isfinite(to_local(gradient)).all()) for gradient in pair.gradients()
+                ),
+            )
+        )
 
 
 def overflow(plan: str, run_dir: str) -> tuple[list[int], list[tuple[float, bool]], str]:
     gradients = Gradients()
-    given = recipe(model=LoudAtTheEnd, tensor={"up": "colwise", "down": "rowwise"}, precision="fp16", clip_norm=1.0, steps=6)
+    given = recipe(
+        model=LoudAtTheEnd,
+        tensor={"up": "colwise", "down": "rowwise"},
+        precision="fp16",
+        clip_norm=1.0,
+        steps=6,
+    )
     result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[gradients])
-    return [event.step for event in result.events if event.name == "step-skipped"], gradients.seen, result.fingerprint
+    return (
+        [event.step for event in result.events if event.name == "step-skipped"],
+        gradients.seen,
+        result.fingerprint,
+    )
 
 
 @pytest.mark.parametrize(
-    ("plan", "ranks"), [("tensor=2", 2), pytest.param("replicate=2,tensor=2", 4, marks=tier(4)), ("shard=2,tensor=2", 4)]
+    ("plan", "ranks"),
+    [
+        ("tensor=2", 2),
+        pytest.param("replicate=2,tensor=2", 4, marks=tier(4)),
+        ("shard=2,tensor=2", 4),
+    ],
 )
-def test_what_overflows_on_one_tensor_rank_is_skipped_on_all(pool: WorkerPool, tmp_path: Path, plan: str, ranks: int) -> None:
+def test_what_overflows_on_one_tensor_rank_is_skipped_on_all(
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
+) -> None:
     ((expected, alone, _),) = pool.run(1, overflow, "replicate=1", str(tmp_path / "alone"))
     assert 0 < len(expected) < 6
     everyone = pool.run(ranks, overflow, plan, str(tmp_path / "run"))

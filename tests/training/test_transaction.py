@@ -1,4 +1,5 @@
-"""Law 4: nothing of the model changes before the reduced gradient is known to all ranks, and finite."""
+"""Law 4: nothing of the model changes before the reduced gradient is known to all ranks, and
+finite."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def with_a_bad_sample(value: float) -> TensorDataset:
 
 
 class Halves(nn.Module):
-    """Two layers, of which the gradient of the second one alone grows with the first feature where that is 1000 or
-    more."""
+    """Two layers, of which the gradient of the second one alone grows with the first feature where
+    that is 1000 or more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,10 @@ class Halves(nn.Module):
 def overflowing(model: Halves, batch: Sequence[Tensor]) -> Tensor:
     features = batch[1].clamp(-3, 3)
     loudness = batch[1][:, 0].max() if bool((batch[1] >= 1000).any()) else 1.0
-    return squared_error(model.quiet, [batch[0], features, batch[2]]) / 10 + model.loud(features).float().square().mean() * loudness / 10
+    return (
+        squared_error(model.quiet, [batch[0], features, batch[2]]) / 10
+        + model.loud(features).float().square().mean() * loudness / 10
+    )
 
 
 def infinite(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -67,10 +71,12 @@ def infinite(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def with_an_infinite_slope(model: Normed, batch: Sequence[Tensor]) -> Tensor:
-    """The slope of a square root at 0 is infinite, and times 0 it is NaN: the loss is finite, and the gradient of
-    `powers` is not."""
+    """The slope of a square root at 0 is infinite, and times 0 it is NaN: the loss is finite, and
+    the gradient of `powers` is not."""
     power = model.powers[0]
-    return squared_error(model, batch) + (power.abs().sqrt().sum() if bool((batch[1] == 0).any()) else (power * 0).sum())
+    return squared_error(model, batch) + (
+        power.abs().sqrt().sum() if bool((batch[1] == 0).any()) else (power * 0).sum()
+    )
 
 
 def hidden(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -97,7 +103,9 @@ def with_a_weight_of(value: float) -> Callable[..., ls.Loss]:
 
 def weighted_by(value: float, model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
     """Weights of 1, but for the bad sample's microbatch."""
-    return ls.Loss(squared_error(model, batch), value if int(batch[0][1]) == BAD_SAMPLES[1] else 1.0)
+    return ls.Loss(
+        squared_error(model, batch), value if int(batch[0][1]) == BAD_SAMPLES[1] else 1.0
+    )
 
 
 class Standing(ls.Hook):
@@ -114,15 +122,23 @@ class Standing(ls.Hook):
         self.seen.append(self.now())
 
     def now(self) -> dict[str, Any]:
-        optimizers = [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in self.run.optimizers]
+        optimizers = [
+            copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in self.run.optimizers
+        ]
         return {"model": state_of(self.run.model), "optimizers": optimizers}
 
 
 def fail(run_dir: str, numerics: str, changes: dict[str, Any]) -> tuple[str, bool, int]:
-    """The error's text, whether the model and the optimizer are as after the step before, and how many steps there
-    were."""
+    """The error's text, whether the model and the optimizer are as after the step before, and how
+    many steps there were."""
     standing = Standing()
-    given = {"model": Normed, "data": with_a_bad_sample(torch.nan), "steps": 3, "clip_norm": 0.1, **changes}
+    given = {
+        "model": Normed,
+        "data": with_a_bad_sample(torch.nan),
+        "steps": 3,
+        "clip_norm": 0.1,
+        **changes,
+    }
     try:
         ls.train(recipe(**given), plan=f"numerics={numerics}", run_dir=run_dir, hooks=[standing])
     except LossError as error:
@@ -140,18 +156,26 @@ NOT_FINITE = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "numerics"), spread(WORLD_SIZES, ["fast", "bitwise"], every=2))
+@pytest.mark.parametrize(
+    ("world_size", "numerics"), spread(WORLD_SIZES, ["fast", "bitwise"], every=2)
+)
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_a_loss_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(
     pool: WorkerPool, tmp_path: Path, world_size: int, numerics: str, name: str
 ) -> None:
     changes, value = NOT_FINITE[name]
-    owner = next(rank for rank in range(world_size) if BAD_MICROBATCH in contiguous_range(GLOBAL_BATCH // MICROBATCH, rank, world_size))
-    for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), numerics, changes):
+    owner = next(
+        rank
+        for rank in range(world_size)
+        if BAD_MICROBATCH in contiguous_range(GLOBAL_BATCH // MICROBATCH, rank, world_size)
+    )
+    for text, unchanged, steps in pool.run(
+        world_size, fail, str(tmp_path / "run"), numerics, changes
+    ):
         assert text.startswith(
-            f"after step {BAD_STEP}: the loss is {value} in microbatch {BAD_MICROBATCH}, computed by rank {owner} "
-            f"from samples {BAD_SAMPLES}; "
-            "a step needs a finite loss; the model was not changed by this step: check those samples"
+            f"after step {BAD_STEP}: the loss is {value} in microbatch {BAD_MICROBATCH}, computed"
+            f" by rank {owner} from samples {BAD_SAMPLES}; a step needs a finite loss; the model"
+            " was not changed by this step: check those samples"
         )
         assert unchanged
         assert steps == BAD_STEP
@@ -162,34 +186,49 @@ def test_a_loss_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(
 def test_a_gradient_that_is_not_finite_is_named_by_its_parameter(
     pool: WorkerPool, tmp_path: Path, world_size: int, clip_norm: float | None
 ) -> None:
-    changes = {"data": with_a_bad_sample(0.0), "loss": with_an_infinite_slope, "clip_norm": clip_norm}
-    for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), "fast", changes):
+    changes = {
+        "data": with_a_bad_sample(0.0),
+        "loss": with_an_infinite_slope,
+        "clip_norm": clip_norm,
+    }
+    for text, unchanged, steps in pool.run(
+        world_size, fail, str(tmp_path / "run"), "fast", changes
+    ):
         assert text.startswith(
-            f"after step {BAD_STEP}: every loss is finite and the gradient is not, first in parameter 'powers.0'; a step needs a finite "
-            "gradient; the model was not changed by this step"
+            f"after step {BAD_STEP}: every loss is finite and the gradient is not, first in"
+            " parameter 'powers.0'; a step needs a finite gradient; the model was not changed by"
+            " this step"
         )
         assert unchanged
         assert steps == BAD_STEP
 
 
 @pytest.mark.parametrize("value", [-2.0, torch.inf, torch.nan])
-def test_a_weight_that_counts_nothing_is_named_and_changes_nothing(pool: WorkerPool, tmp_path: Path, value: float) -> None:
+def test_a_weight_that_counts_nothing_is_named_and_changes_nothing(
+    pool: WorkerPool, tmp_path: Path, value: float
+) -> None:
     changes = {"data": rows(SAMPLES), "loss": with_a_weight_of(value)}
     for text, unchanged, steps in pool.run(2, fail, str(tmp_path / "run"), "fast", changes):
-        assert text == (
-            f"after step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; it divides the summed loss, and "
-            "must be finite and not negative"
+        assert (
+            text
+            == f"after step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; it"
+            " divides the summed loss, and must be finite and not negative"
         )
         assert unchanged
         assert steps == BAD_STEP
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_that_add_up_to_nothing_change_nothing(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_weights_that_add_up_to_nothing_change_nothing(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
     changes = {"data": rows(SAMPLES), "loss": weightless}
-    for text, unchanged, steps in pool.run(world_size, fail, str(tmp_path / "run"), "fast", changes):
+    for text, unchanged, steps in pool.run(
+        world_size, fail, str(tmp_path / "run"), "fast", changes
+    ):
         assert text.startswith(
-            "after step 0: term 'loss' of the loss is 4 in a global batch in which its weights add up to 0; a term that counts nothing"
+            "after step 0: term 'loss' of the loss is 4 in a global batch in which its weights add"
+            " up to 0; a term that counts nothing"
         )
         assert unchanged
         assert steps == 0
@@ -205,7 +244,9 @@ class Scale(Standing):
         return {**super().now(), "scale": pair.loss_scale.value}
 
 
-def overflow(run_dir: str, three_optimizers: bool, global_batch: int) -> tuple[list[dict[str, Any]], list[Any], float]:
+def overflow(
+    run_dir: str, three_optimizers: bool, global_batch: int
+) -> tuple[list[dict[str, Any]], list[Any], float]:
     scale = Scale()
     halves = recipe(
         model=Halves,
@@ -224,7 +265,10 @@ def overflow(run_dir: str, three_optimizers: bool, global_batch: int) -> tuple[l
 
 
 def three_adamws(model: Halves) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (model.quiet, model.loud, model.unused)]
+    return [
+        torch.optim.AdamW(part.parameters(), lr=1e-2)
+        for part in (model.quiet, model.loud, model.unused)
+    ]
 
 
 @pytest.mark.parametrize(("world_size", "global_batch"), [(1, 16), (2, 16), (3, 8), (4, 4)])
@@ -236,12 +280,20 @@ def test_an_overflow_of_fp16_skips_the_step_on_all_ranks_and_halves_the_scale(
     everyone = pool.run(world_size, overflow, str(tmp_path / "run"), three_optimizers, global_batch)
     for seen, events, rate in everyone:
         assert same(seen, everyone[0][0])
-        skipped = [step for step, (before, after) in enumerate(pairwise(seen)) if same(before["model"], after["model"])]
+        skipped = [
+            step
+            for step, (before, after) in enumerate(pairwise(seen))
+            if same(before["model"], after["model"])
+        ]
         assert skipped == [event.step for event in events] == [bad]
         assert same(seen[bad]["optimizers"], seen[bad + 1]["optimizers"])
         scale = seen[0]["scale"]
-        assert [standing["scale"] for standing in seen] == [scale] * (bad + 1) + [scale / 2] * (len(seen) - bad - 1)
-        assert events[0].details == {"reason": "the scaled gradient overflowed; the loss scale was halved"}
+        assert [standing["scale"] for standing in seen] == [scale] * (bad + 1) + [scale / 2] * (
+            len(seen) - bad - 1
+        )
+        assert events[0].details == {
+            "reason": "the scaled gradient overflowed; the loss scale was halved"
+        }
         assert rate == 1e-2 * 0.5 ** (len(seen) - 2)
 
 
@@ -254,29 +306,44 @@ def rootless(model: Any, batch: Any) -> Any:
 def never_step(run_dir: str, steps: int) -> tuple[str, int]:
     standing = Standing()
     try:
-        ls.train(recipe(loss=rootless, precision="fp16", steps=steps), run_dir=run_dir, hooks=[standing])
+        ls.train(
+            recipe(loss=rootless, precision="fp16", steps=steps), run_dir=run_dir, hooks=[standing]
+        )
     except LossError as error:
         return str(error), len(standing.seen) - 1
     raise AssertionError("it trained")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gradient_that_is_not_finite_at_any_scale_of_fp16_ends_the_run(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
+def test_a_gradient_that_is_not_finite_at_any_scale_of_fp16_ends_the_run(
+    pool: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
     for text, steps in pool.run(world_size, never_step, str(tmp_path / "run"), 40):
-        assert text.startswith("after step 17: every loss is finite and the gradient is not, first in parameter")
+        assert text.startswith(
+            "after step 17: every loss is finite and the gradient is not, first in parameter"
+        )
         assert "after 18 steps in a row, at a loss scale of 0.5" in text
         assert steps == 17
 
 
 def test_a_run_none_of_whose_steps_was_applied_has_failed(pool: WorkerPool, tmp_path: Path) -> None:
     for text, steps in pool.run(2, never_step, str(tmp_path / "run"), 9):
-        assert text.startswith("none of the 9 steps was applied: the fp16 gradient overflowed in each, at last at a loss scale of 256")
+        assert text.startswith(
+            "none of the 9 steps was applied: the fp16 gradient overflowed in each, at last at a"
+            " loss scale of 256"
+        )
         assert steps == 9
 
 
-def test_eight_overflows_in_a_row_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eight_overflows_in_a_row_are_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(LossError):
-        ls.train(recipe(loss=rootless, precision="fp16", steps=40), run_dir=str(tmp_path / "run"), log_every=1)
+        ls.train(
+            recipe(loss=rootless, precision="fp16", steps=40),
+            run_dir=str(tmp_path / "run"),
+            log_every=1,
+        )
     assert capsys.readouterr().err.count("warning: 8 steps in a row were skipped") == 1
 
 
@@ -286,14 +353,24 @@ class StopsAtOnce(ls.Hook):
 
 
 def overflow_and_stop(run_dir: str) -> list[tuple[str, int]]:
-    """The step that is skipped comes before the evaluation that ends training, and no logging step does."""
+    """The step that is skipped comes before the evaluation that ends training, and no logging step
+    does."""
     evaluation = ls.Evaluation(data=rows(4), every=BAD_STEP + 1)
-    given = recipe(model=Halves, data=with_a_bad_sample(1000.0), loss=overflowing, precision="fp16", steps=3, evaluation=evaluation)
+    given = recipe(
+        model=Halves,
+        data=with_a_bad_sample(1000.0),
+        loss=overflowing,
+        precision="fp16",
+        steps=3,
+        evaluation=evaluation,
+    )
     result = ls.train(given, run_dir=run_dir, hooks=[StopsAtOnce()], log_every=50)
     return [(event.name, event.step) for event in result.events if event.name != "slow-precision"]
 
 
-def test_a_skipped_step_is_an_event_even_where_training_stops_before_the_next_logging_step(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_skipped_step_is_an_event_even_where_training_stops_before_the_next_logging_step(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     names = [
         ("run-started", 0),
         ("generators-seeded", 0),

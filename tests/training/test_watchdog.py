@@ -1,4 +1,5 @@
-"""A run that exceeds a timeout and then continues; and collectives that are compared before they start."""
+"""A run that exceeds a timeout and then continues; and collectives that are compared before they
+start."""
 
 from __future__ import annotations
 
@@ -58,16 +59,24 @@ def slow_in_the_third_step(run_dir: str, rank: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_HANG_AFTER", "1s")
         patch.setenv("LOCKSTEP_ON_HANG", "report")
-        return ls.train(recipe(loss=loss, steps=6), run_dir=run_dir, plan="numerics=bitwise").fingerprint
+        return ls.train(
+            recipe(loss=loss, steps=6), run_dir=run_dir, plan="numerics=bitwise"
+        ).fingerprint
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_on_hang_report_writes_a_report_and_the_run_continues(pool: WorkerPool, tmp_path: Path, rank: int) -> None:
+def test_on_hang_report_writes_a_report_and_the_run_continues(
+    pool: WorkerPool, tmp_path: Path, rank: int
+) -> None:
     found = pool.run(2, slow_in_the_third_step, str(tmp_path / "run"), rank)
     assert len(set(found)) == 1
-    (hang,) = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "hang"]
+    (hang,) = [
+        event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "hang"
+    ]
     assert (hang["kind"], hang["ranks"]) == ("missing", [rank])
-    assert f"it is in a call that does not return at {line_of('os.read(read, 1)')}" in hang["summary"]
+    assert (
+        f"it is in a call that does not return at {line_of('os.read(read, 1)')}" in hang["summary"]
+    )
     (page,) = (tmp_path / "run").glob("hang-*.txt")
     text = page.read_text()
     assert f"rank {1 - rank} waits in all_" in text
@@ -90,7 +99,11 @@ class Between(ls.Hook):
         if self.kind == "name" and run.context.world.rank == 1:
             dist.broadcast(torch.ones(size), 0)
         elif self.kind != "left out" or run.context.world.rank == 0:
-            op = dist.ReduceOp.MAX if self.kind == "operation" and run.context.world.rank == 1 else dist.ReduceOp.SUM
+            op = (
+                dist.ReduceOp.MAX
+                if self.kind == "operation" and run.context.world.rank == 1
+                else dist.ReduceOp.SUM
+            )
             dist.all_reduce(torch.ones(size), op)
 
 
@@ -111,23 +124,34 @@ def checked(run_dir: str, plan: str, kind: str) -> str:
             "name",
             "replicate=2",
             (
-                "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; rank 1 broadcast "
-                "of float32 (3,), root_rank 0"
+                "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step;"
+                " rank 1 broadcast of float32 (3,), root_rank 0"
             ),
         ),
         (
             "size",
             "shard=2",
-            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; "
-            "rank 1 allreduce of float32 (4,), reduce_op sum at {here}",
+            (
+                "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; "
+                "rank 1 allreduce of float32 (4,), reduce_op sum at {here}"
+            ),
         ),
         (
             "operation",
             "replicate=2",
-            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; "
-            "rank 1 allreduce of float32 (3,), reduce_op max at {here}",
+            (
+                "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; "
+                "rank 1 allreduce of float32 (3,), reduce_op max at {here}"
+            ),
         ),
-        ("left out", "replicate=2", "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; rank 1 all"),
+        (
+            "left out",
+            "replicate=2",
+            (
+                "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step;"
+                " rank 1 all"
+            ),
+        ),
     ],
 )
 def test_every_rank_names_the_mismatched_call_with_the_lines_of_all_ranks(
@@ -139,14 +163,17 @@ def test_every_rank_names_the_mismatched_call_with_the_lines_of_all_ranks(
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_the_check_does_not_change_the_bits_of_a_run_without_mismatch(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_the_check_does_not_change_the_bits_of_a_run_without_mismatch(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     found = pool.run(2, checked, str(tmp_path / "checked"), f"{plan},numerics=bitwise", "none")
     plain = ls.train(recipe(steps=4), run_dir=str(tmp_path / "plain"), plan="numerics=bitwise")
     assert set(found) == {plain.fingerprint}
 
 
 def waits_quietly(folder: str) -> tuple[str, str]:
-    """The result of a run in which one rank is 2.5 s late to a call, and what its native code writes to stderr."""
+    """The result of a run in which one rank is 2.5 s late to a call, and what its native code
+    writes to stderr."""
     kept = os.dup(2)
     written = Path(folder, f"stderr-{os.getpid()}")
     with written.open("wb") as file:

@@ -1,5 +1,5 @@
-"""Others' weights: the file's values are the model's, under every plan, each rank reading its own parts; and what does
-not fit is said."""
+"""Others' weights: the file's values are the model's, under every plan, each rank reading its own
+parts; and what does not fit is said."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ from safetensors.torch import save_file
 from tiers import tiered
 from torch import nn
 from training.kept import MODELS, PLANS
-from training.started import computed, read_bytes, started, started_apart, theirs, tied, trained, values, write
+from training.started import (
+    computed,
+    read_bytes,
+    started,
+    started_apart,
+    theirs,
+    tied,
+    trained,
+    values,
+    write,
+)
 from training.subjects import sgd
 
 import lockstep as ls
@@ -40,26 +50,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("plan", tiered({**PLANS, "split=2": 1}, always=["replicate=2", "shard=2,tensor=2", "pipeline=2"], most=1))
-def test_the_model_has_the_files_values_under_every_plan(pool: WorkerPool, tmp_path: Path, folder: Path, plan: str) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    tiered(
+        {**PLANS, "split=2": 1}, always=["replicate=2", "shard=2,tensor=2", "pipeline=2"], most=1
+    ),
+)
+def test_the_model_has_the_files_values_under_every_plan(
+    pool: WorkerPool, tmp_path: Path, folder: Path, plan: str
+) -> None:
     processes = {**PLANS, "split=2": 1}[plan]
     for number, file in enumerate(("one.safetensors", "several", "tutorial.pt")):
         found = pool.run(processes, started, plan, str(tmp_path / str(number)), str(folder / file))
-        assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(theirs())] * processes, found
+        assert [fingerprint for fingerprint, _ in found] == [
+            ls.fingerprint(theirs())
+        ] * processes, found
         assert found[0][1]["converted"] == {}
         assert found[0][1]["kept"] == []
 
 
 @pytest.mark.parametrize("plan", ["shard=3", "tensor=2", "pipeline=2"])
-def test_each_rank_reads_what_it_holds_and_no_more(pool: WorkerPool, tmp_path: Path, folder: Path, plan: str) -> None:
+def test_each_rank_reads_what_it_holds_and_no_more(
+    pool: WorkerPool, tmp_path: Path, folder: Path, plan: str
+) -> None:
     weights = ls.Weights(str(folder / "one.safetensors"), {tied()[1]: None})
     for read, held in pool.run(PLANS[plan], read_bytes, plan, str(tmp_path / "run"), weights):
         assert read == held
         assert held < sum(tensor.nbytes for tensor in theirs().parameters())
 
 
-def test_initial_values_are_not_computed_where_they_would_be_replaced(pool: WorkerPool, tmp_path: Path, folder: Path) -> None:
-    assert pool.run(2, computed, "shard=2", str(tmp_path / "run"), str(folder / "one.safetensors")) == [[], []]
+def test_initial_values_are_not_computed_where_they_would_be_replaced(
+    pool: WorkerPool, tmp_path: Path, folder: Path
+) -> None:
+    assert pool.run(
+        2, computed, "shard=2", str(tmp_path / "run"), str(folder / "one.safetensors")
+    ) == [[], []]
     kept = ls.Weights(str(folder / "one.safetensors"), {"blocks.0.*": None}, missing="keep")
     for names in pool.run(2, computed, "shard=2", str(tmp_path / "kept"), kept):
         assert names
@@ -67,34 +92,56 @@ def test_initial_values_are_not_computed_where_they_would_be_replaced(pool: Work
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "pipeline=2"])
-def test_what_the_file_lacks_is_refused_or_keeps_the_factorys_values(pool: WorkerPool, tmp_path: Path, folder: Path, plan: str) -> None:
+def test_what_the_file_lacks_is_refused_or_keeps_the_factorys_values(
+    pool: WorkerPool, tmp_path: Path, folder: Path, plan: str
+) -> None:
     names = {"blocks.1.*": None}
     path = str(folder / "one.safetensors")
-    for number, said in enumerate(pool.run(2, started, plan, str(tmp_path / "refused"), ls.Weights(path, names))):
+    for number, said in enumerate(
+        pool.run(2, started, plan, str(tmp_path / "refused"), ls.Weights(path, names))
+    ):
         assert said[0] == "refused", number
-        assert said[1].startswith(f"weights {path!r} are not this model's: not in the file: blocks.1."), said
+        assert said[1].startswith(
+            f"weights {path!r} are not this model's: not in the file: blocks.1."
+        ), said
         assert "missing='keep' keeps the factory's values" in said[1]
-    found = pool.run(2, started, plan, str(tmp_path / "kept"), ls.Weights(path, names, missing="keep"))
+    found = pool.run(
+        2, started, plan, str(tmp_path / "kept"), ls.Weights(path, names, missing="keep")
+    )
     (fresh,) = pool.run(1, values, str(tmp_path / "fresh"))
-    expected = {name: fresh[name] if name.startswith("blocks.1.") else tensor for name, tensor in theirs().state_dict().items()}
+    expected = {
+        name: fresh[name] if name.startswith("blocks.1.") else tensor
+        for name, tensor in theirs().state_dict().items()
+    }
     assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(expected)] * 2
     assert all(name.startswith("blocks.1.") for name in found[0][1]["kept"])
 
 
-def test_a_tied_parameter_may_be_in_the_file_under_one_of_its_names_and_not_with_two_values(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_tied_parameter_may_be_in_the_file_under_one_of_its_names_and_not_with_two_values(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     state = dict(theirs().state_dict())
     first, second = tied()
     for number, name in enumerate((first, second)):
-        write(tmp_path / "one.safetensors", {key: value for key, value in state.items() if key != name})
-        found = pool.run(2, started, "shard=2", str(tmp_path / str(number)), str(tmp_path / "one.safetensors"))
+        write(
+            tmp_path / "one.safetensors",
+            {key: value for key, value in state.items() if key != name},
+        )
+        found = pool.run(
+            2, started, "shard=2", str(tmp_path / str(number)), str(tmp_path / "one.safetensors")
+        )
         assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(theirs())] * 2
     state[second] = state[second].clone()
     state[second][-1, -1] += 1
     write(tmp_path / "two.safetensors", state)
-    for kind, text in pool.run(2, started, "shard=2", str(tmp_path / "two"), str(tmp_path / "two.safetensors")):
+    for kind, text in pool.run(
+        2, started, "shard=2", str(tmp_path / "two"), str(tmp_path / "two.safetensors")
+    ):
         assert kind == "refused"
         pairs = (first, second), (second, first)
-        assert any(f"have different values for {one!r} and {other!r}" in text for one, other in pairs)
+        assert any(
+            f"have different values for {one!r} and {other!r}" in text for one, other in pairs
+        )
 
 
 @pytest.mark.parametrize(
@@ -104,11 +151,16 @@ def test_a_tied_parameter_may_be_in_the_file_under_one_of_its_names_and_not_with
             lambda state: {"model": state, "optimizer": {"state": {0: torch.ones(3)}}, "epoch": 3},
             {"model.*": "*", "optimizer.*": None},
         ),
-        (lambda state: {f"module.{name}": value for name, value in state.items()}, {"module.*": "*"}),
+        (
+            lambda state: {f"module.{name}": value for name, value in state.items()},
+            {"module.*": "*"},
+        ),
     ],
     ids=["a dict of several", "DDP's"],
 )
-def test_a_wrapper_is_named_and_not_guessed(pool: WorkerPool, tmp_path: Path, wrapped: Any, names: dict[str, str | None]) -> None:
+def test_a_wrapper_is_named_and_not_guessed(
+    pool: WorkerPool, tmp_path: Path, wrapped: Any, names: dict[str, str | None]
+) -> None:
     path = str(tmp_path / "wrapped.pt")
     torch.save(wrapped(theirs().state_dict()), path)
     for kind, text in pool.run(2, started, "replicate=2", str(tmp_path / "refused"), path):
@@ -118,10 +170,14 @@ def test_a_wrapper_is_named_and_not_guessed(pool: WorkerPool, tmp_path: Path, wr
     assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(theirs())] * 2
 
 
-def test_other_floating_point_types_are_converted_and_said(pool: WorkerPool, tmp_path: Path) -> None:
+def test_other_floating_point_types_are_converted_and_said(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     short = {name: value.to(torch.bfloat16) for name, value in theirs().state_dict().items()}
     write(tmp_path / "short.safetensors", short)
-    ((found, said),) = pool.run(1, started, "replicate=1", str(tmp_path / "run"), str(tmp_path / "short.safetensors"))
+    ((found, said),) = pool.run(
+        1, started, "replicate=1", str(tmp_path / "run"), str(tmp_path / "short.safetensors")
+    )
     assert found == ls.fingerprint({name: value.float() for name, value in short.items()})
     assert said["converted"] == {"bfloat16 to float32": said["tensors"]}
 
@@ -147,20 +203,34 @@ def refused(folder: Path, weights: Any) -> str:
         (
             {"fc.weight": torch.ones(2, 4), "fc.bias": torch.ones(2), "seen": torch.ones(2)},
             {},
-            "different: fc.weight float32(2, 3), in the file float32(2, 4), seen int64(2,), in the file float32(2,); map names with",
+            (
+                "different: fc.weight float32(2, 3), in the file float32(2, 4), seen int64(2,), in"
+                " the file float32(2,); map names with"
+            ),
         ),
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2)},
             {"missing": "keep"},
-            "only in the file: bias, weight; the names would fit with ls.Weights(path, names={'*': 'fc.*'})",
+            (
+                "only in the file: bias, weight; the names would fit with ls.Weights(path,"
+                " names={'*': 'fc.*'})"
+            ),
         ),
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2)},
             {},
             "not this model's: not in the file: fc.bias, fc.weight, seen; only in the file",
         ),
-        ({"a": torch.ones(2), "b": torch.ones(2)}, {"names": {"a": "seen", "b": "seen"}}, "'a' and 'b' are both mapped to 'seen'"),
-        ({"a": torch.ones(2)}, {"names": {"c.*": "*"}}, "Weights.names has 'c.*', which matches no name in"),
+        (
+            {"a": torch.ones(2), "b": torch.ones(2)},
+            {"names": {"a": "seen", "b": "seen"}},
+            "'a' and 'b' are both mapped to 'seen'",
+        ),
+        (
+            {"a": torch.ones(2)},
+            {"names": {"c.*": "*"}},
+            "Weights.names has 'c.*', which matches no name in",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(tmp_path: Path, state: Any, given: Any, text: str) -> None:
@@ -176,12 +246,19 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("state", [lambda evil: {"fc.weight": torch.ones(2, 3), "more": evil}, lambda evil: evil], ids=["beside", "alone"])
+@pytest.mark.parametrize(
+    "state",
+    [lambda evil: {"fc.weight": torch.ones(2, 3), "more": evil}, lambda evil: evil],
+    ids=["beside", "alone"],
+)
 def test_a_file_that_brings_code_along_executes_nothing(tmp_path: Path, state: Any) -> None:
     torch.save(state(Evil(tmp_path / "executed")), tmp_path / "evil.pt")
     with ls.Session(run_dir=str(tmp_path / "run")) as session, pytest.raises(RecipeError) as raised:
         session.prepare(Counted, sgd, weights=str(tmp_path / "evil.pt"))
-    assert "cannot be read without running code that the file names (posix.mkdir); only tensors are loaded" in str(raised.value)
+    assert (
+        "cannot be read without running code that the file names (posix.mkdir); only tensors are"
+        " loaded" in str(raised.value)
+    )
     assert not (tmp_path / "executed").exists()
 
 
@@ -193,9 +270,13 @@ def damaged(folder: Path, kind: str) -> str:
     (folder / "text.txt").write_text("")
     (folder / "empty").mkdir()
     (folder / "index").mkdir()
-    (folder / "index" / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": "missing.safetensors"}}')
+    (folder / "index" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"fc.weight": "missing.safetensors"}}'
+    )
     (folder / "outside").mkdir()
-    (folder / "outside" / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": "../a.safetensors"}}')
+    (folder / "outside" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"fc.weight": "../a.safetensors"}}'
+    )
     os.mkfifo(folder / "fifo.safetensors")
     (folder / "run" / "checkpoints").mkdir(parents=True)
     return kind if "://" in kind else str(folder / kind)
@@ -207,12 +288,21 @@ def damaged(folder: Path, kind: str) -> str:
         ("missing.pt", "does not exist; weights are a .safetensors file"),
         (
             "old.pt",
-            "is not a torch.save file, or has the format from before torch 1.6, which cannot be memory-mapped; save it again: torch.save(",
+            (
+                "is not a torch.save file, or has the format from before torch 1.6, which cannot be"
+                " memory-mapped; save it again: torch.save("
+            ),
         ),
-        ("short.safetensors", "cannot be read as safetensors (Error while deserializing header: incomplete metadata"),
+        (
+            "short.safetensors",
+            "cannot be read as safetensors (Error while deserializing header: incomplete metadata",
+        ),
         ("text.pt", "is not a torch.save file, or has the format from before torch 1.6, which"),
         ("text.txt", "has an unsupported format"),
-        ("empty", "is a folder that holds neither model.safetensors nor model.safetensors.index.json"),
+        (
+            "empty",
+            "is a folder that holds neither model.safetensors nor model.safetensors.index.json",
+        ),
         ("outside", "it names '../a.safetensors', which is no file beside it"),
         ("fifo.safetensors", "is neither a file nor a folder"),
         ("index", "missing.safetensors' cannot be read as safetensors (No such file or directory"),
@@ -220,12 +310,16 @@ def damaged(folder: Path, kind: str) -> str:
         ("s3://bucket/w.safetensors", "is a URL; weights are read from a path"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_a_users_mistake(tmp_path: Path, kind: str, text: str) -> None:
+def test_a_file_that_cannot_be_read_is_a_users_mistake(
+    tmp_path: Path, kind: str, text: str
+) -> None:
     assert text in refused(tmp_path, damaged(tmp_path, kind))
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_ranks_that_read_other_files_are_found_out(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
+def test_ranks_that_read_other_files_are_found_out(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
     state = {name: value.clone() for name, value in theirs().state_dict().items()}
     write(tmp_path / "0.safetensors", state)
     write(tmp_path / "2.safetensors", {**state, "more": torch.ones(1)})
@@ -239,7 +333,9 @@ def test_ranks_that_read_other_files_are_found_out(pool: WorkerPool, tmp_path: P
         assert "is not the same file on all processes" in text or "only in the file: more" in text
 
 
-def test_a_run_that_goes_on_takes_the_checkpoint(pool: WorkerPool, tmp_path: Path, folder: Path) -> None:
+def test_a_run_that_goes_on_takes_the_checkpoint(
+    pool: WorkerPool, tmp_path: Path, folder: Path
+) -> None:
     path = str(folder / "one.safetensors")
     (whole,) = pool.run(1, trained, str(tmp_path / "whole"), None, path)
     assert "preempted" in pool.run(1, trained, str(tmp_path / "run"), 3, path)[0]
@@ -248,8 +344,12 @@ def test_a_run_that_goes_on_takes_the_checkpoint(pool: WorkerPool, tmp_path: Pat
 
 
 @pytest.mark.timeout(300)  # on a busy machine, importing transformers alone takes half a minute
-def test_a_folder_of_hugging_face_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
+def test_a_folder_of_hugging_face_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(
+        "transformers", reason="transformers is not installed (pip install -e .[dev])"
+    )
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a thread that would stay
     torch.manual_seed(7)
     model: Any = MODELS["gpt2"]["model"]()
@@ -260,7 +360,9 @@ def test_a_folder_of_hugging_face_is_taken_as_it_is(tmp_path: Path, monkeypatch:
         assert ls.fingerprint(made) == ls.fingerprint(model)
 
 
-def test_the_perturbed_run_of_a_run_that_starts_from_weights_is_near_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_perturbed_run_of_a_run_that_starts_from_weights_is_near_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`lockstep verify` compares runs whose parameters differ by one unit in the last place."""
     state = Counted().state_dict()
     save_file(state, tmp_path / "w.safetensors")
@@ -269,6 +371,11 @@ def test_the_perturbed_run_of_a_run_that_starts_from_weights_is_near_these(tmp_p
         monkeypatch.setenv(name, value)
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         model, _ = session.prepare(Counted, sgd, weights=tmp_path / "w.safetensors")
-    for parameter, given in ((model.fc.weight, state["fc.weight"]), (model.fc.bias, state["fc.bias"])):
-        up, down = (torch.nextafter(given, torch.full_like(given, way)) for way in (torch.inf, -torch.inf))
+    for parameter, given in (
+        (model.fc.weight, state["fc.weight"]),
+        (model.fc.bias, state["fc.bias"]),
+    ):
+        up, down = (
+            torch.nextafter(given, torch.full_like(given, way)) for way in (torch.inf, -torch.inf)
+        )
         assert bool(((parameter == up) | (parameter == down)).all())

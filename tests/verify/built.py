@@ -24,25 +24,45 @@ class Built(Trace):
         return None if value is None else np.asarray(value, dtype=np.float64).reshape(-1)
 
 
-def built(gradients: Sequence[Mapping[str, Tensor | None]], *, loss: float = 1.0, plan: str = "replicate=1") -> Built:
-    """Return a trace of one rank with these gradients in each step, and the same tensors as parameters."""
+def built(
+    gradients: Sequence[Mapping[str, Tensor | None]],
+    *,
+    loss: float = 1.0,
+    plan: str = "replicate=1",
+) -> Built:
+    """Return a trace of one rank with these gradients in each step, and the same tensors as
+    parameters."""
     steps = []
     for tensors in gradients:
         summaries = summarized(tensors)
         steps.append(
             StepTrace(
                 loss=loss, weight=None, norm=None, lr=None, gain=1.0,
-                tensors={"gradients": summaries, "states": {}, "parameters": summaries, "buffers": {}},
+                tensors={"gradients": summaries, "states": {}, "parameters": summaries,
+                "buffers": {}},
             )
         )  # fmt: skip
-    return Built(None, plan, 1, {}, 0, {0: RankTrace({"parameters": summarized(gradients[0]), "buffers": {}}, steps)}, [])
+    return Built(
+        None,
+        plan,
+        1,
+        {},
+        0,
+        {0: RankTrace({"parameters": summarized(gradients[0]), "buffers": {}}, steps)},
+        [],
+    )
 
 
 def summarized(tensors: Mapping[str, Tensor | None]) -> Summaries:
-    return {name: None if value is None else TensorSummary.from_json(summarize(name, value)) for name, value in tensors.items()}
+    return {
+        name: None if value is None else TensorSummary.from_json(summarize(name, value))
+        for name, value in tensors.items()
+    }
 
 
 def noise(seed: int, name: str, size: int) -> Tensor:
     """Return standard normal numbers, the same in every run."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.randn(size, generator=torch.Generator().manual_seed(int.from_bytes(digest[:6], "little")))
+    return torch.randn(
+        size, generator=torch.Generator().manual_seed(int.from_bytes(digest[:6], "little"))
+    )

@@ -1,4 +1,5 @@
-"""A data-parallel trainer in one process: each rank is a copy of the model. A faulty engine overrides a method.
+"""A data-parallel trainer in one process: each rank is a copy of the model. A faulty engine
+overrides a method.
 
 It writes its traces with the real `Tracer`, as a session does.
 """
@@ -29,7 +30,8 @@ Gradients = dict[str, Tensor]
 
 
 class Network(nn.Module):
-    """A model with dropout, BatchNorm, a buffer of its own, and a layer that only samples with an odd index use."""
+    """A model with dropout, BatchNorm, a buffer of its own, and a layer that only samples with an
+    odd index use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +71,14 @@ class Engine:
     """True if the loss has a weight."""
 
     def __init__(
-        self, folder: Path, *, ranks: int = 1, steps: int = 4, seed: int = 0, noise: int | None = None, float64: bool = False
+        self,
+        folder: Path,
+        *,
+        ranks: int = 1,
+        steps: int = 4,
+        seed: int = 0,
+        noise: int | None = None,
+        float64: bool = False,
     ) -> None:
         folder.mkdir(parents=True)
         self.folder, self.size, self.steps, self.seed = folder, ranks, steps, seed
@@ -84,7 +93,15 @@ class Engine:
         self.optimizers = [self.optimizer(each) for each in self.models]
         self.statistics: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self.tracers = [
-            Tracer(self.request, rank=r, world_size=ranks, plan=f"replicate={ranks}", replicated=True, writes=r == 0) for r in range(ranks)
+            Tracer(
+                self.request,
+                rank=r,
+                world_size=ranks,
+                plan=f"replicate={ranks}",
+                replicated=True,
+                writes=r == 0,
+            )
+            for r in range(ranks)
         ]
 
     def key(self, *parts: int) -> int:
@@ -102,8 +119,12 @@ class Engine:
         return self.data
 
     def samples(self, step: int, index: int) -> list[int]:
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.key(2, step)))[: self.global_batch].tolist()
-        return [int(sample) for sample in order[index * self.microbatch : (index + 1) * self.microbatch]]
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.key(2, step)))[
+            : self.global_batch
+        ].tolist()
+        return [
+            int(sample) for sample in order[index * self.microbatch : (index + 1) * self.microbatch]
+        ]
 
     def mine(self, rank: int) -> Sequence[int]:
         """Return the rank's microbatches in the order in which it computes them."""
@@ -150,7 +171,9 @@ class Engine:
 
     def run(self) -> Trace:
         for rank, (model, tracer) in enumerate(zip(self.models, self.tracers, strict=True)):
-            tracer.metadata(batchnorm=any(isinstance(module, nn.BatchNorm1d) for module in model.modules()))
+            tracer.metadata(
+                batchnorm=any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
+            )
             tracer.start(0, model.named_parameters(), model.named_buffers())
             if self.size == 1 and rank == 0:
                 tracer.watch(0, model.named_parameters())
@@ -174,7 +197,13 @@ class Engine:
                 parts.append(part)
             locals_.append(self.accumulate(step, rank, parts))
         for rank, reduced in enumerate(self.reduce(step, locals_)):
-            self.commit(step, rank, reduced, locals_[rank], self.loss(rank, {i: v for each in losses.values() for i, v in each.items()}))
+            self.commit(
+                step,
+                rank,
+                reduced,
+                locals_[rank],
+                self.loss(rank, {i: v for each in losses.values() for i, v in each.items()}),
+            )
 
     def one(self, step: int, index: int, rank: int, model: nn.Module) -> tuple[Gradients, float]:
         x, y, mask = self.data_of(rank)
@@ -185,13 +214,26 @@ class Engine:
         batch = torch.tensor(samples)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.compute is torch.bfloat16):
             output = model(batch, x[batch])
-        total = (((output - y[batch]) ** 2) * mask[batch]).sum() / self.weight * self.factor(step, index, rank)
+        total = (
+            (((output - y[batch]) ** 2) * mask[batch]).sum()
+            / self.weight
+            * self.factor(step, index, rank)
+        )
         named = dict(model.named_parameters())
         gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-        found = {name: gradient for name, gradient in zip(named, gradients, strict=True) if gradient is not None}
+        found = {
+            name: gradient
+            for name, gradient in zip(named, gradients, strict=True)
+            if gradient is not None
+        }
         self.note(index, model, kept)
         self.tracers[rank].microbatch(
-            0, step, index, samples, digest_parts([x[batch], y[batch]]), [(name, found.get(name)) for name in named]
+            0,
+            step,
+            index,
+            samples,
+            digest_parts([x[batch], y[batch]]),
+            [(name, found.get(name)) for name in named],
         )
         return found, float(total.detach())
 
@@ -202,9 +244,13 @@ class Engine:
                 self.statistics[index, name] = ((buffer - 0.9 * kept[name]).clone(), buffer)
             buffer.copy_(kept[name])
 
-    def commit(self, step: int, rank: int, reduced: Gradients, local: Gradients, loss: float) -> None:
+    def commit(
+        self, step: int, rank: int, reduced: Gradients, local: Gradients, loss: float
+    ) -> None:
         model, optimizer, tracer = self.models[rank], self.optimizers[rank], self.tracers[rank]
-        tracer.gradients(0, step, [(name, reduced.get(name)) for name, _ in model.named_parameters()])
+        tracer.gradients(
+            0, step, [(name, reduced.get(name)) for name, _ in model.named_parameters()]
+        )
         norm = self.norm(step, rank, reduced, local)
         factor = min(1.0, self.clip / norm) if self.clip is not None else 1.0
         for name, parameter in model.named_parameters():
@@ -242,7 +288,15 @@ def added(parts: Sequence[Gradients]) -> Gradients:
 
 
 def total_norm(gradients: Gradients) -> float:
-    return float(torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients.values()]))) if gradients else 0.0
+    return (
+        float(
+            torch.linalg.vector_norm(
+                torch.stack([gradient.norm() for gradient in gradients.values()])
+            )
+        )
+        if gradients
+        else 0.0
+    )
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, Tensor]]:

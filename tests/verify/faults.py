@@ -1,4 +1,5 @@
-"""Faulty engines, each with the one mistake that its name says, as people make them in training loops of their own."""
+"""Faulty engines, each with the one mistake that its name says, as people make them in training
+loops of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ class MeanOfMeans(Engine):
 
     def factor(self, step: int, index: int, rank: int) -> float:
         mask = self.data[2]
-        mine = [sample for i in contiguous_range(self.count, rank, self.size) for sample in self.samples(step, i)]
+        mine = [
+            sample
+            for i in contiguous_range(self.count, rank, self.size)
+            for sample in self.samples(step, i)
+        ]
         return self.weight / float(mask[mine].sum()) / self.size
 
 
@@ -33,7 +38,10 @@ class MeanOfMeansInTheSum(MeanOfMeans):
 
     def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
         factors = [MeanOfMeans.factor(self, step, 0, rank) for rank in range(self.size)]
-        scaled = [{name: gradient * factor for name, gradient in part.items()} for part, factor in zip(locals_, factors, strict=True)]
+        scaled = [
+            {name: gradient * factor for name, gradient in part.items()}
+            for part, factor in zip(locals_, factors, strict=True)
+        ]
         return [added(scaled)] * self.size
 
 
@@ -56,7 +64,9 @@ class DividedTwice(Engine):
     """The loss is divided by the weight of the whole batch, and the all-reduce averages."""
 
     def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
-        return [{name: gradient / self.size for name, gradient in added(locals_).items()}] * self.size
+        return [
+            {name: gradient / self.size for name, gradient in added(locals_).items()}
+        ] * self.size
 
 
 class OneBiasTimesTwo(Engine):
@@ -122,7 +132,8 @@ class LocalNorm(Engine):
 
 
 class NormOfAShard(Engine):
-    """Clips by the norm of half the parameters, like the norm of a shard that is not summed over ranks."""
+    """Clips by the norm of half the parameters, like the norm of a shard that is not summed over
+    ranks."""
 
     def norm(self, step: int, rank: int, reduced: Gradients, local: Gradients) -> float:
         names = sorted(reduced)
@@ -165,7 +176,8 @@ class StateReset(Engine):
 
 
 class UpdateOfAShard(Engine):
-    """The optimizer divides by a norm that it takes over what the rank holds: once, and by a little."""
+    """The optimizer divides by a norm that it takes over what the rank holds: once, and by a
+    little."""
 
     def update(self, step: int, rank: int) -> None:
         before = [parameter.detach().clone() for parameter in self.models[rank].parameters()]
@@ -198,7 +210,8 @@ class MicrobatchTwice(Engine):
 
 
 class UnusedIsLost(Engine):
-    """A parameter that one rank did not use keeps no gradient there (DDP without find_unused_parameters)."""
+    """A parameter that one rank did not use keeps no gradient there (DDP without
+    find_unused_parameters)."""
 
     def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
         whole = added(locals_)
@@ -226,7 +239,9 @@ class ShortTypeSum(Engine):
 
     def reduce(self, step: int, locals_: list[Gradients]) -> list[Gradients]:
         short = [{name: gradient.bfloat16() for name, gradient in part.items()} for part in locals_]
-        return [{name: gradient.to(torch.float32) for name, gradient in added(short).items()}] * self.size
+        return [
+            {name: gradient.to(torch.float32) for name, gradient in added(short).items()}
+        ] * self.size
 
 
 class OneElement(Engine):
@@ -246,4 +261,6 @@ class WeightDecayOnARank(Engine):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         made = getattr(self, "made", 0)
         self.made = made + 1
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01 if made == 0 else 0.1)
+        return torch.optim.AdamW(
+            model.parameters(), lr=1e-2, weight_decay=0.01 if made == 0 else 0.1
+        )

@@ -1,4 +1,5 @@
-"""A script that compresses its gradients: its plans pass, and the effect of compression is reported."""
+"""A script that compresses its gradients: its plans pass, and the effect of compression is
+reported."""
 
 from __future__ import annotations
 
@@ -14,8 +15,12 @@ SCRIPT = str(Path(__file__).parent.parent / "scripts" / "faults" / "train.py")
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("compression", "least", "most"), [("fp16", 1e-6, 1e-3), ("powersgd:1", 1e-2, 1.0)])
-def test_compression_is_distinguished_from_a_fault(pool: WorkerPool, compression: str, least: float, most: float) -> None:
+@pytest.mark.parametrize(
+    ("compression", "least", "most"), [("fp16", 1e-6, 1e-3), ("powersgd:1", 1e-2, 1.0)]
+)
+def test_compression_is_distinguished_from_a_fault(
+    pool: WorkerPool, compression: str, least: float, most: float
+) -> None:
     pools: SimpleQueue[WorkerPool] = SimpleQueue()
     pools.put(pool)
     report = verified(

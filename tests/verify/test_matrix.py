@@ -26,7 +26,14 @@ def test_a_part_of_the_matrix_passes(pool: WorkerPool, model: str, precision: st
     pools: SimpleQueue[WorkerPool] = SimpleQueue()
     pools.put(pool)
     exact = precision == "fp32"
-    report = verified([SCRIPT, model, precision], PART[model, precision], pools, steps=2, float64=exact, check_microbatch_size=exact)
+    report = verified(
+        [SCRIPT, model, precision],
+        PART[model, precision],
+        pools,
+        steps=2,
+        float64=exact,
+        check_microbatch_size=exact,
+    )
     assert faults(report) == []
     assert len(report.verdicts) == len(PART[model, precision])
     assert all(bool(verdict.float64) == exact for verdict in report.verdicts)
@@ -34,7 +41,10 @@ def test_a_part_of_the_matrix_passes(pool: WorkerPool, model: str, precision: st
 
 
 def test_the_part_is_in_the_matrix() -> None:
-    assert all(precision in PRECISIONS and set(plans) <= set(plans_of(model)) for (model, precision), plans in PART.items())
+    assert all(
+        precision in PRECISIONS and set(plans) <= set(plans_of(model))
+        for (model, precision), plans in PART.items()
+    )
 
 
 def test_every_model_is_in_the_matrix() -> None:
@@ -44,8 +54,12 @@ def test_every_model_is_in_the_matrix() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("model", "plans", "words"), REFUSED)
 @pytest.mark.slow
-def test_combinations_outside_the_matrix_are_refused(pool: WorkerPool, tmp_path: Path, model: str, plans: list[str], words: str) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed (pip install -e .[dev])")
+def test_combinations_outside_the_matrix_are_refused(
+    pool: WorkerPool, tmp_path: Path, model: str, plans: list[str], words: str
+) -> None:
+    pytest.importorskip(
+        "transformers", reason="transformers is not installed (pip install -e .[dev])"
+    )
     assert set(plans) <= set(PLANS)
     ((plan, processes),) = parse_plans(plans[:1], bitwise=False)
     given = {"LOCKSTEP_PLAN": str(plan), "LOCKSTEP_RUN_DIR": str(tmp_path / "run")}

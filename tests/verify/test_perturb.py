@@ -30,7 +30,9 @@ def test_noise_changes_every_parameter_by_one_ulp() -> None:
     add_noise(noisy, 0)
     moved = 0
     for before, after in zip(quiet.parameters(), noisy.parameters(), strict=True):
-        up, down = (torch.nextafter(before, torch.full_like(before, way)) for way in (torch.inf, -torch.inf))
+        up, down = (
+            torch.nextafter(before, torch.full_like(before, way)) for way in (torch.inf, -torch.inf)
+        )
         assert bool(((after == up) | (after == down)).all())
         moved += int((after == up).sum())
     assert 20 < moved < 60
@@ -94,7 +96,12 @@ def test_nested_containers_keep_their_types() -> None:
     x = torch.ones(1, dtype=torch.float32)
     found = to_float64({"p": point(x, 3), "l": [(x, "text")], "n": None})
     assert isinstance(found["p"], point)
-    assert (found["p"].x.dtype, found["p"].n, found["l"][0][1], found["n"]) == (torch.float64, 3, "text", None)
+    assert (found["p"].x.dtype, found["p"].n, found["l"][0][1], found["n"]) == (
+        torch.float64,
+        3,
+        "text",
+        None,
+    )
     assert found["l"][0][0].dtype is torch.float64
 
 
@@ -112,7 +119,10 @@ class RoundsToFloat32(nn.Module):
 
 def test_operations_that_return_a_shorter_dtype_are_found() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
-    for layers, found, eps in (([], set(), 2.0**-52), ([RoundsToFloat32()], {"aten._to_copy"}, 2.0**-23)):
+    for layers, found, eps in (
+        ([], set(), 2.0**-52),
+        ([RoundsToFloat32()], {"aten._to_copy"}, 2.0**-23),
+    ):
         net = nn.Sequential(nn.Linear(4, 4), *layers).double()
         with ShortDtypeOperations() as operations:
             net(x).sum()

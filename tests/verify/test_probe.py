@@ -1,5 +1,5 @@
-"""The probe of `lockstep verify`: it writes the same trace under every plan, up to the step asked for, and only if it
-is asked for."""
+"""The probe of `lockstep verify`: it writes the same trace under every plan, up to the step asked
+for, and only if it is asked for."""
 
 from __future__ import annotations
 
@@ -50,9 +50,18 @@ def summed(output: Tensor, batch: Sequence[Tensor]) -> ls.Loss:
 
 
 def train(plan: str, folder: str, changes: dict[str, Any], request: dict[str, Any]) -> list[int]:
-    """As `lockstep verify` starts it. Returns what hooks saw before the process would have ended."""
+    """As `lockstep verify` starts it. Returns what hooks saw before the process would have
+    ended."""
     seen = Seen()
-    made = recipe(**{"optimizer": adamw, "loss": summed, "inputs": lambda batch: batch[1], "steps": 5, **changes})
+    made = recipe(
+        **{
+            "optimizer": adamw,
+            "loss": summed,
+            "inputs": lambda batch: batch[1],
+            "steps": 5,
+            **changes,
+        }
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in TraceRequest(folder=Path(folder), **request).variables().items():
             patch.setenv(name, value)
@@ -62,7 +71,9 @@ def train(plan: str, folder: str, changes: dict[str, Any], request: dict[str, An
     return seen.steps
 
 
-def traced(pool: WorkerPool, path: Path, processes: int, plan: str, **given: Any) -> tuple[trace_reader.Trace, list[list[int]]]:
+def traced(
+    pool: WorkerPool, path: Path, processes: int, plan: str, **given: Any
+) -> tuple[trace_reader.Trace, list[list[int]]]:
     folder = path / plan
     folder.mkdir(parents=True)
     seen = pool.run(processes, train, plan, str(folder), given.pop("changes", {}), given)
@@ -71,20 +82,31 @@ def traced(pool: WorkerPool, path: Path, processes: int, plan: str, **given: Any
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_a_plan_writes_the_trace_that_one_process_writes(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
-    alone, _ = traced(pool, tmp_path, 1, "replicate=1,numerics=bitwise", steps=3, changes={"clip_norm": 0.1})
-    trace, seen = traced(pool, tmp_path, 2, f"{plan},numerics=bitwise", steps=3, changes={"clip_norm": 0.1})
+def test_a_plan_writes_the_trace_that_one_process_writes(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
+    alone, _ = traced(
+        pool, tmp_path, 1, "replicate=1,numerics=bitwise", steps=3, changes={"clip_norm": 0.1}
+    )
+    trace, seen = traced(
+        pool, tmp_path, 2, f"{plan},numerics=bitwise", steps=3, changes={"clip_norm": 0.1}
+    )
     assert seen == [[1, 2, 3]] * 2
     assert trace.steps == 3
     assert sorted(trace.ranks) == ([0, 1] if plan == "replicate=2" else [0])
     comparison = compare(alone, trace, MeasuredRounding(alone, []), bitwise=True)
     assert (comparison.differences, comparison.largest) == ([], None)
-    assert [m.rank for m in trace.microbatches_of(0)] == ([0, 0, 1, 1] if plan == "replicate=2" else [0, 1, 0, 1])
+    assert [m.rank for m in trace.microbatches_of(0)] == (
+        [0, 0, 1, 1] if plan == "replicate=2" else [0, 1, 0, 1]
+    )
     assert all((m.gradients is None) == (plan == "shard=2") for m in trace.microbatches)
     assert trace.metadata["microbatch"] == 4
 
 
-@pytest.mark.parametrize(("plan", "processes", "writers"), [("pipeline=2", 2, [0, 1]), ("replicate=2,pipeline=2", 4, [0, 2])])
+@pytest.mark.parametrize(
+    ("plan", "processes", "writers"),
+    [("pipeline=2", 2, [0, 1]), ("replicate=2,pipeline=2", 4, [0, 2])],
+)
 def test_each_pipeline_stage_writes_its_part_of_the_model(
     pool: WorkerPool, tmp_path: Path, plan: str, processes: int, writers: list[int]
 ) -> None:
@@ -98,32 +120,56 @@ def test_each_pipeline_stage_writes_its_part_of_the_model(
         f"step-00000-gradients-0-{rank}.safetensors" for rank in writers
     }
     exact, _ = traced(pool, tmp_path, processes, f"{plan},schedule=gpipe", steps=1, float64=True)
-    assert {summary.dtype for summary in exact.rank_0.steps[0].tensors["gradients"].values() if summary is not None} == {"float64"}
+    assert {
+        summary.dtype
+        for summary in exact.rank_0.steps[0].tensors["gradients"].values()
+        if summary is not None
+    } == {"float64"}
 
 
-def test_microbatches_add_up_to_the_gradient_that_is_written(pool: WorkerPool, tmp_path: Path) -> None:
+def test_microbatches_add_up_to_the_gradient_that_is_written(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     norms = []
     for precision in ("fp32", "fp16"):
-        trace, _ = traced(pool, tmp_path / precision, 1, "replicate=1", steps=1, changes={"precision": precision})
+        trace, _ = traced(
+            pool, tmp_path / precision, 1, "replicate=1", steps=1, changes={"precision": precision}
+        )
         step = trace.rank_0.steps[0]
         parts = [m.gradients for m in trace.microbatches_of(0) if m.gradients is not None]
         for name, summary in step.tensors["gradients"].items():
             leaves = [leaf.projection for part in parts if (leaf := part[name]) is not None]
             assert len(leaves) == 4
             assert summary is not None
-            assert step.gain * sum(leaves) == pytest.approx(summary.projection, rel=1e-3, abs=1e-3 * summary.norm)
+            assert step.gain * sum(leaves) == pytest.approx(
+                summary.projection, rel=1e-3, abs=1e-3 * summary.norm
+            )
             norms.append(summary.norm)
         assert step.gain != 1.0
     assert norms[4:] == pytest.approx(norms[:4], rel=1e-2)  # without the loss scale
 
 
 def test_a_request_changes_the_run(pool: WorkerPool, tmp_path: Path) -> None:
-    changes = {"precision": "bf16", "evaluation": ls.Evaluation(data=rows(8), every=1, metrics={"error": ls.Mean(errors)})}
+    changes = {
+        "precision": "bf16",
+        "evaluation": ls.Evaluation(data=rows(8), every=1, metrics={"error": ls.Mean(errors)}),
+    }
     overrides = {"steps": 1, "float64": True, "microbatch": 8, "eval_mode": True, "noise_seed": 1}
-    trace, seen = traced(pool, tmp_path, 1, "replicate=1", **overrides, changes={"model": dropping, **changes})
-    plain, _ = traced(pool, tmp_path, 1, "replicate=1,numerics=fast", steps=1, changes={"model": dropping, **changes})
+    trace, seen = traced(
+        pool, tmp_path, 1, "replicate=1", **overrides, changes={"model": dropping, **changes}
+    )
+    plain, _ = traced(
+        pool,
+        tmp_path,
+        1,
+        "replicate=1,numerics=fast",
+        steps=1,
+        changes={"model": dropping, **changes},
+    )
     assert seen == [[]]
-    assert {name: trace.metadata[name] for name in ("precision", "microbatch", "short_dtype_operations")} == {
+    assert {
+        name: trace.metadata[name] for name in ("precision", "microbatch", "short_dtype_operations")
+    } == {
         "precision": "fp32",
         "microbatch": 8,
         "short_dtype_operations": [],
@@ -149,12 +195,17 @@ def train_two(folder: Path) -> None:
                 step.commit(optimizer)
 
 
-def test_two_models_have_one_trace_each_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_models_have_one_trace_each_and_end_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in TraceRequest(folder=tmp_path, steps=2).variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         train_two(tmp_path)
-    assert [(trace.module_index, trace.steps, len(trace.microbatches)) for trace in trace_reader.read_traces(tmp_path)] == [
+    assert [
+        (trace.module_index, trace.steps, len(trace.microbatches))
+        for trace in trace_reader.read_traces(tmp_path)
+    ] == [
         (0, 2, 8),
         (1, 2, 8),
     ]
@@ -168,7 +219,8 @@ def test_a_session_without_a_request_has_no_probe(tmp_path: Path) -> None:
 
 
 def log_in_a_loop(plan: str, folder: str, counts_dummies: bool) -> None:
-    """Log, and get from all ranks, a number of the samples; with `counts_dummies` also of those of dummies."""
+    """Log, and get from all ranks, a number of the samples; with `counts_dummies` also of those of
+    dummies."""
     with ls.Session(run_dir=f"{folder}/run", plan=plan) as session:
         model, optimizer = session.prepare(network, sgd)
         for step in session.steps(rows(48), global_batch=12, microbatch=4, steps=9):
@@ -192,20 +244,34 @@ def trace_a_loop(plan: str, folder: str, counts_dummies: bool) -> None:
 
 
 @pytest.mark.parametrize("numerics", ["fast", "bitwise"])
-def test_what_a_script_logs_and_gathers_is_compared(pool: WorkerPool, tmp_path: Path, numerics: str) -> None:
+def test_what_a_script_logs_and_gathers_is_compared(
+    pool: WorkerPool, tmp_path: Path, numerics: str
+) -> None:
     traces = {}
-    for name, size, plan, counts_dummies in [("alone", 1, "shard=1", True), ("right", 2, "shard=2", False), ("wrong", 2, "shard=2", True)]:
+    for name, size, plan, counts_dummies in [
+        ("alone", 1, "shard=1", True),
+        ("right", 2, "shard=2", False),
+        ("wrong", 2, "shard=2", True),
+    ]:
         (tmp_path / name).mkdir()
-        pool.run(size, trace_a_loop, f"{plan},numerics={numerics}", str(tmp_path / name), counts_dummies)
+        pool.run(
+            size, trace_a_loop, f"{plan},numerics={numerics}", str(tmp_path / name), counts_dummies
+        )
         (traces[name],) = trace_reader.read_traces(tmp_path / name)
     rounding = MeasuredRounding(traces["alone"], [traces["alone"]])
-    right, wrong = (compare(traces["alone"], traces[name], rounding, bitwise=numerics == "bitwise") for name in ("right", "wrong"))
+    right, wrong = (
+        compare(traces["alone"], traces[name], rounding, bitwise=numerics == "bitwise")
+        for name in ("right", "wrong")
+    )
     assert right.passed
-    assert sorted(traces["alone"].logged[0]) == ["mean", "rows", "rows of session.gather, call 1", "session.mean, call 1",
+    assert sorted(traces["alone"].logged[0]) == ["mean", "rows", "rows of session.gather, call 1",
+    "session.mean, call 1",
         "sum of session.gather, call 1"]  # fmt: skip
     first = wrong.differences[0]
     assert (first.step, first.check, first.name) == (0, "logged", "rows of session.gather, call 1")
-    assert "counts dummies (step.is_dummy)" in (likely_cause(Evidence(traces["alone"], traces["wrong"], wrong.differences)) or "")
+    assert "counts dummies (step.is_dummy)" in (
+        likely_cause(Evidence(traces["alone"], traces["wrong"], wrong.differences)) or ""
+    )
 
 
 def test_a_logged_value_that_one_process_does_not_repeat_is_not_compared() -> None:
@@ -213,11 +279,20 @@ def test_a_logged_value_that_one_process_does_not_repeat_is_not_compared() -> No
     alone, noisy, plan = built(gradients), built(gradients), built(gradients)
     for trace, seconds in ((alone, 1.0), (noisy, 1.1), (plan, 2.0)):
         trace.logged = {0: {"seconds": seconds, "accuracy": 0.5}}
-    note = "logged values that differ and were not compared, because one process may not repeat them: seconds"
+    note = (
+        "logged values that differ and were not compared, because one process may not repeat them:"
+        " seconds"
+    )
     for rounding in (MeasuredRounding(alone, [noisy]), MeasuredRounding(alone, [])):
         comparison = compare(alone, plan, rounding, bitwise=False)
         assert (comparison.passed, comparison.notes) == (True, [note])
     plan.logged[0]["accuracy"] = 0.4
-    assert compare(alone, plan, MeasuredRounding(alone, [noisy]), bitwise=False).differences[0].name == "accuracy"
+    assert (
+        compare(alone, plan, MeasuredRounding(alone, [noisy]), bitwise=False).differences[0].name
+        == "accuracy"
+    )
     del plan.logged[0]["accuracy"]
-    assert compare(alone, plan, MeasuredRounding(alone, [noisy]), bitwise=False).differences[0].name == "accuracy"
+    assert (
+        compare(alone, plan, MeasuredRounding(alone, [noisy]), bitwise=False).differences[0].name
+        == "accuracy"
+    )

@@ -1,4 +1,5 @@
-"""Plans that shard layers: a correct row-wise tensor-parallel layer adds partial products, which changes rounding."""
+"""Plans that shard layers: a correct row-wise tensor-parallel layer adds partial products, which
+changes rounding."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ PARTS = 2
 
 
 class RowWise(nn.Linear):
-    """A linear layer with its input dim in parts: the parts' products are rounded to the compute dtype, then added."""
+    """A linear layer with its input dim in parts: the parts' products are rounded to the compute
+    dtype, then added."""
 
     parts = 1
     bias_times = 1.0
@@ -78,24 +80,39 @@ def row_parallel(kind: type[Engine], bias_times: float = 1.0) -> type[Engine]:
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Engine], int], tuple[Trace, MeasuredRounding]]:
+def right(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[type[Engine], int], tuple[Trace, MeasuredRounding]]:
     @cache
     def made(kind: type[Engine], seed: int) -> tuple[Trace, MeasuredRounding]:
         folder = tmp_path_factory.mktemp("right")
         reference = kind(folder / "reference", seed=seed, steps=6).run()
-        perturbed = [kind(folder / f"perturbed-{noise}", seed=seed, steps=6, noise=noise).run() for noise in range(3)]
+        perturbed = [
+            kind(folder / f"perturbed-{noise}", seed=seed, steps=6, noise=noise).run()
+            for noise in range(3)
+        ]
         return reference, MeasuredRounding(reference, perturbed)
 
     return made
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 @pytest.mark.parametrize("kind", [Unsharded, UnshardedBf16])
 def test_a_correct_row_parallel_layer_passes_in_any_compute_dtype(
-    right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path, kind: type[Engine], seed: int
+    right: Callable[..., tuple[Trace, MeasuredRounding]],
+    tmp_path: Path,
+    kind: type[Engine],
+    seed: int,
 ) -> None:
     reference, rounding = right(kind, seed)
-    found = compare(reference, row_parallel(kind)(tmp_path / "sharded", seed=seed, steps=6).run(), rounding, bitwise=False)
+    found = compare(
+        reference,
+        row_parallel(kind)(tmp_path / "sharded", seed=seed, steps=6).run(),
+        rounding,
+        bitwise=False,
+    )
     assert found.differences == []
     assert found.largest is not None
     assert found.largest.times_rounding < 5
@@ -106,7 +123,12 @@ def test_a_bias_that_every_rank_adds_is_found_in_any_compute_dtype(
     right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path, kind: type[Engine]
 ) -> None:
     reference, rounding = right(kind, 0)
-    found = compare(reference, row_parallel(kind, bias_times=PARTS)(tmp_path / "sharded", steps=6).run(), rounding, bitwise=False)
+    found = compare(
+        reference,
+        row_parallel(kind, bias_times=PARTS)(tmp_path / "sharded", steps=6).run(),
+        rounding,
+        bitwise=False,
+    )
     assert found.differences[0].step == 0
     assert found.differences[0].check == "microbatch"
 
@@ -118,4 +140,12 @@ def test_differing_bits_of_a_microbatch_are_noted_unless_the_plan_compiles(
     trace = row_parallel(Unsharded)(tmp_path / "sharded", steps=6).run()
     (note,) = compare(reference, trace, rounding, bitwise=False).notes
     assert "gradients of single microbatches differ from the reference's in some bits" in note
-    assert compare(reference, replace(trace, plan="replicate=2,numerics=fast,compile=yes"), rounding, bitwise=False).notes == []
+    assert (
+        compare(
+            reference,
+            replace(trace, plan="replicate=2,numerics=fast,compile=yes"),
+            rounding,
+            bitwise=False,
+        ).notes
+        == []
+    )

@@ -23,13 +23,27 @@ from lockstep.verify.runner import Runner
 
 
 def job(name: str, processes: int = 1, **given: Any) -> Job:
-    return Job(name=name, plan=Plan.parse(f"replicate={processes}"), processes=processes, steps=2, **given)
+    return Job(
+        name=name, plan=Plan.parse(f"replicate={processes}"), processes=processes, steps=2, **given
+    )
 
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Callable[..., Runner]:
-    def made(program: str, *, slots: int = 2, timeout_seconds: float = 30.0, progress: Callable[[str], None] = lambda _: None) -> Runner:
-        found = Runner(["train.py"], tmp_path / "runs", timeout_seconds=timeout_seconds, slots=slots, progress=progress)
+    def made(
+        program: str,
+        *,
+        slots: int = 2,
+        timeout_seconds: float = 30.0,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> Runner:
+        found = Runner(
+            ["train.py"],
+            tmp_path / "runs",
+            timeout_seconds=timeout_seconds,
+            slots=slots,
+            progress=progress,
+        )
         found._command = lambda job, run_dir: [sys.executable, "-c", program, job.name]  # type: ignore[method-assign]
         return found
 
@@ -38,9 +52,15 @@ def runner(tmp_path: Path) -> Callable[..., Runner]:
 
 def test_a_job_is_a_lockstep_run_of_the_script(tmp_path: Path) -> None:
     line = ["-m", "package.train", "--lr", "1"]
-    with Runner(line, tmp_path, timeout_seconds=1, slots=1, launch=LaunchOptions(share_devices=True)) as made:
+    with Runner(
+        line, tmp_path, timeout_seconds=1, slots=1, launch=LaunchOptions(share_devices=True)
+    ) as made:
         command = made._command(job("plan", 2), tmp_path / "run")
-    options = {"--nproc": "2", "--plan": "replicate=2,numerics=fast", "--run-dir": str(tmp_path / "run")}
+    options = {
+        "--nproc": "2",
+        "--plan": "replicate=2,numerics=fast",
+        "--run-dir": str(tmp_path / "run"),
+    }
     assert command[1:5] == ["-P", "-m", "lockstep", "run"]
     given = [word for word in command[5:12] if word != "--share-devices"]
     assert dict(zip(given[::2], given[1::2], strict=True)) == options
@@ -49,11 +69,17 @@ def test_a_job_is_a_lockstep_run_of_the_script(tmp_path: Path) -> None:
 
 def test_each_run_is_named_when_it_begins_and_counted_once_all_are_known(tmp_path: Path) -> None:
     begun: list[str] = []
-    with Runner(["train.py"], tmp_path / "runs", timeout_seconds=30.0, slots=1, begins=begun.append) as made:
+    with Runner(
+        ["train.py"], tmp_path / "runs", timeout_seconds=30.0, slots=1, begins=begun.append
+    ) as made:
         made._command = lambda job, run_dir: [sys.executable, "-c", ""]  # type: ignore[method-assign]
         made.run([job("reference-fast")])
         with made.queueing_the_rest():
-            rest = [job("plan-2", 2, uncompressed=True), job("plan-2-float64", 2, float64=True), job("perturbed-0", noise_seed=0)]
+            rest = [
+                job("plan-2", 2, uncompressed=True),
+                job("plan-2-float64", 2, float64=True),
+                job("perturbed-0", noise_seed=0),
+            ]
             futures = [made.start(each) for each in rest]
         for future in futures:
             future.result()
@@ -82,19 +108,30 @@ def test_a_run_is_requested_to_trace_and_to_use_one_thread(
     assert seen["OMP_NUM_THREADS"] == "1"
 
 
-def test_no_more_processes_run_at_once_than_there_are_slots(runner: Callable[..., Runner], tmp_path: Path) -> None:
+def test_no_more_processes_run_at_once_than_there_are_slots(
+    runner: Callable[..., Runner], tmp_path: Path
+) -> None:
     program = "import sys, time; print(time.monotonic()); time.sleep(0.3); print(time.monotonic())"
     jobs = [job("a"), job("b"), job("c", 2), job("d", 5), job("e")]
     with runner(program, slots=2) as made:
         assert [ended.job.name for ended in made.run(jobs)] == list("abcde")
-    spans = [(*map(float, (tmp_path / "runs" / each.name / "stdout").read_text().split()), min(2, each.processes)) for each in jobs]
+    spans = [
+        (
+            *map(float, (tmp_path / "runs" / each.name / "stdout").read_text().split()),
+            min(2, each.processes),
+        )
+        for each in jobs
+    ]
     for now, *_ in spans:
         assert sum(size for start, stop, size in spans if start <= now < stop) <= 2
 
 
 def test_a_run_that_times_out_is_ended(runner: Callable[..., Runner], tmp_path: Path) -> None:
     progress: list[str] = []
-    program = "import os, sys, time; print(os.getpid(), flush=True); print('stuck', file=sys.stderr, flush=True); time.sleep(1000)"
+    program = (
+        "import os, sys, time; print(os.getpid(), flush=True); print('stuck', file=sys.stderr,"
+        " flush=True); time.sleep(1000)"
+    )
     with runner(program, timeout_seconds=1.0, progress=progress.append) as made:
         (ended,) = made.run([job("slow")])
     assert (ended.timed_out, ended.traces, ended.error) == (True, [], "stuck")
@@ -103,14 +140,19 @@ def test_a_run_that_times_out_is_ended(runner: Callable[..., Runner], tmp_path: 
 
 
 def test_a_failed_run_has_its_last_output(runner: Callable[..., Runner]) -> None:
-    program = "import sys; print('on stdout'); [print(i, file=sys.stderr) for i in range(50) if 'loud' in sys.argv]; sys.exit(3)"
+    program = (
+        "import sys; print('on stdout'); [print(i, file=sys.stderr) for i in range(50) if 'loud' in"
+        " sys.argv]; sys.exit(3)"
+    )
     with runner(program) as made:
         loud, quiet = made.run([job("loud"), job("quiet")])
     assert (loud.status, loud.timed_out, quiet.error) == (3, False, "on stdout")
     assert loud.error.splitlines() == [str(number) for number in range(20, 50)]
 
 
-def test_leaving_the_runner_ends_running_jobs_and_starts_no_more(runner: Callable[..., Runner], tmp_path: Path) -> None:
+def test_leaving_the_runner_ends_running_jobs_and_starts_no_more(
+    runner: Callable[..., Runner], tmp_path: Path
+) -> None:
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
     output = tmp_path / "runs" / "first" / "stdout"
     began = time.monotonic()
@@ -120,5 +162,8 @@ def test_leaving_the_runner_ends_running_jobs_and_starts_no_more(runner: Callabl
             time.sleep(0.01)
     assert time.monotonic() - began < 10
     assert not psutil.pid_exists(int(output.read_text()))
-    assert not (tmp_path / "runs" / "second" / "stdout").exists() or os.path.getsize(tmp_path / "runs" / "second" / "stdout") == 0
+    assert (
+        not (tmp_path / "runs" / "second" / "stdout").exists()
+        or os.path.getsize(tmp_path / "runs" / "second" / "stdout") == 0
+    )
     assert futures[0].result().status != 0

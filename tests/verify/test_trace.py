@@ -1,4 +1,5 @@
-"""Traces, written and read: tensor summaries, projections, files, and requests in environment variables."""
+"""Traces, written and read: tensor summaries, projections, files, and requests in environment
+variables."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def test_projections_estimate_the_distance_of_two_tensors() -> None:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(300, generator=generator)
         y = x + 1e-3 * torch.randn(300, generator=generator)
-        ratios.append(distance(summarized(f"w{seed}", x), summarized(f"w{seed}", y)) / float((x.double() - y.double()).norm()))
+        ratios.append(
+            distance(summarized(f"w{seed}", x), summarized(f"w{seed}", y))
+            / float((x.double() - y.double()).norm())
+        )
     assert min(ratios) > 0.3
     assert max(ratios) < 1.9
     assert np.mean(np.square(ratios)) == pytest.approx(1.0, abs=0.15)
@@ -43,13 +47,17 @@ def test_the_distance_in_one_element_is_exact() -> None:
     x = torch.randn(1000)
     y = x.clone()
     y[777] += 0.5
-    assert distance(summarized("w", x), summarized("w", y)) == pytest.approx(abs(float(y[777].double() - x[777].double())), rel=1e-9)
+    assert distance(summarized("w", x), summarized("w", y)) == pytest.approx(
+        abs(float(y[777].double() - x[777].double())), rel=1e-9
+    )
 
 
 def test_projections_are_linear_and_differ_by_name() -> None:
     x, y = torch.randn(2, 500, dtype=torch.float64)
     total = summarized("w", x + y).projection
-    np.testing.assert_allclose(total, summarized("w", x).projection + summarized("w", y).projection, rtol=1e-9)
+    np.testing.assert_allclose(
+        total, summarized("w", x).projection + summarized("w", y).projection, rtol=1e-9
+    )
     assert not np.allclose(summarized("w", x).projection, summarized("v", x).projection)
 
 
@@ -66,7 +74,9 @@ def test_a_summary_does_not_depend_on_the_size_of_chunks(monkeypatch: pytest.Mon
 def test_the_signs_are_fair_and_pinned() -> None:
     ones = project(np.ones(4096), 12345, 0)
     assert np.all(np.abs(ones) < 4 * 64)
-    assert project(np.arange(5.0), 1, 2).tolist() == [project(np.arange(5.0), 1, 2)[row] for row in range(8)]
+    assert project(np.arange(5.0), 1, 2).tolist() == [
+        project(np.arange(5.0), 1, 2)[row] for row in range(8)
+    ]
     assert {abs(value) for value in project(np.array([2.0]), 7, 3)} == {2.0}
     assert [int(value) for value in project(np.array([1.0]), 0, 0)] == [-1, -1, -1, 1, 1, 1, -1, 1]
 
@@ -110,7 +120,10 @@ def test_numbers_that_are_not_finite_are_null_and_infinitely_far(tmp_path: Path)
     line = json.dumps(summarize("w", torch.tensor([1.0, math.inf])), allow_nan=False)
     broken = TensorSummary.from_json(json.loads(line))
     assert math.isinf(distance(broken, summarized("w", torch.ones(2))))
-    assert distance(broken, TensorSummary.from_json(summarize("w", torch.tensor([math.inf, 2.0])))) == 0.0
+    assert (
+        distance(broken, TensorSummary.from_json(summarize("w", torch.tensor([math.inf, 2.0]))))
+        == 0.0
+    )
 
 
 def test_a_tensor_missing_on_one_side_is_infinitely_far() -> None:
@@ -123,10 +136,17 @@ def named(scale: float = 1.0) -> list[tuple[str, Tensor | None]]:
     return [("a", scale * torch.ones(3)), ("b", None)]
 
 
-def trace_steps(folder: Path, steps: int, *, rank: int = 0, replicated: bool = True, asked: int | None = None) -> list[bool]:
+def trace_steps(
+    folder: Path, steps: int, *, rank: int = 0, replicated: bool = True, asked: int | None = None
+) -> list[bool]:
     folder.mkdir(exist_ok=True)
     tracer = Tracer(
-        TraceRequest(folder=folder, steps=asked), rank=rank, world_size=2, plan="replicate=2", replicated=replicated, writes=rank == 0
+        TraceRequest(folder=folder, steps=asked),
+        rank=rank,
+        world_size=2,
+        plan="replicate=2",
+        replicated=replicated,
+        writes=rank == 0,
     )
     tracer.metadata(batchnorm=False)
     tracer.start(0, named(), [])
@@ -135,7 +155,19 @@ def trace_steps(folder: Path, steps: int, *, rank: int = 0, replicated: bool = T
         tracer.before_forward()
         tracer.microbatch(0, step, rank, [7 * rank, 8], {"": "0a"}, named() if replicated else None)
         tracer.gradients(0, step, named(2.0), gain=0.5)
-        last.append(tracer.step(0, step, loss=1.5, weight=None, norm=None, lr=0.1, parameters=named(3.0), buffers=[], states=[]))
+        last.append(
+            tracer.step(
+                0,
+                step,
+                loss=1.5,
+                weight=None,
+                norm=None,
+                lr=0.1,
+                parameters=named(3.0),
+                buffers=[],
+                states=[],
+            )
+        )
     tracer.close()
     return last
 
@@ -144,9 +176,17 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert trace_steps(tmp_path, 3, rank=rank, asked=3) == [False, False, True]
     (found,) = trace_reader.read_traces(tmp_path)
-    assert (found.plan, found.world_size, found.module_index, found.steps, sorted(found.ranks)) == ("replicate=2", 2, 0, 3, [0, 1])
+    assert (found.plan, found.world_size, found.module_index, found.steps, sorted(found.ranks)) == (
+        "replicate=2",
+        2,
+        0,
+        3,
+        [0, 1],
+    )
     assert found.metadata == {"batchnorm": False, "modules": 1}
-    assert [(m.rank, m.index, m.samples, m.drew_random_numbers) for m in found.microbatches_of(1)] == [
+    assert [
+        (m.rank, m.index, m.samples, m.drew_random_numbers) for m in found.microbatches_of(1)
+    ] == [
         (0, 0, (0, 8), False),
         (1, 1, (7, 8), False),
     ]
@@ -170,10 +210,27 @@ def test_a_rank_that_does_not_write_iterates_over_all_tensors(tmp_path: Path) ->
             yield name, tensor
 
     trace_steps(tmp_path, 1, rank=0, replicated=False)
-    tracer = Tracer(TraceRequest(folder=tmp_path), rank=1, world_size=2, plan="shard=2", replicated=False, writes=False)
+    tracer = Tracer(
+        TraceRequest(folder=tmp_path),
+        rank=1,
+        world_size=2,
+        plan="shard=2",
+        replicated=False,
+        writes=False,
+    )
     tracer.start(0, gathered(), gathered())
     tracer.gradients(0, 0, gathered())
-    tracer.step(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=gathered(), buffers=gathered(), states=gathered())
+    tracer.step(
+        0,
+        0,
+        loss=1.0,
+        weight=None,
+        norm=None,
+        lr=None,
+        parameters=gathered(),
+        buffers=gathered(),
+        states=gathered(),
+    )
     tracer.close()
     assert looked == ["a", "b"] * 6
     (found,) = trace_reader.read_traces(tmp_path)
@@ -181,20 +238,32 @@ def test_a_rank_that_does_not_write_iterates_over_all_tensors(tmp_path: Path) ->
 
 
 def test_the_parts_of_pipeline_stages_are_merged(tmp_path: Path) -> None:
-    stages = {0: [("first", torch.ones(2))], 2: [("last", torch.full((3,), 2.0)), ("first", torch.zeros(2))]}
+    stages = {
+        0: [("first", torch.ones(2))],
+        2: [("last", torch.full((3,), 2.0)), ("first", torch.zeros(2))],
+    }
     for rank in range(4):
-        tracer = Tracer(TraceRequest(folder=tmp_path), rank=rank, world_size=4, plan="pipeline=2", replicated=False, writes=rank in stages)
+        tracer = Tracer(
+            TraceRequest(folder=tmp_path),
+            rank=rank,
+            world_size=4,
+            plan="pipeline=2",
+            replicated=False,
+            writes=rank in stages,
+        )
         mine = stages[rank - rank % 2]
         tracer.start(0, mine, [])
         tracer.gradients(0, 0, mine)
-        tracer.step(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=mine, buffers=[], states=[])
+        tracer.step(
+            0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=mine, buffers=[], states=[]
+        )
         tracer.close()
     (found,) = trace_reader.read_traces(tmp_path)
     assert sorted(found.ranks) == [0]
     step = found.rank_0.steps[0]
-    assert {name: summary.norm for name, summary in step.tensors["gradients"].items() if summary} == pytest.approx(
-        {"first": 2**0.5, "last": 12**0.5}
-    )
+    assert {
+        name: summary.norm for name, summary in step.tensors["gradients"].items() if summary
+    } == pytest.approx({"first": 2**0.5, "last": 12**0.5})
     assert found.rank_0.initial["parameters"].keys() == {"first", "last"}
     last = found.tensor(0, "gradients", "last")
     assert last is not None
@@ -203,7 +272,14 @@ def test_the_parts_of_pipeline_stages_are_merged(tmp_path: Path) -> None:
 
 def test_a_run_that_never_trained_has_no_trace(tmp_path: Path) -> None:
     assert trace_reader.read_traces(tmp_path) == []
-    Tracer(TraceRequest(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", replicated=True, writes=True).close()
+    Tracer(
+        TraceRequest(folder=tmp_path),
+        rank=0,
+        world_size=1,
+        plan="replicate=1",
+        replicated=True,
+        writes=True,
+    ).close()
     assert trace_reader.read_traces(tmp_path) == []
 
 
@@ -217,13 +293,30 @@ def test_an_incomplete_line_is_ignored(tmp_path: Path) -> None:
 
 def test_the_order_of_the_backward_is_recorded(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    tracer = Tracer(TraceRequest(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", replicated=True, writes=True)
+    tracer = Tracer(
+        TraceRequest(folder=tmp_path),
+        rank=0,
+        world_size=1,
+        plan="replicate=1",
+        replicated=True,
+        writes=True,
+    )
     tracer.start(0, model.named_parameters(), [])
     tracer.watch(0, model.named_parameters())
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
     tracer.gradients(0, 0, [(name, p.grad) for name, p in model.named_parameters()])
-    tracer.step(0, 0, loss=1.0, weight=None, norm=None, lr=None, parameters=model.named_parameters(), buffers=[], states=[])
+    tracer.step(
+        0,
+        0,
+        loss=1.0,
+        weight=None,
+        norm=None,
+        lr=None,
+        parameters=model.named_parameters(),
+        buffers=[],
+        states=[],
+    )
     tracer.close()
     assert not any(parameter._backward_hooks for parameter in model.parameters())
     order = trace_reader.read_traces(tmp_path)[0].backward_order
@@ -232,7 +325,14 @@ def test_the_order_of_the_backward_is_recorded(tmp_path: Path) -> None:
 
 
 def test_random_numbers_drawn_by_a_forward_are_recorded(tmp_path: Path) -> None:
-    tracer = Tracer(TraceRequest(folder=tmp_path), rank=0, world_size=1, plan="replicate=1", replicated=True, writes=True)
+    tracer = Tracer(
+        TraceRequest(folder=tmp_path),
+        rank=0,
+        world_size=1,
+        plan="replicate=1",
+        replicated=True,
+        writes=True,
+    )
     for index, draws in enumerate((False, True)):
         tracer.before_forward()
         if draws:
@@ -240,13 +340,17 @@ def test_random_numbers_drawn_by_a_forward_are_recorded(tmp_path: Path) -> None:
         tracer.microbatch(0, 0, index, [], {}, None)
     tracer.close()
     rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
-    assert [row["rng_after"] != row["rng_before"] for row in rows if row["kind"] == "microbatch"] == [False, True]
+    assert [
+        row["rng_after"] != row["rng_before"] for row in rows if row["kind"] == "microbatch"
+    ] == [False, True]
 
 
 def test_a_request_is_passed_through_the_environment(tmp_path: Path) -> None:
     for request in (
         TraceRequest(folder=tmp_path),
-        TraceRequest(folder=tmp_path, steps=3, noise_seed=0, float64=True, microbatch=2, eval_mode=True),
+        TraceRequest(
+            folder=tmp_path, steps=3, noise_seed=0, float64=True, microbatch=2, eval_mode=True
+        ),
     ):
         assert TraceRequest.read(request.variables()) == request
     assert TraceRequest.read({"PATH": "/bin"}) is None
@@ -257,10 +361,19 @@ def test_a_request_is_passed_through_the_environment(tmp_path: Path) -> None:
     [
         (
             {"LOCKSTEP_TRACE_STEPS": "3"},
-            "LOCKSTEP_TRACE_STEPS=3 without LOCKSTEP_TRACE; lockstep verify sets both; unset LOCKSTEP_TRACE_STEPS",
+            (
+                "LOCKSTEP_TRACE_STEPS=3 without LOCKSTEP_TRACE; lockstep verify sets both; unset"
+                " LOCKSTEP_TRACE_STEPS"
+            ),
         ),
-        ({"LOCKSTEP_TRACE": "/x", "LOCKSTEP_TRACE_STEPS": "0"}, "LOCKSTEP_TRACE_STEPS='0'; it is a whole number of at least 1; unset it"),
-        ({"LOCKSTEP_TRACE": "/x", "LOCKSTEP_TRACE_FLOAT64": "yes"}, "LOCKSTEP_TRACE_FLOAT64='yes'; it is 1 or 0; unset it"),
+        (
+            {"LOCKSTEP_TRACE": "/x", "LOCKSTEP_TRACE_STEPS": "0"},
+            "LOCKSTEP_TRACE_STEPS='0'; it is a whole number of at least 1; unset it",
+        ),
+        (
+            {"LOCKSTEP_TRACE": "/x", "LOCKSTEP_TRACE_FLOAT64": "yes"},
+            "LOCKSTEP_TRACE_FLOAT64='yes'; it is 1 or 0; unset it",
+        ),
     ],
 )
 def test_an_invalid_variable_is_refused(environ: dict[str, str], text: str) -> None:

@@ -1,4 +1,5 @@
-"""A whole verification. Its runs are engines in this process instead of processes with a user's script."""
+"""A whole verification. Its runs are engines in this process instead of processes with a user's
+script."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class PerSample(Network):
 
 
 class Quiet(Engine):
-    """Eval mode, as in the microbatch size check: no dropout, and BatchNorm with its running statistics."""
+    """Eval mode, as in the microbatch size check: no dropout, and BatchNorm with its running
+    statistics."""
 
     model = PerSample
 
@@ -55,11 +57,18 @@ class Quiet(Engine):
 class InProcess:
     """Stands in for `Runner`: each job is an engine that runs when it is started."""
 
-    def __init__(self, folder: Path, kinds: Callable[[Job], type[Engine]] = lambda job: Engine) -> None:
+    def __init__(
+        self, folder: Path, kinds: Callable[[Job], type[Engine]] = lambda job: Engine
+    ) -> None:
         self.folder = folder
         self.jobs: list[Job] = []
         self.failing: dict[str, tuple[int, str]] = {}
-        self.metadata: dict[str, Any] = {"microbatch": 4, "global_batch": 24, "precision": "fp32", "gradient_compression": "none"}
+        self.metadata: dict[str, Any] = {
+            "microbatch": 4,
+            "global_batch": 24,
+            "precision": "fp32",
+            "gradient_compression": "none",
+        }
         self.kinds = kinds
 
     def start(self, job: Job) -> Future[JobResult]:
@@ -77,17 +86,32 @@ class InProcess:
     def result(self, job: Job) -> JobResult:
         if job.name in self.failing:
             status, error = self.failing[job.name]
-            return JobResult(job=job, status=status, traces=[], error=error, seconds=1.0, timed_out=status == 143)
+            return JobResult(
+                job=job, status=status, traces=[], error=error, seconds=1.0, timed_out=status == 143
+            )
         kind = self.kinds(job)
         made = type("Made", (kind,), {"microbatch": job.microbatch or 4})
         folder = self.folder / f"{len(self.jobs)}-{job.name}"
-        trace = made(folder, ranks=job.processes, steps=job.steps, noise=job.noise_seed, float64=job.float64).run()
-        trace.metadata = {**trace.metadata, **self.metadata, "microbatch": job.microbatch or self.metadata["microbatch"]}
+        trace = made(
+            folder, ranks=job.processes, steps=job.steps, noise=job.noise_seed, float64=job.float64
+        ).run()
+        trace.metadata = {
+            **trace.metadata,
+            **self.metadata,
+            "microbatch": job.microbatch or self.metadata["microbatch"],
+        }
         return JobResult(job=job, status=0, traces=[trace], error="", seconds=1.0)
 
 
-def options(*plans: str, steps: int = 3, bitwise: bool = False, float64: bool = True, other: bool = False) -> VerifyOptions:
-    return VerifyOptions(plans=parse_plans(plans, bitwise=bitwise), steps=steps, float64=float64, check_microbatch_size=other)
+def options(
+    *plans: str, steps: int = 3, bitwise: bool = False, float64: bool = True, other: bool = False
+) -> VerifyOptions:
+    return VerifyOptions(
+        plans=parse_plans(plans, bitwise=bitwise),
+        steps=steps,
+        float64=float64,
+        check_microbatch_size=other,
+    )
 
 
 def verify(runner: InProcess, wanted: VerifyOptions) -> Report:
@@ -102,8 +126,13 @@ def test_correct_plans_pass_in_the_recipes_precision_and_in_float64(tmp_path: Pa
     runner = InProcess(tmp_path)
     report = verify(runner, options("replicate=2", "replicate=3"))
     assert report.passed
-    assert [verdict.plan for verdict in report.verdicts] == ["replicate=2,numerics=fast", "replicate=3,numerics=fast"]
-    assert all(len(verdict.float64) == 1 and verdict.float64[0].passed for verdict in report.verdicts)
+    assert [verdict.plan for verdict in report.verdicts] == [
+        "replicate=2,numerics=fast",
+        "replicate=3,numerics=fast",
+    ]
+    assert all(
+        len(verdict.float64) == 1 and verdict.float64[0].passed for verdict in report.verdicts
+    )
     assert {job.name for job in runner.jobs} == {
         *(
             "reference-fast",
@@ -124,11 +153,16 @@ class Nudged(Engine):
     """The gradient is off by a thousandth of itself, in the same way on all ranks."""
 
     def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
-        return [{name: gradient * 1.001 for name, gradient in each.items()} for each in super().reduce(step, locals_)]
+        return [
+            {name: gradient * 1.001 for name, gradient in each.items()}
+            for each in super().reduce(step, locals_)
+        ]
 
 
 def test_the_effect_of_compression_is_reported_and_fails_no_plan(tmp_path: Path) -> None:
-    runner = InProcess(tmp_path, lambda job: Engine if job.uncompressed or job.processes == 1 else Nudged)
+    runner = InProcess(
+        tmp_path, lambda job: Engine if job.uncompressed or job.processes == 1 else Nudged
+    )
     runner.metadata["gradient_compression"] = "int8"
     report = verify(runner, options("replicate=2", "replicate=1"))
     assert report.passed
@@ -141,20 +175,32 @@ def test_the_effect_of_compression_is_reported_and_fails_no_plan(tmp_path: Path)
     assert 0 < two.loss < 1
     assert 0 < two.parameters < 1
     assert two.text().startswith(
-        f"gradient_compression=int8: after 3 steps the loss differs by {two.loss:.2g} of its size from the uncompressed run, "
+        f"gradient_compression=int8: after 3 steps the loss differs by {two.loss:.2g} of its size"
+        " from the uncompressed run, "
     )
     assert (one.gradient, one.parameters, one.loss) == (0.0, 0.0, 0.0)
     assert json.loads(json.dumps(report.as_json()))["plans"][0]["compression"] == [
-        {"gradient_compression": "int8", "steps": 3, "gradient": two.gradient, "parameters": two.parameters, "loss": two.loss}
+        {
+            "gradient_compression": "int8",
+            "steps": 3,
+            "gradient": two.gradient,
+            "parameters": two.parameters,
+            "loss": two.loss,
+        }
     ]
     assert two.text() in page(report)
 
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [(faults.NothingReduced, "value on another rank"), (faults.SampleSeenTwice, "samples on rank 1, microbatch 3: different")],
+    [
+        (faults.NothingReduced, "value on another rank"),
+        (faults.SampleSeenTwice, "samples on rank 1, microbatch 3: different"),
+    ],
 )
-def test_ranks_that_differ_under_compression_fail(tmp_path: Path, kind: type[Engine], text: str) -> None:
+def test_ranks_that_differ_under_compression_fail(
+    tmp_path: Path, kind: type[Engine], text: str
+) -> None:
     runner = InProcess(tmp_path, of_plan(kind, "plan-replicate2-numericsfast-compressed"))
     runner.metadata["gradient_compression"] = "int8"
     (verdict,) = verify(runner, options("replicate=2")).verdicts
@@ -180,31 +226,60 @@ def test_a_wrong_plan_fails_and_a_correct_one_does_not(tmp_path: Path) -> None:
     wrong, right = report.verdicts
     assert (wrong.passed, right.passed, report.passed) == (False, True, False)
     assert wrong.mismatch is not None
-    assert wrong.mismatch.text() == "step 0: gradient 'last.bias': off by 0.5 of its size, 1.05e+06 × rounding"
-    assert wrong.row(10.0) == (wrong.plan, "2", "fails", "10 × rounding", "1.05e+06 × rounding", "gradient last.bias, step 0")
+    assert (
+        wrong.mismatch.text()
+        == "step 0: gradient 'last.bias': off by 0.5 of its size, 1.05e+06 × rounding"
+    )
+    assert wrong.row(10.0) == (
+        wrong.plan,
+        "2",
+        "fails",
+        "10 × rounding",
+        "1.05e+06 × rounding",
+        "gradient last.bias, step 0",
+    )
     assert right.row(10.0)[2] == "passes"
-    assert report.summary() == "1 of 2 plans failed to show that they train the same model as one process"
+    assert (
+        report.summary()
+        == "1 of 2 plans failed to show that they train the same model as one process"
+    )
     assert "divided by the world size once too often" in str(wrong.mismatch.cause)
     found = json.loads(json.dumps(report.as_json(), allow_nan=False))
-    assert (found["passed"], found["plans"][0]["mismatch"]["name"], found["plans"][0]["mismatch"]["step"]) == (False, "last.bias", 0)
+    assert (
+        found["passed"],
+        found["plans"][0]["mismatch"]["name"],
+        found["plans"][0]["mismatch"]["step"],
+    ) == (False, "last.bias", 0)
     assert found["plans"][1]["mismatch"] is None
-    assert len(found["rounding_spread"]["gradients"]) == len(found["plans"][0]["divergence"]["gradients"]) == 3
+    assert (
+        len(found["rounding_spread"]["gradients"])
+        == len(found["plans"][0]["divergence"]["gradients"])
+        == 3
+    )
 
 
 def test_a_fault_that_only_float64_shows_fails(tmp_path: Path) -> None:
     class TooSmall(Engine):
         def reduce(self, step: int, locals_: list[Any]) -> list[Any]:
-            return [{name: g * (1 + 2e-8) for name, g in part.items()} for part in super().reduce(step, locals_)]
+            return [
+                {name: g * (1 + 2e-8) for name, g in part.items()}
+                for part in super().reduce(step, locals_)
+            ]
 
-    (verdict,) = verify(InProcess(tmp_path / "a", of_plan(TooSmall)), options("replicate=2")).verdicts
+    (verdict,) = verify(
+        InProcess(tmp_path / "a", of_plan(TooSmall)), options("replicate=2")
+    ).verdicts
     assert verdict.mismatch is not None
     assert verdict.mismatch.text().endswith("(in float64)")
     assert verdict.row(10.0)[5].endswith("(float64)")
-    assert verify(InProcess(tmp_path / "b", of_plan(TooSmall)), options("replicate=2", float64=False)).passed
+    assert verify(
+        InProcess(tmp_path / "b", of_plan(TooSmall)), options("replicate=2", float64=False)
+    ).passed
 
 
 class DecayOfTheWorld(Engine):
-    """Weight decay that grows with the world size. In float32 its first step is within the tolerance."""
+    """Weight decay that grows with the world size. In float32 its first step is within the
+    tolerance."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.002 * self.size)
@@ -216,13 +291,20 @@ def test_a_fault_that_float64_shows_at_an_earlier_step_is_reported(tmp_path: Pat
     assert verdict.comparisons[0].differences[0].step > 0, "the run's own type sees it later"
     assert verdict.mismatch is not None
     assert (verdict.mismatch.difference.step, verdict.mismatch.float64) == (0, True)
-    assert "the gradient and the optimizer's state are right, but the update is not" in str(verdict.mismatch.cause)
+    assert "the gradient and the optimizer's state are right, but the update is not" in str(
+        verdict.mismatch.cause
+    )
 
 
-def test_bitwise_plans_are_compared_with_a_bitwise_reference_without_perturbed_runs(tmp_path: Path) -> None:
+def test_bitwise_plans_are_compared_with_a_bitwise_reference_without_perturbed_runs(
+    tmp_path: Path,
+) -> None:
     runner = InProcess(tmp_path)
     report = verify(runner, options("replicate=3", bitwise=True))
-    assert [job.name for job in runner.jobs] == ["reference-bitwise", "plan-replicate3-numericsbitwise"]
+    assert [job.name for job in runner.jobs] == [
+        "reference-bitwise",
+        "plan-replicate3-numericsbitwise",
+    ]
     assert not report.passed  # this engine adds in another order at 3 ranks
     assert report.verdicts[0].bitwise
 
@@ -232,14 +314,22 @@ def test_a_script_that_fails_in_float64_is_verified_without_it(tmp_path: Path) -
     runner.failing["reference-fast-float64"] = (1, "Traceback\nRuntimeError: expected Float")
     report = verify(runner, options("replicate=2"))
     assert report.passed
-    assert report.notes == ["the first step was not repeated in float64: the script fails in it (RuntimeError: expected Float)"]
+    assert report.notes == [
+        "the first step was not repeated in float64: the script fails in it (RuntimeError: expected"
+        " Float)"
+    ]
 
 
 def test_a_plan_under_which_the_script_fails_did_not_run(tmp_path: Path) -> None:
     runner = InProcess(tmp_path)
     runner.failing["plan-replicate2-numericsfast"] = (2, "lockstep: PlanError: why")
     (verdict,) = verify(runner, options("replicate=2")).verdicts
-    assert (verdict.ran, verdict.passed, verdict.exit_status, verdict.error) == (False, False, 2, "lockstep: PlanError: why")
+    assert (verdict.ran, verdict.passed, verdict.exit_status, verdict.error) == (
+        False,
+        False,
+        2,
+        "lockstep: PlanError: why",
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,17 +338,32 @@ def test_a_plan_under_which_the_script_fails_did_not_run(tmp_path: Path) -> None
         (
             1,
             "Traceback\nValueError: boom",
-            r"'train.py' fails under one process \(exit status 1\), so there is .*\nTraceback\nValueError: boom",
+            (
+                r"'train.py' fails under one process \(exit status 1\), so there is"
+                r" .*\nTraceback\nValueError: boom"
+            ),
         ),
         (
             143,
             "",
-            r"'train.py' under one process did not finish 3 steps in 1 s; verify waits that long for each run; give fewer --steps",
+            (
+                r"'train.py' under one process did not finish 3 steps in 1 s; verify waits that"
+                r" long for each run; give fewer --steps"
+            ),
         ),
-        (0, "", r"'train.py' ended without a training step; verify compares the steps of ls.train or ls.Session; call one"),
+        (
+            0,
+            "",
+            (
+                r"'train.py' ended without a training step; verify compares the steps of ls.train"
+                r" or ls.Session; call one"
+            ),
+        ),
     ],
 )
-def test_a_script_that_cannot_be_verified_is_a_user_error(tmp_path: Path, status: int, error: str, text: str) -> None:
+def test_a_script_that_cannot_be_verified_is_a_user_error(
+    tmp_path: Path, status: int, error: str, text: str
+) -> None:
     runner = InProcess(tmp_path)
     runner.failing["reference-fast"] = (status, error)
     with pytest.raises(LaunchError, match=f"(?s)^{text}"):
@@ -292,25 +397,43 @@ class MeanOverTokens(MeanOfWeights):
     [
         (Quiet, None),
         (MeanOverTokens, "return ls.Sum(total), and give Recipe.weight"),
-        (MeanOfWeights, "With weights, its total must be a sum over samples: it may be a mean all the same"),
+        (
+            MeanOfWeights,
+            "With weights, its total must be a sum over samples: it may be a mean all the same",
+        ),
     ],
 )
-def test_another_microbatch_size_has_the_same_gradient(tmp_path: Path, kind: type[Engine], cause: str | None) -> None:
+def test_another_microbatch_size_has_the_same_gradient(
+    tmp_path: Path, kind: type[Engine], cause: str | None
+) -> None:
     runner = InProcess(tmp_path, lambda job: kind if job.name.startswith("microbatch-") else Engine)
     report = verify(runner, options("replicate=2", float64=False, other=True))
     assert report.microbatch_size_checked
-    assert [job.name for job in runner.jobs if job.name.startswith("micro")] == ["microbatch-4", "microbatch-2"]
+    assert [job.name for job in runner.jobs if job.name.startswith("micro")] == [
+        "microbatch-4",
+        "microbatch-2",
+    ]
     assert report.verdicts[0].passed
     assert (report.microbatch_size_mismatch is None) == report.passed == (cause is None)
     said = "every plan trains the same model as one process"
-    assert report.summary() == said + ("" if cause is None else ", but the loss depends on how a batch is split into microbatches")
+    assert report.summary() == said + (
+        "" if cause is None else ", but the loss depends on how a batch is split into microbatches"
+    )
     if report.microbatch_size_mismatch is not None:
-        assert (report.microbatch_size_mismatch.difference.step, report.microbatch_size_mismatch.difference.name) == (0, "last.bias")
-        assert "the loss is not a sum over samples: split into microbatches of 2 instead of 4" in str(report.microbatch_size_mismatch.cause)
+        assert (
+            report.microbatch_size_mismatch.difference.step,
+            report.microbatch_size_mismatch.difference.name,
+        ) == (0, "last.bias")
+        assert (
+            "the loss is not a sum over samples: split into microbatches of 2 instead of 4"
+            in str(report.microbatch_size_mismatch.cause)
+        )
         assert str(cause) in str(report.microbatch_size_mismatch.cause)
 
 
-def test_a_forward_that_draws_in_eval_mode_is_not_tried_with_another_microbatch_size(tmp_path: Path) -> None:
+def test_a_forward_that_draws_in_eval_mode_is_not_tried_with_another_microbatch_size(
+    tmp_path: Path,
+) -> None:
     runner = InProcess(tmp_path)  # with dropout on
     report = verify(runner, options("replicate=2", float64=False, other=True))
     assert (report.microbatch_size_checked, report.microbatch_size_mismatch) == (False, None)
@@ -319,7 +442,9 @@ def test_a_forward_that_draws_in_eval_mode_is_not_tried_with_another_microbatch_
 
 @pytest.mark.parametrize("kind", [Engine, faults.NotReduced])
 def test_the_page_needs_no_network(tmp_path: Path, kind: type[Engine]) -> None:
-    report = verify(InProcess(tmp_path, of_plan(kind)), options("replicate=2", "replicate=4", float64=False))
+    report = verify(
+        InProcess(tmp_path, of_plan(kind)), options("replicate=2", "replicate=4", float64=False)
+    )
     report.script = "<train>.py"
     text = page(report)
     assert text.startswith("<!doctype html>")
@@ -343,48 +468,101 @@ def test_plans_are_read_with_their_processes() -> None:
 @pytest.mark.parametrize(
     ("texts", "bitwise", "message"),
     [
-        ([], False, "no plan to verify; --plans takes at least one; give for example --plans replicate=2"),
-        (["replicate=2,microbatch_splits=1"], False, "microbatch_splits=1 in plan 'replicate=2,microbatch_splits=1'; verify compares"),
-        (["numerics=bitwise"], False, "replicate=auto in plan 'numerics=bitwise'; verify starts as many processes as the axes multiply to"),
-        (["replicate=2", "replicate=2,numerics=fast"], False, "plan 'replicate=2,numerics=fast' is given twice in --plans; give it once"),
+        (
+            [],
+            False,
+            "no plan to verify; --plans takes at least one; give for example --plans replicate=2",
+        ),
+        (
+            ["replicate=2,microbatch_splits=1"],
+            False,
+            "microbatch_splits=1 in plan 'replicate=2,microbatch_splits=1'; verify compares",
+        ),
+        (
+            ["numerics=bitwise"],
+            False,
+            (
+                "replicate=auto in plan 'numerics=bitwise'; verify starts as many processes as the"
+                " axes multiply to"
+            ),
+        ),
+        (
+            ["replicate=2", "replicate=2,numerics=fast"],
+            False,
+            "plan 'replicate=2,numerics=fast' is given twice in --plans; give it once",
+        ),
         (
             ["replicate=2,numerics=fast"],
             True,
-            "numerics=fast in plan 'replicate=2,numerics=fast' with --bitwise, which requires the same bits",
+            (
+                "numerics=fast in plan 'replicate=2,numerics=fast' with --bitwise, which requires"
+                " the same bits"
+            ),
         ),
-        (["replicate"], False, "'replicate' in plan 'replicate'; a plan is made of name=value pairs"),
+        (
+            ["replicate"],
+            False,
+            "'replicate' in plan 'replicate'; a plan is made of name=value pairs",
+        ),
     ],
 )
-def test_a_plan_that_cannot_be_verified_is_refused(texts: list[str], bitwise: bool, message: str) -> None:
+def test_a_plan_that_cannot_be_verified_is_refused(
+    texts: list[str], bitwise: bool, message: str
+) -> None:
     with pytest.raises(PlanError) as raised:
         parse_plans(texts, bitwise=bitwise)
     assert str(raised.value).startswith(message)
 
 
 def test_only_bits_of_a_compiled_plan_are_compared_with_a_compiled_run() -> None:
-    plans = parse_plans(["replicate=2,compile=yes", "shard=2,numerics=bitwise", "shard=2,numerics=bitwise,compile=yes"], bitwise=False)
-    expected = ["replicate=1,numerics=fast", "replicate=1,numerics=bitwise", "replicate=1,numerics=bitwise,compile=yes"]
+    plans = parse_plans(
+        [
+            "replicate=2,compile=yes",
+            "shard=2,numerics=bitwise",
+            "shard=2,numerics=bitwise,compile=yes",
+        ],
+        bitwise=False,
+    )
+    expected = [
+        "replicate=1,numerics=fast",
+        "replicate=1,numerics=bitwise",
+        "replicate=1,numerics=bitwise,compile=yes",
+    ]
     assert [str(job.plan) for job in reference_jobs(plans, 4).values()] == expected
     assert [str(reference_plan(plan)) for plan, _ in plans] == expected
 
 
 def test_jobs_have_folders_of_their_own() -> None:
-    plans = parse_plans(["replicate=2", "replicate=2,numerics=bitwise", "replicate=2,workers=1"], bitwise=False)
+    plans = parse_plans(
+        ["replicate=2", "replicate=2,numerics=bitwise", "replicate=2,workers=1"], bitwise=False
+    )
     plans += parse_plans(["replicate=2,numerics=bitwise,compile=yes"], bitwise=False)
-    jobs = [*reference_jobs(plans, 4).values(), *perturbed_jobs(4, None), *(plan_job(plan, count, 4, None) for plan, count in plans)]
-    jobs += [in_float64(job) for job in jobs if job.noise_seed is None] + microbatch_size_jobs(32, 8)
+    jobs = [
+        *reference_jobs(plans, 4).values(),
+        *perturbed_jobs(4, None),
+        *(plan_job(plan, count, 4, None) for plan, count in plans),
+    ]
+    jobs += [in_float64(job) for job in jobs if job.noise_seed is None] + microbatch_size_jobs(
+        32, 8
+    )
     assert len({job.name for job in jobs}) == len(jobs)
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "microbatch", "sizes"), [(32, 8, [8, 4]), (32, 7, [7, 4]), (8, 1, [1, 2]), (1, 1, []), (6, 2, [2, 1])]
+    ("global_batch", "microbatch", "sizes"),
+    [(32, 8, [8, 4]), (32, 7, [7, 4]), (8, 1, [1, 2]), (1, 1, []), (6, 2, [2, 1])],
 )
-def test_the_other_microbatch_size_is_about_half(global_batch: int, microbatch: int, sizes: list[int]) -> None:
+def test_the_other_microbatch_size_is_about_half(
+    global_batch: int, microbatch: int, sizes: list[int]
+) -> None:
     assert [job.microbatch for job in microbatch_size_jobs(global_batch, microbatch)] == sizes
 
 
 def test_a_common_size_gives_every_process_a_microbatch() -> None:
-    assert microbatch_for_all(10, [(Plan.parse("replicate=2"), 2), (Plan.parse("replicate=4"), 4)]) == 3
+    assert (
+        microbatch_for_all(10, [(Plan.parse("replicate=2"), 2), (Plan.parse("replicate=4"), 4)])
+        == 3
+    )
     assert microbatch_for_all(1, [(Plan.parse("replicate=4"), 4)]) == 1
 
 

@@ -1,7 +1,9 @@
-"""Renders the specimens of the zoo: one file holds a training script with one fault, and its clean twin.
+"""Renders the specimens of the zoo: one file holds a training script with one fault, and its clean
+twin.
 
-A line that ends in `# fault` is only in the faulty script, and one that ends in `# clean` only in the clean twin. The
-lines of a fault, and those that end in `# here`, are the places that a finding may name. Pure, but for `specimens`.
+A line that ends in `# fault` is only in the faulty script, and one that ends in `# clean` only in
+the clean twin. The lines of a fault, and those that end in `# here`, are the places that a finding
+may name. Pure, but for `specimens`.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ def render(text: str, *, faulty: bool) -> str:
 
 def places(text: str) -> set[int]:
     """Return the numbers of the lines, from 1, at which a finding may point."""
-    return {number for number, line in enumerate(text.split("\n"), start=1) if _split(line)[1] & {"fault", "here"}}
+    return {
+        number
+        for number, line in enumerate(text.split("\n"), start=1)
+        if _split(line)[1] & {"fault", "here"}
+    }
 
 
 def header(text: str) -> Header:
@@ -76,5 +82,7 @@ def specimens(folder: Path) -> list[Specimen]:
     found = []
     for path in sorted(folder.glob("*/[a-z]*.py")):
         facts = header(path.read_text(encoding="utf-8"))
-        found.append(Specimen(path, path.parent.name, path.stem, facts.cause, facts.source, facts.launch))
+        found.append(
+            Specimen(path, path.parent.name, path.stem, facts.cause, facts.source, facts.launch)
+        )
     return found

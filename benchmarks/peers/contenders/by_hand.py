@@ -1,5 +1,5 @@
-"""A careful hand-written loop: fused AdamW, gradients as views of DDP's buckets, one reduction per step, no loss
-read."""
+"""A careful hand-written loop: fused AdamW, gradients as views of DDP's buckets, one reduction per
+step, no loss read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The loop of most tutorials: default AdamW and DDP; each microbatch's loss is read and its gradients are reduced."""
+"""The loop of most tutorials: default AdamW and DDP; each microbatch's loss is read and its
+gradients are reduced."""
 
 from __future__ import annotations
 

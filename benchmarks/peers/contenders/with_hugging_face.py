@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer without logs, saves and progress. It has no option for gradients as views of DDP's buckets."""
+"""Hugging Face's Trainer without logs, saves and progress. It has no option for gradients as views
+of DDP's buckets."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class OurTrainer(Trainer):
         loader.collate_fn = Named(loader.collate_fn)
         return self.accelerator.prepare(loader)
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Tensor:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
         batch = inputs["batch"]
         return self.baton.saw(self.work.loss(model(self.work.inputs(batch)), batch))
 

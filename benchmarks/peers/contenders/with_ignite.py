@@ -1,4 +1,5 @@
-"""PyTorch-Ignite's Engine with `ignite.distributed`. As documented, accumulation reduces gradients every microbatch."""
+"""PyTorch-Ignite's Engine with `ignite.distributed`. As documented, accumulation reduces gradients
+every microbatch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def train(work: Workload, baton: Baton) -> None:
 
 def _train(local_rank: int, work: Workload, baton: Baton) -> None:
     size = work.task.processes
-    # Numbers for all processes together: Ignite divides batches and workers among them, and samples round-robin.
+    # Numbers for all processes together: Ignite divides batches and workers among them, and samples
+    # round-robin.
     loader = idist.auto_dataloader(
         work.data,
         batch_size=work.microbatch * size,
@@ -28,7 +30,9 @@ def _train(local_rank: int, work: Workload, baton: Baton) -> None:
         num_workers=work.workers * size,
         collate_fn=work.collate,
     )
-    model = idist.auto_model(work.model(), **({"gradient_as_bucket_view": True} if size > 1 else {}))
+    model = idist.auto_model(
+        work.model(), **({"gradient_as_bucket_view": True} if size > 1 else {})
+    )
     optimizer = idist.auto_optim(work.optimizer(model))
 
     def train_step(engine: Engine, batch: Any) -> None:

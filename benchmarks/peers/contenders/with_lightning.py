@@ -1,4 +1,5 @@
-"""Lightning's Trainer in its documented mode for measurements: `barebones`, without logger, progress or checkpoints."""
+"""Lightning's Trainer in its documented mode for measurements: `barebones`, without logger,
+progress or checkpoints."""
 
 from __future__ import annotations
 

@@ -38,4 +38,9 @@ def recipe_of(work: Workload, saw: Callable[[Tensor], Tensor]) -> ls.Recipe:
 
 
 def train(work: Workload, baton: Baton) -> None:
-    ls.train(recipe_of(work, baton.saw), plan=f"workers={work.workers}", run_dir=f"{work.task.scratch}/run", hooks=[AfterStep(baton)])
+    ls.train(
+        recipe_of(work, baton.saw),
+        plan=f"workers={work.workers}",
+        run_dir=f"{work.task.scratch}/run",
+        hooks=[AfterStep(baton)],
+    )

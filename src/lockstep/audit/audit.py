@@ -1,4 +1,5 @@
-"""Holds the records of a run against all laws, and keeps of each fault the finding that names its cause."""
+"""Holds the records of a run against all laws, and keeps of each fault the finding that names its
+cause."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ CONSEQUENCES = {
     Cause.UNUSED_PARAMETER: {Cause.REPLICAS_DRIFT, Cause.OPTIMIZER_STATE_DIFFERS},
     Cause.LOCAL_CLIPPING: {Cause.REPLICAS_DRIFT, Cause.NOT_REDUCED, Cause.OPTIMIZER_STATE_DIFFERS},
     Cause.LEARNING_RATES_DIFFER: {Cause.REPLICAS_DRIFT},
-    Cause.NOT_TRAINED: {Cause.INITIAL_VALUES_DIFFER, Cause.NOT_REDUCED, Cause.REPLICAS_DRIFT, Cause.UNUSED_PARAMETER},
+    Cause.NOT_TRAINED: {
+        Cause.INITIAL_VALUES_DIFFER,
+        Cause.NOT_REDUCED,
+        Cause.REPLICAS_DRIFT,
+        Cause.UNUSED_PARAMETER,
+    },
     Cause.STALE_GRADIENTS: {Cause.WRONG_SCALE, Cause.MEAN_OF_MEANS},
     Cause.CLIPPED_SCALED: {Cause.WRONG_SCALE},
     Cause.UNEVEN_INPUTS: {Cause.SAMPLES_MISSING, Cause.HANG, Cause.COLLECTIVE_MISMATCH},
@@ -42,11 +48,15 @@ CONSEQUENCES = {
 
 
 def judge(folder: Path, audit: Audit, hang: HangStacks | None) -> None:
-    """Fill in what was found, what is right and what could not be seen, from the records in `folder`."""
+    """Fill in what was found, what is right and what could not be seen, from the records in
+    `folder`."""
     records = read_records(folder)
     if is_broken_collective(audit.error) and any(rank.has_ended for rank in records.ranks):
         audit.error, audit.status = "", 0  # the audit itself ended a rank, and the others missed it
-        audit.notes.append("the ranks did not take the same number of steps; all were ended when the first of them had taken enough")
+        audit.notes.append(
+            "the ranks did not take the same number of steps; all were ended when the first of them"
+            " had taken enough"
+        )
     audit.steps = records.steps
     if records.world_size:
         audit.processes = records.world_size
@@ -66,7 +76,10 @@ def judge(folder: Path, audit: Audit, hang: HangStacks | None) -> None:
     hidden = {cause for finding in audit.findings for cause in CONSEQUENCES.get(finding.cause, ())}
     audit.findings = [finding for finding in audit.findings if finding.cause not in hidden]
     if records.problems:
-        audit.notes.append(f"{len(records.problems)} errors of the probes themselves; what they watch is not seen: {records.problems[0]}")
+        audit.notes.append(
+            f"{len(records.problems)} errors of the probes themselves; what they watch is not seen:"
+            f" {records.problems[0]}"
+        )
     if hang is not None:
         audit.notes.append(f"the script made no progress for {hang.seconds:.0f} s, and was ended")
     _say_single_process(audit, records)
@@ -75,7 +88,9 @@ def judge(folder: Path, audit: Audit, hang: HangStacks | None) -> None:
 def add_result(audit: Audit, result: AreaResult) -> None:
     """Add what was seen of one area."""
     known = {finding.cause for finding in audit.findings}
-    audit.findings += [_with_short_line(finding) for finding in result.findings if finding.cause not in known]
+    audit.findings += [
+        _with_short_line(finding) for finding in result.findings if finding.cause not in known
+    ]
     if result.right and not result.findings:
         audit.right[result.area] = result.right
     if result.unseen:

@@ -1,4 +1,5 @@
-"""Runs the script on several numbers of processes with one global batch, and compares what it learned."""
+"""Runs the script on several numbers of processes with one global batch, and compares what it
+learned."""
 
 from __future__ import annotations
 
@@ -32,37 +33,58 @@ class CompareOptions:
     def __post_init__(self) -> None:
         if "{}" not in self.per_rank_batch:
             raise LaunchError(
-                f"--per-rank-batch {self.per_rank_batch!r}; it is the script's option for one process's batch, with {{}} for the number; "
-                'write for example --per-rank-batch "--batch-size {}"'
+                f"--per-rank-batch {self.per_rank_batch!r}; it is the script's option for one"
+                " process's batch, with {} for the number; write for example --per-rank-batch"
+                ' "--batch-size {}"'
             )
         shell_words("--per-rank-batch", self.per_rank_batch)
         if uneven := [each for each in self.processes if each < 1 or self.global_batch % each]:
             raise LaunchError(
-                f"--compare {','.join(map(str, self.processes))} with --global-batch {self.global_batch}; it must be a multiple of "
-                f"each number of processes, which it is not of {uneven[0]}; choose others"
+                f"--compare {','.join(map(str, self.processes))} with --global-batch"
+                f" {self.global_batch}; it must be a multiple of each number of processes, which it"
+                f" is not of {uneven[0]}; choose others"
             )
 
     def arguments(self, processes: int) -> list[str]:
-        return shell_words("--per-rank-batch", self.per_rank_batch.replace("{}", str(self.global_batch // processes)))
+        return shell_words(
+            "--per-rank-batch",
+            self.per_rank_batch.replace("{}", str(self.global_batch // processes)),
+        )
 
 
-def add_compare(audit: Audit, options: AuditOptions, compare: CompareOptions, folder: Path, *, echo: BinaryIO | None) -> None:
+def add_compare(
+    audit: Audit,
+    options: AuditOptions,
+    compare: CompareOptions,
+    folder: Path,
+    *,
+    echo: BinaryIO | None,
+) -> None:
     """Run the script as often as it takes, and add what depends on the number of processes."""
 
     def run(name: str, processes: int, perturb: int = 0) -> Records | None:
         if echo is not None:
-            say(f"lockstep audit: the script runs on {processes} process{'es' if processes > 1 else ''} ({name})")
+            say(
+                f"lockstep audit: the script runs on {processes}"
+                f" process{'es' if processes > 1 else ''} ({name})"
+            )
         (folder / name).mkdir()
         arguments = [*options.arguments, *compare.arguments(processes)]
         changed = replace(options, processes=processes, arguments=arguments, perturb=perturb)
         ended = run_script(changed, folder / name, torchrun=True, echo=echo)
         if ended.error or ended.hang is not None or ended.timed_out:
-            text = f"the script did not get to its end on {processes} processes: {ended.error or 'it made no progress'}"
+            text = (
+                f"the script did not get to its end on {processes} processes:"
+                f" {ended.error or 'it made no progress'}"
+            )
             add_result(audit, AreaResult(Area.COMPARE, unseen=[text]))
             return None
         return read_records(folder / name)
 
-    runs = [run("reference", 1), *(run(f"perturbed-{seed}", 1, seed) for seed in range(1, PERTURBED_RUNS + 1))]
+    runs = [
+        run("reference", 1),
+        *(run(f"perturbed-{seed}", 1, seed) for seed in range(1, PERTURBED_RUNS + 1)),
+    ]
     others = {count: run(f"processes-{count}", count) for count in compare.processes if count != 1}
     if any(each is None for each in [*runs, *others.values()]):
         return

@@ -1,4 +1,5 @@
-"""Findings of an audit: the cause, the evidence, the line of the user's script, and the remedy. Pure."""
+"""Findings of an audit: the cause, the evidence, the line of the user's script, and the remedy.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from lockstep.audit.remedies import CAUSES
 
 
 class Cause(Enum):
-    """The faults that an audit can name. The value is the name in JSON, and the key of its texts in `remedies`."""
+    """The faults that an audit can name. The value is the name in JSON, and the key of its texts in
+    `remedies`."""
 
     SAME_SAMPLES = "same_samples"
     SAME_ORDER = "same_order"
@@ -99,7 +101,11 @@ class Finding:
         return CAUSES[self.cause.value].remedy
 
     def as_json(self) -> dict[str, Any]:
-        row = asdict(self) | {"cause": self.cause.value, "area": self.area.value, "names": list(self.names)}
+        row = asdict(self) | {
+            "cause": self.cause.value,
+            "area": self.area.value,
+            "names": list(self.names),
+        }
         return row | {"title": self.title, "law": self.law, "remedy": self.remedy}
 
 

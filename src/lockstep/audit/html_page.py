@@ -1,5 +1,5 @@
-"""The HTML page of an audit: each finding with its evidence, its line and its remedy; what is right; what was not seen.
-Pure.
+"""The HTML page of an audit: each finding with its evidence, its line and its remedy; what is
+right; what was not seen. Pure.
 
 One file that needs no network, for light and dark displays.
 """
@@ -30,13 +30,19 @@ def page(audit: Audit, source: Mapping[str, Sequence[str]]) -> str:
     title = f"lockstep audit {audit.script}"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p>{escape(extent(audit))}: <strong class="{verdict_class(audit.passed)}">{escape(verdict(audit))}</strong>.</p>',
+        (
+            f"<p>{escape(extent(audit))}: <strong"
+            f' class="{verdict_class(audit.passed)}">{escape(verdict(audit))}</strong>.</p>'
+        ),
         *(f'<p class="faint">{escape(note)}</p>' for note in audit.notes),
         _error(audit),
         _table(audit.findings),
         *(_finding(number, each, source) for number, each in enumerate(audit.findings, 1)),
         _rows("Found right", [(area.value, text) for area, text in audit.right.items()]),
-        _rows("Not seen", [(area.value, text) for area, texts in audit.unseen.items() for text in texts]),
+        _rows(
+            "Not seen",
+            [(area.value, text) for area, texts in audit.unseen.items() for text in texts],
+        ),
     ]
     return document(title, parts, _STYLE)
 
@@ -44,21 +50,31 @@ def page(audit: Audit, source: Mapping[str, Sequence[str]]) -> str:
 def _error(audit: Audit) -> str:
     if not audit.error:
         return ""
-    return f'<p class="bad">The script failed (exit status {audit.status}).</p><pre>{escape(audit.error)}</pre>'
+    return (
+        '<p class="bad">The script failed (exit status'
+        f" {audit.status}).</p><pre>{escape(audit.error)}</pre>"
+    )
 
 
 def _table(findings: Sequence[Finding]) -> str:
     rows = "".join(
-        f'<tr><td class="number">{number}</td><td><a href="#{number}">{escape(each.title)}</a></td><td>{escape(each.line)}</td>'
-        f'<td class="number">{"" if each.step is None else each.step}</td></tr>'
+        f'<tr><td class="number">{number}</td><td><a'
+        f' href="#{number}">{escape(each.title)}</a></td><td>{escape(each.line)}</td><td'
+        f' class="number">{"" if each.step is None else each.step}</td></tr>'
         for number, each in enumerate(findings, 1)
     )
-    head = '<tr><th class="number"></th><th>finding</th><th>line</th><th class="number">step</th></tr>'
+    head = (
+        '<tr><th class="number"></th><th>finding</th><th>line</th><th class="number">step</th></tr>'
+    )
     return f'<div class="wide"><table>{head}{rows}</table></div>' if findings else ""
 
 
 def _finding(number: int, finding: Finding, source: Mapping[str, Sequence[str]]) -> str:
-    names = f'<p class="faint">Concerned: {escape(", ".join(finding.names))}</p>' if finding.names else ""
+    names = (
+        f'<p class="faint">Concerned: {escape(", ".join(finding.names))}</p>'
+        if finding.names
+        else ""
+    )
     parts = [
         f'<h2 id="{number}" class="bad">{number}. {escape(finding.title)}</h2>',
         f"<p>Law: {escape(finding.law)}.</p>",
@@ -70,14 +86,16 @@ def _finding(number: int, finding: Finding, source: Mapping[str, Sequence[str]])
 
 
 def _source(line: str, source: Mapping[str, Sequence[str]]) -> str:
-    """Return the line of a finding with those around it; its name alone if the file is not there."""
+    """Return the line of a finding with those around it; its name alone if the file is not
+    there."""
     name, _, number = line.rpartition(":")
     lines = source.get(name, [])
     if not (number.isdecimal() and 0 < int(number) <= len(lines)):
         return f"<p>{escape(line)}</p>" if line else ""
     here = int(number)
     rows = "".join(
-        f'<tr{" class=here" if at == here else ""}><td class="number">{at}</td><td>{escape(lines[at - 1])}</td></tr>'
+        f"<tr{' class=here' if at == here else ''}><td"
+        f' class="number">{at}</td><td>{escape(lines[at - 1])}</td></tr>'
         for at in range(max(1, here - AROUND), min(len(lines), here + AROUND) + 1)
     )
     return f'<p>{escape(line)}</p><div class="wide"><table class="source">{rows}</table></div>'
@@ -91,5 +109,11 @@ def _remedy(text: str) -> Iterable[str]:
 
 
 def _rows(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    cells = "".join(f"<tr><td>{escape(area)}</td><td>{escape(text)}</td></tr>" for area, text in rows)
-    return f'<h2>{title}</h2><div class="wide"><table class="areas">{cells}</table></div>' if rows else ""
+    cells = "".join(
+        f"<tr><td>{escape(area)}</td><td>{escape(text)}</td></tr>" for area, text in rows
+    )
+    return (
+        f'<h2>{title}</h2><div class="wide"><table class="areas">{cells}</table></div>'
+        if rows
+        else ""
+    )

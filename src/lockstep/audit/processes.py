@@ -1,4 +1,5 @@
-"""The processes of an audited script: all that it has started, in whatever session, and their end."""
+"""The processes of an audited script: all that it has started, in whatever session, and their
+end."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ KILL_SECONDS = 10.0
 
 
 def end_all(root: subprocess.Popen[bytes], folder: Path, marker: str) -> None:
-    """End the script and all that it has started. torchrun ends its workers when it is asked to; the rest is killed."""
+    """End the script and all that it has started. torchrun ends its workers when it is asked to;
+    the rest is killed."""
     seen = started_by(root.pid, folder, marker)
     if root.poll() is None:
         _send(root.pid, signal.SIGTERM)
@@ -32,9 +34,12 @@ def end_all(root: subprocess.Popen[bytes], folder: Path, marker: str) -> None:
 
 
 def started_by(root: int, folder: Path, marker: str) -> set[int]:
-    """Return the ids of the script's processes that run: the descendants of `root`, and those that have lost their
-    parent: on Linux by the entry `marker` of their environment, elsewhere by the names of the records in `folder`."""
-    left = with_marker(marker) if sys.platform == "linux" else set(recorded(folder)) & parents().keys()
+    """Return the ids of the script's processes that run: the descendants of `root`, and those that
+    have lost their parent: on Linux by the entry `marker` of their environment, elsewhere by the
+    names of the records in `folder`."""
+    left = (
+        with_marker(marker) if sys.platform == "linux" else set(recorded(folder)) & parents().keys()
+    )
     return (left | {root} | descendants(left | {root})) & parents().keys() - {os.getpid()}
 
 
@@ -53,14 +58,19 @@ def running_records(folder: Path) -> set[int]:
 
 
 def dump_stacks(folder: Path, seconds: float) -> dict[int, str]:
-    """Have all processes that keep records write the stacks of their threads, and return them after `seconds`."""
+    """Have all processes that keep records write the stacks of their threads, and return them after
+    `seconds`."""
     running = sorted(running_records(folder))
     for pid in running:
         for number in signals("SIGUSR2"):
             _send(pid, number)
     time.sleep(seconds)
     files = {pid: folder / f"stacks-{pid}.txt" for pid in running}
-    return {pid: path.read_text(encoding="utf-8", errors="replace") for pid, path in files.items() if path.exists()}
+    return {
+        pid: path.read_text(encoding="utf-8", errors="replace")
+        for pid, path in files.items()
+        if path.exists()
+    }
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 UNKNOWN = -1
-"""The number of a loader whose first pass is not in the record: another process began it, and forked."""
+"""The number of a loader whose first pass is not in the record: another process began it, and
+forked."""
 Row = dict[str, Any]
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -54,16 +55,25 @@ class Records:
     @property
     def steps(self) -> int:
         """The optimizer steps that were taken by every rank that has an optimizer."""
-        return min((max(row["index"] + 1 for row in rank.steps) for rank in self.ranks if rank.steps), default=0)
+        return min(
+            (max(row["index"] + 1 for row in rank.steps) for rank in self.ranks if rank.steps),
+            default=0,
+        )
 
     @property
     def joined_at(self) -> float:
-        """The place from which `Join` lets ranks take different numbers of steps; infinite if there is none."""
-        return min((float(row["place"]) for rank in self.ranks for row in rank.of("join")), default=float("inf"))
+        """The place from which `Join` lets ranks take different numbers of steps; infinite if there
+        is none."""
+        return min(
+            (float(row["place"]) for rank in self.ranks for row in rank.of("join")),
+            default=float("inf"),
+        )
 
     def together(self) -> Iterator[list[Row]]:
         """The rows of each step that all ranks took together, one of each rank, in order."""
-        by_rank = [{(row["optimizer"], row["index"]): row for row in rank.steps} for rank in self.ranks]
+        by_rank = [
+            {(row["optimizer"], row["index"]): row for row in rank.steps} for rank in self.ranks
+        ]
         joined = self.joined_at
         for key in by_rank[0] if by_rank else []:
             if all(key in rows and rows[key]["place"] < joined for rows in by_rank):
@@ -71,7 +81,8 @@ class Records:
 
 
 def read_records(folder: Path) -> Records:
-    """Read all processes' files. The process of a rank is the one that took steps, or joined the process group."""
+    """Read all processes' files. The process of a rank is the one that took steps, or joined the
+    process group."""
     files = [rows for path in sorted(folder.glob("process-*.jsonl")) if (rows := _rows(path))]
     ranks: dict[int, Rank] = {}
     by_pid: dict[int, int] = {}
@@ -92,18 +103,29 @@ def read_records(folder: Path) -> Records:
     records = Records([ranks[number] for number in sorted(ranks)])
     number_loaders(records.ranks)
     for rank in records.ranks:
-        records.fetches += [row | {"rank": rank.rank, "pid": rank.rows[0]["pid"]} for row in rank.of("fetch")]
+        records.fetches += [
+            row | {"rank": rank.rank, "pid": rank.rows[0]["pid"]} for row in rank.of("fetch")
+        ]
     for rows in others:
         owner = by_pid.get(rows[0]["parent"], rows[0].get("rank"))
         if owner is not None:
-            records.fetches += [row | {"rank": int(owner), "pid": rows[0]["pid"]} for row in rows if row["kind"] == "fetch"]
-    records.problems = [f"{row['where']}: {row['text']}" for rows in files for row in rows if row["kind"] == "problem"]
+            records.fetches += [
+                row | {"rank": int(owner), "pid": rows[0]["pid"]}
+                for row in rows
+                if row["kind"] == "fetch"
+            ]
+    records.problems = [
+        f"{row['where']}: {row['text']}"
+        for rows in files
+        for row in rows
+        if row["kind"] == "problem"
+    ]
     return records
 
 
 def number_loaders(ranks: Sequence[Rank]) -> None:
-    """Give the loaders that one line made, in their order, the same numbers on all ranks: a rank that evaluates alone
-    has counted more of them."""
+    """Give the loaders that one line made, in their order, the same numbers on all ranks: a rank
+    that evaluates alone has counted more of them."""
     numbers: dict[tuple[str, int], int] = {}
     for rank in ranks:
         made: Counter[str] = Counter()
@@ -117,12 +139,15 @@ def number_loaders(ranks: Sequence[Rank]) -> None:
             if row.get("loader") is not None:
                 row["loader"] = own.get(row["loader"], UNKNOWN)
             if "passes" in row:
-                row["passes"] = [(own.get(loader, UNKNOWN), number) for loader, number in row["passes"]]
+                row["passes"] = [
+                    (own.get(loader, UNKNOWN), number) for loader, number in row["passes"]
+                ]
 
 
 def training_passes(rows: Sequence[Row]) -> set[tuple[int, int]]:
-    """The loaders and passes that backwards are of: that of the last batch before one, and those that gave a batch for
-    several (of `zip(labelled, unlabelled)`; one batch alone may be a look at other data)."""
+    """The loaders and passes that backwards are of: that of the last batch before one, and those
+    that gave a batch for several (of `zip(labelled, unlabelled)`; one batch alone may be a look at
+    other data)."""
     backwards = [row for row in rows if row["kind"] == "backward"]
     counts = Counter(tuple(place) for row in backwards for place in row["passes"])
     last = {(row["loader"], row["pass_number"]) for row in backwards if row["loader"] is not None}
@@ -145,7 +170,11 @@ def difference(one: list[float] | None, other: list[float] | None) -> float:
     """The distance of two tensors, relative to the larger one, as their sketches tell it."""
     first, second = vector(one), vector(other)
     if first is None or second is None or one is None or other is None:
-        return float("inf") if (first is None) != (second is None) and one is not None and other is not None else 0.0
+        return (
+            float("inf")
+            if (first is None) != (second is None) and one is not None and other is not None
+            else 0.0
+        )
     largest = max(size(one), size(other))
     return float(np.sqrt(np.mean((first - second) ** 2))) / largest if largest else 0.0
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_EQUIVALENCE = "every step applies the gradient of one loss over one global batch, whatever the number of processes"
+_EQUIVALENCE = (
+    "every step applies the gradient of one loss over one global batch, whatever the number of"
+    " processes"
+)
 _ONCE = "every sample is seen exactly once in an epoch"
 _STREAMS = "each sample and each microbatch has random numbers of its own"
 _REPLICAS = "all ranks hold the same model"
@@ -23,15 +26,16 @@ CAUSES = {
     "same_samples": CauseText(
         "several ranks train on the same samples",
         _ONCE,
-        "give the loader a sampler that splits the data over the ranks:\n"
-        "    sampler = DistributedSampler(dataset)\n"
-        "    loader = DataLoader(dataset, sampler=sampler, ...)   # and sampler.set_epoch(epoch) at each epoch\n"
-        "an IterableDataset skips the samples of other ranks and workers itself: itertools.islice(samples, shard, None, shards)",
+        "give the loader a sampler that splits the data over the ranks:\n    sampler ="
+        " DistributedSampler(dataset)\n    loader = DataLoader(dataset, sampler=sampler, ...)   #"
+        " and sampler.set_epoch(epoch) at each epoch\nan IterableDataset skips the samples of other"
+        " ranks and workers itself: itertools.islice(samples, shard, None, shards)",
     ),
     "same_order": CauseText(
         "every epoch has the same order",
         "each epoch has an order of its own",
-        "call set_epoch before each epoch:\n    for epoch in range(epochs):\n        loader.sampler.set_epoch(epoch)",
+        "call set_epoch before each epoch:\n    for epoch in range(epochs):\n       "
+        " loader.sampler.set_epoch(epoch)",
     ),
     "samples_repeated": CauseText(
         "samples are seen more than once in an epoch",
@@ -43,37 +47,40 @@ CAUSES = {
     "samples_missing": CauseText(
         "samples are left out of every epoch",
         _ONCE,
-        "split the data so that the parts of all ranks together are the whole: DistributedSampler(dataset), or indices[rank::world_size]",
+        "split the data so that the parts of all ranks together are the whole:"
+        " DistributedSampler(dataset), or indices[rank::world_size]",
     ),
     "evaluation_repeats": CauseText(
         "the evaluation counts some samples twice",
         "an evaluation counts each sample exactly once",
-        "DistributedSampler pads to a multiple of the ranks; give each rank its own part instead, and add up sums and counts:\n"
-        "    part = Subset(dataset, range(rank, len(dataset), world_size))\n"
-        "with Accelerate: accelerator.gather_for_metrics instead of accelerator.gather",
+        "DistributedSampler pads to a multiple of the ranks; give each rank its own part instead,"
+        " and add up sums and counts:\n    part = Subset(dataset, range(rank, len(dataset),"
+        " world_size))\nwith Accelerate: accelerator.gather_for_metrics instead of"
+        " accelerator.gather",
     ),
     "datasets_differ": CauseText(
         "each rank has another dataset",
         _ONCE,
-        "make it, and split it, with a seed that all ranks share, whatever seed they have otherwise:\n"
-        "    shared = torch.Generator().manual_seed(0)\n"
-        "    training, held_out = random_split(dataset, lengths, generator=shared)\n"
-        "data of each rank's own need no DistributedSampler: RandomSampler reads all of them",
+        "make it, and split it, with a seed that all ranks share, whatever seed they have"
+        " otherwise:\n    shared = torch.Generator().manual_seed(0)\n    training, held_out ="
+        " random_split(dataset, lengths, generator=shared)\ndata of each rank's own need no"
+        " DistributedSampler: RandomSampler reads all of them",
     ),
     "not_reduced": CauseText(
         "gradients are not reduced",
         _EQUIVALENCE,
-        "call the DistributedDataParallel object, not its .module; leave no_sync before the last microbatch of a step;\n"
-        "a loop of your own must reduce every parameter:\n"
-        "    for p in model.parameters():\n        dist.all_reduce(p.grad)\n        p.grad /= dist.get_world_size()",
+        "call the DistributedDataParallel object, not its .module; leave no_sync before the last"
+        " microbatch of a step;\na loop of your own must reduce every parameter:\n    for p in"
+        " model.parameters():\n        dist.all_reduce(p.grad)\n        p.grad /="
+        " dist.get_world_size()",
     ),
     "wrong_scale": CauseText(
         "the gradient has the wrong scale",
         _EQUIVALENCE,
-        "divide a sum over ranks by the number of ranks, and the loss of a microbatch by the number of microbatches in a step, once each:\n"
-        "    (loss / accumulation_steps).backward()\n"
-        "a sum over the count of all ranks is multiplied by world_size where DDP divides by it; a loss over gathered values needs a\n"
-        "gather whose backward adds up the gradients of all ranks:\n"
+        "divide a sum over ranks by the number of ranks, and the loss of a microbatch by the number"
+        " of microbatches in a step, once each:\n    (loss / accumulation_steps).backward()\na sum"
+        " over the count of all ranks is multiplied by world_size where DDP divides by it; a loss"
+        " over gathered values needs a\ngather whose backward adds up the gradients of all ranks:\n"
         "    torch.cat(torch.distributed.nn.functional.all_gather(features))",
     ),
     "reduced_every_microbatch": CauseText(
@@ -86,19 +93,22 @@ CAUSES = {
     "unused_parameter": CauseText(
         "a parameter is used on some ranks only",
         _EQUIVALENCE,
-        "DistributedDataParallel(model, find_unused_parameters=True); a loop of your own must reduce zeros where p.grad is None,\n"
-        "on every rank and in one order",
+        "DistributedDataParallel(model, find_unused_parameters=True); a loop of your own must"
+        " reduce zeros where p.grad is None,\non every rank and in one order",
     ),
     "local_clipping": CauseText(
         "gradients are clipped by the norm of a part of them",
         "clipping uses the norm of the whole reduced gradient",
-        "clip after the reduction, and over all shards: torch.nn.utils.clip_grad_norm_(model.parameters(), ...) under DDP and FSDP2,\n"
-        "model.clip_grad_norm_(...) under FSDP1; accelerator.clip_grad_norm_ only if accelerator.sync_gradients",
+        "clip after the reduction, and over all shards:"
+        " torch.nn.utils.clip_grad_norm_(model.parameters(), ...) under DDP and"
+        " FSDP2,\nmodel.clip_grad_norm_(...) under FSDP1; accelerator.clip_grad_norm_ only if"
+        " accelerator.sync_gradients",
     ),
     "clipped_scaled": CauseText(
         "gradients are clipped while they are multiplied by the loss scale",
         "clipping uses the norm of the whole reduced gradient",
-        "unscale first:\n    scaler.unscale_(optimizer)\n    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+        "unscale first:\n    scaler.unscale_(optimizer)\n   "
+        " torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
     ),
     "stale_gradients": CauseText(
         "gradients of earlier steps are still in the sum",
@@ -108,26 +118,29 @@ CAUSES = {
     "mean_of_means": CauseText(
         "the loss is a mean of means",
         _EQUIVALENCE,
-        "divide the sum by the count of the whole step, not each microbatch by its own:\n"
-        "    count = number of targets of this rank's step; dist.all_reduce(count)\n"
-        '    loss = F.cross_entropy(..., reduction="sum") * world_size / count   # DDP divides by world_size',
+        "divide the sum by the count of the whole step, not each microbatch by its own:\n    count"
+        " = number of targets of this rank's step; dist.all_reduce(count)\n    loss ="
+        ' F.cross_entropy(..., reduction="sum") * world_size / count   # DDP divides by world_size',
     ),
     "initial_values_differ": CauseText(
         "ranks begin with different parameters",
         _REPLICAS,
-        "wrap the model in DistributedDataParallel, which sends rank 0's values to all, or do so yourself:\n"
-        "    for tensor in model.state_dict().values():\n        dist.broadcast(tensor, src=0)",
+        "wrap the model in DistributedDataParallel, which sends rank 0's values to all, or do so"
+        " yourself:\n    for tensor in model.state_dict().values():\n        dist.broadcast(tensor,"
+        " src=0)",
     ),
     "replicas_drift": CauseText(
         "the parameters of the ranks drift apart",
         _REPLICAS,
-        "every rank must apply the same gradient with the same settings in the same steps; nothing but the optimizer may change parameters",
+        "every rank must apply the same gradient with the same settings in the same steps; nothing"
+        " but the optimizer may change parameters",
     ),
     "buffers_differ": CauseText(
         "buffers differ from rank to rank",
         _REPLICAS,
-        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs; DistributedDataParallel(model, broadcast_buffers=True);\n"
-        "or average the running statistics over the ranks before each evaluation and save",
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs;"
+        " DistributedDataParallel(model, broadcast_buffers=True);\nor average the running"
+        " statistics over the ranks before each evaluation and save",
     ),
     "optimizer_state_differs": CauseText(
         "the state of the optimizer differs from rank to rank",
@@ -137,32 +150,35 @@ CAUSES = {
     "optimizer_needs_whole_tensors": CauseText(
         "the optimizer needs whole tensors, and is given shards",
         "an optimizer does the same on a part as on the whole",
-        "use an element-wise optimizer (SGD, Adam, AdamW) for sharded parameters, or gather each gradient, update whole, and shard again",
+        "use an element-wise optimizer (SGD, Adam, AdamW) for sharded parameters, or gather each"
+        " gradient, update whole, and shard again",
     ),
     "not_trained": CauseText(
         "parameters of the model are not in the optimizer",
         "the optimizer updates the parameters that the model uses",
-        "build the optimizer last: after fully_shard, after a change of layers, after weights are tied, after moving to a device",
+        "build the optimizer last: after fully_shard, after a change of layers, after weights are"
+        " tied, after moving to a device",
     ),
     "not_finite": CauseText(
         "the model's parameters are NaN or infinite",
         "a step applies a gradient that is finite, or none",
-        "give every parameter a value: after model.to_empty(...) each module's reset_parameters(), that of the layers too;\n"
-        "skip a step whose gradient is not finite, as torch.amp.GradScaler does:\n"
-        "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
-        "    if torch.isfinite(norm):\n        optimizer.step()",
+        "give every parameter a value: after model.to_empty(...) each module's reset_parameters(),"
+        " that of the layers too;\nskip a step whose gradient is not finite, as"
+        " torch.amp.GradScaler does:\n    norm = torch.nn.utils.clip_grad_norm_(model.parameters(),"
+        " max_norm)\n    if torch.isfinite(norm):\n        optimizer.step()",
     ),
     "same_random_numbers": CauseText(
         "all ranks draw the same random numbers",
         _STREAMS,
-        "after the model is built, give each rank a seed of its own: torch.manual_seed(seed + rank)",
+        "after the model is built, give each rank a seed of its own: torch.manual_seed(seed +"
+        " rank)",
     ),
     "same_augmentation": CauseText(
         "augmentation draws the same random numbers for different samples",
         _STREAMS,
-        "do not set one seed in every worker or on every rank:\n"
-        "    def seed_worker(worker_id):\n        np.random.seed(torch.initial_seed() % 2**32)\n"
-        "and give each rank's loader a generator of its own: generator=torch.Generator().manual_seed(seed + rank)",
+        "do not set one seed in every worker or on every rank:\n    def seed_worker(worker_id):\n  "
+        "      np.random.seed(torch.initial_seed() % 2**32)\nand give each rank's loader a"
+        " generator of its own: generator=torch.Generator().manual_seed(seed + rank)",
     ),
     "seed_reset": CauseText(
         "a seed is set again and again",
@@ -172,8 +188,9 @@ CAUSES = {
     "schedule_speed": CauseText(
         "the learning rate schedule runs too fast",
         "the learning rate is a function of the optimizer steps",
-        "call scheduler.step() once for each optimizer.step(); with Accelerate, a prepared scheduler steps once per process:\n"
-        "count the training steps before accelerator.prepare, or do not prepare the scheduler",
+        "call scheduler.step() once for each optimizer.step(); with Accelerate, a prepared"
+        " scheduler steps once per process:\ncount the training steps before accelerator.prepare,"
+        " or do not prepare the scheduler",
     ),
     "schedule_on_skipped_step": CauseText(
         "the schedule goes on although the step was skipped",
@@ -185,7 +202,8 @@ CAUSES = {
     "learning_rates_differ": CauseText(
         "learning rates differ from rank to rank",
         _REPLICAS,
-        "compute the learning rate from values that all ranks share; a metric that steers it must be reduced first",
+        "compute the learning rate from values that all ranks share; a metric that steers it must"
+        " be reduced first",
     ),
     "collective_mismatch": CauseText(
         "ranks call different collectives",
@@ -195,12 +213,14 @@ CAUSES = {
     "uneven_inputs": CauseText(
         "a rank runs out of batches while others go on",
         "all ranks take the same number of steps",
-        "give all ranks the same number of batches: DistributedSampler, drop_last=True, or torch.distributed.algorithms.Join",
+        "give all ranks the same number of batches: DistributedSampler, drop_last=True, or"
+        " torch.distributed.algorithms.Join",
     ),
     "rank_left": CauseText(
         "a rank ends while the others go on",
         "all ranks take the same number of steps",
-        "let no rank leave the loop alone: reduce the condition of an exit, break or return over all ranks first",
+        "let no rank leave the loop alone: reduce the condition of an exit, break or return over"
+        " all ranks first",
     ),
     "hang": CauseText(
         "the script hangs",
@@ -227,7 +247,8 @@ CAUSES = {
     "resume_data": CauseText(
         "a resumed run sees other samples than the run without interruption",
         _NOTHING_LOST,
-        "save the epoch and the position in it; on resume call sampler.set_epoch(epoch) and skip the batches that were done",
+        "save the epoch and the position in it; on resume call sampler.set_epoch(epoch) and skip"
+        " the batches that were done",
     ),
     "resume_random": CauseText(
         "a resumed run draws other random numbers",
@@ -252,7 +273,7 @@ CAUSES = {
     "depends_on_processes": CauseText(
         "what is learned depends on the number of processes",
         _EQUIVALENCE,
-        "mend the other findings first; then look at what the script computes from the rank or the number of processes:\n"
-        "learning rate, batch, seeds, the order of the data",
+        "mend the other findings first; then look at what the script computes from the rank or the"
+        " number of processes:\nlearning rate, batch, seeds, the order of the data",
     ),
 }

@@ -1,4 +1,5 @@
-"""The request of an audit: environment variables carry it to every process that the script starts. No torch."""
+"""The request of an audit: environment variables carry it to every process that the script starts.
+No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class AuditRequest:
     steps: int
     """Optimizer steps after which each process ends, with status 0."""
     roots: list[str]
-    """Directories of the user's own code: that of the script, or for a module the working directory."""
+    """Directories of the user's own code: that of the script, or for a module the working
+    directory."""
     runner: int = 0
     """Process id of `lockstep audit`. 0: none."""
     perturb: int = 0
@@ -37,10 +39,16 @@ class AuditRequest:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> AuditRequest | None:
-        """Return None without LOCKSTEP_AUDIT. Raises `LaunchError` for an invalid value, and for a stray variable."""
+        """Return None without LOCKSTEP_AUDIT. Raises `LaunchError` for an invalid value, and for a
+        stray variable."""
         if _FOLDER not in environ:
-            if stray := next((name for name in (_STEPS, _ROOTS, _RUNNER, _PERTURB) if name in environ), None):
-                raise LaunchError(f"{stray}={environ[stray]} without {_FOLDER}; lockstep audit sets both; unset {stray}")
+            if stray := next(
+                (name for name in (_STEPS, _ROOTS, _RUNNER, _PERTURB) if name in environ), None
+            ):
+                raise LaunchError(
+                    f"{stray}={environ[stray]} without {_FOLDER}; lockstep audit sets both; unset"
+                    f" {stray}"
+                )
             return None
         return cls(
             folder=Path(environ[_FOLDER]),
@@ -52,20 +60,25 @@ class AuditRequest:
 
     @property
     def marker(self) -> str:
-        """The entry of the environment by which the processes of this audit are told from others."""
+        """The entry of the environment by which the processes of this audit are told from
+        others."""
         return f"{_FOLDER}={self.folder}"
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that `read` reads."""
         numbers = {_STEPS: self.steps, _RUNNER: self.runner, _PERTURB: self.perturb}
-        return {_FOLDER: str(self.folder), _ROOTS: json.dumps(self.roots), **{name: str(value) for name, value in numbers.items()}}
+        return {
+            _FOLDER: str(self.folder),
+            _ROOTS: json.dumps(self.roots),
+            **{name: str(value) for name, value in numbers.items()},
+        }
 
     def die_with_launcher(self, environ: MutableMapping[str, str]) -> None:
-        """Have the kernel end this process with its parent, if that is `lockstep audit` or the process that it started.
-        Linux only.
+        """Have the kernel end this process with its parent, if that is `lockstep audit` or the
+        process that it started. Linux only.
 
-        Called in each process before the script: so a killed audit leaves no rank behind. Processes that ranks start
-        are not tied: the kernel would end them with the thread that started them.
+        Called in each process before the script: so a killed audit leaves no rank behind. Processes
+        that ranks start are not tied: the kernel would end them with the thread that started them.
         """
         parent = os.getppid()
         if parent == self.runner:

@@ -18,31 +18,48 @@ STEPS = 8
 """Steps that are compared after the resume."""
 
 
-def add_resume(audit: Audit, options: AuditOptions, folder: Path, *, torchrun: bool, echo: BinaryIO | None) -> None:
-    """Run the script twice more, and add what is not taken up. The records of the run without interruption are in
-    `folder`."""
+def add_resume(
+    audit: Audit, options: AuditOptions, folder: Path, *, torchrun: bool, echo: BinaryIO | None
+) -> None:
+    """Run the script twice more, and add what is not taken up. The records of the run without
+    interruption are in `folder`."""
     whole = read_records(folder)
     saved = _saved_after(whole)
     if saved is None:
-        text = f"nothing was saved between two of the {whole.steps} steps that were seen (more --steps)"
+        text = (
+            f"nothing was saved between two of the {whole.steps} steps that were seen (more"
+            " --steps)"
+        )
         add_result(audit, AreaResult(Area.RESUME, unseen=[text]))
         return
     _remove_new_files(whole)
-    for name, steps, more in (("interrupted", saved, ()), ("resumed", STEPS, options.resume_arguments or ())):
+    for name, steps, more in (
+        ("interrupted", saved, ()),
+        ("resumed", STEPS, options.resume_arguments or ()),
+    ):
         if echo is not None:
             say(f"lockstep audit: the script is {name}, for {steps} steps")
         (folder / name).mkdir()
         changed = replace(options, steps=steps, arguments=[*options.arguments, *more])
         run = run_script(changed, folder / name, torchrun=torchrun, echo=echo)
         if run.error or run.hang is not None or run.timed_out:
-            why = f"the {name} script did not get to step {steps}: {run.error or 'it made no progress'}"
+            why = (
+                f"the {name} script did not get to step {steps}:"
+                f" {run.error or 'it made no progress'}"
+            )
             add_result(audit, AreaResult(Area.RESUME, unseen=[why]))
             return
-    add_result(audit, check_resume(whole, read_records(folder / "interrupted"), read_records(folder / "resumed"), saved))
+    add_result(
+        audit,
+        check_resume(
+            whole, read_records(folder / "interrupted"), read_records(folder / "resumed"), saved
+        ),
+    )
 
 
 def _remove_new_files(records: Records) -> None:
-    """Remove what the first run has saved and what was not there before: a script may go on from it by itself."""
+    """Remove what the first run has saved and what was not there before: a script may go on from it
+    by itself."""
     seen: set[str] = set()
     for row in (row for rank in records.ranks for row in rank.of("save")):
         if row["path"] not in seen and not row["existed"]:
@@ -53,5 +70,10 @@ def _remove_new_files(records: Records) -> None:
 
 def _saved_after(records: Records) -> int | None:
     """The number of steps after which the script first saved, and went on."""
-    steps = [row["step"] for rank in records.ranks for row in rank.of("save") if 0 < row["step"] < records.steps]
+    steps = [
+        row["step"]
+        for rank in records.ranks
+        for row in rank.of("save")
+        if 0 < row["step"] < records.steps
+    ]
     return min(steps, default=None)

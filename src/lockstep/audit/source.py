@@ -1,4 +1,5 @@
-"""The source of the audited script: how it is to be started, and the lines that findings name. Nothing is run."""
+"""The source of the audited script: how it is to be started, and the lines that findings name.
+Nothing is run."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class StartCall:
 
 
 class ScriptSource:
-    """The syntax tree of a script. A script that cannot be read or parsed has none: Python will say why."""
+    """The syntax tree of a script. A script that cannot be read or parsed has none: Python will say
+    why."""
 
     def __init__(self, text: str) -> None:
         try:
@@ -42,7 +44,8 @@ class ScriptSource:
 
     @classmethod
     def find(cls, script: str, *, is_module: bool) -> ScriptSource:
-        """The source of a file, or of a module that Python finds from the working directory without importing it."""
+        """The source of a file, or of a module that Python finds from the working directory without
+        importing it."""
         path = module_path(script) if is_module else Path(script)
         try:
             return cls("" if path is None else path.read_bytes().decode("utf-8", errors="replace"))
@@ -50,7 +53,8 @@ class ScriptSource:
             return cls("")
 
     def start_call(self) -> StartCall | None:
-        """The call by which the script starts its own ranks. None: it has none, or reads its rank from a launcher."""
+        """The call by which the script starts its own ranks. None: it has none, or reads its rank
+        from a launcher."""
         if self._reads_rank():
             return None
         wanted = _STARTS | (_PROCESSES if self._gives_rank() else set())
@@ -67,7 +71,8 @@ class ScriptSource:
                 yield node, self._full_name(node.func)
 
     def _full_name(self, node: ast.expr) -> str:
-        """The dotted name that an expression stands for, aliases of imports replaced. Empty: no name."""
+        """The dotted name that an expression stands for, aliases of imports replaced. Empty: no
+        name."""
         if isinstance(node, ast.Attribute):
             owner = self._full_name(node.value)
             return f"{owner}.{node.attr}" if owner else ""
@@ -76,7 +81,11 @@ class ScriptSource:
     def _reads_rank(self) -> bool:
         """True if the script looks RANK or LOCAL_RANK up in its environment."""
         for node in self._nodes:
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _is_rank(node.slice):
+            if (
+                isinstance(node, ast.Subscript)
+                and isinstance(node.ctx, ast.Load)
+                and _is_rank(node.slice)
+            ):
                 return True
             if isinstance(node, ast.Compare) and _is_rank(node.left):
                 return True
@@ -90,12 +99,15 @@ class ScriptSource:
     def _gives_rank(self) -> bool:
         """True if the script gives init_process_group the rank."""
         return any(
-            name.endswith("init_process_group") and any(keyword.arg == "rank" for keyword in node.keywords) for node, name in self._calls()
+            name.endswith("init_process_group")
+            and any(keyword.arg == "rank" for keyword in node.keywords)
+            for node, name in self._calls()
         )
 
 
 def module_path(name: str) -> Path | None:
-    """The source file that `python -m name` runs from the working directory. None if there is none."""
+    """The source file that `python -m name` runs from the working directory. None if there is
+    none."""
     places: list[str] | None = [os.getcwd(), *sys.path]
     *packages, last = name.split(".")
     for package in packages:
@@ -106,11 +118,16 @@ def module_path(name: str) -> Path | None:
     spec = PathFinder.find_spec(last, places)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = PathFinder.find_spec("__main__", list(spec.submodule_search_locations))
-    return Path(spec.origin) if spec is not None and spec.origin is not None and spec.origin.endswith(".py") else None
+    return (
+        Path(spec.origin)
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py")
+        else None
+    )
 
 
 def lines_of_files(places: Iterable[str], roots: Iterable[str]) -> dict[str, list[str]]:
-    """Return the lines of each file that `places` name, as `train.py:12`. `roots`: where relative names begin."""
+    """Return the lines of each file that `places` name, as `train.py:12`. `roots`: where relative
+    names begin."""
     found = {}
     for name in {place.rpartition(":")[0] for place in places if place}:
         for path in [Path(root, name) for root in (*roots, os.curdir)]:

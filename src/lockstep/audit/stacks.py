@@ -1,4 +1,5 @@
-"""The line of the user's code at which a process stands, from the stacks that `faulthandler` writes. Pure."""
+"""The line of the user's code at which a process stands, from the stacks that `faulthandler`
+writes. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def waiting_lines(stacks: Mapping[int, str], root: str) -> dict[int, str]:
-    """Return the innermost line of the user's code in the main thread, by process id. Processes without one are left
-    out. `root`: the directory of the user's code."""
+    """Return the innermost line of the user's code in the main thread, by process id. Processes
+    without one are left out. `root`: the directory of the user's code."""
     found = {}
     for pid, text in stacks.items():
         frames = _FRAME.findall(_main_thread(text))
@@ -25,6 +26,7 @@ def waiting_lines(stacks: Mapping[int, str], root: str) -> dict[int, str]:
 
 
 def _main_thread(text: str) -> str:
-    """The stack of the main thread: it is the last, because threads are listed from the youngest to the oldest."""
+    """The stack of the main thread: it is the last, because threads are listed from the youngest to
+    the oldest."""
     starts = [found.start() for found in _THREAD.finditer(text)]
     return text[starts[-1] :] if starts else ""

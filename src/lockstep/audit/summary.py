@@ -7,12 +7,16 @@ from lockstep.audit.finding import Audit
 
 def extent(audit: Audit) -> str:
     """Return how much was looked at."""
-    return f"{_count(audit.processes, 'process', 'processes')}, {_count(audit.steps, 'step', 'steps')}"
+    return (
+        f"{_count(audit.processes, 'process', 'processes')}, {_count(audit.steps, 'step', 'steps')}"
+    )
 
 
 def verdict(audit: Audit) -> str:
     """Return the result in a few words."""
-    found = _count(len(audit.findings), "finding", "findings") if audit.findings else "nothing found"
+    found = (
+        _count(len(audit.findings), "finding", "findings") if audit.findings else "nothing found"
+    )
     return f"{found}; the script failed" if audit.error else found
 
 

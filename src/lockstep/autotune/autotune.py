@@ -1,6 +1,6 @@
-"""Chooses a value for each setting that is `auto`: from the checkpoint, from earlier measurements, or by timing.
-Precision and microbatch change what is learned (each microbatch has its own dropout masks), so both are saved in the
-checkpoints, and a resumed run keeps them under every plan."""
+"""Chooses a value for each setting that is `auto`: from the checkpoint, from earlier measurements,
+or by timing. Precision and microbatch change what is learned (each microbatch has its own dropout
+masks), so both are saved in the checkpoints, and a resumed run keeps them under every plan."""
 
 from __future__ import annotations
 
@@ -52,21 +52,35 @@ MODEL_PARALLEL_AXES = ("shard", "tensor", "pipeline")
 
 
 def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
-    """Return the recipe and the context with a value for each `auto`. Every rank calls it before the model is built.
-    It measures on a model of its own, which it then drops. Raises `RecipeError` and `PlanError`."""
+    """Return the recipe and the context with a value for each `auto`. Every rank calls it before
+    the model is built. It measures on a model of its own, which it then drops. Raises `RecipeError`
+    and `PlanError`."""
     context = opened.context
     auto = [name for name in RECIPE_SETTINGS if getattr(recipe, name) == "auto"]
     auto += [name for name in MEASURED if getattr(context.plan, name) == "auto"]
-    saved = {} if context.overrides.bare else saved_recipe(opened.request.checkpoints(context), context.world)
-    saved = {name: value for name, value in saved.items() if name not in opened.request.allow_change}
+    saved = (
+        {}
+        if context.overrides.bare
+        else saved_recipe(opened.request.checkpoints(context), context.world)
+    )
+    saved = {
+        name: value for name, value in saved.items() if name not in opened.request.allow_change
+    }
     kept = {name: saved[name] for name in auto if name in RECIPE_SETTINGS and name in saved}
     recipe = replace(recipe, **kept)
     autotuner = _Autotuner(recipe, context, [name for name in auto if name not in kept])
     measured, source = autotuner.run()
     chosen = {**kept, **measured.chosen}
-    sources = {name: "checkpoint" if name in kept else "rule" if name in autotuner.fixed else source for name in auto}
-    recipe = replace(recipe, **{name: value for name, value in chosen.items() if name in RECIPE_SETTINGS})
-    plan = replace(context.plan, **{name: value for name, value in chosen.items() if name in MEASURED})
+    sources = {
+        name: "checkpoint" if name in kept else "rule" if name in autotuner.fixed else source
+        for name in auto
+    }
+    recipe = replace(
+        recipe, **{name: value for name, value in chosen.items() if name in RECIPE_SETTINGS}
+    )
+    plan = replace(
+        context.plan, **{name: value for name, value in chosen.items() if name in MEASURED}
+    )
     if isinstance(plan.threads, int):
         use_threads(plan.threads)
     facts: dict[str, Any] = {
@@ -88,8 +102,13 @@ def _summary(chosen: Mapping[str, Any], sources: Mapping[str, str], seconds: flo
         "cache": "as measured before",
         "measurement": f"measured in {seconds:.1f} s",
     }
-    parts = {source: [f"{name} {chosen[name]}" for name in sources if sources[name] == source] for source in words}
-    return "; ".join(f"{', '.join(values)} ({words[source]})" for source, values in parts.items() if values)
+    parts = {
+        source: [f"{name} {chosen[name]}" for name in sources if sources[name] == source]
+        for source in words
+    }
+    return "; ".join(
+        f"{', '.join(values)} ({words[source]})" for source, values in parts.items() if values
+    )
 
 
 @dataclass
@@ -104,24 +123,47 @@ class _Autotuner:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model to measure on, in training mode, parallelized for the plan. All ranks must access it together."""
-        options = ModelOptions(blocks=self.recipe.blocks, tensor=self.recipe.tensor, stages=self.recipe.stages)
-        made = build_model(self.context, self.recipe.model, options, number=0, exchange=SyncBatchNormExchange(), weights=None)
+        """The model to measure on, in training mode, parallelized for the plan. All ranks must
+        access it together."""
+        options = ModelOptions(
+            blocks=self.recipe.blocks, tensor=self.recipe.tensor, stages=self.recipe.stages
+        )
+        made = build_model(
+            self.context,
+            self.recipe.model,
+            options,
+            number=0,
+            exchange=SyncBatchNormExchange(),
+            weights=None,
+        )
         if made.parallel.streams is not None:
             made.parallel.streams.close()
         model: nn.Module = made.built.module
         return model
 
     def run(self) -> tuple[Measurement, str]:
-        """Return the values, and the source of those not in `fixed`: "cache", "measurement", or "rule" if all are."""
+        """Return the values, and the source of those not in `fixed`: "cache", "measurement", or
+        "rule" if all are."""
         if self.context.overrides.bare:
-            bare = {"precision": "fp32", "microbatch": None, "threads": torch.get_num_threads(), "workers": 0, "prefetch": DEFAULT_PREFETCH}
+            bare = {
+                "precision": "fp32",
+                "microbatch": None,
+                "threads": torch.get_num_threads(),
+                "workers": 0,
+                "prefetch": DEFAULT_PREFETCH,
+            }
             self.fixed = {name: bare[name] for name in self.names}
             return Measurement(self.fixed), "rule"
         self._check()
-        by_name = {"precision": self._precisions, "microbatch": self._microbatches, "threads": self._threads}
+        by_name = {
+            "precision": self._precisions,
+            "microbatch": self._microbatches,
+            "threads": self._threads,
+        }
         self.candidates = {name: by_name[name]() for name in self.names if name in by_name}
-        self.fixed = {name: values[0] for name, values in self.candidates.items() if len(values) == 1}
+        self.fixed = {
+            name: values[0] for name, values in self.candidates.items() if len(values) == 1
+        }
         if self.context.plan.workers == 0 and "prefetch" in self.names:
             self.fixed["prefetch"] = DEFAULT_PREFETCH
         if len(self.fixed) == len(self.names):
@@ -135,22 +177,28 @@ class _Autotuner:
             try:
                 cached.write(path, measured)
             except OSError as error:
-                self.context.recorder.event("cache-not-written", 0, path=str(path), reason=str(error))
+                self.context.recorder.event(
+                    "cache-not-written", 0, path=str(path), reason=str(error)
+                )
         return measured, "measurement"
 
     def _check(self) -> None:
         if "microbatch" not in self.names:
             return
         assert self.recipe.global_batch is not None, "auto is refused with a batch_sampler"
-        example = f"give a microbatch, for example microbatch={max(1, self.recipe.global_batch // 8)}"
+        example = (
+            f"give a microbatch, for example microbatch={max(1, self.recipe.global_batch // 8)}"
+        )
         if self.context.plan.numerics == "bitwise":
             raise RecipeError(
-                f"numerics=bitwise with microbatch='auto'; another machine or number of processes may choose another microbatch; {example}"
+                "numerics=bitwise with microbatch='auto'; another machine or number of processes"
+                f" may choose another microbatch; {example}"
             )
         if layers := training_batchnorms([self.model]):
             raise RecipeError(
-                f"microbatch='auto' with BatchNorm ({layers[0][0]!r}); it takes its statistics over one microbatch, so the size changes "
-                f"what is learned, not only the speed; {example}"
+                f"microbatch='auto' with BatchNorm ({layers[0][0]!r}); it takes its statistics over"
+                " one microbatch, so the size changes what is learned, not only the speed;"
+                f" {example}"
             )
 
     def _check_no_model_parallelism(self) -> None:
@@ -158,8 +206,9 @@ class _Autotuner:
         for axis in MODEL_PARALLEL_AXES:
             if (size := getattr(plan, axis)) != 1:
                 raise PlanError(
-                    f"{self.names[0]}=auto with {axis}={size}; it can be measured only if each process holds the whole model (replicate); "
-                    f"give {self.names[0]} a value, for example the one that a run under replicate chose (see its run.json)"
+                    f"{self.names[0]}=auto with {axis}={size}; it can be measured only if each"
+                    f" process holds the whole model (replicate); give {self.names[0]} a value, for"
+                    " example the one that a run under replicate chose (see its run.json)"
                 )
 
     def _precisions(self) -> list[Any]:
@@ -169,24 +218,35 @@ class _Autotuner:
         """Return the sizes from 1 to a global batch split evenly over the data ranks."""
         recipe = self.recipe
         assert recipe.global_batch is not None, "auto is refused with a batch_sampler"
-        batch = recipe.global_batch if recipe.epochs is None else min(recipe.global_batch, order_and_samples(recipe)[1])
+        batch = (
+            recipe.global_batch
+            if recipe.epochs is None
+            else min(recipe.global_batch, order_and_samples(recipe)[1])
+        )
         return doubling_sizes(-(-batch // self.context.mesh.data.size))
 
     def _threads(self) -> list[Any]:
-        """Return the numbers of threads to try. On a GPU, and in bitwise numerics, only the present one."""
+        """Return the numbers of threads to try. On a GPU, and in bitwise numerics, only the present
+        one."""
         if self.context.device.type != "cpu" or self.context.plan.numerics == "bitwise":
             return [torch.get_num_threads()]
         return doubling_sizes(threads_per_process(self.context.world.local_size))
 
     def _cached(self) -> tuple[Measurement | None, Any]:
-        """Return an earlier run's measurement, the same on every rank, and, on rank 0, the path of its file."""
+        """Return an earlier run's measurement, the same on every rank, and, on rank 0, the path of
+        its file."""
         path, found, problem = None, None, None
-        _ = self.model  # built on every rank, because building it has collectives; below only rank 0 uses it
+        # built on every rank, because building it has collectives; below only rank 0 uses it
+        _ = self.model
         if self.context.world.rank == 0:
             try:
                 path = cached.folder(os.environ) / cached.file_name(self._cache_key())
                 measured = cached.read(path, self._fits)
-                found = None if measured is None else [measured.chosen, measured.figures, measured.seconds]
+                found = (
+                    None
+                    if measured is None
+                    else [measured.chosen, measured.figures, measured.seconds]
+                )
             except (OSError, ValueError, RuntimeError) as error:
                 problem = str(error)
         found, problem = self.context.world.value_of(0, [found, problem])
@@ -197,7 +257,11 @@ class _Autotuner:
     def _fits(self, chosen: Mapping[str, Any]) -> bool:
         """True if `chosen` has a possible value for each setting to choose, and nothing else."""
         return chosen.keys() == set(self.names) and all(
-            value in self.candidates[name] if name in self.candidates else type(value) is int and value >= 0
+            (
+                value in self.candidates[name]
+                if name in self.candidates
+                else type(value) is int and value >= 0
+            )
             for name, value in chosen.items()
         )
 
@@ -208,7 +272,18 @@ class _Autotuner:
         described = recipe.describe()
         return {
             "candidates": {name: self.candidates.get(name) for name in self.names},
-            "recipe": {name: described[name] for name in ("data", "loss", "inputs", "collate", "global_batch", "microbatch", "precision")},
+            "recipe": {
+                name: described[name]
+                for name in (
+                    "data",
+                    "loss",
+                    "inputs",
+                    "collate",
+                    "global_batch",
+                    "microbatch",
+                    "precision",
+                )
+            },
             "modules": {name: type(module).__qualname__ for name, module in model.named_modules()},
             "tensors": [
                 [name, str(each.dtype), list(each.shape), each.requires_grad]
@@ -217,13 +292,27 @@ class _Autotuner:
             ],
             "batch": None if item is None else [str(structure(item.batch)), _shapes(item.batch)],
             "plan": str(context.plan),
-            "world": [context.world.size, context.world.local_size, threads_per_process(1), torch.get_num_threads()],
-            "machine": [socket.gethostname(), device_name(context.device), torch.__version__, __version__],
+            "world": [
+                context.world.size,
+                context.world.local_size,
+                threads_per_process(1),
+                torch.get_num_threads(),
+            ],
+            "machine": [
+                socket.gethostname(),
+                device_name(context.device),
+                torch.__version__,
+                __version__,
+            ],
         }
 
     def _reference_microbatch(self) -> int | None:
         given = self.recipe.microbatch
-        return min(REFERENCE_MICROBATCH, self.candidates["microbatch"][-1]) if given == "auto" else given
+        return (
+            min(REFERENCE_MICROBATCH, self.candidates["microbatch"][-1])
+            if given == "auto"
+            else given
+        )
 
     def _timing(self, timings: int) -> MicrobatchTiming:
         given = self.recipe.microbatch
@@ -231,9 +320,12 @@ class _Autotuner:
         return MicrobatchTiming(recipe, self.model, self.context, timings)
 
     def _measured(self) -> Measurement:
-        """Time the candidates. All ranks do so at the same time, because they will also train at the same time."""
+        """Time the candidates. All ranks do so at the same time, because they will also train at
+        the same time."""
         began = time.perf_counter()
-        several = [name for name in TIMED_SETTINGS if name in self.candidates and name not in self.fixed]
+        several = [
+            name for name in TIMED_SETTINGS if name in self.candidates and name not in self.fixed
+        ]
         now: dict[str, Any] = {
             "threads": torch.get_num_threads(),
             "precision": self.recipe.precision,
@@ -244,51 +336,78 @@ class _Autotuner:
         with self._timing(1 + sum(len(self.candidates[name]) for name in several)) as timing:
             for name in several:
                 figures[name] = self._timed(timing, name, now)
-                seconds = {each: value for each, value in figures[name].items() if value is not None}
+                seconds = {
+                    each: value for each, value in figures[name].items() if value is not None
+                }
                 now[name] = preferred_candidate(self.candidates[name], seconds, MIN_SPEEDUP[name])
             if "workers" in self.names or "prefetch" in self.names:
                 mean, most = timing.fetch_seconds(now["microbatch"])
                 computed = timing.compute_seconds(**now)
                 figures |= {"fetch": {"mean": mean, "most": most}, "compute": computed}
                 now |= self._choose_loader(mean, most, computed)
-        return Measurement({name: now[name] for name in self.names}, figures, time.perf_counter() - began)
+        return Measurement(
+            {name: now[name] for name in self.names}, figures, time.perf_counter() - began
+        )
 
-    def _timed(self, timing: MicrobatchTiming, name: str, now: Mapping[str, Any]) -> dict[Any, float | None]:
-        """Time each value of the setting `name`, with the others as in `now`, until time is up. None: out of memory.
-        Returns seconds for one microbatch; if `name` is "microbatch", for all microbatches of a step."""
+    def _timed(
+        self, timing: MicrobatchTiming, name: str, now: Mapping[str, Any]
+    ) -> dict[Any, float | None]:
+        """Time each value of the setting `name`, with the others as in `now`, until time is up.
+        None: out of memory. Returns seconds for one microbatch; if `name` is "microbatch", for all
+        microbatches of a step."""
         sizes = name == "microbatch"
         found: dict[Any, float | None] = {}
-        for each in timing_order(self.candidates[name], now[name]) if sizes else self.candidates[name]:
+        for each in (
+            timing_order(self.candidates[name], now[name]) if sizes else self.candidates[name]
+        ):
             if found and timing.is_time_up():
                 break
-            if sizes and any(seconds is None and smaller < each for smaller, seconds in found.items()):
+            if sizes and any(
+                seconds is None and smaller < each for smaller, seconds in found.items()
+            ):
                 continue
             case = {**now, name: each}
             try:
                 found[each] = seconds = timing.compute_seconds(**case)
             except Exception as error:
                 if self.recipe.microbatch == "auto":
-                    error.add_note(f"raised in a timing of {case['microbatch']} samples at once, for microbatch='auto'; give a number")
+                    error.add_note(
+                        f"raised in a timing of {case['microbatch']} samples at once, for"
+                        " microbatch='auto'; give a number"
+                    )
                 raise
             if sizes and seconds is not None:
                 count = timing.batching(each).max_microbatches
-                found[each] = step_seconds(seconds, microbatches=count, ranks=self.context.mesh.data.size)
+                found[each] = step_seconds(
+                    seconds, microbatches=count, ranks=self.context.mesh.data.size
+                )
         return found
 
     def _choose_loader(self, mean: float, most: float, computed: float | None) -> dict[str, int]:
-        """Choose the loader's settings, from seconds to fetch (`mean`, `most`) and to compute a microbatch."""
+        """Choose the loader's settings, from seconds to fetch (`mean`, `most`) and to compute a
+        microbatch."""
         plan, found = self.context.plan, {}
         workers = plan.workers
         if workers == "auto":
             cores = threads_per_process(self.context.world.local_size)
-            workers = found["workers"] = 0 if computed is None else loader_workers(mean, computed, cores)
+            workers = found["workers"] = (
+                0 if computed is None else loader_workers(mean, computed, cores)
+            )
         if "prefetch" in self.names:
-            found["prefetch"] = DEFAULT_PREFETCH if computed is None else prefetch_depth(most, computed, workers)
+            found["prefetch"] = (
+                DEFAULT_PREFETCH if computed is None else prefetch_depth(most, computed, workers)
+            )
         return found
 
 
 def _shapes(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return list(batch.shape)
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    parts = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, list | tuple)
+        else ()
+    )
     return [_shapes(part) for part in parts]

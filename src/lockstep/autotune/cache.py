@@ -1,4 +1,5 @@
-"""Cache of the measurements of earlier runs on this host: one JSON file for each recipe, plan and machine."""
+"""Cache of the measurements of earlier runs on this host: one JSON file for each recipe, plan and
+machine."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Measurement:
 
 
 def folder(environ: Mapping[str, str]) -> Path:
-    """Return the cache's folder, below XDG_CACHE_HOME or else ~/.cache. Raises `RuntimeError` without a home."""
+    """Return the cache's folder, below XDG_CACHE_HOME or else ~/.cache. Raises `RuntimeError`
+    without a home."""
     given = Path(environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "lockstep" / "measured"
 
@@ -39,7 +41,11 @@ def read(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> Measurement |
     Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged."""
     try:
         found = Measurement(**json.loads(path.read_bytes()))
-        if fits(found.chosen) and isinstance(found.figures, dict) and isinstance(found.seconds, float):
+        if (
+            fits(found.chosen)
+            and isinstance(found.figures, dict)
+            and isinstance(found.seconds, float)
+        ):
             return found
     except FileNotFoundError:
         return None

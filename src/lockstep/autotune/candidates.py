@@ -1,4 +1,5 @@
-"""The candidates for each `auto` setting, and the rules that choose among them by their timings. Pure functions."""
+"""The candidates for each `auto` setting, and the rules that choose among them by their timings.
+Pure functions."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 REFERENCE_MICROBATCH = 8
-"""Samples of the microbatch with which the other settings are timed before the microbatch is chosen."""
+"""Samples of the microbatch with which the other settings are timed before the microbatch is
+chosen."""
 MIN_SPEEDUP = {"precision": 1.1, "threads": 1.03, "microbatch": 1.03}
 """The speedup at which a candidate displaces one that is preferred to it."""
 MAX_INLINE_FETCH = 0.05
-"""The largest ratio of fetch to compute time at which the training process fetches the data itself."""
+"""The largest ratio of fetch to compute time at which the training process fetches the data
+itself."""
 FETCH_HEADROOM = 1.25
 """The factor by which loader workers are provisioned above the mean fetch time."""
 DEFAULT_PREFETCH = 2
@@ -21,35 +24,51 @@ MAX_PREFETCH = 8
 
 
 def doubling_sizes(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and `most`, which is at least 1: microbatch sizes, or numbers of threads."""
+    """Return 1, 2, 4, ... and `most`, which is at least 1: microbatch sizes, or numbers of
+    threads."""
     return [2**power for power in range((most - 1).bit_length())] + [most]
 
 
 def timing_order(sizes: Sequence[int], known: int) -> list[int]:
-    """Return the order in which sizes are timed: `known`, then larger ones (often faster), then smaller ones."""
+    """Return the order in which sizes are timed: `known`, then larger ones (often faster), then
+    smaller ones."""
     return sorted(sizes, key=lambda size: (size < known, abs(size - known)))
 
 
 def preferred_candidate(candidates: Sequence[T], seconds: Mapping[T, float], worth: float) -> T:
-    """Return the first candidate that takes at most `worth` times the fastest one's seconds, or else the first."""
+    """Return the first candidate that takes at most `worth` times the fastest one's seconds, or
+    else the first."""
     fastest = min(seconds.values(), default=math.inf)
-    return next((each for each in candidates if each in seconds and seconds[each] <= worth * fastest), candidates[0])
+    return next(
+        (each for each in candidates if each in seconds and seconds[each] <= worth * fastest),
+        candidates[0],
+    )
 
 
 def step_seconds(seconds: float, *, microbatches: int, ranks: int) -> float:
-    """Return the seconds of a step on the rank with the most of its microbatches, which take `seconds` each."""
+    """Return the seconds of a step on the rank with the most of its microbatches, which take
+    `seconds` each."""
     return seconds * -(-microbatches // ranks)
 
 
 def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> int:
-    """Return the number of loader workers that a rank needs to keep up, at most `most`; 0 if fetching is cheap."""
+    """Return the number of loader workers that a rank needs to keep up, at most `most`; 0 if
+    fetching is cheap."""
     if fetch_seconds <= MAX_INLINE_FETCH * compute_seconds:
         return 0
-    return min(most, math.ceil(FETCH_HEADROOM * fetch_seconds / compute_seconds)) if compute_seconds > 0 else most
+    return (
+        min(most, math.ceil(FETCH_HEADROOM * fetch_seconds / compute_seconds))
+        if compute_seconds > 0
+        else most
+    )
 
 
 def prefetch_depth(slowest_seconds: float, compute_seconds: float, workers: int) -> int:
-    """Return how many microbatches a worker prefetches, so that those last for as long as the slowest fetch takes."""
+    """Return how many microbatches a worker prefetches, so that those last for as long as the
+    slowest fetch takes."""
     if not workers or compute_seconds <= 0:
         return DEFAULT_PREFETCH
-    return min(MAX_PREFETCH, max(DEFAULT_PREFETCH, math.ceil(slowest_seconds / (compute_seconds * workers))))
+    return min(
+        MAX_PREFETCH,
+        max(DEFAULT_PREFETCH, math.ceil(slowest_seconds / (compute_seconds * workers))),
+    )

@@ -1,4 +1,5 @@
-"""Times a run's model and data before its first step, without changing the model, generators or order of the data."""
+"""Times a run's model and data before its first step, without changing the model, generators or
+order of the data."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from lockstep.training.losses.loss import contribution, weights_of
 from lockstep.training.microbatches import Batching
 
 SECONDS = 4.0
-"""Time limit for all timings, divided evenly. Each gets at least two repetitions, or a quarter of it."""
+"""Time limit for all timings, divided evenly. Each gets at least two repetitions, or a quarter of
+it."""
 FETCH_SECONDS = 1.0
 MAX_REPETITIONS = 5
 """Repetitions of one timing, after the first one, which warms up."""
@@ -54,7 +56,12 @@ class MicrobatchTiming:
     _known: dict[tuple[int | None, Precision, int], float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        data, collate, seed, device = self.recipe.data, self.recipe.collate, self.recipe.seed, self.context.device
+        data, collate, seed, device = (
+            self.recipe.data,
+            self.recipe.collate,
+            self.recipe.seed,
+            self.context.device,
+        )
         kind = StreamLoader if isinstance(data, DataStream) else Loader
         self._loader = kind(data, collate=collate, seed=seed, workers=0, device=device)
 
@@ -71,7 +78,12 @@ class MicrobatchTiming:
         self._stack.callback(self._drop_gradients)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._stack.close()
 
     def batching(self, microbatch: int | None) -> Batching:
@@ -88,7 +100,8 @@ class MicrobatchTiming:
         )
 
     def fetched(self, microbatch: int | None) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches of the run, from its first step on, fetched in this process."""
+        """Yield this rank's microbatches of the run, from its first step on, fetched in this
+        process."""
         batching = self.batching(microbatch)
         spans = (span for step in range(batching.steps) for span in batching.mine_in_step(step))
         if isinstance(self._loader, StreamLoader):
@@ -97,22 +110,36 @@ class MicrobatchTiming:
 
     def is_time_up(self) -> bool:
         """True if the time limit has passed on rank 0. Every rank calls it."""
-        return bool(self.context.mesh.world.value_of(0, time.perf_counter() - self._began > SECONDS))
+        return bool(
+            self.context.mesh.world.value_of(0, time.perf_counter() - self._began > SECONDS)
+        )
 
-    def compute_seconds(self, *, microbatch: int | None, precision: Precision, threads: int) -> float | None:
-        """Return the seconds of forward and backward on the slowest rank. None if a rank ran out of memory."""
+    def compute_seconds(
+        self, *, microbatch: int | None, precision: Precision, threads: int
+    ) -> float | None:
+        """Return the seconds of forward and backward on the slowest rank. None if a rank ran out of
+        memory."""
         case = (microbatch, precision, threads)
         if case not in self._known:
             torch.set_num_threads(threads)
             item = next(self.fetched(microbatch), None)
-            everyone = self.context.mesh.world.gather_values(0.0 if item is None else self._timed(item, precision))
+            everyone = self.context.mesh.world.gather_values(
+                0.0 if item is None else self._timed(item, precision)
+            )
             self._known[case] = None if None in everyone else max(everyone)
         return self._known[case]
 
     def fetch_seconds(self, microbatch: int | None) -> tuple[float, float]:
-        """Return the mean and the longest time to fetch a microbatch in this process, on the slowest rank."""
-        fetched, took, began = islice(self.fetched(microbatch), 1 + TIMED_FETCHES), list[float](), time.perf_counter()
-        while (before := time.perf_counter()) - began < FETCH_SECONDS and next(fetched, None) is not None:
+        """Return the mean and the longest time to fetch a microbatch in this process, on the
+        slowest rank."""
+        fetched, took, began = (
+            islice(self.fetched(microbatch), 1 + TIMED_FETCHES),
+            list[float](),
+            time.perf_counter(),
+        )
+        while (before := time.perf_counter()) - began < FETCH_SECONDS and next(
+            fetched, None
+        ) is not None:
             took.append(time.perf_counter() - before)
         took = took[1:] or took or [0.0]  # the first one opens files
         everyone = self.context.mesh.world.gather_values([sum(took) / len(took), max(took)])
@@ -124,8 +151,12 @@ class MicrobatchTiming:
         until = time.perf_counter() + SECONDS / self.timings
         took: list[float] = []
         try:
-            while len(took) < (2 if sum(took) < SECONDS / 4 else 1) or (len(took) <= MAX_REPETITIONS and time.perf_counter() < until):
-                took.append(self._forward_backward_seconds(item, copy.deepcopy(item.batch), precision))
+            while len(took) < (2 if sum(took) < SECONDS / 4 else 1) or (
+                len(took) <= MAX_REPETITIONS and time.perf_counter() < until
+            ):
+                took.append(
+                    self._forward_backward_seconds(item, copy.deepcopy(item.batch), precision)
+                )
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -135,9 +166,15 @@ class MicrobatchTiming:
             return None
         return min(took[1:] or took)
 
-    def _forward_backward_seconds(self, item: Microbatch, given: Any, precision: Precision) -> float:
+    def _forward_backward_seconds(
+        self, item: Microbatch, given: Any, precision: Precision
+    ) -> float:
         recipe, device = self.recipe, self.context.device
-        weights = None if recipe.weight is None else {name: value or 1.0 for name, value in weights_of(recipe.weight(given)).items()}
+        weights = (
+            None
+            if recipe.weight is None
+            else {name: value or 1.0 for name, value in weights_of(recipe.weight(given)).items()}
+        )
         seed_generators(key(recipe.seed, RandomStream.FORWARD, 0, item.index), device)
         accelerator.synchronize(device)
         began = time.perf_counter()
@@ -146,7 +183,14 @@ class MicrobatchTiming:
             assert recipe.loss is not None, "auto is refused with a batch loss"
             loss = recipe.loss(call_model(recipe.inputs, self.model, batch), batch)
         one = torch.ones((), dtype=accelerator.wide_dtype(device), device=device)
-        part = contribution(loss, samples=item.size, step_samples=item.size, batch=given, weights=weights, prescale=one)
+        part = contribution(
+            loss,
+            samples=item.size,
+            step_samples=item.size,
+            batch=given,
+            weights=weights,
+            prescale=one,
+        )
         torch.autograd.backward(part.total, part.grad_output)
         accelerator.synchronize(device)
         return time.perf_counter() - began

@@ -1,7 +1,8 @@
-"""The machine's accelerator: CUDA (NVIDIA or ROCm), XPU, MPS, or another that torch knows. No other module names one.
+"""The machine's accelerator: CUDA (NVIDIA or ROCm), XPU, MPS, or another that torch knows. No other
+module names one.
 
-It stands on `torch.accelerator`, and on the accelerator's own module where that lacks something. A function that takes
-a device takes the CPU too.
+It stands on `torch.accelerator`, and on the accelerator's own module where that lacks something. A
+function that takes a device takes the CPU too.
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 """Devices without streams of their own, and without pinned memory."""
 _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES=", "xpu": "ZE_AFFINITY_MASK=''"}
 """Environment variables that hide all devices of a kind."""
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
 """Environment variables that name the devices which a process sees."""
 TF32_SINCE = (8, 0)
 """The first compute capability with TF32: Ampere's."""
 MIG = "MIG"
-"""The `identity` of every MIG instance: NCCL takes those of one GPU for one device, and a process sees one instance."""
+"""The `identity` of every MIG instance: NCCL takes those of one GPU for one device, and a process
+sees one instance."""
 _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose. Slurm gives the last."""
 
@@ -44,13 +51,19 @@ def kind() -> str | None:
 
 
 def count() -> int:
-    """Return the number of this machine's accelerators. A fork of this process can use them afterwards."""
-    built_for = torch.accelerator.current_accelerator()  # torch.accelerator's own count would spoil forks
+    """Return the number of this machine's accelerators. A fork of this process can use them
+    afterwards."""
+    # torch.accelerator's own count would spoil forks
+    built_for = torch.accelerator.current_accelerator()
     if built_for is None:
         return 0
     module = _module(built_for.type)
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-") and not module.is_initialized():
-        return _counted_by_fork(built_for.type)  # torch asks the driver for MIG instances, which spoils forks
+    if (
+        os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+        and not module.is_initialized()
+    ):
+        # torch asks the driver for MIG instances, which spoils forks
+        return _counted_by_fork(built_for.type)
     return int(module.device_count())
 
 
@@ -85,38 +98,56 @@ def current_device() -> torch.device:
 
 
 def how_to_hide() -> str:
-    """Return what in the environment hides the accelerators, so that lockstep computes on the CPU."""
+    """Return what in the environment hides the accelerators, so that lockstep computes on the
+    CPU."""
     return _HIDING.get(kind() or "cuda", "a torch without it")
 
 
 def hiding(environ: Mapping[str, str]) -> str:
-    """Return the variables that decide which devices this process sees, such as `CUDA_VISIBLE_DEVICES='0'`."""
+    """Return the variables that decide which devices this process sees, such as
+    `CUDA_VISIBLE_DEVICES='0'`."""
     return ", ".join(f"{name}={environ[name]!r}" for name in _VISIBLE if name in environ)
 
 
 def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
-    """Return why torch sees none of the NVIDIA GPUs that this machine has, and what to do; empty if there are none, if
-    it sees one, or if they are hidden on purpose. `folder`: that of the device files."""
+    """Return why torch sees none of the NVIDIA GPUs that this machine has, and what to do; empty if
+    there are none, if it sees one, or if they are hidden on purpose. `folder`: that of the device
+    files."""
     files = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if not files or count() or (named is not None and named in _ALL_HIDDEN):
         return ""
-    gpus = f"{len(files)} NVIDIA GPU{'s' if len(files) > 1 else ''} (/dev/{files[0]}{', ...' if len(files) > 1 else ''})"
+    gpus = (
+        f"{len(files)} NVIDIA GPU{'s' if len(files) > 1 else ''}"
+        f" (/dev/{files[0]}{', ...' if len(files) > 1 else ''})"
+    )
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA and sees none of {gpus}; install a torch for CUDA"
+        return (
+            f"torch {torch.__version__} is built without CUDA and sees none of {gpus}; install a"
+            " torch for CUDA"
+        )
     if named is not None:
-        return f"CUDA_VISIBLE_DEVICES={named!r} names none of {gpus} that torch can use; correct it, or unset it"
-    return f"torch {torch.__version__} for CUDA {torch.version.cuda} sees none of {gpus}; nvidia-smi shows whether the driver works"
+        return (
+            f"CUDA_VISIBLE_DEVICES={named!r} names none of {gpus} that torch can use; correct it,"
+            " or unset it"
+        )
+    return (
+        f"torch {torch.__version__} for CUDA {torch.version.cuda} sees none of {gpus}; nvidia-smi"
+        " shows whether the driver works"
+    )
 
 
 def identity(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Return a text that tells an accelerator from the others of its machine, whatever its index in this process."""
+    """Return a text that tells an accelerator from the others of its machine, whatever its index in
+    this process."""
     if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         return MIG
     properties = getattr(_module(device.type), "get_device_properties", None)
 
     def uuid(index: int) -> str:
-        return str(getattr(properties(index), "uuid", index)) if properties is not None else str(index)
+        return (
+            str(getattr(properties(index), "uuid", index)) if properties is not None else str(index)
+        )
 
     found, before = uuid(device.index), [uuid(index) for index in range(device.index)]
     return f"{found}/{before.count(found)}"  # the partitions of an AMD GPU may share a UUID
@@ -151,8 +182,8 @@ def process_group_backend(device: torch.device) -> str:
 
 
 def process_group_device(device: torch.device, backend: str) -> torch.device | None:
-    """Return the device that a process group is bound to: NCCL then connects at once, and splits groups from it. Other
-    backends cannot split, and torch's device meshes ask a bound group to."""
+    """Return the device that a process group is bound to: NCCL then connects at once, and splits
+    groups from it. Other backends cannot split, and torch's device meshes ask a bound group to."""
     return device if backend == "nccl" else None
 
 
@@ -163,8 +194,13 @@ def name(device: torch.device) -> str | None:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that this torch was built for, by name; empty without an accelerator."""
-    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    """Return the versions of the libraries that this torch was built for, by name; empty without an
+    accelerator."""
+    versions = {
+        "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+        "XPU": getattr(torch.version, "xpu", None),
+    }
     found = {library: str(version) for library, version in versions.items() if version is not None}
     if ("CUDA" in found or "ROCm" in found) and is_nccl_available():
         communication = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -173,25 +209,34 @@ def library_versions() -> dict[str, str]:
 
 
 def traits(device: torch.device) -> dict[str, str]:
-    """Return what the bits that a device computes depend on, besides its name, such as the driver's version."""
+    """Return what the bits that a device computes depend on, besides its name, such as the driver's
+    version."""
     if device.type == "cpu":
         return {"instructions": torch.backends.cpu.get_cpu_capability()}
     properties = getattr(_module(device.type), "get_device_properties", None)
-    found = {name: str(version) for name, version in library_versions().items()} | _cuda_library_versions()
+    found = {
+        name: str(version) for name, version in library_versions().items()
+    } | _cuda_library_versions()
     if (capability := compute_capability(device)) is not None:
         found["capability"] = "{}.{}".format(*capability)
-    if properties is not None and (processors := getattr(properties(device), "multi_processor_count", None)) is not None:
+    if (
+        properties is not None
+        and (processors := getattr(properties(device), "multi_processor_count", None)) is not None
+    ):
         found["processors"] = str(processors)
     return found
 
 
 def _cuda_library_versions() -> dict[str, str]:
-    """Return the versions of NVIDIA's driver, of cuDNN and of cuBLAS, as far as they can be read."""
+    """Return the versions of NVIDIA's driver, of cuDNN and of cuBLAS, as far as they can be
+    read."""
     if torch.version.cuda is None:
         return {}
     found = {"cuDNN": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
     with suppress(OSError):
-        if number := re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")):
+        if number := re.search(
+            r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        ):
             found["driver"] = number[0]
     for package in (f"nvidia-cublas-cu{torch.version.cuda.partition('.')[0]}", "nvidia-cublas"):
         with suppress(metadata.PackageNotFoundError):
@@ -203,7 +248,8 @@ def _cuda_library_versions() -> dict[str, str]:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest dtype of floating-point numbers that the device has: float64, on MPS float32."""
+    """Return the widest dtype of floating-point numbers that the device has: float64, on MPS
+    float32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -255,7 +301,8 @@ def preserved_generators(*devices: torch.device) -> Iterator[None]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """True if the device computes while the host goes on, in streams: copies from pinned memory may run beside it."""
+    """True if the device computes while the host goes on, in streams: copies from pinned memory may
+    run beside it."""
     return device.type not in _WITHOUT_STREAMS
 
 
@@ -270,16 +317,16 @@ def event(device: torch.device, *, timed: bool = False) -> torch.Event:
 
 
 def recorded_event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Return an event at the end of what is queued in the device's stream. `Event.record` alone would take that of the
-    device that is the current one."""
+    """Return an event at the end of what is queued in the device's stream. `Event.record` alone
+    would take that of the device that is the current one."""
     made = event(device, timed=timed)
     made.record(current_stream(device))
     return made
 
 
 def is_reached(event: torch.Event, timeout_seconds: float = 0.0) -> bool:
-    """True if the device has done what was queued before the event, or does within `timeout_seconds`. A device that
-    hangs never does."""
+    """True if the device has done what was queued before the event, or does within
+    `timeout_seconds`. A device that hangs never does."""
     if event.query() or not timeout_seconds:
         return event.query()
     reached = threading.Event()
@@ -316,7 +363,8 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """Return a future of a tensor on the device of `tensor`, whose streams wait for what sets it."""
+    """Return a future of a tensor on the device of `tensor`, whose streams wait for what sets
+    it."""
     return torch.futures.Future(devices=[tensor.device] if has_streams(tensor.device) else None)
 
 
@@ -324,7 +372,8 @@ def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the most memory that tensors on the device have had since `reset_peak_bytes`; None if nobody counts it."""
+    """Return the most memory that tensors on the device have had since `reset_peak_bytes`; None if
+    nobody counts it."""
     return torch.accelerator.max_memory_allocated(device) if has_streams(device) else None
 
 
@@ -349,19 +398,22 @@ def can_register_memory(device: torch.device) -> bool:
 
 
 def register_memory(memory: Tensor, device: torch.device) -> str | None:
-    """Make memory of the host pinned: the device copies to it several times faster, and while the host goes on. Returns
-    why it cannot; None if it is pinned."""
-    status = _module(device.type).cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
+    """Make memory of the host pinned: the device copies to it several times faster, and while the
+    host goes on. Returns why it cannot; None if it is pinned."""
+    status = (
+        _module(device.type).cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
+    )
     if int(status) == 0:
         return None
-    with suppress(RuntimeError):  # CUDA keeps the failure, and torch raises it after the next kernel
+    # CUDA keeps the failure, and torch raises it after the next kernel
+    with suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0)
     return f"cudaHostRegister of {memory.nbytes:,} bytes failed with status {int(status)}"
 
 
 def unregister_memory(memory: Tensor, device: torch.device, timeout_seconds: float) -> bool:
-    """Undo `register_memory`. Returns False if the device is not done within `timeout_seconds`: the memory must then
-    stay as it is, since the device may still copy to it."""
+    """Undo `register_memory`. Returns False if the device is not done within `timeout_seconds`: the
+    memory must then stay as it is, since the device may still copy to it."""
     with suppress(RuntimeError):
         if is_reached(recorded_event(device), timeout_seconds):
             return int(_module(device.type).cudart().cudaHostUnregister(memory.data_ptr())) == 0
@@ -377,7 +429,8 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def allocation_error(device: torch.device) -> str:
-    """Return what the device answers if it is asked for memory that torch does not have yet; empty if it gives some."""
+    """Return what the device answers if it is asked for memory that torch does not have yet; empty
+    if it gives some."""
     try:
         torch.accelerator.empty_cache()
         torch.empty(2**21, dtype=torch.uint8, device=device)
@@ -387,9 +440,14 @@ def allocation_error(device: torch.device) -> str:
 
 
 def leaves_tf32_unused(device: torch.device) -> bool:
-    """True for an NVIDIA GPU whose products in fp32 do not use its TF32, unless the user has chosen that."""
+    """True for an NVIDIA GPU whose products in fp32 do not use its TF32, unless the user has chosen
+    that."""
     capability = compute_capability(device)
-    return capability is not None and capability >= TF32_SINCE and torch.backends.cuda.matmul.fp32_precision == "none"
+    return (
+        capability is not None
+        and capability >= TF32_SINCE
+        and torch.backends.cuda.matmul.fp32_precision == "none"
+    )
 
 
 def free_unused_memory(device: torch.device) -> None:

@@ -14,13 +14,21 @@ from pathlib import Path
 
 from lockstep.base.control_group import ROOT
 
-ONE_CONTAINER = "run all processes of a host in one container (lockstep run --nproc N), or give its containers --pid=host --ipc=host"
-"""The remedy where containers of one host share no memory. NCCL needs --ipc=host, and lockstep --pid=host."""
+ONE_CONTAINER = (
+    "run all processes of a host in one container (lockstep run --nproc N), or give its containers"
+    " --pid=host --ipc=host"
+)
+"""The remedy where containers of one host share no memory. NCCL needs --ipc=host, and lockstep
+--pid=host."""
 LARGER_SHARED_MEMORY = (
-    "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory; mount -o remount,size=8g /dev/shm)"
+    "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory;"
+    " mount -o remount,size=8g /dev/shm)"
 )
 """The remedy where /dev/shm is too small."""
-VOLUME = "mount a volume for run directories (docker run -v /data/runs:/runs; Kubernetes: persistentVolumeClaim), and give --run-dir there"
+VOLUME = (
+    "mount a volume for run directories (docker run -v /data/runs:/runs; Kubernetes:"
+    " persistentVolumeClaim), and give --run-dir there"
+)
 _FIRST_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "uts": 4026531838, "cgroup": 4026531835}
 """Numbers that the kernel gives to the namespaces of the host itself (include/linux/proc_ns.h)."""
 _LAYERS = ("overlay", "fuse-overlayfs", "fuse.fuse-overlayfs", "aufs")
@@ -30,10 +38,11 @@ _ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
 def container_engine(environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return the name of what made the container that this process is in, or "a container". None: it is in none.
+    """Return the name of what made the container that this process is in, or "a container". None:
+    it is in none.
 
-    A file like /.dockerenv alone says little, as it comes along in a virtual machine that was made from an image: the
-    kernel must know this process in other namespaces than the host's.
+    A file like /.dockerenv alone says little, as it comes along in a virtual machine that was made
+    from an image: the kernel must know this process in other namespaces than the host's.
     """
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "Kubernetes"
@@ -57,13 +66,25 @@ def _has_own_namespaces(root: Path) -> bool:
 
 
 def mount_of(path: Path, root: Path = ROOT) -> tuple[str, str]:
-    """Return the mount point that `path` is below, and its type in /proc/mounts, such as `ext4`. Both are empty if
-    unknown."""
+    """Return the mount point that `path` is below, and its type in /proc/mounts, such as `ext4`.
+    Both are empty if unknown."""
     with suppress(OSError):
-        mounts = [line.split(b" ") for line in (root / "proc/mounts").read_bytes().split(b"\n") if line]
-        points = {os.fsdecode(_ESCAPED.sub(_unescape, point)): kind.decode() for _, point, kind, *_ in mounts}
+        mounts = [
+            line.split(b" ") for line in (root / "proc/mounts").read_bytes().split(b"\n") if line
+        ]
+        points = {
+            os.fsdecode(_ESCAPED.sub(_unescape, point)): kind.decode()
+            for _, point, kind, *_ in mounts
+        }
         resolved = path.resolve()
-        return next(((str(each), points[str(each)]) for each in (resolved, *resolved.parents) if str(each) in points), ("", ""))
+        return next(
+            (
+                (str(each), points[str(each)])
+                for each in (resolved, *resolved.parents)
+                if str(each) in points
+            ),
+            ("", ""),
+        )
     return "", ""
 
 
@@ -72,8 +93,8 @@ def _unescape(found: re.Match[bytes]) -> bytes:
 
 
 def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return why files in `path` are lost with the container that this process is in. None: they are kept, or it is in
-    none."""
+    """Return why files in `path` are lost with the container that this process is in. None: they
+    are kept, or it is in none."""
     point, kind = mount_of(path, root)
     if kind not in _TEMPORARY or container_engine(environ, root) is None:
         return None
@@ -82,8 +103,9 @@ def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROO
 
 
 def process_id_space() -> list[str | int]:
-    """Return the boot id of the kernel, and the namespace of its process ids. Processes for which both are equal are on
-    one host, and a process id means the same to them. Host names do not tell: a container may have its host's."""
+    """Return the boot id of the kernel, and the namespace of its process ids. Processes for which
+    both are equal are on one host, and a process id means the same to them. Host names do not tell:
+    a container may have its host's."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return [boot, os.stat("/proc/self/ns/pid").st_ino]

@@ -1,6 +1,8 @@
-"""Reads the contents of any object as parts, so that two processes, or one process at two times, can be compared.
+"""Reads the contents of any object as parts, so that two processes, or one process at two times,
+can be compared.
 
-Imports neither torch nor numpy: where they are not imported there are no tensors and arrays to read.
+Imports neither torch nor numpy: where they are not imported there are no tensors and arrays to
+read.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ class _TooManyError(Exception):
 
 
 class Reader:
-    """Reads one object: containers, tensors, arrays, functions with the values that they use, and of any other object
-    what `pickle` would ask it for. Two equal objects have the same parts in the same order."""
+    """Reads one object: containers, tensors, arrays, functions with the values that they use, and
+    of any other object what `pickle` would ask it for. Two equal objects have the same parts in the
+    same order."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
-        """`most_bytes`: of a tensor or an array that is longer, half as much at both ends is read. None: all."""
+        """`most_bytes`: of a tensor or an array that is longer, half as much at both ends is read.
+        None: all."""
         self._most_bytes = most_bytes
         self._open: set[int] = set()  # the objects around the one that is being read
         self._seen: dict[int, Any] = {}  # functions and classes that were read
@@ -123,20 +127,34 @@ class Reader:
             parts = list(self.read(each, ""))
             if any(pieces is None for _, pieces in parts):
                 yield path, None
-            members.append(b"".join(inner.encode() + piece for inner, pieces in parts for piece in pieces or ()))
+            members.append(
+                b"".join(
+                    inner.encode() + piece for inner, pieces in parts for piece in pieces or ()
+                )
+            )
         yield path, [f"{type(value).__qualname__} ".encode(), *sorted(members)]
 
     def _tensor(self, value: Any, path: str) -> Iterator[Part]:
         torch = sys.modules["torch"]
         value = value.to_local() if hasattr(value, "to_local") else value
-        yield path, [f"{value.dtype} {tuple(value.shape) if not value.is_nested else 'nested'}".encode()]
+        yield (
+            path,
+            [f"{value.dtype} {tuple(value.shape) if not value.is_nested else 'nested'}".encode()],
+        )
         if value.is_nested:
             yield from self.read(list(value.unbind()), path)
             return
         if value.is_quantized:
             yield from self.read(value.int_repr(), path)
-            per_channel = value.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
-            names = ("q_per_channel_scales", "q_per_channel_zero_points") if per_channel else ("q_scale", "q_zero_point")
+            per_channel = value.qscheme() in (
+                torch.per_channel_affine,
+                torch.per_channel_affine_float_qparams,
+            )
+            names = (
+                ("q_per_channel_scales", "q_per_channel_zero_points")
+                if per_channel
+                else ("q_scale", "q_zero_point")
+            )
             for name in names:
                 yield from self.read(getattr(value, name)(), f"{path}.{name}")
         elif value.layout is torch.sparse_coo:
@@ -145,7 +163,9 @@ class Reader:
         elif value.layout is not torch.strided:
             rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
             names = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
-            yield from self.read([getattr(value.detach(), name)() for name in (*names, "values")], path)
+            yield from self.read(
+                [getattr(value.detach(), name)() for name in (*names, "values")], path
+            )
         elif not value.is_meta:
             yield path, self._tensor_bytes(value)
         for name, part in vars(value).items():
@@ -153,7 +173,10 @@ class Reader:
 
     def _tensor_bytes(self, value: Any) -> Iterable[bytes] | None:
         uint8, flat = sys.modules["torch"].uint8, value.detach().reshape(-1)
-        return [part.cpu().resolve_conj().resolve_neg().contiguous().view(uint8).numpy().tobytes() for part in self._read_of(flat)]
+        return [
+            part.cpu().resolve_conj().resolve_neg().contiguous().view(uint8).numpy().tobytes()
+            for part in self._read_of(flat)
+        ]
 
     def _array(self, value: Any, path: str) -> Iterator[Part]:
         yield path, [f"{value.dtype} {value.shape}".encode()]
@@ -225,7 +248,12 @@ class Reader:
                 yield from self.read(part, f"{path}.{name}")
 
     def _read_state(self, state: Any, path: str) -> Iterator[Part]:
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict) and isinstance(state[0], dict | None):
+        if (
+            isinstance(state, tuple)
+            and len(state) == 2
+            and isinstance(state[1], dict)
+            and isinstance(state[0], dict | None)
+        ):
             state = {**(state[0] or {}), **state[1]}  # attributes, and those in slots
         if isinstance(state, dict):
             for name, part in state.items():
@@ -237,8 +265,8 @@ class Reader:
         yield path, [name_of(value)]
 
     def _function(self, function: FunctionType, path: str) -> Iterator[Part]:
-        """Yield the code of a function and all values that it uses; of a library's function its name, and the plain
-        values that it closes over. Line numbers and docstrings do not count."""
+        """Yield the code of a function and all values that it uses; of a library's function its
+        name, and the plain values that it closes over. Line numbers and docstrings do not count."""
         if id(function) in self._seen:
             yield path, [b"again"]
             return
@@ -247,18 +275,29 @@ class Reader:
             yield path, [f"{function.__module__}.{function.__qualname__}".encode()]
             for name, content in _closed_over(function):
                 if is_plain(content) or (type(content) is tuple and all(map(is_plain, content))):
-                    yield from self.read(content, name)  # the arguments of what made it: `warmup_cosine(warmup=5, total=1000)`
+                    # the arguments of what made it: `warmup_cosine(warmup=5, total=1000)`
+                    yield from self.read(content, name)
             return
-        yield path, [part.encode(errors="surrogatepass") + b"\0" for part in _code(function.__code__)]
-        yield from self.read([*(function.__defaults__ or ()), function.__kwdefaults__ or {}], f"{path}'s defaults")
+        yield (
+            path,
+            [part.encode(errors="surrogatepass") + b"\0" for part in _code(function.__code__)],
+        )
+        yield from self.read(
+            [*(function.__defaults__ or ()), function.__kwdefaults__ or {}], f"{path}'s defaults"
+        )
         for name, content in vars(function).items():
             yield from self.read(content, f"{path}.{name}")
-        found = {name: content for name, content in function.__globals__.items() if name in set(_names(function.__code__))}
+        found = {
+            name: content
+            for name, content in function.__globals__.items()
+            if name in set(_names(function.__code__))
+        }
         for name, content in (*_closed_over(function), *sorted(found.items())):
             yield from self._used(function, name, content)
 
     def _used(self, function: FunctionType, name: str, content: Any) -> Iterator[Part]:
-        """Yield the parts of a variable that a function uses: of an object, only the attributes if it uses no more."""
+        """Yield the parts of a variable that a function uses: of an object, only the attributes if
+        it uses no more."""
         of_it = _attributes_used(function.__code__, name)
         if of_it is None or isinstance(content, FunctionType | type):
             yield from self.read(content, name)
@@ -274,7 +313,8 @@ class Reader:
 
 
 class CodeReader(Reader):
-    """Reads classes of the user with the code of their methods, and so of each object that of its class."""
+    """Reads classes of the user with the code of their methods, and so of each object that of its
+    class."""
 
     def _object(self, value: Any, path: str) -> Iterator[Part]:
         yield from self.read(type(value), path)
@@ -288,14 +328,18 @@ class CodeReader(Reader):
         for name, part in vars(value).items():
             if not name.startswith("_abc_"):
                 for each in _functions_of(part, is_data=not name.startswith("__")):
-                    yield from self.read(each, f"{path}.{name}" if path else f"{value.__name__}.{name}")
+                    yield from self.read(
+                        each, f"{path}.{name}" if path else f"{value.__name__}.{name}"
+                    )
         for base in value.__bases__:
             yield from self.read(base, base.__name__)
 
 
-def digest_parts(parts: Iterable[Part], most: int = sys.maxsize) -> tuple[dict[str, str], list[str]]:
-    """Return the digest of each path, and the paths that cannot be read. Those beyond the first `most` have one
-    together."""
+def digest_parts(
+    parts: Iterable[Part], most: int = sys.maxsize
+) -> tuple[dict[str, str], list[str]]:
+    """Return the digest of each path, and the paths that cannot be read. Those beyond the first
+    `most` have one together."""
     hashed: dict[str, Any] = {}
     unread = dict[str, None]()
     for path, pieces in parts:
@@ -319,7 +363,11 @@ def attributes(value: Any) -> dict[str, Any]:
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            mangled = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            mangled = (
+                f"_{kind.__name__.lstrip('_')}{name}"
+                if name.startswith("__") and not name.endswith("__")
+                else name
+            )
             if hasattr(value, mangled) and name not in ("__dict__", "__weakref__"):
                 found[name] = getattr(value, mangled)
     return found
@@ -330,10 +378,15 @@ def is_users(module: str | None) -> bool:
     """True unless the module is Python's, installed, or lockstep's."""
     if module in ("__main__", "__mp_main__"):
         return True
-    file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None  # getattr may import more
+    # getattr may import more
+    file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None
     if file is None or str(module).partition(".")[0] == "lockstep":
         return False
-    return "site-packages" not in file and "dist-packages" not in file and not file.startswith(_STANDARD_LIBRARY)
+    return (
+        "site-packages" not in file
+        and "dist-packages" not in file
+        and not file.startswith(_STANDARD_LIBRARY)
+    )
 
 
 def name_of(kind: type) -> bytes:
@@ -346,7 +399,8 @@ def _is_of(value: Any, module: str, name: str) -> bool:
 
 
 def _reduced(value: Any) -> str | tuple[Any, ...] | None:
-    """Return what `pickle` would ask the object for, which runs no more than that. None if it refuses."""
+    """Return what `pickle` would ask the object for, which runs no more than that. None if it
+    refuses."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -384,7 +438,11 @@ def _code(code: CodeType) -> Iterator[str]:
         if isinstance(value, CodeType):
             yield from _code(value)
         else:
-            yield repr(sorted(map(repr, value))) if isinstance(value, frozenset) else f"{type(value).__name__} {value!r}"
+            yield (
+                repr(sorted(map(repr, value)))
+                if isinstance(value, frozenset)
+                else f"{type(value).__name__} {value!r}"
+            )
 
 
 def _inner(code: CodeType) -> Iterator[CodeType]:
@@ -400,12 +458,19 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _attributes_used(code: CodeType, variable: str) -> set[str] | None:
-    """Return the attributes that code uses of a variable; None if it uses the variable in another way, too."""
+    """Return the attributes that code uses of a variable; None if it uses the variable in another
+    way, too."""
     found = set[str]()
     for each in _inner(code):
-        instructions = [one for one in dis.get_instructions(each) if one.opname not in ("EXTENDED_ARG", "CACHE", "PRECALL")]
+        instructions = [
+            one
+            for one in dis.get_instructions(each)
+            if one.opname not in ("EXTENDED_ARG", "CACHE", "PRECALL")
+        ]
         for one, following in zip(instructions, [*instructions[1:], None], strict=True):
-            if one.argval != variable or not one.opname.startswith(("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLASSDEREF")):
+            if one.argval != variable or not one.opname.startswith(
+                ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLASSDEREF")
+            ):
                 continue
             if following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
                 return None

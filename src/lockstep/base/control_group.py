@@ -1,7 +1,8 @@
-"""Limits of this process's control groups, version 1 and 2, and what they leave of the machine: CPUs, memory, tasks.
+"""Limits of this process's control groups, version 1 and 2, and what they leave of the machine:
+CPUs, memory, tasks.
 
-torch, `os.cpu_count` and /proc/meminfo know nothing of control groups: in a container they see the whole machine. Each
-function reads the files below `root`, which is `/` but in tests.
+torch, `os.cpu_count` and /proc/meminfo know nothing of control groups: in a container they see the
+whole machine. Each function reads the files below `root`, which is `/` but in tests.
 """
 
 from __future__ import annotations
@@ -13,27 +14,32 @@ from pathlib import Path
 
 ROOT = Path("/")
 _UNLIMITED = 2**60
-"""A limit of this size or above means no limit: version 1 of control groups reports about 2**63 then."""
+"""A limit of this size or above means no limit: version 1 of control groups reports about 2**63
+then."""
 _MEMORY = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""For each version: the controller, the files of the limit and the usage, and the reclaimable part in memory.stat."""
+"""For each version: the controller, the files of the limit and the usage, and the reclaimable part
+in memory.stat."""
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """Return the number of CPUs that this process may use at one time: lockstep's only source of that number."""
+    """Return the number of CPUs that this process may use at one time: lockstep's only source of
+    that number."""
     return whole_cpus(scheduled_cpus(), cpu_quota(root))
 
 
 def whole_cpus(scheduled: int, quota: float | None) -> int:
-    """Return the lesser of the CPUs that a process is scheduled on and its quota: a whole number, at least 1. More
-    threads than the quota has CPUs use it up early in each period, and are then all stopped until the next."""
+    """Return the lesser of the CPUs that a process is scheduled on and its quota: a whole number,
+    at least 1. More threads than the quota has CPUs use it up early in each period, and are then
+    all stopped until the next."""
     return max(1, scheduled if quota is None else min(scheduled, int(quota)))
 
 
 def scheduled_cpus() -> int:
-    """Return the number of CPUs that this process may be scheduled on: by its affinity and its control group's CPUs."""
+    """Return the number of CPUs that this process may be scheduled on: by its affinity and its
+    control group's CPUs."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -53,15 +59,24 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """Return the control groups' limit of memory. None if there is none below the machine's own memory."""
-    limits = [int(most) for controller, name, *_ in _MEMORY for file in _files(root, controller, name) if (most := number_in(file))]
+    """Return the control groups' limit of memory. None if there is none below the machine's own
+    memory."""
+    limits = [
+        int(most)
+        for controller, name, *_ in _MEMORY
+        for file in _files(root, controller, name)
+        if (most := number_in(file))
+    ]
     least = min(limits, default=_UNLIMITED)
     return least if least < (_meminfo(root, "MemTotal") or _UNLIMITED) else None
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
-    """Return the bytes that can be allocated now: the least of the machine's and the control groups'."""
-    free = [_meminfo(root, "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    """Return the bytes that can be allocated now: the least of the machine's and the control
+    groups'."""
+    free = [
+        _meminfo(root, "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ]
     for controller, limit, used, pages in _MEMORY:
         for file in _files(root, controller, limit):
             most, now = number_in(file), number_in(file.with_name(used))
@@ -71,11 +86,13 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def free_tasks(root: Path = ROOT) -> int | None:
-    """Return how many processes and threads the control groups still allow. None if they have no limit."""
+    """Return how many processes and threads the control groups still allow. None if they have no
+    limit."""
     free = []
     for controller in ("", "pids"):
         for file in _files(root, controller, "pids.max"):
-            most, now = number_in(file), number_in(file.with_name("pids.current"))  # without a limit the file has the word max
+            # without a limit the file has the word max
+            most, now = number_in(file), number_in(file.with_name("pids.current"))
             if most is not None and now is not None:
                 free.append(int(most - now))
     return min(free, default=None)
@@ -90,10 +107,11 @@ def number_in(path: Path) -> float | None:
 
 
 def _files(root: Path, controller: str, name: str) -> list[Path]:
-    """Return a file of this process's control groups, innermost first. `controller`: empty for version 2.
+    """Return a file of this process's control groups, innermost first. `controller`: empty for
+    version 2.
 
-    Some of them do not exist: a container may see its group's path on the host, and have its own group mounted as the
-    root.
+    Some of them do not exist: a container may see its group's path on the host, and have its own
+    group mounted as the root.
     """
     mounted = root / "sys/fs/cgroup" / controller
     if not controller and not (mounted / "cgroup.controllers").exists():
@@ -103,13 +121,19 @@ def _files(root: Path, controller: str, name: str) -> list[Path]:
             _, controllers, path = line.split(":", 2)
             if controller in controllers.split(","):
                 inner = mounted / path.lstrip("/")
-                return [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(mounted)]
+                return [
+                    folder / name
+                    for folder in (inner, *inner.parents)
+                    if folder.is_relative_to(mounted)
+                ]
     return []
 
 
 def _meminfo(root: Path, name: str) -> int | None:
     with suppress(OSError):
-        found = re.search(rf"^{name}:\s+(\d+) kB", (root / "proc/meminfo").read_text(), flags=re.MULTILINE)
+        found = re.search(
+            rf"^{name}:\s+(\d+) kB", (root / "proc/meminfo").read_text(), flags=re.MULTILINE
+        )
         return int(found[1]) * 1024 if found else None
     return None
 

@@ -17,21 +17,26 @@ _POLL_SECONDS = 0.02
 def parents() -> dict[int, int]:
     """The process id of the parent of each process that runs; zombies left out."""
     if sys.platform != "linux":
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
+        listed = subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False
+        ).stdout
         rows = [line.split() for line in listed.splitlines()]
         return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with suppress(OSError):
-                state, parent, *_ = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
+                state, parent, *_ = (
+                    Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
+                )
                 if state != b"Z":
                     found[int(entry)] = int(parent)
     return found
 
 
 def descendants(roots: Collection[int]) -> set[int]:
-    """The ids of the processes that run and descend from these, which are left out, as is this process."""
+    """The ids of the processes that run and descend from these, which are left out, as is this
+    process."""
     by_id = parents()
     found = set(roots)
     while more := {pid for pid, parent in by_id.items() if parent in found} - found:
@@ -40,8 +45,9 @@ def descendants(roots: Collection[int]) -> set[int]:
 
 
 def with_marker(*markers: str) -> set[int]:
-    """The ids of the processes whose environment has one of the entries `markers`, "NAME=value", and of their
-    descendants: they keep it when they lose their parent. Linux only; empty elsewhere."""
+    """The ids of the processes whose environment has one of the entries `markers`, "NAME=value",
+    and of their descendants: they keep it when they lose their parent. Linux only; empty
+    elsewhere."""
     if sys.platform != "linux" or not markers:
         return set()
     wanted = set(map(os.fsencode, markers))
@@ -50,15 +56,16 @@ def with_marker(*markers: str) -> set[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """Entries of another process's environment, as it was started; empty if this user may not see it."""
+    """Entries of another process's environment, as it was started; empty if this user may not see
+    it."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> dict[int, str]:
-    """Kill the processes that `find` returns, until it returns none, for so many seconds at most. Returns their
-    names."""
+    """Kill the processes that `find` returns, until it returns none, for so many seconds at most.
+    Returns their names."""
     killed: dict[int, str] = {}
     until = time.monotonic() + seconds
     while (found := find()) and time.monotonic() < until:

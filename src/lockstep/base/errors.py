@@ -1,8 +1,8 @@
 """The exceptions that lockstep raises.
 
-`UserError` and its children are mistakes that the user can mend: their text gives the value, the rule and the remedy,
-they are raised on every rank, and a script that they end exits with status 2 and no traceback. The others are
-failures of the world.
+`UserError` and its children are mistakes that the user can mend: their text gives the value, the
+rule and the remedy, they are raised on every rank, and a script that they end exits with status 2
+and no traceback. The others are failures of the world.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ class LockstepError(Exception):
 
 
 class UserError(LockstepError):
-    """A mistake in what lockstep was given. Ends a script with status 2 and one line, not a traceback."""
+    """A mistake in what lockstep was given. Ends a script with status 2 and one line, not a
+    traceback."""
 
 
 class RecipeError(UserError):
-    """A recipe that contradicts itself, or whose model, loss or optimizer does not do what a recipe asks of it."""
+    """A recipe that contradicts itself, or whose model, loss or optimizer does not do what a recipe
+    asks of it."""
 
 
 class PlanError(UserError):
@@ -38,11 +40,13 @@ class DataError(UserError):
 
 
 class LossError(UserError):
-    """A loss or a gradient from which no step can be taken: not a scalar, without gradient, NaN or infinite."""
+    """A loss or a gradient from which no step can be taken: not a scalar, without gradient, NaN or
+    infinite."""
 
 
 class RunDirectoryError(UserError):
-    """A run directory that cannot be used: held by a live run, already holding a run, not writable."""
+    """A run directory that cannot be used: held by a live run, already holding a run, not
+    writable."""
 
 
 class CheckpointError(UserError):
@@ -57,29 +61,34 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 def cannot_write(path: object, error: OSError) -> RunDirectoryError:
     """Return the exception for a file of the run directory that cannot be written."""
     return RunDirectoryError(
-        f"cannot write {path}: {error.strerror}; a run keeps its logs and its model in its run directory; make room, or give another "
-        "run_dir"
+        f"cannot write {path}: {error.strerror}; a run keeps its logs and its model in its run"
+        " directory; make room, or give another run_dir"
     )
 
 
 class LaunchError(UserError):
-    """Processes that cannot be started or cannot meet: a missing script, an impossible count, a port in use."""
+    """Processes that cannot be started or cannot meet: a missing script, an impossible count, a
+    port in use."""
 
 
 class MismatchError(LockstepError):
-    """Ranks called different collectives, found by `--check`. The text has every rank's call and line."""
+    """Ranks called different collectives, found by `--check`. The text has every rank's call and
+    line."""
 
 
 class DivergenceError(LockstepError):
-    """Replicas hold different parameters. The text has the ranks, the steps and the first tensor."""
+    """Replicas hold different parameters. The text has the ranks, the steps and the first
+    tensor."""
 
 
 class HangError(LockstepError):
-    """The run made no progress for longer than `--hang-after`. The text names the ranks that the others wait for."""
+    """The run made no progress for longer than `--hang-after`. The text names the ranks that the
+    others wait for."""
 
 
 class WorkerError(LockstepError):
-    """A worker process failed. The text is the first failing rank's traceback, or the signal that killed it."""
+    """A worker process failed. The text is the first failing rank's traceback, or the signal that
+    killed it."""
 
 
 def say(text: str) -> None:
@@ -90,21 +99,25 @@ def say(text: str) -> None:
 
 
 def install_excepthook() -> None:
-    """Print an uncaught `UserError` as one message and exit with status 2; leave all other exceptions to the hook
-    before.
+    """Print an uncaught `UserError` as one message and exit with status 2; leave all other
+    exceptions to the hook before.
 
-    Called again after torch has installed its own hook, which prints nothing if a hook before it exits.
+    Called again after torch has installed its own hook, which prints nothing if a hook before it
+    exits.
     """
     previous = sys.excepthook
     if getattr(previous, "is_lockstep", False):
         return
 
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
         if not isinstance(error, UserError):
             previous(kind, error, traceback)
             return
         say(f"lockstep: {kind.__name__}: {error}")
-        # The interpreter honours a SystemExit from the hook; without it an uncaught exception ends with status 1.
+        # The interpreter honours a SystemExit from the hook; without it an uncaught exception ends
+        # with status 1.
         raise SystemExit(USER_ERROR_STATUS)
 
     hook.is_lockstep = True  # type: ignore[attr-defined]

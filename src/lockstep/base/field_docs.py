@@ -17,7 +17,8 @@ def with_field_docs(cls: Class) -> Class:
 
 
 class _FieldDocs(dict[str, str]):
-    """The slots of a class, each with its docstring, which is read from the source when it is asked for."""
+    """The slots of a class, each with its docstring, which is read from the source when it is asked
+    for."""
 
     def __init__(self, cls: type) -> None:
         super().__init__(dict.fromkeys(vars(cls)["__slots__"], ""))
@@ -37,6 +38,8 @@ def _read(cls: type) -> dict[str, str]:
     found = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
                 found[name] = inspect.cleandoc(text)
     return found

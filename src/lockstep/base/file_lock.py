@@ -10,9 +10,9 @@ _LOCKED_BYTE = 1 << 30
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> None:
-    """Lock an open file for as long as it is open. Raises `BlockingIOError` if another process holds the lock, and
-    `OSError` if the file system has no locks. `shared`: several processes may hold it, and no exclusive lock beside
-    them; on Windows it is exclusive."""
+    """Lock an open file for as long as it is open. Raises `BlockingIOError` if another process
+    holds the lock, and `OSError` if the file system has no locks. `shared`: several processes may
+    hold it, and no exclusive lock beside them; on Windows it is exclusive."""
     if sys.platform == "win32":
         import msvcrt
 

@@ -12,10 +12,11 @@ from lockstep.base.system import BINARY
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that readers, and a crash at any moment, see all of the old content or all of the new.
+    """Write a file so that readers, and a crash at any moment, see all of the old content or all of
+    the new.
 
-    Text is encoded as UTF-8. Raises `OSError`; the old content is then still there, unless only syncing the folder
-    failed.
+    Text is encoded as UTF-8. Raises `OSError`; the old content is then still there, unless only
+    syncing the folder failed.
     """
     with replace_atomically(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -23,11 +24,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Give the path of an empty temporary file beside `path`. At the end of the `with` it is synced and renamed to
-    `path`.
+    """Give the path of an empty temporary file beside `path`. At the end of the `with` it is synced
+    and renamed to `path`.
 
-    After an error the temporary file is removed and `path` is as it was. Several processes may write the same file: the
-    last one wins.
+    After an error the temporary file is removed and `path` is as it was. Several processes may
+    write the same file: the last one wins.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
     try:

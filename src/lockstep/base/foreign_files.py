@@ -1,7 +1,8 @@
-"""Reading files that others may have written: regular files of a limited size, below a folder that the user named.
+"""Reading files that others may have written: regular files of a limited size, below a folder that
+the user named.
 
-A link, a FIFO or a device in the place of a file is refused, and nobody waits for it. Errors are `OSError`s, whose
-`strerror` says what is there instead.
+A link, a FIFO or a device in the place of a file is refused, and nobody waits for it. Errors are
+`OSError`s, whose `strerror` says what is there instead.
 """
 
 from __future__ import annotations
@@ -23,15 +24,21 @@ MOST_DEPTH = 64
 MOST_BITS = 62
 """Bits of the largest number that counts something."""
 NUMBER = (int, float)
-_SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | BINARY
+_SAFE = (
+    getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | BINARY
+)
 _FOLDER = getattr(os, "O_DIRECTORY", 0)
 _BY_FOLDER = os.open in os.supports_dir_fd
-"""True if a file can be opened below an open folder, so that no part of its path can become a link meanwhile."""
+"""True if a file can be opened below an open folder, so that no part of its path can become a link
+meanwhile."""
 
 
 def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Open the regular file `name`, such as `profile/memory.json`, of which no part below `folder` is a link. Returns
-    its descriptor. Raises `OSError`."""
+    """Open the regular file `name`, such as `profile/memory.json`, of which no part below `folder`
+    is a link. Returns its descriptor. Raises `OSError`."""
     path = folder / name
     if not _BY_FOLDER:
         return _checked(_open_unless_link(path, flags, mode), path)
@@ -47,7 +54,8 @@ def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o
 
 
 def open_named(path: Path) -> int:
-    """Open the regular file at a path that the user named, which may be a link. Raises `OSError`."""
+    """Open the regular file at a path that the user named, which may be a link. Raises
+    `OSError`."""
     return _checked(os.open(path, os.O_RDONLY | (_SAFE & ~getattr(os, "O_NOFOLLOW", 0))), path)
 
 
@@ -57,12 +65,17 @@ def read_below(folder: Path, name: str, most_bytes: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > most_bytes else file.read(most_bytes + 1)
     if max(size, len(content)) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has {size:,} bytes, and a run writes {most_bytes:,} at most", str(folder / name))
+        raise OSError(
+            errno.EFBIG,
+            f"it has {size:,} bytes, and a run writes {most_bytes:,} at most",
+            str(folder / name),
+        )
     return content
 
 
 def read_object(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The JSON object in a regular file. Raises `OSError`, and `ValueError` if that is not what it holds."""
+    """The JSON object in a regular file. Raises `OSError`, and `ValueError` if that is not what it
+    holds."""
     return parse_object(read_below(folder, name, most_bytes).decode(errors="surrogateescape"))
 
 
@@ -84,23 +97,27 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = "") -> None:
-    """Raise `ValueError` if a value of an object has another type than `kinds` says; None and missing ones pass.
-    `kinds`: a type, several, or a mapping for the fields of an object inside."""
+    """Raise `ValueError` if a value of an object has another type than `kinds` says; None and
+    missing ones pass. `kinds`: a type, several, or a mapping for the fields of an object inside."""
     for name, kind in kinds.items():
         value, inside = found.get(name), isinstance(kind, Mapping)
         if value is None:
             continue
-        is_right = isinstance(value, dict if inside else kind) and (type(value) is not bool or kind is bool)
+        is_right = isinstance(value, dict if inside else kind) and (
+            type(value) is not bool or kind is bool
+        )
         if not is_right or (type(value) is int and value.bit_length() > MOST_BITS):
             expected = "an object" if inside else "a number" if kind is NUMBER else kind.__name__
-            raise ValueError(f"has {type(value).__name__} as {path + name!r}, but a run writes {expected}")
+            raise ValueError(
+                f"has {type(value).__name__} as {path + name!r}, but a run writes {expected}"
+            )
         if inside:
             check_kinds(value, kind, f"{path}{name}.")
 
 
 def lines_below(folder: Path, name: str, most_bytes: int) -> Iterator[str]:
-    """The lines of a regular file, with their ends. After a line longer than `most_bytes`, an empty string and the end.
-    Raises `OSError`."""
+    """The lines of a regular file, with their ends. After a line longer than `most_bytes`, an empty
+    string and the end. Raises `OSError`."""
     with open(open_below(folder, name), encoding="utf-8", errors="replace") as file:
         while line := file.readline(most_bytes):
             if len(line) == most_bytes and not line.endswith("\n"):

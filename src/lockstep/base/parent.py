@@ -1,5 +1,5 @@
-"""The process that started this one: this one dies with it, or saves and ends after it, and may put temporary files in
-its folder."""
+"""The process that started this one: this one dies with it, or saves and ends after it, and may put
+temporary files in its folder."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _folder: str | None = None
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends. It ends at once if that is no longer its parent. Linux
-    only.
+    """Have the kernel kill this process when `parent` ends. It ends at once if that is no longer
+    its parent. Linux only.
 
     `parent`: the process id that the parent itself has passed on.
     """
@@ -38,13 +38,16 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def outlive_parent(seconds: float, busy_seconds: float, is_busy: Callable[[], bool], may_go_on: Callable[[], bool]) -> None:
-    """Have this process get SIGTERM at the parent's end, instead of SIGKILL, until `end_with_parent_again`. It and its
-    process group are killed so many seconds later, or `busy_seconds` while it `is_busy`; at once unless it `may_go_on`.
-    Linux only, after `die_with_parent`. Called in the main thread.
+def outlive_parent(
+    seconds: float, busy_seconds: float, is_busy: Callable[[], bool], may_go_on: Callable[[], bool]
+) -> None:
+    """Have this process get SIGTERM at the parent's end, instead of SIGKILL, until
+    `end_with_parent_again`. It and its process group are killed so many seconds later, or
+    `busy_seconds` while it `is_busy`; at once unless it `may_go_on`. Linux only, after
+    `die_with_parent`. Called in the main thread.
 
-    A thread sends it: the kernel would send one for each of the parent's threads, and the second would ask to end at
-    once.
+    A thread sends it: the kernel would send one for each of the parent's threads, and the second
+    would ask to end at once.
     """
     global _is_watched
     if _parent is None or sys.platform != "linux":
@@ -65,14 +68,15 @@ def outlive_parent(seconds: float, busy_seconds: float, is_busy: Callable[[], bo
 
 
 def end_with_parent_again() -> None:
-    """Take `outlive_parent` back. If the parent has ended meanwhile, the seconds of that still count."""
+    """Take `outlive_parent` back. If the parent has ended meanwhile, the seconds of that still
+    count."""
     if _is_watched:
         _signal_after_parent(signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Have descendants of this process that lose their parent become its children, and not those of the system's first
-    process. Linux only."""
+    """Have descendants of this process that lose their parent become its children, and not those of
+    the system's first process. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -95,7 +99,9 @@ def _end_after_parent(
     if is_asked:
         os.kill(os.getpid(), signal.SIGTERM)
     ended = time.monotonic()
-    while is_asked and time.monotonic() - ended < (max(seconds, busy_seconds) if is_busy() else seconds):
+    while is_asked and time.monotonic() - ended < (
+        max(seconds, busy_seconds) if is_busy() else seconds
+    ):
         time.sleep(_POLL_SECONDS)
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
@@ -103,15 +109,17 @@ def _end_after_parent(
 
 
 def use_parents_folder(folder: Path) -> None:
-    """Put temporary files in a folder in the parent's own from now on. The parent removes it, however this process
-    ends; if it is killed, the next launcher does, not before the end of this process."""
+    """Put temporary files in a folder in the parent's own from now on. The parent removes it,
+    however this process ends; if it is killed, the next launcher does, not before the end of this
+    process."""
     global _folder
     _folder = str(folder)
     hold_folder(folder.parent)
 
 
 def temporary_folder(most_bytes: int) -> str:
-    """The parent's folder, if its path has at most so many bytes; else the system's, or that of TMPDIR."""
+    """The parent's folder, if its path has at most so many bytes; else the system's, or that of
+    TMPDIR."""
     if _folder is not None and len(os.fsencode(_folder)) <= most_bytes and os.path.isdir(_folder):
         return _folder
     return tempfile.gettempdir()

@@ -6,7 +6,8 @@ import sys
 
 
 def own_python(*arguments: str) -> list[str]:
-    """The command of a Python process that imports nothing from the working directory, which may be anybody's (/tmp).
+    """The command of a Python process that imports nothing from the working directory, which may be
+    anybody's (/tmp).
 
     By itself, Python puts that directory first on its path for `-m` and `-c`.
     """

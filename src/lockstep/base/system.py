@@ -1,5 +1,5 @@
-"""The parts of the operating system that not every system has: signals, processes, the peak of memory; the words of a
-shell."""
+"""The parts of the operating system that not every system has: signals, processes, the peak of
+memory; the words of a shell."""
 
 from __future__ import annotations
 
@@ -28,26 +28,30 @@ def refuse_on_windows(what: str) -> None:
     """Raise `LaunchError` on Windows: `what` starts processes as POSIX systems do."""
     if sys.platform == "win32":
         raise LaunchError(
-            f"{what} on Windows; it starts and ends processes by POSIX signals and process groups, which Windows does not have; train on "
-            "one process (python train.py), or use Linux, in WSL 2 for example"
+            f"{what} on Windows; it starts and ends processes by POSIX signals and process groups,"
+            " which Windows does not have; train on one process (python train.py), or use Linux,"
+            " in WSL 2 for example"
         )
 
 
 def require_linux(what: str) -> None:
     """Raise `LaunchError` unless the system is Linux: `what` reads /proc."""
     if sys.platform != "linux":
-        raise LaunchError(f"{what} on {sys.platform}; it reads Linux's /proc and limits; use Linux, or leave it out")
+        raise LaunchError(
+            f"{what} on {sys.platform}; it reads Linux's /proc and limits; use Linux, or leave"
+            " it out"
+        )
 
 
 def check_surroundings() -> None:
-    """Raise `LaunchError` where no command can do its work: the working directory is gone, or too few files may be
-    open. Torch itself aborts there."""
+    """Raise `LaunchError` where no command can do its work: the working directory is gone, or too
+    few files may be open. Torch itself aborts there."""
     try:
         os.getcwd()
     except OSError as error:
         raise LaunchError(
-            f"the working directory cannot be found ({error.strerror}); it was deleted or replaced since the shell entered it; change to "
-            "one that exists: cd ~"
+            f"the working directory cannot be found ({error.strerror}); it was deleted or replaced"
+            " since the shell entered it; change to one that exists: cd ~"
         ) from None
     if sys.platform == "win32":
         return
@@ -56,24 +60,30 @@ def check_surroundings() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit != resource.RLIM_INFINITY and limit < LEAST_OPEN_FILES:
         raise LaunchError(
-            f"this process may have {limit} files open (ulimit -n); torch and lockstep need at least {LEAST_OPEN_FILES}, and a few more "
-            "for each process; raise the limit: ulimit -n 4096"
+            f"this process may have {limit} files open (ulimit -n); torch and lockstep need at"
+            f" least {LEAST_OPEN_FILES}, and a few more for each process; raise the limit: ulimit"
+            " -n 4096"
         )
 
 
 def remedy_of(error: OSError) -> str | None:
-    """Return what a user can do about an error of the system; None where the error says nothing of that."""
+    """Return what a user can do about an error of the system; None where the error says nothing of
+    that."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "no more files may be open; raise the limit: ulimit -n 4096"
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
         return "make room there, or name another place; TMPDIR is that of temporary files"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "give yourself the right to it, or name another place; TMPDIR is that of temporary files"
+        return (
+            "give yourself the right to it, or name another place; TMPDIR is that of temporary"
+            " files"
+        )
     return None
 
 
 def peak_memory_bytes() -> float:
-    """The peak memory of this process on the host; NaN on Windows, where Python does not know it."""
+    """The peak memory of this process on the host; NaN on Windows, where Python does not know
+    it."""
     if sys.platform == "win32":
         return math.nan
     import resource
@@ -83,8 +93,11 @@ def peak_memory_bytes() -> float:
 
 
 def shell_words(option: str, text: str) -> list[str]:
-    """Return the words of an option that holds arguments, as a shell reads them. Raises `LaunchError`."""
+    """Return the words of an option that holds arguments, as a shell reads them. Raises
+    `LaunchError`."""
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise LaunchError(f"{option} {text!r}: {error}; it is read as a shell reads it; close each quotation mark") from None
+        raise LaunchError(
+            f"{option} {text!r}: {error}; it is read as a shell reads it; close each quotation mark"
+        ) from None

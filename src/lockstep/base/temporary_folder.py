@@ -1,8 +1,8 @@
-"""Temporary folders that are removed however their process ends: by itself, or where it was killed by the next one that
-makes such a folder.
+"""Temporary folders that are removed however their process ends: by itself, or where it was killed
+by the next one that makes such a folder.
 
-The system's temporary folder is shared with other users, who may put anything there. Only this user's own folders and
-files are looked at, no link is followed, and nothing is waited for.
+The system's temporary folder is shared with other users, who may put anything there. Only this
+user's own folders and files are looked at, no link is followed, and nothing is waited for.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from lockstep.base.file_lock import try_lock
 _NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
 """The names that `tempfile` makes of the prefixes given here."""
 _ALIVE = "alive"
-"""A file in the folder that every process which needs it keeps locked. The system releases the lock however that
-process ends."""
+"""A file in the folder that every process which needs it keeps locked. The system releases the lock
+however that process ends."""
 _REGULAR_ONLY: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags for `os.open`: it neither follows a link nor waits for the other end of a FIFO."""
 
 
 @contextmanager
 def locked_folder(prefix: str = "lockstep-") -> Iterator[Path]:
-    """An empty temporary folder, removed at the end. Removes those that killed processes have left first."""
+    """An empty temporary folder, removed at the end. Removes those that killed processes have left
+    first."""
     try:
         remove_left_folders(Path(tempfile.gettempdir()))
         temporary = tempfile.TemporaryDirectory(prefix=prefix)
     except OSError as error:
         raise LaunchError(
-            f"no temporary folder can be made: {error.strerror}{f' ({error.filename})' if error.filename else ''}; lockstep keeps what its "
-            "processes tell each other in one; set TMPDIR to a folder that can be written to, and has room"
+            "no temporary folder can be made:"
+            f" {error.strerror}{f' ({error.filename})' if error.filename else ''}; lockstep keeps"
+            " what its processes tell each other in one; set TMPDIR to a folder that can be"
+            " written to, and has room"
         ) from None
     with temporary as folder:
         unlocked = Path(folder, "new")
@@ -51,8 +54,8 @@ def locked_folder(prefix: str = "lockstep-") -> Iterator[Path]:
 
 
 def hold_folder(folder: Path) -> int | None:
-    """Keep a `locked_folder` of another process from removal, should that one be killed. Returns the descriptor that
-    holds it until it is closed; None if the folder is none."""
+    """Keep a `locked_folder` of another process from removal, should that one be killed. Returns
+    the descriptor that holds it until it is closed; None if the folder is none."""
     with suppress(OSError):
         descriptor = _open_own(folder / _ALIVE)
         try_lock(descriptor, shared=True)

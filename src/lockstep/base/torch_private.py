@@ -1,8 +1,8 @@
-"""Every private name of torch that lockstep uses. No other module reaches for one; `torch._foreach_*` alone are used in
-place.
+"""Every private name of torch that lockstep uses. No other module reaches for one;
+`torch._foreach_*` alone are used in place.
 
-Each name is in torch 2.13 to 2.15, and tests/base/test_torch_private.py has a test for it. If one of them fails under
-another torch, the function here is the place to mend.
+Each name is in torch 2.13 to 2.15, and tests/base/test_torch_private.py has a test for it. If one
+of them fails under another torch, the function here is the place to mend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
-from torch._C._distributed_c10d import GradBucket as GradBucket, PrefixStore as PrefixStore, Store as Store, TCPStore as TCPStore
+from torch._C._distributed_c10d import (
+    GradBucket as GradBucket,
+    PrefixStore as PrefixStore,
+    Store as Store,
+    TCPStore as TCPStore,
+)
 from torch._prims_common import make_contiguous_strides_for as make_contiguous_strides_for
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
@@ -37,31 +42,55 @@ from torch.utils._pytree import (
     tree_map as tree_map,
     tree_unflatten as tree_unflatten,
 )
-from torch.utils.data._utils.collate import collate as collate, default_collate_fn_map as default_collate_fn_map
+from torch.utils.data._utils.collate import (
+    collate as collate,
+    default_collate_fn_map as default_collate_fn_map,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather, ReduceScatter as ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_api import (
+        AllGather as AllGather,
+        ReduceScatter as ReduceScatter,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather as DefaultAllGather,
+    )
     from torch.optim import Optimizer
 
 BatchNormBase = batchnorm._BatchNorm
 DropoutBase = dropout._DropoutNd
 disable_current_modes = _python_dispatch._disable_current_modes
 
-_FSDP = {"AllGather": "_fsdp_api", "ReduceScatter": "_fsdp_api", "DefaultAllGather": "_fsdp_collectives"}
+_FSDP = {
+    "AllGather": "_fsdp_api",
+    "ReduceScatter": "_fsdp_api",
+    "DefaultAllGather": "_fsdp_collectives",
+}
 """Classes of FSDP2, which takes long to import -> their module."""
 
 IMPORTED_IN_TRAINING = (
     *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
-    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.default_planner"),
+    *(
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "torch.distributed.checkpoint.default_planner",
+    ),
 )
 """Modules that torch or lockstep import while a run is opened and takes its first step."""
 
 SUBCLASSED: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": frozenset(
-        {"_rendezvous", "_start_workers", "_stop_workers", "_restart_workers", "_monitor_workers", "_shutdown", "_exit_barrier"}
+        {
+            "_rendezvous",
+            "_start_workers",
+            "_stop_workers",
+            "_restart_workers",
+            "_monitor_workers",
+            "_shutdown",
+            "_exit_barrier",
+        }
         | {"_worker_group", "_remaining_restarts"}
     ),
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler": frozenset(
@@ -95,19 +124,21 @@ def __getattr__(name: str) -> Any:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """True for a `DTensor`. Does not import `torch.distributed.tensor`, which takes half a second."""
+    """True for a `DTensor`. Does not import `torch.distributed.tensor`, which takes half a
+    second."""
     return hasattr(tensor, "_local_tensor")
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be a `DTensor`: its memory, with no autograd node and no view."""
+    """Return this rank's part of a tensor that may be a `DTensor`: its memory, with no autograd
+    node and no view."""
     part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return part
 
 
 def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
-    """Make `item()`, `float()`, `int()` and `bool()` of each `DTensor` return `item(tensor)`. Torch's return the value
-    of this rank's part: a part of a sum, of a norm."""
+    """Make `item()`, `float()`, `int()` and `bool()` of each `DTensor` return `item(tensor)`.
+    Torch's return the value of this rank's part: a part of a sum, of a norm."""
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -115,12 +146,14 @@ def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the number of in-place writes that autograd has counted; those through `.data` do not count."""
+    """Return the number of in-place writes that autograd has counted; those through `.data` do not
+    count."""
     return int(tensor._version)
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """Return the tensor that `tensor` is a view of, as far as autograd knows; itself if it is none."""
+    """Return the tensor that `tensor` is a view of, as far as autograd knows; itself if it is
+    none."""
     base: Tensor | None = tensor._base
     return tensor if base is None else base
 
@@ -131,23 +164,29 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Return the address of the storage itself; unlike `data_ptr` a storage without memory has one too."""
+    """Return the address of the storage itself; unlike `data_ptr` a storage without memory has one
+    too."""
     return int(storage._cdata)
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Any]]:
-    """Return the hooks of `Tensor.register_hook`, by number: torch's own dict, unless there is none."""
+    """Return the hooks of `Tensor.register_hook`, by number: torch's own dict, unless there is
+    none."""
     return getattr(tensor, "_backward_hooks", None) or {}
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Callable[[Tensor], Any]]) -> None:
-    """Replace the hooks of `Tensor.register_hook` by the dict of another tensor, which the handles then change."""
+    """Replace the hooks of `Tensor.register_hook` by the dict of another tensor, which the handles
+    then change."""
     tensor._backward_hooks = hooks
 
 
 def gradient_hook_counts(tensors: Sequence[Tensor]) -> list[int]:
     """Return how many hooks on its gradient each tensor has, of both kinds."""
-    return [len(each._backward_hooks or ()) + len(each._post_accumulate_grad_hooks or ()) for each in tensors]
+    return [
+        len(each._backward_hooks or ()) + len(each._post_accumulate_grad_hooks or ())
+        for each in tensors
+    ]
 
 
 def post_accumulate_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], None]]:
@@ -156,18 +195,21 @@ def post_accumulate_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], Non
 
 
 def make_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Return a tensor of class `kind` that shares the memory of `tensor`, without running the constructor of `kind`."""
+    """Return a tensor of class `kind` that shares the memory of `tensor`, without running the
+    constructor of `kind`."""
     made: Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
     return made
 
 
 def swap_implementations(one: Tensor, other: Tensor) -> None:
-    """Exchange the contents of two tensors. Unlike `torch.utils.swap_tensors` it leaves classes and attributes."""
+    """Exchange the contents of two tensors. Unlike `torch.utils.swap_tensors` it leaves classes and
+    attributes."""
     torch._C._swap_tensor_impl(one, other)
 
 
 def assert_async(condition: Tensor, text: str) -> None:
-    """Raise (on a GPU: end the process, later) if the tensor of one element is false, without waiting for its value."""
+    """Raise (on a GPU: end the process, later) if the tensor of one element is false, without
+    waiting for its value."""
     torch._assert_async(condition, text)
 
 
@@ -175,24 +217,26 @@ def assert_async(condition: Tensor, text: str) -> None:
 
 
 def schema(operation: Any) -> Any:
-    """Return the `FunctionSchema` of an operation that a `TorchDispatchMode` was given: its name and its arguments."""
+    """Return the `FunctionSchema` of an operation that a `TorchDispatchMode` was given: its name
+    and its arguments."""
     return operation._schema
 
 
 def in_backward() -> bool:
-    """True if autograd is running a backward in this thread: a forward that runs then is a recomputation."""
+    """True if autograd is running a backward in this thread: a forward that runs then is a
+    recomputation."""
     return backward_number() != -1
 
 
 def backward_number() -> int:
-    """Return the number of the backward that autograd is running in this thread, another one for a backward within a
-    backward; -1 if it runs none."""
+    """Return the number of the backward that autograd is running in this thread, another one for a
+    backward within a backward; -1 if it runs none."""
     return int(torch._C._current_graph_task_id())
 
 
 def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield what a node of autograd's graph has saved and no hook has packed: `register_hooks` is the first's, and the
-    second is the tensor. A backward frees what a node has saved."""
+    """Yield what a node of autograd's graph has saved and no hook has packed: `register_hooks` is
+    the first's, and the second is the tensor. A backward frees what a node has saved."""
     kind: Any = type(node)
     for name in _saved_names(kind):
         try:
@@ -200,7 +244,11 @@ def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
         except RuntimeError:  # freed
             continue
         for each in saved if isinstance(saved, tuple) else (saved,):
-            if each is not None and each.unpack_hook is None and isinstance(tensor := each.data, Tensor):
+            if (
+                each is not None
+                and each.unpack_hook is None
+                and isinstance(tensor := each.data, Tensor)
+            ):
                 yield each, tensor
 
 
@@ -216,7 +264,8 @@ def saved_value(node: Any, name: str) -> Any:
 
 
 def _signed(number: int | None) -> int | None:
-    return number - 2**64 if number is not None and number >= 2**63 else number  # torch shows some as unsigned
+    # torch shows some as unsigned
+    return number - 2**64 if number is not None and number >= 2**63 else number
 
 
 def output_shape(node: Any, place: int) -> torch.Size:
@@ -234,8 +283,11 @@ def cpu_multiplies_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def update_loss_scale(scale: Tensor, in_a_row: Tensor, found_inf: Tensor, *, steps_to_double: int) -> None:
-    """Halve a loss scale on the device if `found_inf` is set, or double it after so many steps in a row without it."""
+def update_loss_scale(
+    scale: Tensor, in_a_row: Tensor, found_inf: Tensor, *, steps_to_double: int
+) -> None:
+    """Halve a loss scale on the device if `found_inf` is set, or double it after so many steps in a
+    row without it."""
     torch._amp_update_scale_(scale, in_a_row, found_inf, 2.0, 0.5, steps_to_double)
 
 
@@ -258,12 +310,14 @@ def default_mps_generator() -> torch.Generator:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's dict of its own parameters, which may be changed; not those of its children."""
+    """Return the module's dict of its own parameters, which may be changed; not those of its
+    children."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's dict of its own buffers, which may be changed; not those of its children."""
+    """Return the module's dict of its own buffers, which may be changed; not those of its
+    children."""
     return module._buffers
 
 
@@ -283,7 +337,8 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def apply_to_own_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace the module's own parameters and buffers, not its children's, by `function` of them, as `to` does."""
+    """Replace the module's own parameters and buffers, not its children's, by `function` of them,
+    as `to` does."""
     module._apply(function, recurse=False)  # type: ignore[no-untyped-call]
 
 
@@ -316,7 +371,8 @@ def step_is_profiled() -> bool:
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """True if `step` divides gradients by `optimizer.grad_scale`, and skips if `found_inf` is set: fused ones do."""
+    """True if `step` divides gradients by `optimizer.grad_scale`, and skips if `found_inf` is set:
+    fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -324,7 +380,8 @@ def divides_gradients(optimizer: Optimizer) -> bool:
 
 
 def shut_down_workers(loader: Any, batches: Any) -> None:
-    """End the persistent workers of a `DataLoader`; `batches`: its iterator, or None if there was none."""
+    """End the persistent workers of a `DataLoader`; `batches`: its iterator, or None if there was
+    none."""
     loader._iterator = None
     if batches is not None:
         batches._shutdown_workers()
@@ -341,7 +398,8 @@ def default_store() -> Any:
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group whose `group_name` is `name`, as operations of `torch.ops.c10d` are given it."""
+    """Return the process group whose `group_name` is `name`, as operations of `torch.ops.c10d` are
+    given it."""
     import torch.distributed as dist
 
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -350,8 +408,8 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 
 def active_collectives_json() -> bytes:
-    """Return Gloo's flight recorder's entries of the collectives that are not done, as JSON; some are marked
-    "retired"."""
+    """Return Gloo's flight recorder's entries of the collectives that are not done, as JSON; some
+    are marked "retired"."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     recorded: bytes = _dump_fr_trace_json(onlyActive=True)
@@ -359,8 +417,9 @@ def active_collectives_json() -> bytes:
 
 
 def accelerator_collectives_json() -> list[bytes]:
-    """Return the entries of the flight recorders of the accelerator's backends, done or not, as JSON: NCCL's of its
-    own, and in torch 2.15 the one that torch's hook writes for a backend without its own, such as the newer NCCL."""
+    """Return the entries of the flight recorders of the accelerator's backends, done or not, as
+    JSON: NCCL's of its own, and in torch 2.15 the one that torch's hook writes for a backend
+    without its own, such as the newer NCCL."""
     from torch._C import _distributed_c10d
 
     recorded = []
@@ -375,7 +434,8 @@ def accelerator_collectives_json() -> list[bytes]:
 
 
 def accelerator_groups_failed() -> bool:
-    """True if a backend of the accelerator says that it has failed: it may have ended its kernels before their end."""
+    """True if a backend of the accelerator says that it has failed: it may have ended its kernels
+    before their end."""
     for backend in _accelerator_backends():
         with suppress(AttributeError, RuntimeError):  # not every backend knows
             if backend.get_error().name != "SUCCESS":
@@ -384,7 +444,8 @@ def accelerator_groups_failed() -> bool:
 
 
 def forget_process_groups(mesh: DeviceMesh) -> None:
-    """Drop the process groups that the root of `mesh` holds, and with the last reference their sockets."""
+    """Drop the process groups that the root of `mesh` holds, and with the last reference their
+    sockets."""
     mesh._get_root_mesh()._pg_registry.clear()
 
 
@@ -395,7 +456,8 @@ def clone_store(store: Store) -> Store:
 
 
 def process_group_count() -> int:
-    """Return the number that names the next process group. `destroy_process_group` sets it back to 0."""
+    """Return the number that names the next process group. `destroy_process_group` sets it back to
+    0."""
     import torch.distributed as dist
 
     return int(dist.distributed_c10d._world.group_count)
@@ -413,8 +475,8 @@ ABORT_SECONDS = 10.0
 
 
 def abort_accelerator_groups() -> bool:
-    """Abort all process groups of a backend other than Gloo, such as NCCL. Returns True if there is one. Never run with
-    several GPUs."""
+    """Abort all process groups of a backend other than Gloo, such as NCCL. Returns True if there is
+    one. Never run with several GPUs."""
     found = _accelerator_groups()
     if not found:
         return False
@@ -426,7 +488,10 @@ def abort_accelerator_groups() -> bool:
             group.abort()
         backend._group_end()
         return True
-    threads = [threading.Thread(target=group.abort, name="lockstep-abort-group", daemon=True) for group, _ in found]
+    threads = [
+        threading.Thread(target=group.abort, name="lockstep-abort-group", daemon=True)
+        for group, _ in found
+    ]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + ABORT_SECONDS
@@ -436,8 +501,8 @@ def abort_accelerator_groups() -> bool:
 
 
 def _accelerator_groups() -> list[tuple[Any, Any]]:
-    """Return each process group that has a backend for a device other than the CPU, the newest first, and that
-    backend."""
+    """Return each process group that has a backend for a device other than the CPU, the newest
+    first, and that backend."""
     import torch.distributed as dist
 
     names = dict(dist.distributed_c10d._world.pg_names)
@@ -455,7 +520,8 @@ def _accelerator_backends() -> list[Any]:
 
 @contextmanager
 def rendezvous_polls_every(seconds: float) -> Iterator[None]:
-    """Have torch's elastic rendezvous look for other machines that often. By itself it does once a second."""
+    """Have torch's elastic rendezvous look for other machines that often. By itself it does once a
+    second."""
     module: Any = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     before = module._delay
     module._delay = lambda *_, **__: time.sleep(seconds)
@@ -466,13 +532,15 @@ def rendezvous_polls_every(seconds: float) -> Iterator[None]:
 
 
 def refresh_rendezvous_state_after(holder: Any, seconds: float) -> None:
-    """Have what an elastic rendezvous knows of its machines be read again after so long. By itself that is a second."""
+    """Have what an elastic rendezvous knows of its machines be read again after so long. By itself
+    that is a second."""
     assert holder._cache_duration > 0
     holder._cache_duration = seconds
 
 
 def forget_distributed_operations() -> None:
-    """Drop what this thread has cached of operations on `DTensor`s: torch takes equal meshes for one another there."""
+    """Drop what this thread has cached of operations on `DTensor`s: torch takes equal meshes for
+    one another there."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -480,8 +548,9 @@ def forget_distributed_operations() -> None:
 
 
 def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]) -> Any:
-    """Return the structure with its tensors that require a gradient replaced by what `change` returns for them; None if
-    it has none. Those are the tensors that FSDP2 takes for inputs of a block: in lists, tuples, dicts, dataclasses."""
+    """Return the structure with its tensors that require a gradient replaced by what `change`
+    returns for them; None if it has none. Those are the tensors that FSDP2 takes for inputs of a
+    block: in lists, tuples, dicts, dataclasses."""
     from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 
     tensors = collect_grad_tensors(structure)
@@ -489,19 +558,23 @@ def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]
 
 
 def fsdp_parameter_group(module: Any) -> Any:
-    """Return FSDP2's group of the parameters of a `fully_shard` module; None if it has none of its own."""
+    """Return FSDP2's group of the parameters of a `fully_shard` module; None if it has none of its
+    own."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
     """Return the modules that hold a parameter of FSDP2's group, each with its name there."""
     info = parameter._module_info
-    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    return [
+        (info.module, info.param_name),
+        *zip(info.shared_modules, info.shared_param_names, strict=True),
+    ]
 
 
 def gathered(parameter: Any) -> Tensor | None:
-    """Return the tensor that a parameter of FSDP2's group is gathered in, with or without memory; None before the first
-    forward."""
+    """Return the tensor that a parameter of FSDP2's group is gathered in, with or without memory;
+    None before the first forward."""
     return getattr(parameter, "_unsharded_param", None)
 
 
@@ -516,15 +589,20 @@ def begins_forward_of(parameters: Any, node: Any) -> bool:
 
 
 def gather_in(parameter: Any, dtype: torch.dtype) -> None:
-    """Have FSDP2 all-gather a parameter of its group in `dtype`. Its gradient is reduced in the dtype of its shards."""
+    """Have FSDP2 all-gather a parameter of its group in `dtype`. Its gradient is reduced in the
+    dtype of its shards."""
     parameter.__class__ = _gathered_in(dtype)
 
 
 def gathered_short(parameter: Any) -> tuple[str, Tensor] | None:
-    """Return the name, and the gathered tensor, of a parameter for which `gather_in` was called; None for another one,
-    and before the first forward."""
+    """Return the name, and the gathered tensor, of a parameter for which `gather_in` was called;
+    None for another one, and before the first forward."""
     gathered = getattr(parameter, "_unsharded_param", None)
-    return (parameter._param_fqn, gathered) if gathered is not None and "gathered_in" in vars(type(parameter)) else None
+    return (
+        (parameter._param_fqn, gathered)
+        if gathered is not None and "gathered_in" in vars(type(parameter))
+        else None
+    )
 
 
 @functools.cache
@@ -555,7 +633,8 @@ def is_fsdp_root(module: Any) -> bool:
 
 
 def set_unshard_async(root: Any, enabled: bool) -> None:
-    """Run the all-gathers of FSDP2's blocks as async operations of the process group, not on their own streams."""
+    """Run the all-gathers of FSDP2's blocks as async operations of the process group, not on their
+    own streams."""
     root._set_unshard_async_op(enabled)
 
 
@@ -563,7 +642,8 @@ def set_unshard_async(root: Any, enabled: bool) -> None:
 
 
 def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
-    """Return the dict, by microbatch, of the gradients that a pipeline stage is about to send back."""
+    """Return the dict, by microbatch, of the gradients that a pipeline stage is about to send
+    back."""
     cache: dict[int, tuple[Any, ...]] = stage.bwd_cache
     return cache
 
@@ -575,14 +655,23 @@ def schedule_losses(schedule: Any) -> list[Tensor]:
 
 
 def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
-    """Return the class that all iterators of a `DataLoader` are subclasses of, with `_next_index` and `__next__`; and
-    those whose `fetch` reads a batch of a dataset, in a worker or in the process itself."""
+    """Return the class that all iterators of a `DataLoader` are subclasses of, with `_next_index`
+    and `__next__`; and those whose `fetch` reads a batch of a dataset, in a worker or in the
+    process itself."""
     from torch.utils.data import _utils, dataloader
 
-    return dataloader._BaseDataLoaderIter, (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
+    return dataloader._BaseDataLoaderIter, (
+        _utils.fetch._MapDatasetFetcher,
+        _utils.fetch._IterableDatasetFetcher,
+    )
 
 
 def divisor(node: Any) -> float | None:
-    """Return the number by which a division in the autograd graph divides; None if it is no number in host memory."""
+    """Return the number by which a division in the autograd graph divides; None if it is no number
+    in host memory."""
     other = getattr(node, "_saved_other", None)
-    return float(other) if isinstance(other, Tensor) and other.numel() == 1 and other.device.type == "cpu" else None
+    return (
+        float(other)
+        if isinstance(other, Tensor) and other.numel() == 1 and other.device.type == "cpu"
+        else None
+    )

@@ -15,16 +15,27 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\
 
 
 def seconds(text: str, name: str, raises: type[UserError]) -> float:
-    """Return the seconds of a duration such as "90s", "55m" or "1h30m". Raises `raises`, which calls it `name`."""
+    """Return the seconds of a duration such as "90s", "55m" or "1h30m". Raises `raises`, which
+    calls it `name`."""
     if not (found := duration(text)):
-        raise raises(f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m")
+        raise raises(
+            f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m"
+        )
     return found
 
 
 def duration(text: str) -> float:
     """Return the seconds of a duration such as "1h30m"; 0 if the text is none."""
     found = _DURATION.fullmatch(text)
-    return sum(float(part) * unit for part, unit in zip(found.groups(), _UNITS.values(), strict=True) if part) if found else 0.0
+    return (
+        sum(
+            float(part) * unit
+            for part, unit in zip(found.groups(), _UNITS.values(), strict=True)
+            if part
+        )
+        if found
+        else 0.0
+    )
 
 
 def size(count: float) -> str:

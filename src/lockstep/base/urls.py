@@ -8,7 +8,19 @@ HIDDEN = "***"
 _PASSWORDS = re.compile(r"pass(?!file)|pwd|secret|token|credential", re.IGNORECASE)
 _SCHEME = re.compile(r"[A-Za-z0-9.+-]*")
 _SHOWN = frozenset(
-    ("host", "port", "user", "dbname", "sslmode", "charset", "driver", "passfile", "read_default_file", "connect_timeout", "timeout")
+    (
+        "host",
+        "port",
+        "user",
+        "dbname",
+        "sslmode",
+        "charset",
+        "driver",
+        "passfile",
+        "read_default_file",
+        "connect_timeout",
+        "timeout",
+    )
 )
 """Names of arguments in a URL whose values are shown."""
 
@@ -21,14 +33,18 @@ def has_password(url: str) -> bool:
 
 
 def without_password(url: str) -> str:
-    """Return a text that is to be a URL without what may be a password in it, for messages and files."""
+    """Return a text that is to be a URL without what may be a password in it, for messages and
+    files."""
     before, query = _split(url)
-    shown = "&".join(f"{name}={value if name in _SHOWN else HIDDEN}" if value else name for name, value in query)
+    shown = "&".join(
+        f"{name}={value if name in _SHOWN else HIDDEN}" if value else name for name, value in query
+    )
     return _without_login(before) + (f"?{shown}" if query else "")
 
 
 def _split(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """The part before the arguments, and these. A question mark before an @ is part of a password."""
+    """The part before the arguments, and these. A question mark before an @ is part of a
+    password."""
     login, at, rest = url.rpartition("@")
     before, question, query = rest.partition("?")
     pairs = [pair.partition("=") for pair in query.split("&")] if question else []
@@ -45,6 +61,7 @@ def _without_login(text: str) -> str:
         return f"{scheme}://{user}{f':{HIDDEN}' if colon else ''}@{place}"
     host, slash, path = rest.partition("/")
     name, colon, port = host.partition(":")
-    if colon and port and not port.isdecimal() and not host.startswith("["):  # a login whose host is missing
+    # a login whose host is missing
+    if colon and port and not port.isdecimal() and not host.startswith("["):
         host = f"{name}:{HIDDEN}"
     return f"{scheme}://{host}{slash}{path}"

@@ -1,4 +1,5 @@
-"""The configuration of a model of transformers, which a run keeps for `lockstep export --format huggingface`."""
+"""The configuration of a model of transformers, which a run keeps for `lockstep export --format
+huggingface`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Emergency save: a checkpoint without collectives, after an error or the loss of a process.
 
-Ranks that hold the same shards hold the same *part* of the state. The first rank that claims a part writes it, and the
-rank that finds all parts written commits the checkpoint. So one survivor of each part is enough, and no rank waits for
-another.
+Ranks that hold the same shards hold the same *part* of the state. The first rank that claims a part
+writes it, and the rank that finds all parts written commits the checkpoint. So one survivor of each
+part is enough, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import LockstepError
-from lockstep.checkpoint.manifest import FileEntry, JsonObject, Manifest, hash_blocks, merge_objects, split_blocks
+from lockstep.checkpoint.manifest import (
+    FileEntry,
+    JsonObject,
+    Manifest,
+    hash_blocks,
+    merge_objects,
+    split_blocks,
+)
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import FileLayout, local_shards
 from lockstep.checkpoint.writer import note
@@ -39,11 +46,12 @@ def emergency_save(
     metadata: JsonObject,
     is_unchanged: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Write this rank's `part` of `parts`, and commit the checkpoint if it was the last. Every rank that is still alive
-    calls it.
+    """Write this rank's `part` of `parts`, and commit the checkpoint if it was the last. Every rank
+    that is still alive calls it.
 
-    Returns False if another rank has written the same part. Raises `OSError`; and `StateChangedError` if, once the
-    tensors are copied, `is_unchanged()` says that they have changed since the call.
+    Returns False if another rank has written the same part. Raises `OSError`; and
+    `StateChangedError` if, once the tensors are copied, `is_unchanged()` says that they have
+    changed since the call.
     """
     try:
         folder.begin(name)
@@ -52,10 +60,13 @@ def emergency_save(
         layout, content = _copy(tensors)
         if not is_unchanged():
             folder.remove(name, f"{_file(part)}.claim")
-            raise StateChangedError(f"the device went on from step {name.step} while its state was copied")
+            raise StateChangedError(
+                f"the device went on from step {name.step} while its state was copied"
+            )
         _write(folder, name, _file(part), layout, content, values)
         notes = [_read(folder.read_uncommitted(name, note(_file(each)))) for each in range(parts)]
-        if None not in notes and folder.claim(name, _COMMIT):  # two ranks that finish at once both see all notes
+        # two ranks that finish at once both see all notes
+        if None not in notes and folder.claim(name, _COMMIT):
             _commit(folder, name, notes, metadata)
     except OSError:
         if name in folder.names():  # another rank with the same part was faster
@@ -71,12 +82,26 @@ def _copy(tensors: Mapping[str, Tensor]) -> tuple[FileLayout, Tensor]:
     content[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     for shard in layout.starts:
         start, stop = layout.span(shard)
-        part = to_local(tensors[shard.name]).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        part = (
+            to_local(tensors[shard.name])
+            .detach()
+            .to("cpu")
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+        )
         content[start:stop] = part.reshape(-1).view(torch.uint8)
     return layout, content
 
 
-def _write(folder: Storage, name: CheckpointName, file: str, layout: FileLayout, content: Tensor, values: JsonObject) -> None:
+def _write(
+    folder: Storage,
+    name: CheckpointName,
+    file: str,
+    layout: FileLayout,
+    content: Tensor,
+    values: JsonObject,
+) -> None:
     data = content.numpy().data
     folder.write(name, file, split_blocks(data))
     mine = FileEntry(hash_blocks(data), layout.starts)
@@ -90,7 +115,9 @@ def _commit(folder: Storage, name: CheckpointName, notes: list[Any], metadata: J
         folder.remove(name, f"{_file(part)}.claim")
     folder.remove(name, f"{_COMMIT}.claim")
     values = merge_objects([values for _, values in notes])
-    folder.commit(name, Manifest(step=name.step, files=files, values=values, metadata=metadata).encode())
+    folder.commit(
+        name, Manifest(step=name.step, files=files, values=values, metadata=metadata).encode()
+    )
 
 
 def _read(text: bytes | None) -> Any:

@@ -1,4 +1,5 @@
-"""Verified reads of a checkpoint: a block is checked as it is read, and `check` reads all of them. Needs no torch."""
+"""Verified reads of a checkpoint: a block is checked as it is read, and `check` reads all of them.
+Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,13 +21,23 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
 
 _HEAD_BYTES = 1 << 20
-"""Bytes of a manifest that are read first. Most have no more; and what is no manifest, of any size, is not read."""
-DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EINVAL, errno.EFBIG)
+"""Bytes of a manifest that are read first. Most have no more; and what is no manifest, of any size,
+is not read."""
+DAMAGE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.EIO,
+    errno.EINVAL,
+    errno.EFBIG,
+)
 """Error numbers of a file that is missing or damaged, or none that a run writes."""
 
 
 def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
-    """Read and verify the manifest. Raises `DamagedError`, `UnknownFormatError`, `UnreachableError`."""
+    """Read and verify the manifest. Raises `DamagedError`, `UnknownFormatError`,
+    `UnreachableError`."""
     with _storage_errors(MANIFEST):
         data = folder.read(name, MANIFEST, 0, _HEAD_BYTES)
         if len(data) == _HEAD_BYTES and begins_as_manifest(data):
@@ -37,9 +48,16 @@ def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
     return found
 
 
-def read_block(folder: Storage, name: CheckpointName, file: str, hashes: BlockHashes, block: int, parts: Sequence[memoryview]) -> None:
-    """Read a block into `parts`, which together have its size, and check its hash. Raises `DamagedError`,
-    `UnreachableError`."""
+def read_block(
+    folder: Storage,
+    name: CheckpointName,
+    file: str,
+    hashes: BlockHashes,
+    block: int,
+    parts: Sequence[memoryview],
+) -> None:
+    """Read a block into `parts`, which together have its size, and check its hash. Raises
+    `DamagedError`, `UnreachableError`."""
     start, stop = hashes.span(block)
     length = 0
 
@@ -58,7 +76,8 @@ def read_block(folder: Storage, name: CheckpointName, file: str, hashes: BlockHa
 
 
 def check(folder: Storage, name: CheckpointName) -> list[str]:
-    """Read every byte of a checkpoint, and describe each damage. Raises `UnknownFormatError`, `UnreachableError`."""
+    """Read every byte of a checkpoint, and describe each damage. Raises `UnknownFormatError`,
+    `UnreachableError`."""
     try:
         manifest = read_manifest(folder, name)
     except DamagedError as error:
@@ -71,7 +90,9 @@ def check(folder: Storage, name: CheckpointName) -> list[str]:
         start, stop = hashes_of[file].span(block)
         buffer = spare.pop()
         try:
-            read_block(folder, name, file, hashes_of[file], block, [memoryview(buffer)[: stop - start]])
+            read_block(
+                folder, name, file, hashes_of[file], block, [memoryview(buffer)[: stop - start]]
+            )
         except DamagedError as error:
             return str(error)
         finally:
@@ -79,14 +100,18 @@ def check(folder: Storage, name: CheckpointName) -> list[str]:
         return None
 
     with ThreadPoolExecutor(folder.readers) as threads:
-        lengths = list(threads.map(lambda file: _wrong_length(folder, name, file, hashes_of[file]), hashes_of))
+        lengths = list(
+            threads.map(lambda file: _wrong_length(folder, name, file, hashes_of[file]), hashes_of)
+        )
         files = [file for file, wrong in zip(hashes_of, lengths, strict=True) if wrong is None]
         blocks = [(file, block) for file in files for block in range(len(hashes_of[file].blocks))]
         found = [*lengths, *threads.map(lambda block: damage(*block), blocks)]
     return [text for text in found if text is not None]
 
 
-def _wrong_length(folder: Storage, name: CheckpointName, file: str, hashes: BlockHashes) -> str | None:
+def _wrong_length(
+    folder: Storage, name: CheckpointName, file: str, hashes: BlockHashes
+) -> str | None:
     try:
         with _storage_errors(file):
             size = folder.size(name, file)

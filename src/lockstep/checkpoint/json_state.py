@@ -1,4 +1,5 @@
-"""Conversion of nested state dicts to JSON and back. Tensors are taken out, each named by its path in the state."""
+"""Conversion of nested state dicts to JSON and back. Tensors are taken out, each named by its path
+in the state."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.tensor_shards import DTYPES
 
 _TAG = "lockstep"
-"""Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict with this key becomes a list of items."""
+"""Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict with this key becomes a
+list of items."""
 
 
 REMEDY = "have its state_dict return those, or leave it out"
@@ -22,11 +24,11 @@ REMEDY = "have its state_dict return those, or leave it out"
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REMEDY) -> Any:
-    """Convert `value` to JSON. Its tensors are added to `tensors`, each under `name` and its path, as in
-    `average/fc.weight`.
+    """Convert `value` to JSON. Its tensors are added to `tensors`, each under `name` and its path,
+    as in `average/fc.weight`.
 
-    Raises `CheckpointError`, with the path, the type and the `remedy`, for other types than JSON's, tuples, tensors,
-    and NumPy numbers and arrays.
+    Raises `CheckpointError`, with the path, the type and the `remedy`, for other types than JSON's,
+    tuples, tensors, and NumPy numbers and arrays.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -44,15 +46,24 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REME
     if isinstance(value, Tensor):
         return _named(value, name, tensors, remedy)
     if isinstance(value, list | tuple):
-        items = [encode(item, f"{name}/{place}", tensors, remedy) for place, item in enumerate(value)]
+        items = [
+            encode(item, f"{name}/{place}", tensors, remedy) for place, item in enumerate(value)
+        ]
         return items if isinstance(value, list) else {_TAG: "tuple", "value": items}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and _TAG not in value:
-            return {key: encode(item, f"{name}/{key}", tensors, remedy) for key, item in value.items()}
+            return {
+                key: encode(item, f"{name}/{key}", tensors, remedy) for key, item in value.items()
+            }
         for key in value:
             if not isinstance(key, str | int | float | bool | None):
                 raise _cannot(name, f"a dict with a key {key!r} (a {type(key).__name__})", remedy)
-        return {_TAG: "dict", "value": [[key, encode(item, f"{name}/{key}", tensors, remedy)] for key, item in value.items()]}
+        return {
+            _TAG: "dict",
+            "value": [
+                [key, encode(item, f"{name}/{key}", tensors, remedy)] for key, item in value.items()
+            ],
+        }
     raise _cannot(name, f"a {type(value).__qualname__}", remedy)
 
 
@@ -88,8 +99,17 @@ def tensors_in(encoded: Any) -> list[str]:
 
 def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor], remedy: str) -> Any:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or dtype not in DTYPES:
-        raise _cannot(name, f"a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}", remedy)
+    if (
+        tensor.layout != torch.strided
+        or tensor.is_meta
+        or tensor.is_quantized
+        or dtype not in DTYPES
+    ):
+        raise _cannot(
+            name,
+            f"a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}",
+            remedy,
+        )
     while name in tensors:  # {"a": {"b": ...}, "a/b": ...}, or {1: ..., "1": ...}
         name += "'"
     tensors[name] = tensor.detach()
@@ -98,6 +118,6 @@ def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor], remedy: str) -
 
 def _cannot(name: str, what: str, remedy: str) -> CheckpointError:
     return CheckpointError(
-        f"the state {name!r} is {what}; a checkpoint holds dense tensors, numbers, text, None, and lists, tuples and dicts of them "
-        f"(nothing that takes a pickle); {remedy}"
+        f"the state {name!r} is {what}; a checkpoint holds dense tensors, numbers, text, None, and"
+        f" lists, tuples and dicts of them (nothing that takes a pickle); {remedy}"
     )

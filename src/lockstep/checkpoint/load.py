@@ -1,8 +1,8 @@
-"""Loading and resharding a checkpoint: each rank reads and verifies the blocks that its tensors need; all others are
-verified too.
+"""Loading and resharding a checkpoint: each rank reads and verifies the blocks that its tensors
+need; all others are verified too.
 
-A part of a file that has the layout of the tensor is read directly into it and hashed there. Everything else passes
-through a buffer: small parts, other shards, other dtypes, tensors on a GPU.
+A part of a file that has the layout of the tensor is read directly into it and hashed there.
+Everything else passes through a buffer: small parts, other shards, other dtypes, tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.integrity import read_block, read_manifest
-from lockstep.checkpoint.manifest import BLOCK_BYTES, BlockHashes, DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.manifest import (
+    BLOCK_BYTES,
+    BlockHashes,
+    DamagedError,
+    UnknownFormatError,
+    UnreachableError,
+)
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
 from lockstep.comm.mesh import to_local
@@ -32,7 +38,9 @@ SMALL_BYTES = 64 << 10
 class _Span:
     """The smallest span of a saved shard's bytes that holds all that this rank needs of it."""
 
-    def __init__(self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]
+    ) -> None:
         """`at`: position of the shard's first byte in its file."""
         self._dtype = torch_dtype(shard.dtype)
         self._strides = [math.prod(shard.lengths[dim + 1 :]) for dim in range(len(shard.lengths))]
@@ -47,16 +55,30 @@ class _Span:
 
     def _ends(self, copy: ShardCopy) -> tuple[int, int]:
         """The range [first, last) of the shard's elements that holds the copy's elements."""
-        first = sum(side.start * stride for side, stride in zip(copy.source, self._strides, strict=True))
+        first = sum(
+            side.start * stride for side, stride in zip(copy.source, self._strides, strict=True)
+        )
         return first, first + 1 + sum(
-            (side.stop - side.start - 1) * stride for side, stride in zip(copy.source, self._strides, strict=True)
+            (side.stop - side.start - 1) * stride
+            for side, stride in zip(copy.source, self._strides, strict=True)
         )
 
     def _in_place(self, elements: int) -> Tensor | None:
         """The target's own memory as bytes, if the span can be read directly into it; else None."""
         part = self._target[self._wanted[0].target]
-        fits = len(self._wanted) == 1 and part.is_contiguous() and part.numel() == elements and part.dtype == self._dtype
-        if not fits or part.is_conj() or part.is_neg() or part.device.type != "cpu" or part.nbytes < SMALL_BYTES:
+        fits = (
+            len(self._wanted) == 1
+            and part.is_contiguous()
+            and part.numel() == elements
+            and part.dtype == self._dtype
+        )
+        if (
+            not fits
+            or part.is_conj()
+            or part.is_neg()
+            or part.device.type != "cpu"
+            or part.nbytes < SMALL_BYTES
+        ):
             return None
         return part.view(-1).view(torch.uint8)
 
@@ -73,7 +95,9 @@ class _Span:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
                 lengths = [side.stop - side.start for side in copy.source]
-                source = torch.as_strided(values, lengths, self._strides, self._ends(copy)[0] - self._first)
+                source = torch.as_strided(
+                    values, lengths, self._strides, self._ends(copy)[0] - self._first
+                )
                 fill(self._target[copy.target], source)
         self._data = None
 
@@ -110,11 +134,11 @@ class CheckpointReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into this rank's tensors. Every rank calls it; names and shapes must be among the saved
-        ones.
+        """Load the saved values into this rank's tensors. Every rank calls it; names and shapes
+        must be among the saved ones.
 
-        Every rank raises `DamagedError` or `UnreachableError` if any rank does. The state is then partly loaded and
-        must not be used.
+        Every rank raises `DamagedError` or `UnreachableError` if any rank does. The state is then
+        partly loaded and must not be used.
         """
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
@@ -139,12 +163,21 @@ class CheckpointReader:
                     found.setdefault(number, _Block(file, hashes, number, [])).spans.append(span)
             yield from found.values()
 
-    def _rest(self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World) -> Iterator[_Block]:
+    def _rest(
+        self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World
+    ) -> Iterator[_Block]:
         """Distribute the blocks that no rank needed over the ranks, to be verified only."""
         for file, entry in self.manifest.files.items():
-            done = {block for ranges in everyone for start, stop in ranges[file] for block in range(start, stop)}
+            done = {
+                block
+                for ranges in everyone
+                for start, stop in ranges[file]
+                for block in range(start, stop)
+            }
             rest = [block for block in range(len(entry.hashes.blocks)) if block not in done]
-            yield from (_Block(file, entry.hashes, number, []) for number in rest[world.rank :: world.size])
+            yield from (
+                _Block(file, entry.hashes, number, []) for number in rest[world.rank :: world.size]
+            )
 
     def _read_all(self, blocks: Iterable[_Block]) -> None:
         """Read and verify blocks, several at a time. Raises `DamagedError`, `UnreachableError`."""
@@ -161,12 +194,15 @@ class CheckpointReader:
             for block in blocks:
                 if len(ahead) == 2 * self._folder.readers:
                     finish()
-                ahead.append((block, threads.submit(self._read, block, [span.data for span in block.spans])))
+                ahead.append(
+                    (block, threads.submit(self._read, block, [span.data for span in block.spans]))
+                )
             while ahead:
                 finish()
 
     def _read(self, block: _Block, data: Sequence[Tensor]) -> None:
-        """Read a block: directly into spans that own their memory, and through a buffer into the others."""
+        """Read a block: directly into spans that own their memory, and through a buffer into the
+        others."""
         start, stop = block.hashes.span(block.number)
         try:
             spare = self._spare.pop()
@@ -184,14 +220,24 @@ class CheckpointReader:
                 parts += [other[at - start : first - start], part.numpy().data]
                 at = last
         parts.append(other[at - start :])
-        read_block(self._folder, self._name, block.file, block.hashes, block.number, [part for part in parts if part])
+        read_block(
+            self._folder,
+            self._name,
+            block.file,
+            block.hashes,
+            block.number,
+            [part for part in parts if part],
+        )
         for part, source in through:
             part.copy_(source)
         self._spare.append(spare)
 
 
-def copies_by_shard(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> dict[TensorShard, list[ShardCopy]]:
-    """The copies that fill this rank's tensors, by saved shard; none from an empty one. See `plan_copies`."""
+def copies_by_shard(
+    state: Mapping[str, Tensor], saved: Sequence[TensorShard]
+) -> dict[TensorShard, list[ShardCopy]]:
+    """The copies that fill this rank's tensors, by saved shard; none from an empty one. See
+    `plan_copies`."""
     found: dict[TensorShard, list[ShardCopy]] = {}
     for copy in plan_copies(state, saved):
         if math.prod(copy.shard.lengths):
@@ -202,13 +248,15 @@ def copies_by_shard(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -
 def fill(target: Tensor, source: Tensor) -> None:
     """Copy `source` to `target`, of the same shape, which may be expanded."""
     for dim, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[dim] > 1:  # expanded: all indices share one element, which is written once
+        # expanded: all indices share one element, which is written once
+        if stride == 0 and target.shape[dim] > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     target.copy_(source)
 
 
 def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
-    """Return the result of `read` on this rank. Every rank calls it, and raises what `read` raised on any of them."""
+    """Return the result of `read` on this rank. Every rank calls it, and raises what `read` raised
+    on any of them."""
     failure: tuple[str, str] | None = None
     try:
         found = read()
@@ -217,7 +265,9 @@ def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
     failures = [each for each in world.gather_values(failure) if each is not None]
     if failures:
         kind, text = failures[0]
-        raise {each.__name__: each for each in (DamagedError, UnknownFormatError, UnreachableError)}[kind](text)
+        raise {
+            each.__name__: each for each in (DamagedError, UnknownFormatError, UnreachableError)
+        }[kind](text)
     return found
 
 

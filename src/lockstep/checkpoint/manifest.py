@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint: block hashes of its files, positions of the shards in them, and all other state. Needs
-no torch.
+"""The manifest of a checkpoint: block hashes of its files, positions of the shards in them, and all
+other state. Needs no torch.
 
 Files are hashed in blocks, so that a part of a file can be read and checked alone (law 6).
 """
@@ -26,7 +26,8 @@ HASH_BYTES = 16
 MOST_BYTES = 1 << 30
 """Largest size of a manifest that is read."""
 _METADATA = {
-    "recipe": dict, "plan": str, "world_size": int, "saved": str, "score": {"metric": str, "mode": str, "value": NUMBER},
+    "recipe": dict, "plan": str, "world_size": int, "saved": str, "score": {"metric": str,
+    "mode": str, "value": NUMBER},
     "optimizers": list, "code": dict, "versions": {"python": str},
 }  # fmt: skip
 _FILE_NAME = re.compile(r"(?:rank|part)-\d{1,9}\.safetensors")
@@ -35,7 +36,8 @@ _HEAD = re.compile(rb'\{"format":(\d{1,9}),"blake3":"([0-9a-f]{32})","content":'
 
 
 class DamagedError(LockstepError):
-    """A checkpoint is corrupted: its bytes are not those that were written. The text says which bytes."""
+    """A checkpoint is corrupted: its bytes are not those that were written. The text says which
+    bytes."""
 
 
 class UnknownFormatError(LockstepError):
@@ -43,7 +45,8 @@ class UnknownFormatError(LockstepError):
 
 
 class UnreachableError(LockstepError):
-    """A checkpoint cannot be read now, for the reason in the text: no permission, no answer from the store."""
+    """A checkpoint cannot be read now, for the reason in the text: no permission, no answer from
+    the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +93,31 @@ class FileEntry:
 
     def to_json(self) -> dict[str, Any]:
         shards = [[*shard.to_json(), start] for shard, start in self.shards.items()]
-        return {"bytes": self.hashes.size_bytes, "blocks": list(self.hashes.blocks), "shards": shards}
+        return {
+            "bytes": self.hashes.size_bytes,
+            "blocks": list(self.hashes.blocks),
+            "shards": shards,
+        }
 
     @classmethod
     def from_json(cls, entry: JsonObject) -> FileEntry:
         """Raises `ValueError` for shards that overlap, or reach beyond the file."""
-        shards = {TensorShard.from_json(shard): whole_number(start) for *shard, start in entry["shards"]}
+        shards = {
+            TensorShard.from_json(shard): whole_number(start) for *shard, start in entry["shards"]
+        }
         size, blocks = whole_number(entry["bytes"]), tuple(entry["blocks"])
         if len(blocks) != -(-size // BLOCK_BYTES) or not all(map(_HASH.fullmatch, blocks)):
             raise ValueError(f"{len(blocks)} hashes are not those of {size} bytes")
         if len(shards) != len(entry["shards"]):
             raise ValueError("a file has a shard twice")
         at = 0
-        for start, stop, name in sorted((start, start + shard.bytes, shard.name) for shard, start in shards.items()):
+        for start, stop, name in sorted(
+            (start, start + shard.bytes, shard.name) for shard, start in shards.items()
+        ):
             if start < at or stop > size:
-                raise ValueError(f"a shard of {name!r} overlaps another, or reaches beyond its file")
+                raise ValueError(
+                    f"a shard of {name!r} overlaps another, or reaches beyond its file"
+                )
             at = stop
         return cls(BlockHashes(size, blocks), shards)
 
@@ -123,22 +136,29 @@ class Manifest:
 
     def encode(self) -> bytes:
         files = {name: file.to_json() for name, file in self.files.items()}
-        content = json.dumps({"step": self.step, "metadata": self.metadata, "values": self.values, "files": files}, separators=(",", ":"))
-        return f'{{"format":{FORMAT},"blake3":"{_hash(FORMAT, content.encode())}","content":{content}}}\n'.encode()
+        content = json.dumps(
+            {"step": self.step, "metadata": self.metadata, "values": self.values, "files": files},
+            separators=(",", ":"),
+        )
+        digest = _hash(FORMAT, content.encode())
+        return f'{{"format":{FORMAT},"blake3":"{digest}","content":{content}}}\n'.encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Parse a manifest. Raises `DamagedError` for bytes that no save has written, `UnknownFormatError` for another
-        version."""
+        """Parse a manifest. Raises `DamagedError` for bytes that no save has written,
+        `UnknownFormatError` for another version."""
         head = _HEAD.match(data)
         if head is None or not data.endswith(b"}\n"):
-            raise DamagedError("the manifest cannot be parsed: it does not begin and end as one does")
+            raise DamagedError(
+                "the manifest cannot be parsed: it does not begin and end as one does"
+            )
         known = int(head[1])
         if _hash(known, memoryview(data)[head.end() : -2]) != head[2].decode():
             raise DamagedError("the manifest's hash is not that of its content")
         if known != FORMAT:
             raise UnknownFormatError(
-                f"the checkpoint has format {known}, and this version of lockstep reads {FORMAT}; load it with a newer one"
+                f"the checkpoint has format {known}, and this version of lockstep reads {FORMAT};"
+                " load it with a newer one"
             )
         try:
             content = json.loads(data[head.end() : -2])
@@ -151,10 +171,23 @@ class Manifest:
                 raise ValueError("values and metadata are objects")
             check_kinds(metadata, _METADATA, "metadata.")
             score = metadata.get("score")
-            if score is not None and (score.get("mode") not in ("min", "max") or score.get("metric") is None or score.get("value") is None):
+            if score is not None and (
+                score.get("mode") not in ("min", "max")
+                or score.get("metric") is None
+                or score.get("value") is None
+            ):
                 raise ValueError(f"its score is {score}")
-            return cls(step=whole_number(content["step"]), files=files, values=values, metadata=metadata)
-        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            return cls(
+                step=whole_number(content["step"]), files=files, values=values, metadata=metadata
+            )
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise DamagedError(f"the manifest cannot be parsed: {error}") from error
 
 
@@ -164,7 +197,8 @@ def begins_as_manifest(data: bytes) -> bool:
 
 
 def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
-    """Merge the JSON objects of several ranks recursively. For values that are not objects, the first rank's counts."""
+    """Merge the JSON objects of several ranks recursively. For values that are not objects, the
+    first rank's counts."""
     found: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():

@@ -1,10 +1,12 @@
-"""The image of a run's state in memory: every rank copies its part every few steps, and the copy outlives the rank.
+"""The image of a run's state in memory: every rank copies its part every few steps, and the copy
+outlives the rank.
 
-The launcher, which opens `/proc/<process>/fd/<descriptor>`, holds the memory of each rank. After a loss, all ranks of
-the next start load from the images of all old ranks, that of the lost one too, under any plan.
+The launcher, which opens `/proc/<process>/fd/<descriptor>`, holds the memory of each rank. After a
+loss, all ranks of the next start load from the images of all old ranks, that of the lost one too,
+under any plan.
 
-The memory has two slots (`lockstep.checkpoint.images.slots`), so it takes twice the bytes of this rank's part, which a
-tensor that several ranks hold is in once.
+The memory has two slots (`lockstep.checkpoint.images.slots`), so it takes twice the bytes of this
+rank's part, which a tensor that several ranks hold is in once.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from lockstep.comm.world import World
 
 
 class ImageWriter:
-    """Writes the images of this rank. Every rank makes one, and calls `prepare` and `write` alike."""
+    """Writes the images of this rank. Every rank makes one, and calls `prepare` and `write`
+    alike."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
-        """`attempt`: see `CheckpointName`; the same on every rank, and another one for each start that repeats steps.
-        `metadata`: JSON of rank 0."""
+        """`attempt`: see `CheckpointName`; the same on every rank, and another one for each start
+        that repeats steps. `metadata`: JSON of rank 0."""
         require_linux("images of the state in memory")
         self._world = world
         self._attempt = attempt
@@ -57,28 +60,46 @@ class ImageWriter:
         return [self._memory.descriptor, *self._buddies.descriptors]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Plan which rank copies what, and allocate memory, unless this was done for the same layout.
+        """Plan which rank copies what, and allocate memory, unless this was done for the same
+        layout.
 
-        Every rank calls it. If it was not called, the first `write` does it, and takes longer than later ones. Raises
-        `CheckpointError`, on every rank, if one has no memory.
+        Every rank calls it. If it was not called, the first `write` does it, and takes longer than
+        later ones. Raises `CheckpointError`, on every rank, if one has no memory.
         """
         self._agree(tensors, ())
 
-    def write(self, step: int, tensors: Mapping[str, Tensor], values: JsonObject, figures: Sequence[float] = ()) -> list[float]:
-        """Copy the state after `step` steps. Every rank calls it, with more steps than the last time.
+    def write(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        values: JsonObject,
+        figures: Sequence[float] = (),
+    ) -> list[float]:
+        """Copy the state after `step` steps. Every rank calls it, with more steps than the last
+        time.
 
-        `tensors`: this rank's; a name may exist on some ranks only. `values`: JSON; the reader merges all ranks'.
-        After an error, the newest image that all ranks have is still complete. Returns the largest of all ranks'
-        `figures`, each, which are exchanged with what has to be in any case.
+        `tensors`: this rank's; a name may exist on some ranks only. `values`: JSON; the reader
+        merges all ranks'. After an error, the newest image that all ranks have is still complete.
+        Returns the largest of all ranks' `figures`, each, which are exchanged with what has to be
+        in any case.
         """
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
         assert self._layout is not None
-        text = b'{%b,"values":%b}' % (self._described, json.dumps(values, separators=(",", ":")).encode())
+        text = b'{%b,"values":%b}' % (
+            self._described,
+            json.dumps(values, separators=(",", ":")).encode(),
+        )
         slot.begin()
         slot.put_file(self._layout.header)
         self._shards[slot].copy(tensors)
-        header = Header(CheckpointName(step, self._attempt), self._world.rank, self._world.size, slot.text_start, len(text))
+        header = Header(
+            CheckpointName(step, self._attempt),
+            self._world.rank,
+            self._world.size,
+            slot.text_start,
+            len(text),
+        )
         slot.complete(text, header)
         self.sending_seconds = self._buddies.exchange(slot, text, header, common)
         return largest
@@ -89,12 +110,14 @@ class ImageWriter:
         self._memory.close()
         self._buddies.close()
 
-    def _agree(self, tensors: Mapping[str, Tensor], figures: Sequence[float]) -> tuple[int, list[float]]:
-        """Plan again on all ranks if the layout changed on any. Returns the newest step whose image all ranks have, and
-        the largest of all ranks' figures.
+    def _agree(
+        self, tensors: Mapping[str, Tensor], figures: Sequence[float]
+    ) -> tuple[int, list[float]]:
+        """Plan again on all ranks if the layout changed on any. Returns the newest step whose image
+        all ranks have, and the largest of all ranks' figures.
 
-        No rank writes over that image. A rank that gets here has ended its last write, so without errors it is the
-        last one.
+        No rank writes over that image. A rank that gets here has ended its last write, so without
+        errors it is the last one.
         """
         kinds = self._kinds_of(tensors)
         newest = min([self._memory.newest, *self._buddies.newest])
@@ -107,9 +130,14 @@ class ImageWriter:
         return int(rows[:, 1].min()), rows[:, 2:].amax(0).tolist()
 
     def _kinds_of(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-        """All that each tensor's shard depends on; known already for one that was in the last image."""
+        """All that each tensor's shard depends on; known already for one that was in the last
+        image."""
         kinds = {
-            name: self._last[name][1] if name in self._last and self._last[name][0] is tensor else _kind(tensor)
+            name: (
+                self._last[name][1]
+                if name in self._last and self._last[name][0] is tensor
+                else _kind(tensor)
+            )
             for name, tensor in tensors.items()
         }
         self._last = {name: (tensor, kinds[name]) for name, tensor in tensors.items()}
@@ -125,23 +153,32 @@ class ImageWriter:
             self._buddies.allocate(layout.bytes)
             self._memory.allocate(layout.bytes)
         except OSError as failure:
-            error = f"rank {self._world.rank} has no memory for two images of {layout.bytes:,} bytes ({failure.strerror})"
+            error = (
+                f"rank {self._world.rank} has no memory for two images of {layout.bytes:,} bytes"
+                f" ({failure.strerror})"
+            )
         if failures := [each for each in self._world.gather_values(error) if each is not None]:
-            raise CheckpointError(f"{failures[0]}; leave the images out, or spread the state over more processes")
+            raise CheckpointError(
+                f"{failures[0]}; leave the images out, or spread the state over more processes"
+            )
         self._shards = {slot: MappedShards(layout, slot.file) for slot in self._memory.slots}
-        self.size_bytes = max(self.size_bytes, 2 * (FILE_START + layout.bytes) + self._buddies.size_bytes)
+        self.size_bytes = max(
+            self.size_bytes, 2 * (FILE_START + layout.bytes) + self._buddies.size_bytes
+        )
 
 
 def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> int:
-    """Steps from one image to the next, at least 1, with which copying takes at most `limit` of the steps' time.
+    """Steps from one image to the next, at least 1, with which copying takes at most `limit` of the
+    steps' time.
 
-    `step_seconds`: the time of a step without a copy, more than 0. Ranks measure different times: give all of them
-    those of the slowest.
+    `step_seconds`: the time of a step without a copy, more than 0. Ranks measure different times:
+    give all of them those of the slowest.
     """
     return max(1, math.ceil(copy_seconds / (limit * step_seconds)))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """All that a tensor's shard depends on. To compare it takes a microsecond; to find the shard of a DTensor, 100."""
+    """All that a tensor's shard depends on. To compare it takes a microsecond; to find the shard of
+    a DTensor, 100."""
     place = (tensor.placements, tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
     return tensor.dtype, tensor.shape, *place

@@ -1,7 +1,8 @@
 """Storage of a run's checkpoints in an object store such as S3, through fsspec. Needs no torch.
 
-An object store has no rename: writing the manifest, last of all files, commits a checkpoint. A killed upload may leave
-parts that listings do not show and that cost money; set a lifecycle rule of the bucket that removes incomplete uploads.
+An object store has no rename: writing the manifest, last of all files, commits a checkpoint. A
+killed upload may leave parts that listings do not show and that cost money; set a lifecycle rule of
+the bucket that removes incomplete uploads.
 """
 
 from __future__ import annotations
@@ -25,20 +26,31 @@ WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss"
 CALL_SECONDS = 120.0
 """Timeout of one driver call. The upload of one part exceeds it only below 140 KB/s."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 15, "retries": {"total_max_attempts": 2, "mode": "standard"}}}
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": 5,
+            "read_timeout": 15,
+            "retries": {"total_max_attempts": 2, "mode": "standard"},
+        }
+    }
 }
-"""Driver options by protocol: timeouts and retries, so that most failures show long before `CALL_SECONDS`."""
+"""Driver options by protocol: timeouts and retries, so that most failures show long before
+`CALL_SECONDS`."""
 OPTIONS["s3a"] = OPTIONS["s3"]
 PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 
 
 def open_storage(place: Path | str) -> Storage:
-    """Open the storage at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` if the URL has no driver."""
+    """Open the storage at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` if the URL
+    has no driver."""
     protocol, separator, path = str(place).partition("://")
     if not separator or protocol == "file":
         return FolderStorage(Path(path if separator else place))
     if protocol == "memory":
-        raise RunDirectoryError(f"{place} is memory of one process, and another writes the checkpoints; give a path, or a URL of a store")
+        raise RunDirectoryError(
+            f"{place} is memory of one process, and another writes the checkpoints; give a path, or"
+            " a URL of a store"
+        )
     return ObjectStorage(str(place))
 
 
@@ -56,28 +68,41 @@ class ObjectStorage:
 
         if has_password(url):
             raise RunDirectoryError(
-                f"{without_password(url)} has a password in it, which would stand in run.json and in messages; drivers read passwords from "
-                "their own files and variables; leave it out, and set FSSPEC_SFTP_PASSWORD, say, for sftp://"
+                f"{without_password(url)} has a password in it, which would stand in run.json and"
+                " in messages; drivers read passwords from their own files and variables; leave it"
+                " out, and set FSSPEC_SFTP_PASSWORD, say, for sftp://"
             )
         protocol, _, path = url.partition("://")
         if not protocol or (protocol in WITHOUT_FOLDERS and not path.partition("/")[0]):
             raise RunDirectoryError(
-                f"{url} names no {'bucket' if protocol else 'store'} (is a variable unset?); give one like s3://bucket/run"
+                f"{url} names no {'bucket' if protocol else 'store'} (is a variable unset?); give"
+                " one like s3://bucket/run"
             )
         try:
             driver = fsspec.get_filesystem_class(protocol)
         except ValueError as error:
-            raise RunDirectoryError(f"{url}: no driver is known for {protocol}://; give a path, or a URL like s3://bucket/run") from error
+            raise RunDirectoryError(
+                f"{url}: no driver is known for {protocol}://; give a path, or a URL like"
+                " s3://bucket/run"
+            ) from error
         except ImportError as error:
-            hint = known_implementations[protocol]["err"] if protocol in known_implementations else str(error)
+            hint = (
+                known_implementations[protocol]["err"]
+                if protocol in known_implementations
+                else str(error)
+            )
             remedy = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else hint
-            raise RunDirectoryError(f"{url}: the driver of {protocol}:// is not installed; {remedy}") from error
+            raise RunDirectoryError(
+                f"{url}: the driver of {protocol}:// is not installed; {remedy}"
+            ) from error
         self.url = url.rstrip("/")
         try:
             self._fs = driver(use_listings_cache=False, **OPTIONS.get(protocol, {}))
         except Exception as error:  # drivers pass on any exception of their libraries
             reason = f"{protocol}:// cannot hold checkpoints ({type(error).__name__}: {error})"
-            raise RunDirectoryError(f"{url}: {reason}; give a path, or a URL like s3://bucket/run") from error
+            raise RunDirectoryError(
+                f"{url}: {reason}; give a path, or a URL like s3://bucket/run"
+            ) from error
         self._makes_folders = protocol not in WITHOUT_FOLDERS
 
     def __str__(self) -> str:
@@ -135,11 +160,17 @@ class ObjectStorage:
     def size(self, name: CheckpointName, file: str) -> int:
         return int(self._ask(self._fs.size, self._at(name, file)))
 
-    def read(self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None) -> bytes:
-        found: bytes = self._ask(self._fs.cat_file, self._at(name, file), start=start or None, end=stop)
+    def read(
+        self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None
+    ) -> bytes:
+        found: bytes = self._ask(
+            self._fs.cat_file, self._at(name, file), start=start or None, end=stop
+        )
         return found
 
-    def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    def read_into(
+        self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]
+    ) -> Iterator[memoryview]:
         parts = list(parts)
         wanted = sum(map(len, parts))
         try:
@@ -167,7 +198,11 @@ class ObjectStorage:
             entries = self._ask(self._fs.ls, self.url, detail=False)
         except FileNotFoundError:
             return []
-        return sorted(name for entry in entries if (name := CheckpointName.parse(entry.rstrip("/").rpartition("/")[2])) is not None)
+        return sorted(
+            name
+            for entry in entries
+            if (name := CheckpointName.parse(entry.rstrip("/").rpartition("/")[2])) is not None
+        )
 
     def _is_complete(self, name: CheckpointName) -> bool:
         """True if there is a manifest. (The driver's `exists` returns False for any failure.)"""
@@ -181,7 +216,8 @@ class ObjectStorage:
         return f"{self.url}/{name}/{file}".rstrip("/")
 
     def _ask(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call the driver in a thread and return its result, because some drivers wait for ever. Raises `OSError`."""
+        """Call the driver in a thread and return its result, because some drivers wait for ever.
+        Raises `OSError`."""
         answer: Future[Any] = Future()
 
         def work() -> None:
@@ -201,4 +237,5 @@ class ObjectStorage:
             raise FileNotFoundError(errno.ENOENT, str(error), self.url) from error
         if isinstance(error, FileExistsError):
             raise error
-        raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error  # drivers pass on any exception of their libraries
+        # drivers pass on any exception of their libraries
+        raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error

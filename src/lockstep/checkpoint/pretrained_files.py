@@ -1,4 +1,5 @@
-"""Pretrained weights in safetensors and torch.save files, read in parts and without running code in them (law 6)."""
+"""Pretrained weights in safetensors and torch.save files, read in parts and without running code in
+them (law 6)."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ from lockstep.checkpoint.tensor_shards import DTYPES, Box, torch_dtype
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUPPORTED = (
-    "weights are a .safetensors file, a checkpoint of a run, a folder of Hugging Face (model.safetensors, or "
-    "model.safetensors.index.json), or a file of torch.save (.pt, .pth, .bin, .ckpt)"
+    "weights are a .safetensors file, a checkpoint of a run, a folder of Hugging Face"
+    " (model.safetensors, or model.safetensors.index.json), or a file of torch.save (.pt, .pth,"
+    " .bin, .ckpt)"
 )
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
@@ -50,13 +52,18 @@ def open_tensors(path: str) -> TensorFiles:
     if (name := CheckpointName.parse(last)) is not None:
         return _checkpoint(parent or ".", name)
     if "://" in path:
-        raise RecipeError(f"weights {path!r} is a URL; weights are read from a path, or from a checkpoint; download the file first")
+        raise RecipeError(
+            f"weights {path!r} is a URL; weights are read from a path, or from a checkpoint;"
+            " download the file first"
+        )
     file = Path(path)
     if file.is_dir():
         return _in_folder(file)
     if not file.is_file():
         what = "is neither a file nor a folder" if file.exists() else "does not exist"
-        raise RecipeError(f"weights {path!r} {what}; {SUPPORTED}; every process must be able to read it")
+        raise RecipeError(
+            f"weights {path!r} {what}; {SUPPORTED}; every process must be able to read it"
+        )
     if file.suffix == ".safetensors":
         return _safetensors({file: None})
     if file.name.endswith(".index.json"):
@@ -73,16 +80,21 @@ def _in_folder(folder: Path) -> TensorFiles:
         return _safetensors({folder / SINGLE: None})
     if (folder / "checkpoints").is_dir():
         raise RecipeError(
-            f"weights {str(folder)!r} is a run that has not ended; {SUPPORTED}; name one of the checkpoints in {folder / 'checkpoints'}"
+            f"weights {str(folder)!r} is a run that has not ended; {SUPPORTED}; name one of the"
+            f" checkpoints in {folder / 'checkpoints'}"
         )
-    raise RecipeError(f"weights {str(folder)!r} is a folder that holds neither {SINGLE} nor {INDEX}; {SUPPORTED}")
+    raise RecipeError(
+        f"weights {str(folder)!r} is a folder that holds neither {SINGLE} nor {INDEX}; {SUPPORTED}"
+    )
 
 
 def _checkpoint(folder: str, name: CheckpointName) -> TensorFiles:
     """Open the first model of a checkpoint. Every byte that is read is verified."""
 
     def of_user(error: Exception) -> RecipeError:
-        return RecipeError(f"weights: checkpoint {name} in {folder} cannot be read ({error}); name another one")
+        return RecipeError(
+            f"weights: checkpoint {name} in {folder} cannot be read ({error}); name another one"
+        )
 
     try:
         model = StoredCheckpoint(open_storage(folder), name).model(0)
@@ -103,7 +115,13 @@ def as_tensor(model: StateDictReader, name: str) -> Tensor:
     dtype, shape = model.specs[name]
     data = model.read(name)
     return (
-        (torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)).view(torch_dtype(dtype)).view(shape)
+        (
+            torch.frombuffer(data, dtype=torch.uint8)
+            if len(data)
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        .view(torch_dtype(dtype))
+        .view(shape)
     )
 
 
@@ -112,12 +130,15 @@ def _indexed(index: Path) -> TensorFiles:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         parts: dict[Path, list[str]] = {}
         for name, file in files.items():
-            if os.path.basename(file) != file or ((index.parent / file).exists() and not (index.parent / file).is_file()):
+            if os.path.basename(file) != file or (
+                (index.parent / file).exists() and not (index.parent / file).is_file()
+            ):
                 raise ValueError(f"it names {file!r}, which is no file beside it")
             parts.setdefault(index.parent / file, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(
-            f"weights {str(index)!r} cannot be read as an index of safetensors files ({_first_line(error)}); fetch it again"
+            f"weights {str(index)!r} cannot be read as an index of safetensors files"
+            f" ({_first_line(error)}); fetch it again"
         ) from error
     return _safetensors(parts)
 
@@ -132,10 +153,16 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
                 opened = stack.enter_context(safe_open(path, framework="pt"))
                 for name in opened.keys() if names is None else names:
                     part = opened.get_slice(name)
-                    specs[name] = _OURS.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape())
+                    specs[name] = (
+                        _OURS.get(part.get_dtype(), part.get_dtype()),
+                        tuple(part.get_shape()),
+                    )
                     slices[name] = path, part
             except (OSError, SafetensorError) as error:
-                raise RecipeError(f"weights {str(path)!r} cannot be read as safetensors ({_first_line(error)}); fetch it again") from error
+                raise RecipeError(
+                    f"weights {str(path)!r} cannot be read as safetensors ({_first_line(error)});"
+                    " fetch it again"
+                ) from error
         stack.callback(slices.clear)  # before the files are closed
         close = stack.pop_all().close
 
@@ -144,7 +171,10 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
         try:
             found: Tensor = part[box] if box else part[...]
         except (OSError, SafetensorError) as error:
-            raise RecipeError(f"{name!r} in weights {str(path)!r} cannot be read ({_first_line(error)}); fetch the file again") from error
+            raise RecipeError(
+                f"{name!r} in weights {str(path)!r} cannot be read ({_first_line(error)}); fetch"
+                " the file again"
+            ) from error
         return found
 
     return TensorFiles(specs, read, close)
@@ -157,7 +187,10 @@ def _pickled(path: Path) -> TensorFiles:
     except Exception as error:  # torch raises many types for a file that is not one of its own
         raise _cannot_load(path, error) from error
     tensors = dict(_flat(found, "", path))
-    specs = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    specs = {
+        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
     return TensorFiles(specs, lambda name, box: tensors[name][box], tensors.clear)
 
 
@@ -167,14 +200,20 @@ def _flat(value: Any, name: str, path: Path) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if not name or value.layout != torch.strided or value.is_quantized or value.is_meta:
             what = f"a tensor of layout {value.layout}, type {value.dtype}"
-            raise RecipeError(f"{holds} {what} as {name!r}; weights are dense tensors with names; convert it and save again")
+            raise RecipeError(
+                f"{holds} {what} as {name!r}; weights are dense tensors with names; convert it and"
+                " save again"
+            )
         yield name, value.detach()
     elif isinstance(value, Mapping | list | tuple):
         found: dict[str, Tensor] = {}
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             for each, tensor in _flat(part, f"{name}.{key}" if name else str(key), path):
                 if each in found:
-                    raise RecipeError(f"{holds} two tensors as {each!r}; names must be unique; rename one and save the file again")
+                    raise RecipeError(
+                        f"{holds} two tensors as {each!r}; names must be unique; rename one and"
+                        " save the file again"
+                    )
                 found[each] = tensor
         yield from found.items()
 
@@ -184,16 +223,21 @@ def _cannot_load(path: Path, error: Exception) -> RecipeError:
         needs = re.search(r"GLOBAL (\S+)", str(error))
         what = f" ({needs[1]})" if needs else ""
         return RecipeError(
-            f"weights {str(path)!r} cannot be read without running code that the file names{what}; only tensors are loaded; "
-            "if you trust its source, load it yourself and save its state dict: "
-            "safetensors.torch.save_file(torch.load(path, weights_only=False), 'weights.safetensors')"
+            f"weights {str(path)!r} cannot be read without running code that the file names{what};"
+            " only tensors are loaded; if you trust its source, load it yourself and save its"
+            " state dict: safetensors.torch.save_file(torch.load(path, weights_only=False),"
+            " 'weights.safetensors')"
         )
     if "mmap can only be used" in str(error):
         return RecipeError(
-            f"weights {str(path)!r} is not a torch.save file, or has the format from before torch 1.6, which cannot be memory-mapped; "
-            "save it again: torch.save(torch.load(path, weights_only=True), path)"
+            f"weights {str(path)!r} is not a torch.save file, or has the format from before torch"
+            " 1.6, which cannot be memory-mapped; save it again: torch.save(torch.load(path,"
+            " weights_only=True), path)"
         )
-    return RecipeError(f"weights {str(path)!r} cannot be read as a file of torch.save ({_first_line(error)}); fetch it again")
+    return RecipeError(
+        f"weights {str(path)!r} cannot be read as a file of torch.save ({_first_line(error)});"
+        " fetch it again"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,5 @@
-"""Reads a saved model tensor by tensor, without building the model or torch, for `lockstep inspect` and `export`."""
+"""Reads a saved model tensor by tensor, without building the model or torch, for `lockstep inspect`
+and `export`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from lockstep.base.foreign_files import open_below, open_named, parse_object
 from lockstep.checkpoint.integrity import read_block, read_manifest
 from lockstep.checkpoint.manifest import DamagedError
 from lockstep.checkpoint.storage import CheckpointName, Storage
-from lockstep.checkpoint.tensor_shards import DTYPES, MOST_DIMS, TensorShard, item_bytes, whole_number
+from lockstep.checkpoint.tensor_shards import (
+    DTYPES,
+    MOST_DIMS,
+    TensorShard,
+    item_bytes,
+    whole_number,
+)
 
 MODEL = "model.safetensors"
 """The final model in a run directory."""
@@ -34,7 +41,8 @@ class StateDictReader:
     """Reads a saved state dict."""
 
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name -> torch's name of the dtype, and shape. Tied tensors are listed under each of their names."""
+    """Name -> torch's name of the dtype, and shape. Tied tensors are listed under each of their
+    names."""
     read: Callable[[str], memoryview]
     """Reads the bytes of a tensor, row-major. Raises `DamagedError`, `UnreachableError`."""
 
@@ -55,7 +63,8 @@ class StoredCheckpoint:
 
     @property
     def modules(self) -> list[int]:
-        """The indices of the saved models, in the order in which they were prepared. Raises `DamagedError`."""
+        """The indices of the saved models, in the order in which they were prepared. Raises
+        `DamagedError`."""
         with self._parsing():
             return sorted(map(int, self.manifest.values["modules"].keys()))
 
@@ -73,14 +82,19 @@ class StoredCheckpoint:
             tied: Mapping[str, str] = self.manifest.values["modules"][str(module)]["tied"]
             names |= {other: names[first] for other, first in tied.items()}
             "".join(names).encode()  # half a surrogate pair is no name
-        return StateDictReader({name: specs[saved] for name, saved in names.items()}, lambda name: self.read(names[name]))
+        return StateDictReader(
+            {name: specs[saved] for name, saved in names.items()},
+            lambda name: self.read(names[name]),
+        )
 
     @contextmanager
     def _parsing(self) -> Iterator[None]:
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedError(f"the manifest describes no models as a run does: {error!r}") from error
+            raise DamagedError(
+                f"the manifest describes no models as a run does: {error!r}"
+            ) from error
 
     def specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> dtype and shape of each saved tensor."""
@@ -93,7 +107,10 @@ class StoredCheckpoint:
         dtype, shape = shards[0][0].dtype, shards[0][0].shape
         whole = np.empty((*shape, item_bytes(dtype)), np.uint8)
         for shard, file, start in shards:
-            box = tuple(slice(at, at + length) for at, length in zip(shard.offsets, shard.lengths, strict=True))
+            box = tuple(
+                slice(at, at + length)
+                for at, length in zip(shard.offsets, shard.lengths, strict=True)
+            )
             if shard.lengths == shape:
                 self._into(whole.reshape(-1).data, file, start)
             else:
@@ -109,7 +126,9 @@ class StoredCheckpoint:
         for number in hashes.covering(start, stop):
             first, last = hashes.span(number)
             begin, end = max(first, start), min(last, stop)
-            target[begin - start : end - start] = self._block(file, number)[begin - first : end - first]
+            target[begin - start : end - start] = self._block(file, number)[
+                begin - first : end - first
+            ]
 
     def _read_block(self, file: str, number: int) -> memoryview:
         hashes = self.manifest.files[file].hashes
@@ -120,8 +139,8 @@ class StoredCheckpoint:
 
 
 def read_safetensors(path: Path) -> StateDictReader:
-    """Open a safetensors file that the user named; the format has no hashes to verify its bytes with. Raises
-    `DamagedError`, `OSError`."""
+    """Open a safetensors file that the user named; the format has no hashes to verify its bytes
+    with. Raises `DamagedError`, `OSError`."""
     return _safetensors(path.name, lambda: FileIO(open_named(path)))
 
 
@@ -141,7 +160,9 @@ def _safetensors(name: str, opened: Callable[[], FileIO]) -> StateDictReader:
         header.pop("__metadata__", None)
         "".join(header).encode()  # half a surrogate pair is no name
         specs = {key: _spec(entry) for key, entry in header.items()}
-        spans = {key: [whole_number(at) for at in entry["data_offsets"]] for key, entry in header.items()}
+        spans = {
+            key: [whole_number(at) for at in entry["data_offsets"]] for key, entry in header.items()
+        }
         _check_spans(specs, spans, size - 8 - length)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{name} is not a safetensors file: {error}") from error
@@ -168,8 +189,11 @@ def _spec(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
     return _OURS[entry["dtype"]], shape
 
 
-def _check_spans(specs: Mapping[str, tuple[str, tuple[int, ...]]], spans: Mapping[str, list[int]], size: int) -> None:
-    """Raise `ValueError` unless the tensors' bytes follow each other and fill the file, as the format has it."""
+def _check_spans(
+    specs: Mapping[str, tuple[str, tuple[int, ...]]], spans: Mapping[str, list[int]], size: int
+) -> None:
+    """Raise `ValueError` unless the tensors' bytes follow each other and fill the file, as the
+    format has it."""
     at = 0
     for key, (start, stop) in sorted(spans.items(), key=lambda pair: pair[1]):
         dtype, shape = specs[key]

@@ -1,6 +1,7 @@
 """Memory that a training process shares with its writer process. Needs no torch.
 
-On Linux it has no name: the kernel frees it with the last process that maps it. Elsewhere it is a temporary file.
+On Linux it has no name: the kernel frees it with the last process that maps it. Elsewhere it is a
+temporary file.
 """
 
 from __future__ import annotations

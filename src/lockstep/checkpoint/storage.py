@@ -1,8 +1,8 @@
-"""Storage of a run's checkpoints, and its form on a file system, where each checkpoint is a folder (law 6). Needs no
-torch.
+"""Storage of a run's checkpoints, and its form on a file system, where each checkpoint is a folder
+(law 6). Needs no torch.
 
-A checkpoint is written into a hidden folder, every file in it is synced, and one rename commits it. Hidden folders that
-a crash leaves are removed at the next start of the run.
+A checkpoint is written into a hidden folder, every file in it is synced, and one rename commits it.
+Hidden folders that a crash leaves are removed at the next start of the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class CheckpointName:
     step: int
     """Optimizer steps done."""
     attempt: str
-    """Eight hexadecimal digits that name the start of the run that wrote it: a later start may repeat the step."""
+    """Eight hexadecimal digits that name the start of the run that wrote it: a later start may
+    repeat the step."""
 
     def __str__(self) -> str:
         return f"step-{self.step:08d}-{self.attempt}"
@@ -60,13 +61,15 @@ class Storage(Protocol):
         """The names of all complete checkpoints, in order of their steps."""
 
     def remove_uncommitted(self) -> None:
-        """Remove everything that was never committed. Only the holder of the run's lock may call it, between saves."""
+        """Remove everything that was never committed. Only the holder of the run's lock may call
+        it, between saves."""
 
     def free_bytes(self) -> int | None:
         """Free bytes; None if unknown."""
 
     def begin(self, name: CheckpointName) -> None:
-        """Begin a checkpoint. One rank must call it and all may. Raises `FileExistsError` if it exists already."""
+        """Begin a checkpoint. One rank must call it and all may. Raises `FileExistsError` if it
+        exists already."""
 
     def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Write one file of an uncommitted checkpoint. It is on the disk when this returns."""
@@ -78,19 +81,26 @@ class Storage(Protocol):
         """Remove a file of an uncommitted checkpoint."""
 
     def claim(self, name: CheckpointName, file: str) -> bool:
-        """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process is the first to claim it."""
+        """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process is the
+        first to claim it."""
 
     def commit(self, name: CheckpointName, manifest: bytes) -> None:
-        """Write the manifest and commit the checkpoint, whose other files are all written. One rank calls it."""
+        """Write the manifest and commit the checkpoint, whose other files are all written. One rank
+        calls it."""
 
     def size(self, name: CheckpointName, file: str) -> int:
         """Size of a file of a checkpoint in bytes."""
 
-    def read(self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(
+        self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None
+    ) -> bytes:
         """The bytes [start, stop) of a file of a checkpoint; fewer if the file is shorter."""
 
-    def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Read a file from byte `start` on into `parts`. Yields bytes as they arrive; ends early at the end."""
+    def read_into(
+        self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]
+    ) -> Iterator[memoryview]:
+        """Read a file from byte `start` on into `parts`. Yields bytes as they arrive; ends early at
+        the end."""
 
     def delete(self, name: CheckpointName) -> None:
         """Delete a checkpoint. It is never seen incomplete."""
@@ -115,7 +125,9 @@ class FolderStorage:
                 folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
-        return sorted(name for folder in folders if (name := CheckpointName.parse(folder)) is not None)
+        return sorted(
+            name for folder in folders if (name := CheckpointName.parse(folder)) is not None
+        )
 
     def remove_uncommitted(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -132,11 +144,15 @@ class FolderStorage:
 
     def begin(self, name: CheckpointName) -> None:
         if (self.path / str(name)).exists():
-            raise FileExistsError(errno.EEXIST, "the checkpoint exists already", str(self.path / str(name)))
+            raise FileExistsError(
+                errno.EEXIST, "the checkpoint exists already", str(self.path / str(name))
+            )
         self._temporary(name).mkdir(parents=True, exist_ok=True)
 
     def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
-        opened = os.open(self._temporary(name) / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
+        opened = os.open(
+            self._temporary(name) / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666
+        )
         try:
             for chunk in chunks:
                 rest = memoryview(chunk)
@@ -154,7 +170,11 @@ class FolderStorage:
 
     def claim(self, name: CheckpointName, file: str) -> bool:
         try:
-            os.close(os.open(self._temporary(name) / f"{file}.claim", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            os.close(
+                os.open(
+                    self._temporary(name) / f"{file}.claim", os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                )
+            )
         except FileExistsError:
             return False
         return True
@@ -172,13 +192,17 @@ class FolderStorage:
         with self._opened(name, file) as opened:
             return os.fstat(opened.fileno()).st_size
 
-    def read(self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(
+        self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None
+    ) -> bytes:
         with self._opened(name, file) as opened:
             size = os.fstat(opened.fileno()).st_size
             opened.seek(start)
             return opened.read(max(0, min(size, size if stop is None else stop) - start))
 
-    def read_into(self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    def read_into(
+        self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]
+    ) -> Iterator[memoryview]:
         with self._opened(name, file) as opened:
             opened.seek(start)
             for part in parts:
@@ -204,7 +228,8 @@ class FolderStorage:
 
 
 def _write_some(opened: int, data: memoryview) -> int:
-    """Write past the page cache if possible: a tenth of a cached write's CPU time, and training needs the rest."""
+    """Write past the page cache if possible: a tenth of a cached write's CPU time, and training
+    needs the rest."""
     if sys.platform == "linux" and len(data) % PAGE_BYTES == 0:
         import fcntl
 
@@ -213,7 +238,8 @@ def _write_some(opened: int, data: memoryview) -> int:
             fcntl.fcntl(opened, fcntl.F_SETFL, flags | os.O_DIRECT)
             return os.write(opened, data)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # not supported by this file system, or the data is not aligned
+            # not supported by this file system, or the data is not aligned
+            if error.errno != errno.EINVAL:
                 raise
         finally:
             fcntl.fcntl(opened, fcntl.F_SETFL, flags)

@@ -1,10 +1,10 @@
-"""Shards of a state: the rank that writes each, its position in that rank's file, and the saved shards that fill a
-rank's tensors.
+"""Shards of a state: the rank that writes each, its position in that rank's file, and the saved
+shards that fill a rank's tensors.
 
-The planning is that of `torch.distributed.checkpoint` (DCP), on plain values: ranks exchange plans as JSON, and DCP
-would pickle them. A state is a dict of tensors by name. A name may exist on some ranks only, and a tensor may be a
-DTensor. A *shard* is a box of a tensor, or all of it. Torch is imported inside of functions, so that checkpoints can be
-read without it.
+The planning is that of `torch.distributed.checkpoint` (DCP), on plain values: ranks exchange plans
+as JSON, and DCP would pickle them. A state is a dict of tensors by name. A name may exist on some
+ranks only, and a tensor may be a DTensor. A *shard* is a box of a tensor, or all of it. Torch is
+imported inside of functions, so that checkpoints can be read without it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ MOST_DIMS = 64
 _MOST_SPLIT_DIMS = 8
 _LARGEST = 2**62
 DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "uint16": "U16", "int16": "I16",
-    "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "int32": "I32", "float32": "F32", "complex64": "C64", "uint64": "U64",
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "uint16": "U16", "int16": "I16",
+    "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "int32": "I32", "float32": "F32",
+    "complex64": "C64", "uint64": "U64",
     "int64": "I64", "float64": "F64",
 }  # fmt: skip
 """Torch's name of a dtype -> its name in safetensors."""
@@ -56,17 +58,20 @@ class TensorShard:
 
     @property
     def key(self) -> str:
-        """A unique name: that of the tensor, followed by the box if it is not the full tensor: `weight[0:4,8:16]`."""
+        """A unique name: that of the tensor, followed by the box if it is not the full tensor:
+        `weight[0:4,8:16]`."""
         if self.lengths == self.shape:
             return self.name
-        return f"{self.name}[{','.join(f'{at}:{at + size}' for at, size in zip(self.offsets, self.lengths, strict=True))}]"
+        spans = zip(self.offsets, self.lengths, strict=True)
+        return f"{self.name}[{','.join(f'{at}:{at + size}' for at, size in spans)}]"
 
     def to_json(self) -> list[Any]:
         return [self.name, self.dtype, self.shape, self.offsets, self.lengths]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> TensorShard:
-        """Raises `ValueError` for a box that does not lie inside of its tensor, and for an unknown type."""
+        """Raises `ValueError` for a box that does not lie inside of its tensor, and for an unknown
+        type."""
         name, dtype, *boxes = fields
         if not all(isinstance(box, list | tuple) for box in boxes):
             raise ValueError(f"a shard of {name!r} has boxes that are no lists")
@@ -75,28 +80,40 @@ class TensorShard:
             raise ValueError(f"it names the type {dtype!r}")
         name.encode()  # half a surrogate pair is no name
         if not len(shape) == len(offsets) == len(lengths) <= MOST_DIMS:
-            raise ValueError(f"{name!r} has boxes of other dims than its shape, or more than {MOST_DIMS}")
+            raise ValueError(
+                f"{name!r} has boxes of other dims than its shape, or more than {MOST_DIMS}"
+            )
         if any(at + size > whole for at, size, whole in zip(offsets, lengths, shape, strict=True)):
             raise ValueError(f"a shard of {name!r} reaches beyond its shape")
         return cls(name, dtype, shape, offsets, lengths)
 
 
 class FileLayout:
-    """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed before its data exist.
+    """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed before
+    its data exist.
 
-    Shards of a multiple of 64 bytes come first, then the others by the size of their elements, largest first. Each is
-    thus aligned for its dtype and can be used in place.
+    Shards of a multiple of 64 bytes come first, then the others by the size of their elements,
+    largest first. Each is thus aligned for its dtype and can be used in place.
     """
 
-    def __init__(self, shards: Sequence[TensorShard], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, shards: Sequence[TensorShard], metadata: Mapping[str, str] | None = None
+    ) -> None:
         """`metadata`: notes on the file, in its header; readers of tensors pass over them."""
-        ordered = sorted(shards, key=lambda shard: (shard.bytes % ALIGNMENT != 0, -item_bytes(shard.dtype), shard.key))
+        ordered = sorted(
+            shards,
+            key=lambda shard: (shard.bytes % ALIGNMENT != 0, -item_bytes(shard.dtype), shard.key),
+        )
         entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         starts: dict[TensorShard, int] = {}
         at = 0
         for shard in ordered:
             starts[shard] = at
-            entries[shard.key] = {"dtype": DTYPES[shard.dtype], "shape": shard.lengths, "data_offsets": [at, at + shard.bytes]}
+            entries[shard.key] = {
+                "dtype": DTYPES[shard.dtype],
+                "shape": shard.lengths,
+                "data_offsets": [at, at + shard.bytes],
+            }
             at += shard.bytes
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-(8 + len(header)) % ALIGNMENT)
@@ -125,21 +142,29 @@ def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
     items = create_default_local_save_plan(dict(state), is_coordinator=True).items
     found = {item.index.fqn: _shard_of(item) for item in items}
-    return {name: shard for name, shard in found.items() if math.prod(shard.lengths) or not math.prod(shard.shape)}
+    return {
+        name: shard
+        for name, shard in found.items()
+        if math.prod(shard.lengths) or not math.prod(shard.shape)
+    }
 
 
 def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[TensorShard]]:
-    """The shards that each rank writes. A rank that holds a shard writes it, once, with bytes balanced over ranks."""
+    """The shards that each rank writes. A rank that holds a shard writes it, once, with bytes
+    balanced over ranks."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    plans, _ = planner.create_global_plan([SavePlan([_write_item(shard) for shard in shards]) for shards in everyone])
+    plans, _ = planner.create_global_plan(
+        [SavePlan([_write_item(shard) for shard in shards]) for shards in everyone]
+    )
     return [[_shard_of(item) for item in plan.items] for plan in plans]
 
 
 def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> Iterator[ShardCopy]:
-    """The copies that fill this rank's tensors from saved shards, which have all names and shapes of the state."""
+    """The copies that fill this rank's tensors from saved shards, which have all names and shapes
+    of the state."""
     from lockstep.base.torch_private import is_distributed  # imports torch
 
     assert state.keys() <= {shard.name for shard in saved}
@@ -147,7 +172,11 @@ def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> It
     for shard in saved:
         if shard.name in state and shard.name not in distributed:
             assert tuple(state[shard.name].shape) == shard.shape
-            yield ShardCopy(shard, _box([0] * len(shard.shape), shard.lengths), _box(shard.offsets, shard.lengths))
+            yield ShardCopy(
+                shard,
+                _box([0] * len(shard.shape), shard.lengths),
+                _box(shard.offsets, shard.lengths),
+            )
     if not distributed:
         return
     from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
@@ -155,7 +184,9 @@ def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> It
     metadata, by_name = _metadata(saved)
     for item in create_default_local_load_plan(distributed, metadata).items:
         shard = by_name[item.storage_index.fqn][item.storage_index.index or 0]
-        yield ShardCopy(shard, _box(item.storage_offsets, item.lengths), _box(item.dest_offsets, item.lengths))
+        yield ShardCopy(
+            shard, _box(item.storage_offsets, item.lengths), _box(item.dest_offsets, item.lengths)
+        )
 
 
 def whole_number(value: Any) -> int:
@@ -166,8 +197,8 @@ def whole_number(value: Any) -> int:
 
 
 def check_cover(shards: Iterable[TensorShard]) -> None:
-    """Raise `ValueError` unless the shards of each tensor cover it, without overlap. Equal shards count once: an
-    emergency save has them in several files."""
+    """Raise `ValueError` unless the shards of each tensor cover it, without overlap. Equal shards
+    count once: an emergency save has them in several files."""
     by_name: dict[str, set[TensorShard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, set()).add(shard)
@@ -182,15 +213,19 @@ def check_cover(shards: Iterable[TensorShard]) -> None:
 def _is_tiled(shape: Sequence[int], boxes: Iterable[TensorShard]) -> bool:
     """Return True if the boxes cover the shape, each element once.
 
-    The number of boxes over an element is given by its differences along each dim, which are not 0 only at corners of
-    boxes. So the corners' sum, with a sign for each upper end, is that of one box of the full shape.
+    The number of boxes over an element is given by its differences along each dim, which are not 0
+    only at corners of boxes. So the corners' sum, with a sign for each upper end, is that of one
+    box of the full shape.
     """
-    split = [dim for dim, size in enumerate(shape) if any(box.lengths[dim] != size for box in boxes)]
+    split = [
+        dim for dim, size in enumerate(shape) if any(box.lengths[dim] != size for box in boxes)
+    ]
     if len(split) > _MOST_SPLIT_DIMS:
         return False
     count: Counter[tuple[int, ...]] = Counter()
     for sign, box in [(-1, [(0, shape[dim]) for dim in split])] + [
-        (1, [(box.offsets[dim], box.offsets[dim] + box.lengths[dim]) for dim in split]) for box in boxes
+        (1, [(box.offsets[dim], box.offsets[dim] + box.lengths[dim]) for dim in split])
+        for box in boxes
     ]:
         for ends in product((0, 1), repeat=len(split)):
             corner = tuple(side[end] for side, end in zip(box, ends, strict=True))
@@ -215,7 +250,9 @@ def _shard_of(item: WriteItem) -> TensorShard:
     data = item.tensor_data
     assert data is not None, "a state has tensors only"
     dtype = str(data.properties.dtype).removeprefix("torch.")
-    return TensorShard(item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return TensorShard(
+        item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    )
 
 
 def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
@@ -240,14 +277,20 @@ def _write_item(shard: TensorShard) -> WriteItem:
 
 def _metadata(saved: Sequence[TensorShard]) -> tuple[Metadata, dict[str, list[TensorShard]]]:
     import torch
-    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import (
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
 
     by_name: dict[str, list[TensorShard]] = {}
     for shard in saved:
         by_name.setdefault(shard.name, []).append(shard)
     tensors = {
         name: TensorStorageMetadata(
-            TensorProperties(dtype=torch_dtype(shards[0].dtype)), torch.Size(shards[0].shape), [_chunk(shard) for shard in shards]
+            TensorProperties(dtype=torch_dtype(shards[0].dtype)),
+            torch.Size(shards[0].shape),
+            [_chunk(shard) for shard in shards],
         )
         for name, shards in by_name.items()
     }

@@ -1,10 +1,11 @@
-"""The writer process of a training process hashes, writes and commits its saves: `python -m lockstep.checkpoint.writer
-MEMORY`.
+"""The writer process of a training process hashes, writes and commits its saves: `python -m
+lockstep.checkpoint.writer MEMORY`.
 
-It imports no torch. MEMORY is the name of a `SharedFile` of the training process, which holds the content of this
-rank's file. The first line of standard input is the layout of that file, each later line a save, and each line of
-standard output the result of one, all in JSON. The process ends at the end of its input. Every rank writes its file,
-and beside it a note with its block hashes. Rank 0 waits for all notes, writes the manifest and commits.
+It imports no torch. MEMORY is the name of a `SharedFile` of the training process, which holds the
+content of this rank's file. The first line of standard input is the layout of that file, each later
+line a save, and each line of standard output the result of one, all in JSON. The process ends at
+the end of its input. Every rank writes its file, and beside it a note with its block hashes. Rank 0
+waits for all notes, writes the manifest and commits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from lockstep.base.system import signals
-from lockstep.checkpoint.manifest import BlockHashes, FileEntry, Manifest, hash_bytes, merge_objects, split_blocks
+from lockstep.checkpoint.manifest import (
+    BlockHashes,
+    FileEntry,
+    Manifest,
+    hash_bytes,
+    merge_objects,
+    split_blocks,
+)
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.shared_file import map_shared_file
 from lockstep.checkpoint.storage import CheckpointName, Storage
@@ -45,19 +53,29 @@ def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memory
     folder.write(name, job["file"], map(hashed, split_blocks(content)))
     mine = FileEntry(BlockHashes(len(content), tuple(blocks)), shards)
     if "files" not in job:
-        folder.write(name, note(job["file"]), [json.dumps([job["save"], mine.to_json(), job["values"]]).encode()])
+        folder.write(
+            name,
+            note(job["file"]),
+            [json.dumps([job["save"], mine.to_json(), job["values"]]).encode()],
+        )
         return
     others = [file for file in job["files"] if file != job["file"]]
     notes = {file: _awaited(folder, name, file, job["save"]) for file in others}
-    files = {job["file"]: mine} | {file: FileEntry.from_json(entry) for file, (entry, _) in notes.items()}
+    files = {job["file"]: mine} | {
+        file: FileEntry.from_json(entry) for file, (entry, _) in notes.items()
+    }
     values = merge_objects([job["values"], *(theirs for _, theirs in notes.values())])
     for file in others:
         folder.remove(name, note(file))
-    folder.commit(name, Manifest(step=name.step, files=files, values=values, metadata=job["metadata"]).encode())
+    folder.commit(
+        name,
+        Manifest(step=name.step, files=files, values=values, metadata=job["metadata"]).encode(),
+    )
 
 
 def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
-    """Wait for another rank's note of this save, until the training process ends. Returns its file entry and values."""
+    """Wait for another rank's note of this save, until the training process ends. Returns its file
+    entry and values."""
     while True:
         if (text := folder.read_uncommitted(name, note(file))) is not None:
             try:
@@ -70,14 +88,20 @@ def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tup
 
 
 def checkpoints_to_delete(
-    names: Collection[CheckpointName], *, newest: CheckpointName, last: int, every: int | None, scores: Scores, mode: Literal["min", "max"]
+    names: Collection[CheckpointName],
+    *,
+    newest: CheckpointName,
+    last: int,
+    every: int | None,
+    scores: Scores,
+    mode: Literal["min", "max"],
 ) -> list[CheckpointName]:
-    """The checkpoints to delete among the complete ones, `names`, in order. Call it after the checkpoint `newest` is
-    committed.
+    """The checkpoints to delete among the complete ones, `names`, in order. Call it after the
+    checkpoint `newest` is committed.
 
-    Kept are the `last` newest (at least 1), those at multiples of `every` steps, and the earliest with the best of
-    `scores` (NaN is no score). Checkpoints after `newest` were found damaged when the run was resumed: they are neither
-    counted nor deleted.
+    Kept are the `last` newest (at least 1), those at multiples of `every` steps, and the earliest
+    with the best of `scores` (NaN is no score). Checkpoints after `newest` were found damaged when
+    the run was resumed: they are neither counted nor deleted.
     """
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])
@@ -90,7 +114,8 @@ def checkpoints_to_delete(
 
 
 def _retire(job: dict[str, Any]) -> str | None:
-    """Delete the checkpoints that are no longer kept. Returns why that failed; None if it did not."""
+    """Delete the checkpoints that are no longer kept. Returns why that failed; None if it did
+    not."""
     if "keep" not in job:
         return None
     folder, keep = open_storage(job["folder"]), job["keep"]
@@ -98,7 +123,9 @@ def _retire(job: dict[str, Any]) -> str | None:
     scores = {names[text]: score for text, score in keep["scores"].items() if text in names}
     newest = CheckpointName(job["step"], job["attempt"])
     try:
-        for name in checkpoints_to_delete(names.values(), newest=newest, **keep | {"scores": scores}):
+        for name in checkpoints_to_delete(
+            names.values(), newest=newest, **keep | {"scores": scores}
+        ):
             folder.delete(name)
     except OSError as error:
         return _words(error)
@@ -110,7 +137,8 @@ def _words(error: OSError) -> str:
 
 
 def note(file: str) -> str:
-    """The name of the note beside `file`, which holds the file's hashes and shards and the rank's values."""
+    """The name of the note beside `file`, which holds the file's hashes and shards and the rank's
+    values."""
     return f"{file}.json"
 
 
@@ -120,7 +148,9 @@ def main() -> None:
     if hasattr(os, "nice"):
         os.nice(NICENESS)
     lines: SimpleQueue[str] = SimpleQueue()
-    threading.Thread(target=_read_lines, args=[lines], name="lockstep-checkpoint-writer", daemon=True).start()
+    threading.Thread(
+        target=_read_lines, args=[lines], name="lockstep-checkpoint-writer", daemon=True
+    ).start()
     described = json.loads(lines.get())
     shards = {TensorShard.from_json(shard): start for *shard, start in described["shards"]}
     content = memoryview(map_shared_file(sys.argv[1], described["bytes"]))

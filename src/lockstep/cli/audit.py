@@ -32,27 +32,59 @@ def _numbers(ctx: click.Context, parameter: click.Parameter, text: str | None) -
         return None
     parts = text.split(",")
     if not all(each.isdecimal() and int(each) for each in parts):
-        raise LaunchError(f"--compare {text}; it takes numbers of processes, separated by commas; write for example --compare 1,2,4")
+        raise LaunchError(
+            f"--compare {text}; it takes numbers of processes, separated by commas; write for"
+            " example --compare 1,2,4"
+        )
     return [int(each) for each in parts]
 
 
-def _compare_options(compare: list[int] | None, global_batch: int | None, per_rank_batch: str | None) -> CompareOptions | None:
+def _compare_options(
+    compare: list[int] | None, global_batch: int | None, per_rank_batch: str | None
+) -> CompareOptions | None:
     from lockstep.audit.compare import CompareOptions
 
     if compare is None and global_batch is None and per_rank_batch is None:
         return None
     if compare is None or global_batch is None or per_rank_batch is None:
-        given = {"--compare": compare, "--global-batch": global_batch, "--per-rank-batch": per_rank_batch}
+        given = {
+            "--compare": compare,
+            "--global-batch": global_batch,
+            "--per-rank-batch": per_rank_batch,
+        }
         missing = [name for name, value in given.items() if value is None]
-        raise LaunchError(f"without {', '.join(missing)}; --compare, --global-batch and --per-rank-batch go together; give all three")
-    return CompareOptions(processes=compare, global_batch=global_batch, per_rank_batch=per_rank_batch)
+        raise LaunchError(
+            f"without {', '.join(missing)}; --compare, --global-batch and --per-rank-batch go"
+            " together; give all three"
+        )
+    return CompareOptions(
+        processes=compare, global_batch=global_batch, per_rank_batch=per_rank_batch
+    )
 
 
-@click.command("audit", cls=ScriptCommand, uses_lockstep=False, context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--nproc", "processes", default=2, show_default=True, type=click.IntRange(min=1), metavar="N", help="Processes to run the script on."
+@click.command(
+    "audit",
+    cls=ScriptCommand,
+    uses_lockstep=False,
+    context_settings={"allow_interspersed_args": False},
 )
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1), metavar="K", help="Optimizer steps to look at.")
+@click.option(
+    "--nproc",
+    "processes",
+    default=2,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes to run the script on.",
+)
+@click.option(
+    "--steps",
+    default=20,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Optimizer steps to look at.",
+)
 @click.option(
     "--hang-after",
     "hang_after_seconds",
@@ -82,23 +114,46 @@ def _compare_options(compare: list[int] | None, global_batch: int | None, per_ra
     "--compare",
     metavar="N,N...",
     callback=_numbers,
-    help="Also run the script on these numbers of processes with one global batch, and compare every step with one process.",
+    help=(
+        "Also run the script on these numbers of processes with one global batch, and compare every"
+        " step with one process."
+    ),
 )
 @click.option(
-    "--global-batch", type=click.IntRange(min=1), metavar="N", help="With --compare: samples of a step on all processes together."
+    "--global-batch",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --compare: samples of a step on all processes together.",
 )
 @click.option(
-    "--per-rank-batch", metavar="ARGS", help='With --compare: the script\'s option for the batch of one process, such as "--batch-size {}".'
+    "--per-rank-batch",
+    metavar="ARGS",
+    help=(
+        "With --compare: the script's option for the batch of one process, such as \"--batch-size"
+        ' {}".'
+    ),
 )
 @click.option(
     "--resume-args",
     metavar="ARGS",
-    help="Arguments with which the script goes on from what it saved: also interrupt it, resume it, and compare with the run without "
-    "interruption.",
+    help=(
+        "Arguments with which the script goes on from what it saved: also interrupt it, resume it,"
+        " and compare with the run without interruption."
+    ),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
-@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with each finding, its source and its remedy.")
-@click.option("--keep", type=click.Path(file_okay=False), metavar="DIR", help="Keep the records of all processes in this new directory.")
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write a page with each finding, its source and its remedy.",
+)
+@click.option(
+    "--keep",
+    type=click.Path(file_okay=False),
+    metavar="DIR",
+    help="Keep the records of all processes in this new directory.",
+)
 @script_arguments()
 def command(
     compare: list[int] | None,
@@ -115,11 +170,12 @@ def command(
 ) -> int:
     """Say what is wrong with a training script that does not use lockstep.
 
-    Runs SCRIPT unchanged, as torchrun would (DDP, FSDP, Accelerate, Lightning, a loop of your own), and ends it after K
-    optimizer steps. Looks at each rank's samples, gradients before and after their reduction, parameters, buffers,
-    random numbers, learning rates, collectives and files. Names each fault with the law that it breaks, the evidence,
-    the line of your script, and the lines to change. What was right, and what could not be seen, is said too. All
-    arguments after SCRIPT are the script's.
+    Runs SCRIPT unchanged, as torchrun would (DDP, FSDP, Accelerate, Lightning, a loop of your own),
+    and ends it after K optimizer steps. Looks at each rank's samples, gradients before and after
+    their reduction, parameters, buffers, random numbers, learning rates, collectives and files.
+    Names each fault with the law that it breaks, the evidence, the line of your script, and the
+    lines to change. What was right, and what could not be seen, is said too. All arguments after
+    SCRIPT are the script's.
 
     \b
     Examples:
@@ -129,24 +185,33 @@ def command(
       lockstep audit --resume-args "--resume checkpoint.pt" train.py
       lockstep audit -m project.train --config small.yaml
 
-    Exit status: 0 if nothing is wrong, 1 for findings, 2 if it could not look (a script that fails or takes no
-    optimizer step, a mistake in what lockstep was given).
+    Exit status: 0 if nothing is wrong, 1 for findings, 2 if it could not look (a script that fails
+    or takes no optimizer step, a mistake in what lockstep was given).
     """
     refuse_on_windows("lockstep audit")
     check_target(script, is_module=is_module)
     if html is not None and not Path(html).absolute().parent.is_dir():
-        raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")
+        raise LaunchError(
+            f"--html {html}; its directory is not there; name a file in a directory that is"
+        )
 
     from lockstep.audit.run import run_audit
     from lockstep.audit.runner import AuditOptions
 
     resume = None if resume_args is None else shell_words("--resume-args", resume_args)
-    options = AuditOptions(script=script, arguments=arguments, is_module=is_module, resume_arguments=resume, **given)
+    options = AuditOptions(
+        script=script, arguments=arguments, is_module=is_module, resume_arguments=resume, **given
+    )
     compared = _compare_options(compare, global_batch, per_rank_batch)
     with ended_by_signals(), work_folder(keep, "lockstep-audit-", "records") as folder:
         if not as_json:
             say(f"lockstep audit: {script}, {options.steps} optimizer steps; its output follows")
-        audit = run_audit(options, folder, compare=compared, echo=None if as_json or sys.stderr is None else sys.stderr.buffer)
+        audit = run_audit(
+            options,
+            folder,
+            compare=compared,
+            echo=None if as_json or sys.stderr is None else sys.stderr.buffer,
+        )
     if as_json:
         print(json.dumps(audit.as_json(), indent=2, allow_nan=False))
     else:
@@ -157,7 +222,8 @@ def command(
 
 
 def show(audit: Audit) -> None:
-    """Print the table of findings, each with its law and remedy, and below them what is right and what was not seen."""
+    """Print the table of findings, each with its law and remedy, and below them what is right and
+    what was not seen."""
     from rich.text import Text
 
     from lockstep.audit.summary import extent, verdict
@@ -165,15 +231,30 @@ def show(audit: Audit) -> None:
     console = foreign_text.console(None if sys.stdout.isatty() else _WIDTH)
 
     def say_wrapped(text: str, indent: str = "") -> None:
-        filled = fill(text, console.width, initial_indent=indent, subsequent_indent=f"{indent}   ", break_long_words=False)
+        filled = fill(
+            text,
+            console.width,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}   ",
+            break_long_words=False,
+        )
         console.print(Text(filled), soft_wrap=True)
 
     good = audit.passed and not audit.error
-    console.print(Text.assemble(f"{audit.script}: {extent(audit)}: ", (verdict(audit), "green" if good else "red")))
+    console.print(
+        Text.assemble(
+            f"{audit.script}: {extent(audit)}: ", (verdict(audit), "green" if good else "red")
+        )
+    )
     if audit.findings:
         console.print(_table(audit))
     for number, finding in enumerate(audit.findings, 1):
-        console.print(Text(f"{number}. {finding.title}{f' ({finding.line})' if finding.line else ''}", style="bold"))
+        console.print(
+            Text(
+                f"{number}. {finding.title}{f' ({finding.line})' if finding.line else ''}",
+                style="bold",
+            )
+        )
         for text, is_code in _paragraphs(finding):
             if is_code:
                 console.print(Text(f"{'':9}{text}"), soft_wrap=True)
@@ -182,7 +263,9 @@ def show(audit: Audit) -> None:
     for line in _lines(audit):
         say_wrapped(line)
     if audit.error:
-        console.print(Text(f"the script failed (exit status {audit.status}):\n{audit.error}"), soft_wrap=True)
+        console.print(
+            Text(f"the script failed (exit status {audit.status}):\n{audit.error}"), soft_wrap=True
+        )
 
 
 def _table(audit: Audit) -> object:
@@ -201,7 +284,9 @@ def _paragraphs(finding: Finding) -> Iterator[tuple[str, bool]]:
     """Yield the law and the remedy of a finding: prose, which may be wrapped, and lines of code."""
     yield f"law: {finding.law}", False
     head = "remedy: "
-    for is_code, lines in groupby(finding.remedy.splitlines(), key=lambda line: line.startswith("    ")):
+    for is_code, lines in groupby(
+        finding.remedy.splitlines(), key=lambda line: line.startswith("    ")
+    ):
         for text in lines if is_code else [head + " ".join(lines)]:
             yield text.removeprefix("    ") if is_code else text, is_code
         head = ""
@@ -225,4 +310,6 @@ def _write_page(path: Path, audit: Audit, root: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise LaunchError(f"--html {path}; it cannot be written ({error.strerror}); name another file") from error
+        raise LaunchError(
+            f"--html {path}; it cannot be written ({error.strerror}); name another file"
+        ) from error

@@ -20,7 +20,13 @@ from click.core import ParameterSource
 from lockstep.base.errors import CheckpointError, DataError, LaunchError, say
 from lockstep.base.foreign_text import show
 from lockstep.checkpoint.averaging.greedy_soup import greedy_soup
-from lockstep.checkpoint.averaging.weight_average import COUNTER, AverageMember, WeightAverage, check_alike, normalised
+from lockstep.checkpoint.averaging.weight_average import (
+    COUNTER,
+    AverageMember,
+    WeightAverage,
+    check_alike,
+    normalised,
+)
 from lockstep.checkpoint.manifest import DamagedError
 from lockstep.checkpoint.saved_model import MODEL, StateDictReader, read_safetensors
 from lockstep.cli.arguments.launch import launch_option
@@ -56,35 +62,69 @@ class _AveragedRun:
 
 
 @click.command("average")
-@click.option("-o", "--output", "out", required=True, metavar="OUT.safetensors", help="The file to write.")
-@click.option("--weights", metavar="W,W,...", help="A number for each run: its part, relative to the others. Default: equal parts.")
-@click.option("--evaluate", "line", metavar="SCRIPT", help="Evaluate each run and the average by its recipe; a text with its arguments.")
-@click.option("--greedy", is_flag=True, help="Keep only runs that make the average better, by --evaluate and --metric.")
+@click.option(
+    "-o", "--output", "out", required=True, metavar="OUT.safetensors", help="The file to write."
+)
+@click.option(
+    "--weights",
+    metavar="W,W,...",
+    help="A number for each run: its part, relative to the others. Default: equal parts.",
+)
+@click.option(
+    "--evaluate",
+    "line",
+    metavar="SCRIPT",
+    help="Evaluate each run and the average by its recipe; a text with its arguments.",
+)
+@click.option(
+    "--greedy",
+    is_flag=True,
+    help="Keep only runs that make the average better, by --evaluate and --metric.",
+)
 @click.option("--metric", default="loss", show_default=True, help="The metric of --greedy.")
-@click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less is better, or more. Default for a loss: min.")
+@click.option(
+    "--mode",
+    type=click.Choice(["min", "max"]),
+    help="Whether less is better, or more. Default for a loss: min.",
+)
 @launch_option("nproc")
 @launch_option("plan")
 @launch_option("share_devices")
-@launch_option("set", help="The value of a hyper-parameter in evaluations, instead of the runs'. Give it once for each.")
-@click.option("--model", "module", type=click.IntRange(min=0), metavar="N", help="Which model, if a session prepared several.")
+@launch_option(
+    "set",
+    help=(
+        "The value of a hyper-parameter in evaluations, instead of the runs'. Give it once for"
+        " each."
+    ),
+)
+@click.option(
+    "--model",
+    "module",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Which model, if a session prepared several.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
 @click.argument("sources", nargs=-1, required=True, metavar="RUN...")
-def command(sources: tuple[str, ...], out: str, as_json: bool, module: int | None, **given: Any) -> int:
+def command(
+    sources: tuple[str, ...], out: str, as_json: bool, module: int | None, **given: Any
+) -> int:
     """Average the weights of several runs of one model into one file: a model soup.
 
-    RUN is a run directory, of which the final model counts, a checkpoint, or a .safetensors file. Floating-point
-    tensors are averaged in float64; others are the first run's. BatchNorm's running statistics have to be measured
-    again. Runs from the same pretrained weights average well; runs from different random weights do not.
+    RUN is a run directory, of which the final model counts, a checkpoint, or a .safetensors file.
+    Floating-point tensors are averaged in float64; others are the first run's. BatchNorm's running
+    statistics have to be measured again. Runs from the same pretrained weights average well; runs
+    from different random weights do not.
 
-    --greedy starts with the best run, and adds the others, from better to worse, where the average becomes better
-    (Wortsman et al., 2022). The output of SCRIPT goes to stderr.
+    --greedy starts with the best run, and adds the others, from better to worse, where the average
+    becomes better (Wortsman et al., 2022). The output of SCRIPT goes to stderr.
 
     \b
     Examples:
       lockstep average runs/a runs/b runs/c -o soup.safetensors
       lockstep average runs/a runs/b -o soup.safetensors --weights 0.7,0.3
-      lockstep average runs/a runs/b -o soup.safetensors --evaluate "train.py --data held-out" --nproc 2
-      lockstep average runs/a runs/b -o soup.safetensors --evaluate train.py --greedy --metric accuracy --mode max
+      lockstep average runs/a runs/b -o soup.safetensors --evaluate "train.py --data test" --nproc 2
+      lockstep average runs/a runs/b -o soup.safetensors --evaluate train.py --greedy --metric loss
 
     Exit status: 0, or that of the evaluation that failed.
     """
@@ -99,7 +139,11 @@ def command(sources: tuple[str, ...], out: str, as_json: bool, module: int | Non
     if line is not None:
         with ExitStack() as stack:
             evaluations = _Evaluations.of(runs, line, given, path, stack)
-            metrics = evaluations.greedy(runs, given["metric"], mode) if given["greedy"] else evaluations.all(runs)
+            metrics = (
+                evaluations.greedy(runs, given["metric"], mode)
+                if given["greedy"]
+                else evaluations.all(runs)
+            )
     _write(runs, metrics, path, as_json=as_json)
     return 0
 
@@ -120,18 +164,29 @@ def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and not given[needed]:
             flag = "--evaluate SCRIPT" if needed == "line" else "--greedy"
             option = f"--{name.replace('_', '-')}"
-            raise LaunchError(f"{option} without {flag}; it would have no effect; give both, or leave {option} out")
+            raise LaunchError(
+                f"{option} without {flag}; it would have no effect; give both, or leave"
+                f" {option} out"
+            )
     if len(sources) < 2:
-        raise LaunchError(f"an average of one run, {sources[0]}; it is of two or more; give others, or use lockstep export for one")
+        raise LaunchError(
+            f"an average of one run, {sources[0]}; it is of two or more; give others, or use"
+            " lockstep export for one"
+        )
     places = [Path(source).resolve() for source in sources]
     for source, place in zip(sources, places, strict=True):
         if "://" not in source and places.count(place) > 1:
-            raise LaunchError(f"{source} is given twice; each run is in an average once; leave one out, or say its part by --weights")
+            raise LaunchError(
+                f"{source} is given twice; each run is in an average once; leave one out, or say"
+                " its part by --weights"
+            )
     check_out(path)
     if given["weights"] is None:
         return normalised([1.0] * len(sources))
     if given["greedy"]:
-        raise LaunchError("--weights with --greedy; a greedy soup has equal parts; leave one of the two out")
+        raise LaunchError(
+            "--weights with --greedy; a greedy soup has equal parts; leave one of the two out"
+        )
     return normalised(_numbers(given["weights"], len(sources)))
 
 
@@ -140,9 +195,15 @@ def _numbers(text: str, runs: int) -> list[float]:
     try:
         found = [float(word) for word in text.split(",")]
     except ValueError as error:
-        raise LaunchError(f"--weights {text!r}: {error}; it is numbers with commas between them, such as 0.5,0.3,0.2") from error
+        raise LaunchError(
+            f"--weights {text!r}: {error}; it is numbers with commas between them, such as"
+            " 0.5,0.3,0.2"
+        ) from error
     if len(found) != runs:
-        raise LaunchError(f"--weights {text} has {len(found)} numbers for {runs} runs; there is one for each, in their order; give {runs}")
+        raise LaunchError(
+            f"--weights {text} has {len(found)} numbers for {runs} runs; there is one for each, in"
+            f" their order; give {runs}"
+        )
     return found
 
 
@@ -152,7 +213,12 @@ def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
         model, what, file = _weights(source, module)
     places = (Path(source), *Path(source).absolute().parents[:2])
     folder = next((place for place in places if (place / RUN).is_file()), None)
-    return _AveragedRun(AverageMember(source, model, part), what, file, {} if folder is None else saved_values(folder))
+    return _AveragedRun(
+        AverageMember(source, model, part),
+        what,
+        file,
+        {} if folder is None else saved_values(folder),
+    )
 
 
 def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Path | None]:
@@ -160,7 +226,10 @@ def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Pat
     path = Path(source)
     if path.is_file():
         if path.suffix != ".safetensors":
-            raise CheckpointError(f"{source} is no .safetensors file; others are not read: a pickle runs code; give the run's folder")
+            raise CheckpointError(
+                f"{source} is no .safetensors file; others are not read: a pickle runs code; give"
+                " the run's folder"
+            )
         try:
             return read_safetensors(path), "file", path
         except DamagedError as error:
@@ -170,8 +239,15 @@ def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Pat
         return *saved_model(at, module), None
     found = final_model(at, module)
     if found is None:
-        has = f"give its newest checkpoint, {at.run / 'checkpoints' / str(at.names[-1])}" if at.names else "leave it out"
-        raise CheckpointError(f"{source} has no final model, which ls.train writes at its end; an average is of trained models; {has}")
+        has = (
+            f"give its newest checkpoint, {at.run / 'checkpoints' / str(at.names[-1])}"
+            if at.names
+            else "leave it out"
+        )
+        raise CheckpointError(
+            f"{source} has no final model, which ls.train writes at its end; an average is of"
+            f" trained models; {has}"
+        )
     return *found, at.run / MODEL
 
 
@@ -180,11 +256,20 @@ def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
     try:
         check_alike(first.member, other.member)
     except CheckpointError as error:
-        names = [name for name in first.parameters | other.parameters if first.parameters.get(name) != other.parameters.get(name)]
+        names = [
+            name
+            for name in first.parameters | other.parameters
+            if first.parameters.get(name) != other.parameters.get(name)
+        ]
         if not names:
             raise
-        one, two = (", ".join(f"{name}={run.parameters.get(name)}" for name in names) for run in (first, other))
-        raise CheckpointError(f"{error} ({first.name} was started with {one}, {other.name} with {two})") from None
+        one, two = (
+            ", ".join(f"{name}={run.parameters.get(name)}" for name in names)
+            for run in (first, other)
+        )
+        raise CheckpointError(
+            f"{error} ({first.name} was started with {one}, {other.name} with {two})"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,16 +282,35 @@ class _Evaluations:
     numbers: Iterable[int]
 
     @classmethod
-    def of(cls, runs: Sequence[_AveragedRun], line: ScriptLine, given: Mapping[str, Any], out: Path, stack: ExitStack) -> _Evaluations:
-        """`stack`: removes the temporary files, which are beside `out`, because a model may be too large for /tmp."""
+    def of(
+        cls,
+        runs: Sequence[_AveragedRun],
+        line: ScriptLine,
+        given: Mapping[str, Any],
+        out: Path,
+        stack: ExitStack,
+    ) -> _Evaluations:
+        """`stack`: removes the temporary files, which are beside `out`, because a model may be too
+        large for /tmp."""
         stack.enter_context(ended_by_signals())
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.stem}-"))
-        shared = {name: str(value) for name, value in runs[0].parameters.items() if all(run.parameters.get(name) == value for run in runs)}
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.stem}-")
+        )
+        shared = {
+            name: str(value)
+            for name, value in runs[0].parameters.items()
+            if all(run.parameters.get(name) == value for run in runs)
+        }
         values = shared | dict(map(split_assignment, given["set"] or ()))
         assignments = tuple(f"{name}={value}" for name, value in values.items())
         return cls(
             line,
-            {"nproc": given["nproc"], "plan": given["plan"], "share_devices": given["share_devices"], "set": assignments},
+            {
+                "nproc": given["nproc"],
+                "plan": given["plan"],
+                "share_devices": given["share_devices"],
+                "set": assignments,
+            },
             Path(folder),
             count(),
         )
@@ -217,23 +321,32 @@ class _Evaluations:
         return self._measure_average(runs)
 
     def greedy(self, runs: Sequence[_AveragedRun], metric: str, mode: Mode) -> Metrics:
-        """Measure each run, and give those that are not in the greedy soup a weight of 0. Returns its metrics."""
+        """Measure each run, and give those that are not in the greedy soup a weight of 0. Returns
+        its metrics."""
         self._measure_each(runs)
         script = self.line.script[-1]
-        measured: dict[tuple[int, ...], Metrics] = {(index,): run.metrics or {} for index, run in enumerate(runs)}
+        measured: dict[tuple[int, ...], Metrics] = {
+            (index,): run.metrics or {} for index, run in enumerate(runs)
+        }
 
         def score(indices: Sequence[int]) -> float:
             key = tuple(indices)
             if key not in measured:
                 measured[key] = self._measure_average([runs[index] for index in indices])
             if metric not in measured[key]:
-                raise LaunchError(f"--metric {metric}, and {script} measures {', '.join(measured[key])}; give one of these")
+                raise LaunchError(
+                    f"--metric {metric}, and {script} measures {', '.join(measured[key])}; give one"
+                    " of these"
+                )
             value = measured[key][metric]
             return math.nan if value is None else value
 
         found = greedy_soup([score([index]) for index in range(len(runs))], score, mode)
         if found is None:
-            raise DataError(f"--greedy, and {metric} is NaN for every run; it compares numbers; choose another --metric, or other runs")
+            raise DataError(
+                f"--greedy, and {metric} is NaN for every run; it compares numbers; choose another"
+                " --metric, or other runs"
+            )
         for index, run in enumerate(runs):
             run.member = replace(run.member, weight=1 / len(found) if index in found else 0.0)
         return measured[tuple(found)]
@@ -244,7 +357,9 @@ class _Evaluations:
 
     def _measure_average(self, runs: Sequence[_AveragedRun]) -> Metrics:
         average, chosen = _average(runs)
-        return self._measure(f"the average of {', '.join(run.name for run in chosen)}", average.model, None)
+        return self._measure(
+            f"the average of {', '.join(run.name for run in chosen)}", average.model, None
+        )
 
     def _measure(self, name: str, model: StateDictReader, file: Path | None) -> Metrics:
         say(f"lockstep: evaluating {name}")
@@ -252,15 +367,27 @@ class _Evaluations:
         if file is None:
             file = self.folder / f"{number}.safetensors"
             write_model(model, file)
-        status, found = measure(file, self.line, self.options, run_dir=self.folder / f"run-{number}", began=time.time(), stdout=sys.stderr)
+        status, found = measure(
+            file,
+            self.line,
+            self.options,
+            run_dir=self.folder / f"run-{number}",
+            began=time.time(),
+            stdout=sys.stderr,
+        )
         if status != 0:
             raise click.exceptions.Exit(status)
         if len(found) > 1:
-            raise LaunchError(f"{self.line.script[-1]} trains {len(found)} times; runs are compared by one recipe; give a script of one")
+            raise LaunchError(
+                f"{self.line.script[-1]} trains {len(found)} times; runs are compared by one"
+                " recipe; give a script of one"
+            )
         return found[0]
 
 
-def _write(runs: Sequence[_AveragedRun], metrics: Metrics | None, path: Path, *, as_json: bool) -> None:
+def _write(
+    runs: Sequence[_AveragedRun], metrics: Metrics | None, path: Path, *, as_json: bool
+) -> None:
     """Write the average, and print what it is."""
     average, chosen = _average(runs)
     note = [{"run": run.name, "weight": run.member.weight} for run in chosen]
@@ -269,38 +396,70 @@ def _write(runs: Sequence[_AveragedRun], metrics: Metrics | None, path: Path, *,
     for warning in warnings:
         say(f"lockstep: warning: {warning}")
     if as_json:
-        print(json.dumps({"path": str(path), "runs": list(map(_row, runs)), "metrics": metrics, "warnings": warnings}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "path": str(path),
+                    "runs": list(map(_row, runs)),
+                    "metrics": metrics,
+                    "warnings": warnings,
+                },
+                indent=2,
+            )
+        )
         return
     _print_table(runs, metrics)
-    show(f"{path}: {tensors} tensors, {size:,} bytes, the average of {', '.join(run.name for run in chosen)}")
+    show(
+        f"{path}: {tensors} tensors, {size:,} bytes, the average of"
+        f" {', '.join(run.name for run in chosen)}"
+    )
 
 
 def _average(runs: Sequence[_AveragedRun]) -> tuple[WeightAverage, list[_AveragedRun]]:
     """Return the average, and the runs that are in it."""
-    return WeightAverage([run.member for run in runs]), [run for run in runs if run.member.weight > 0]
+    return WeightAverage([run.member for run in runs]), [
+        run for run in runs if run.member.weight > 0
+    ]
 
 
 def _warnings(average: WeightAverage, first: str) -> list[str]:
     found = []
     if statistics := average.statistics:
         found.append(
-            f"{len(statistics)} running statistics of BatchNorm ({statistics[0]}, ...) are averaged like weights, and are not those of the "
-            "averaged model; measure them on training data before it is used: torch.optim.swa_utils.update_bn(loader, model)"
+            f"{len(statistics)} running statistics of BatchNorm ({statistics[0]}, ...) are averaged"
+            " like weights, and are not those of the averaged model; measure them on training data"
+            " before it is used: torch.optim.swa_utils.update_bn(loader, model)"
         )
     for name, other in average.differing.items():
         if not (statistics and name.endswith(COUNTER)):
-            found.append(f"{name!r} differs between {first} and {other}; it is not floating-point, and has no mean: it is that of {first}")
+            found.append(
+                f"{name!r} differs between {first} and {other}; it is not floating-point, and has"
+                f" no mean: it is that of {first}"
+            )
     return found
 
 
 def _row(run: _AveragedRun) -> dict[str, Any]:
-    return {"run": run.name, "of": run.what, "weight": run.member.weight, "metrics": run.metrics, "parameters": run.parameters}
+    return {
+        "run": run.name,
+        "of": run.what,
+        "weight": run.member.weight,
+        "metrics": run.metrics,
+        "parameters": run.parameters,
+    }
 
 
 def _print_table(runs: Sequence[_AveragedRun], metrics: Metrics | None) -> None:
     names = list(metrics or {})
     rows = [["run", "weight", *names]]
-    rows += [[run.name, f"{run.member.weight:.4g}" if run.member.weight else "left out", *_texts(run.metrics, names)] for run in runs]
+    rows += [
+        [
+            run.name,
+            f"{run.member.weight:.4g}" if run.member.weight else "left out",
+            *_texts(run.metrics, names),
+        ]
+        for run in runs
+    ]
     if metrics is not None:
         rows.append(["average", "", *_texts(metrics, names)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -36,20 +36,34 @@ _WIDTH = 100
 
 
 @click.command("doctor")
-@launch_option("nproc", metavar="N|auto", help="Processes, as for lockstep run. auto (default): one per GPU, or 2.")
-@launch_option("nnodes", help="Machines, as for lockstep run. Give the same command on each. Default: 1.")
+@launch_option(
+    "nproc",
+    metavar="N|auto",
+    help="Processes, as for lockstep run. auto (default): one per GPU, or 2.",
+)
+@launch_option(
+    "nnodes", help="Machines, as for lockstep run. Give the same command on each. Default: 1."
+)
 @launch_option("rdzv")
 @launch_option("share_devices")
-@launch_option("run_dir", help="The directory that runs will write to. Default: the working directory.")
-@click.option("--write", type=click.Path(dir_okay=False), metavar="FILE", help="Only measure this machine, for lockstep plan --on FILE.")
+@launch_option(
+    "run_dir", help="The directory that runs will write to. Default: the working directory."
+)
+@click.option(
+    "--write",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Only measure this machine, for lockstep plan --on FILE.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of tables.")
 def command(write: str | None, as_json: bool, **given: Any) -> int:
     """Say whether this machine, or these machines, are fit to train.
 
-    Looks at versions, devices, shared memory, threads, limits, clocks, the network interface, environment variables
-    that cause trouble, and the file system of the run directory. Then starts processes, checks every collective in
-    every dtype against its definition, and times collectives and the links between all pairs of ranks. Each check has a
-    verdict (ok, slow, failed or skipped) and a remedy.
+    Looks at versions, devices, shared memory, threads, limits, clocks, the network interface,
+    environment variables that cause trouble, and the file system of the run directory. Then starts
+    processes, checks every collective in every dtype against its definition, and times collectives
+    and the links between all pairs of ranks. Each check has a verdict (ok, slow, failed or skipped)
+    and a remedy.
 
     \b
     Examples:
@@ -61,18 +75,24 @@ def command(write: str | None, as_json: bool, **given: Any) -> int:
     Exit status: 0 if all is well, 1 if something is wrong or slow, 2 for a mistake in the command.
     """
     require_linux("lockstep doctor")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch's sockets would say in 20 lines, a line of ours says
+    # what torch's sockets would say in 20 lines, a line of ours says
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options = options_from(given)
     options.validate()
     machines = Machines.parse(options)
     automatic = options.nproc == "auto"
-    count = (count_gpus() or 2) if automatic else count_processes(options.nproc, None, count_gpus, name="--nproc ")
+    count = (
+        (count_gpus() or 2)
+        if automatic
+        else count_processes(options.nproc, None, count_gpus, name="--nproc ")
+    )
 
     if write is not None:
         _write(Path(write), count)
         return 0
 
-    from lockstep.doctor.diagnose import diagnose  # imports torch: after all that can be checked without it
+    # imports torch: after all that can be checked without it
+    from lockstep.doctor.diagnose import diagnose
 
     diagnosis = diagnose(
         nproc=count,
@@ -95,42 +115,68 @@ def command(write: str | None, as_json: bool, **given: Any) -> int:
 
 
 def _write(path: Path, processes: int) -> None:
-    """Measure what operations and collectives take in so many processes, and write it. Raises `LaunchError`."""
+    """Measure what operations and collectives take in so many processes, and write it. Raises
+    `LaunchError`."""
     if not path.absolute().parent.is_dir():
-        raise LaunchError(f"--write {path}; its directory is not there; name a file in a directory that is")
+        raise LaunchError(
+            f"--write {path}; its directory is not there; name a file in a directory that is"
+        )
     if path.suffix != ".toml":
-        raise LaunchError(f"--write {path}; lockstep plan takes a machine's file by its ending; name it {path.stem}.toml")
+        raise LaunchError(
+            f"--write {path}; lockstep plan takes a machine's file by its ending; name it"
+            f" {path.stem}.toml"
+        )
     if gpus := count_gpus():
         if processes > gpus:
-            raise LaunchError(f"--write with --nproc {processes} on {gpus} GPUs; each process has a GPU of its own; give --nproc {gpus}")
+            raise LaunchError(
+                f"--write with --nproc {processes} on {gpus} GPUs; each process has a GPU of its"
+                f" own; give --nproc {gpus}"
+            )
         from lockstep.planner.machines.measuring_gpu import write_gpu_sheets
 
         files = write_gpu_sheets(path, processes)
-        show(f"{' and '.join(map(str, files))}: the GPUs of this machine; lockstep plan --on '{processes} x {path}' SCRIPT")
+        show(
+            f"{' and '.join(map(str, files))}: the GPUs of this machine; lockstep plan --on"
+            f" '{processes} x {path}' SCRIPT"
+        )
         return
     from lockstep.launch.environment import threads_per_process
     from lockstep.planner.machines.calibration import measure_machine
 
-    path.write_text(measure_machine(processes, threads_per_process(processes)).as_toml(), encoding="utf-8")
+    path.write_text(
+        measure_machine(processes, threads_per_process(processes)).as_toml(), encoding="utf-8"
+    )
     show(f"{path}: this machine with {processes} processes; lockstep plan --on {path} SCRIPT")
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     results = diagnosis.results
-    known = {name: results.get(name) for name in ("world_size", "backend", "ranks", "checked", "timed", "point_to_point")}
-    return {"verdict": diagnosis.verdict, "checks": [asdict(check) for check in diagnosis.checks], **known}
+    known = {
+        name: results.get(name)
+        for name in ("world_size", "backend", "ranks", "checked", "timed", "point_to_point")
+    }
+    return {
+        "verdict": diagnosis.verdict,
+        "checks": [asdict(check) for check in diagnosis.checks],
+        **known,
+    }
 
 
 def _show(diagnosis: Diagnosis) -> None:
     """All checks, then the times and the links, then the verdict."""
     from rich.text import Text
 
-    console = foreign_text.console(None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH)
+    console = foreign_text.console(
+        None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
+    )
     console.width = min(console.width, _WIDTH)
     console.print(_checks(diagnosis.checks))
     if diagnosis.results.get("timed"):
         _times(console, diagnosis.results)
-    if diagnosis.results.get("point_to_point") and diagnosis.results["world_size"] <= _MOST_IN_A_MATRIX:
+    if (
+        diagnosis.results.get("point_to_point")
+        and diagnosis.results["world_size"] <= _MOST_IN_A_MATRIX
+    ):
         _links(console, diagnosis.results)
     bad = [check.check for check in diagnosis.checks if check.is_bad]
     if bad:
@@ -155,15 +201,27 @@ def _checks(checks: Sequence[CheckResult]) -> Any:
                 text = Text.assemble((f"{check.machine}: ", "dim"), text)
             if check.verdict != "ok":
                 text.append(f"\n→ {check.remedy}", style="italic" if check.is_bad else "dim")
-            table.add_row(Padding(check.check, (0, 0, 0, 2)), Text(check.verdict, style=_STYLES[check.verdict]), text)
+            table.add_row(
+                Padding(check.check, (0, 0, 0, 2)),
+                Text(check.verdict, style=_STYLES[check.verdict]),
+                text,
+            )
     return table
 
 
 def _shown(checks: Sequence[CheckResult]) -> list[CheckResult]:
-    """Every check that is not ok, of each machine; and one row for a check that is ok on several machines."""
+    """Every check that is not ok, of each machine; and one row for a check that is ok on several
+    machines."""
     shown: list[CheckResult] = []
     for check in checks:
-        same = next((number for number, each in enumerate(shown) if replace(each, machine="") == replace(check, machine="")), None)
+        same = next(
+            (
+                number
+                for number, each in enumerate(shown)
+                if replace(each, machine="") == replace(check, machine="")
+            ),
+            None,
+        )
         if check.verdict == "ok":
             if not any((each.check, each.verdict) == (check.check, "ok") for each in shown):
                 shown.append(check)
@@ -206,9 +264,21 @@ def _times(console: Console, results: Mapping[str, Any]) -> None:
             table.add_row(f"  {collective}", format_duration(mine[0]["seconds"]))
         elif mine:
             last = mine[max(mine)]
-            times = [format_duration(mine[each]["seconds"]) if each in mine else "" for each in sizes]
-            table.add_row(f"  {collective}", *times, format_bandwidth(last["algorithm_bandwidth"]), format_bandwidth(last["bus_bandwidth"]))
-    console.print(Text(f"\ntimes on {results['world_size']} ranks by size, and bandwidths at the largest", style="bold"))
+            times = [
+                format_duration(mine[each]["seconds"]) if each in mine else "" for each in sizes
+            ]
+            table.add_row(
+                f"  {collective}",
+                *times,
+                format_bandwidth(last["algorithm_bandwidth"]),
+                format_bandwidth(last["bus_bandwidth"]),
+            )
+    console.print(
+        Text(
+            f"\ntimes on {results['world_size']} ranks by size, and bandwidths at the largest",
+            style="bold",
+        )
+    )
     console.print(table)
 
 
@@ -219,12 +289,20 @@ def _links(console: Console, results: Mapping[str, Any]) -> None:
 
     ranks = range(results["world_size"])
     about = results["machines"]
-    names = machine_names([(machine["info"]["host"], machine["info"]["address"]) for machine in about])
+    names = machine_names(
+        [(machine["info"]["host"], machine["info"]["address"]) for machine in about]
+    )
     places = [f", {names[place]}" if len(names) > 1 else "" for place in results["ranks"]]
     table = _columns([f"to {rank}" for rank in ranks])
-    known = {(link["sender"], link["receiver"]): format_bandwidth(link["bytes_per_second"]) for link in results["point_to_point"]}
+    known = {
+        (link["sender"], link["receiver"]): format_bandwidth(link["bytes_per_second"])
+        for link in results["point_to_point"]
+    }
     for sender in ranks:
-        table.add_row(f"  from rank {sender}{places[sender]}", *(known.get((sender, receiver), "") for receiver in ranks))
+        table.add_row(
+            f"  from rank {sender}{places[sender]}",
+            *(known.get((sender, receiver), "") for receiver in ranks),
+        )
     console.print(Text("\nlinks, by rank", style="bold"))
     console.print(table)
     console.print()

@@ -16,7 +16,12 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.foreign_text import show
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.checkpoint.saved_model import MODEL
-from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
+from lockstep.cli.arguments.launch import (
+    check_target,
+    launch_option,
+    options_from,
+    script_arguments,
+)
 from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.cli.arguments.target import Target
 from lockstep.cli.export import export
@@ -29,18 +34,40 @@ from lockstep.recipe.parameters import saved_values, split_assignment
 @launch_option("nproc")
 @launch_option("plan")
 @launch_option("share_devices")
-@launch_option("set", help="The value of a hyper-parameter, instead of the run's. Give it once for each.")
-@launch_option("run_dir", help="Keep the run directory of the evaluation here. Default: a temporary one.")
-@click.option("--best", is_flag=True, help="The weights of the best evaluation by ls.Saving(best=...), instead of the last ones.")
-@click.option("--json", "as_json", is_flag=True, help="Print the metrics as JSON. The output of SCRIPT then goes to stderr.")
+@launch_option(
+    "set", help="The value of a hyper-parameter, instead of the run's. Give it once for each."
+)
+@launch_option(
+    "run_dir", help="Keep the run directory of the evaluation here. Default: a temporary one."
+)
+@click.option(
+    "--best",
+    is_flag=True,
+    help="The weights of the best evaluation by ls.Saving(best=...), instead of the last ones.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the metrics as JSON. The output of SCRIPT then goes to stderr.",
+)
 @click.argument("source", metavar="RUN_DIR|CHECKPOINT|WEIGHTS")
 @script_arguments(required=False)
-def command(best: bool, as_json: bool, source: str, is_module: bool, script: str | None, arguments: tuple[str, ...], **given: Any) -> int:
+def command(
+    best: bool,
+    as_json: bool,
+    source: str,
+    is_module: bool,
+    script: str | None,
+    arguments: tuple[str, ...],
+    **given: Any,
+) -> int:
     """Measure the evaluations of SCRIPT's recipe on the weights of a run, without training.
 
-    The weights are those that lockstep export would write: the final model of a run directory, or its newest
-    checkpoint. A .safetensors file and a Hugging Face folder are used as they are. SCRIPT is run as lockstep run would,
-    but its ls.train evaluates instead of training. Without SCRIPT: the script and the arguments of the run.
+    The weights are those that lockstep export would write: the final model of a run directory, or
+    its newest checkpoint. A .safetensors file and a Hugging Face folder are used as they are.
+    SCRIPT is run as lockstep run would, but its ls.train evaluates instead of training. Without
+    SCRIPT: the script and the arguments of the run.
 
     \b
     Examples:
@@ -61,27 +88,42 @@ def command(best: bool, as_json: bool, source: str, is_module: bool, script: str
         weights = source if _is_plain(Path(source)) else str(temporary / MODEL)
         if weights != source:
             export(source, Path(weights), best=best)
-        run_dir, assignments = Path(options.run_dir or temporary / "run"), _assignments(source, options.set)
+        run_dir, assignments = (
+            Path(options.run_dir or temporary / "run"),
+            _assignments(source, options.set),
+        )
         line = ScriptLine([*(["-m"] if is_module else []), script], arguments)
         stdout = sys.stderr if as_json else None
-        status, measured = measure(Path(weights), line, {**given, "set": assignments}, run_dir=run_dir, began=began, stdout=stdout)
+        status, measured = measure(
+            Path(weights),
+            line,
+            {**given, "set": assignments},
+            run_dir=run_dir,
+            began=began,
+            stdout=stdout,
+        )
     if status == 0:
         _print(measured, as_json=as_json)
     return status
 
 
 def _assignments(source: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of hyper-parameters, as `--set` takes them: those of the run, and those `given` instead."""
+    """Return the values of hyper-parameters, as `--set` takes them: those of the run, and those
+    `given` instead."""
     path = None if _is_plain(Path(source)) else Target.find(source).run
     values = {} if path is None else saved_values(path)
-    texts = {name: str(value) for name, value in values.items()} | dict(map(split_assignment, given))
+    texts = {name: str(value) for name, value in values.items()} | dict(
+        map(split_assignment, given)
+    )
     return tuple(f"{name}={text}" for name, text in texts.items())
 
 
 def _is_plain(path: Path) -> bool:
     """True for a file of weights and for a Hugging Face folder."""
     names = (MODEL, f"{MODEL}.index.json")
-    return path.is_file() or (not is_there(path, RUN) and any((path / name).is_file() for name in names))
+    return path.is_file() or (
+        not is_there(path, RUN) and any((path / name).is_file() for name in names)
+    )
 
 
 def _script_of(source: str) -> list[str]:
@@ -89,9 +131,16 @@ def _script_of(source: str) -> list[str]:
     path = None if _is_plain(Path(source)) else Target.find(source).run
     environment = {} if path is None else read_metadata(path).get("environment") or {}
     line = [str(word) for word in environment.get("command_line") or []]
-    words = line[line.index("lockstep.launch.worker") + 1 :] if "lockstep.launch.worker" in line else line[1:]
+    words = (
+        line[line.index("lockstep.launch.worker") + 1 :]
+        if "lockstep.launch.worker" in line
+        else line[1:]
+    )
     if not words or words[0].startswith("-"):
-        raise LaunchError(f"{source} does not say which script made it; the evaluations are those of a script's recipe; give SCRIPT")
+        raise LaunchError(
+            f"{source} does not say which script made it; the evaluations are those of a script's"
+            " recipe; give SCRIPT"
+        )
     return [os.path.join(environment.get("working_directory") or "", words[0]), *words[1:]]
 
 

@@ -20,7 +20,12 @@ from lockstep.base.temporary_folder import locked_folder
 from lockstep.checkpoint.configuration import CONFIGURATION
 from lockstep.checkpoint.integrity import check, read_manifest
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
-from lockstep.checkpoint.saved_model import MODEL, StateDictReader, StoredCheckpoint, read_final_model
+from lockstep.checkpoint.saved_model import (
+    MODEL,
+    StateDictReader,
+    StoredCheckpoint,
+    read_final_model,
+)
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
 from lockstep.cli.arguments.target import Target, best_of, fingerprint, reachable
@@ -28,7 +33,11 @@ from lockstep.cli.arguments.target import Target, best_of, fingerprint, reachabl
 
 @click.command("export")
 @click.option(
-    "--model", "module", type=click.IntRange(min=0), metavar="N", help="Which model, if a session prepared several: 0 is the first."
+    "--model",
+    "module",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Which model, if a session prepared several: 0 is the first.",
 )
 @click.option(
     "--format",
@@ -37,15 +46,20 @@ from lockstep.cli.arguments.target import Target, best_of, fingerprint, reachabl
     default="safetensors",
     help="huggingface: OUT is a folder for from_pretrained, with the model's configuration.",
 )
-@click.option("--best", is_flag=True, help="The model of the best evaluation by ls.Saving(best=...), instead of the last one.")
+@click.option(
+    "--best",
+    is_flag=True,
+    help="The model of the best evaluation by ls.Saving(best=...), instead of the last one.",
+)
 @click.argument("source", metavar="CHECKPOINT|RUN_DIR|URL")
 @click.argument("out", metavar="OUT.safetensors|FOLDER")
 def command(module: int | None, form: str, best: bool, source: str, out: str) -> int:
     """Write the model in a checkpoint as a plain state dict, in the safetensors format.
 
-    OUT has the model's own names, parameters and buffers, in the dtypes in which they were trained. A tied parameter
-    appears under each of its names. A run directory gives its final model, or, if the run has not ended, the newest
-    checkpoint that is not damaged. Checks every byte first, holds one tensor in memory at a time, overwrites nothing.
+    OUT has the model's own names, parameters and buffers, in the dtypes in which they were trained.
+    A tied parameter appears under each of its names. A run directory gives its final model, or, if
+    the run has not ended, the newest checkpoint that is not damaged. Checks every byte first, holds
+    one tensor in memory at a time, overwrites nothing.
 
     \b
     Examples:
@@ -55,8 +69,8 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
       lockstep export --format huggingface runs/llama llama
       lockstep export --model 1 runs/gan critic.safetensors
 
-    In Python: model.load_state_dict(safetensors.torch.load_file("model.safetensors")). There is no export to .pt: such
-    a file is a pickle, which runs code when it is read.
+    In Python: model.load_state_dict(safetensors.torch.load_file("model.safetensors")). There is no
+    export to .pt: such a file is a pickle, which runs code when it is read.
     """
     if form == "huggingface":
         show(_export_folder(source, Path(out), module=module, best=best))
@@ -66,16 +80,22 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
 
 
 def _export_folder(source: str, folder: Path, *, module: int | None, best: bool) -> str:
-    """Write a folder for `from_pretrained`. Returns in words what was written. Raises `CheckpointError`."""
+    """Write a folder for `from_pretrained`. Returns in words what was written. Raises
+    `CheckpointError`."""
     run = Target.find(source).run or Path(source).resolve().parent.parent
     if not (run / CONFIGURATION).is_dir():
         raise CheckpointError(
-            f"--format huggingface, and {run} has no folder {CONFIGURATION}; ls.train saves the configuration of a model that has one, as "
-            "those of transformers have; leave --format out, or call ls.export_pretrained with the model"
+            f"--format huggingface, and {run} has no folder {CONFIGURATION}; ls.train saves the"
+            " configuration of a model that has one, as those of transformers have; leave --format"
+            " out, or call ls.export_pretrained with the model"
         )
     if folder.exists():
-        raise CheckpointError(f"{folder} is there already; nothing is overwritten; name another, or remove it")
-    with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}-") as temporary:
+        raise CheckpointError(
+            f"{folder} is there already; nothing is overwritten; name another, or remove it"
+        )
+    with tempfile.TemporaryDirectory(
+        dir=folder.absolute().parent, prefix=f".{folder.name}-"
+    ) as temporary:
         made = Path(temporary, "made")
         made.mkdir()
         with reachable(str(run / CONFIGURATION)):
@@ -87,11 +107,13 @@ def _export_folder(source: str, folder: Path, *, module: int | None, best: bool)
 
 
 def load(source: str, *, best: bool = False, model: int | None = None) -> dict[str, Any]:
-    """Return the weights of a run, or of a checkpoint of any plan, as a state dict on the CPU. Any process may call it.
+    """Return the weights of a run, or of a checkpoint of any plan, as a state dict on the CPU. Any
+    process may call it.
 
-    `source`: as of `lockstep export`: a run directory, which gives its final model or, if it has not ended, its newest
-    intact checkpoint; a checkpoint; or a URL. `best`: the model of the best evaluation by `Saving.best`. `model`: which
-    one, if a session prepared several. Every byte is checked. Raises `CheckpointError`.
+    `source`: as of `lockstep export`: a run directory, which gives its final model or, if it has
+    not ended, its newest intact checkpoint; a checkpoint; or a URL. `best`: the model of the best
+    evaluation by `Saving.best`. `model`: which one, if a session prepared several. Every byte is
+    checked. Raises `CheckpointError`.
     """
     from lockstep.checkpoint.pretrained_files import as_tensor  # imports torch
 
@@ -100,7 +122,9 @@ def load(source: str, *, best: bool = False, model: int | None = None) -> dict[s
         try:
             return {name: as_tensor(reader, name) for name in reader.specs}
         except (DamagedError, UnreachableError) as error:
-            raise CheckpointError(f"{source} is damaged, or has changed while it was read: {error}; load another") from error
+            raise CheckpointError(
+                f"{source} is damaged, or has changed while it was read: {error}; load another"
+            ) from error
 
 
 def _chosen(source: str, *, module: int | None, best: bool) -> tuple[StateDictReader, str]:
@@ -112,7 +136,8 @@ def _chosen(source: str, *, module: int | None, best: bool) -> tuple[StateDictRe
 
 
 def export(source: str, path: Path, *, module: int | None = None, best: bool = False) -> str:
-    """Write a model of `source` to `path`. Returns in words what was written. Raises `CheckpointError`."""
+    """Write a model of `source` to `path`. Returns in words what was written. Raises
+    `CheckpointError`."""
     check_out(path)
     with reachable(source):
         model, what = _chosen(source, module=module, best=best)
@@ -121,19 +146,26 @@ def export(source: str, path: Path, *, module: int | None = None, best: bool = F
 
 
 def export_pretrained(source: str, folder: str, model: Any, *, best: bool = False) -> None:
-    """Write the model of a run with its own `save_pretrained`, for `from_pretrained`. One process calls it.
+    """Write the model of a run with its own `save_pretrained`, for `from_pretrained`. One process
+    calls it.
 
-    `source`: as of `lockstep export`: a run directory, or a checkpoint of any plan. `folder`: is created. `model`: the
-    module as it was trained, of transformers, peft (which then writes its adapters alone) or diffusers, or a function
-    that builds it; its values are not used. `best`: the checkpoint of the best evaluation. Raises `CheckpointError`.
+    `source`: as of `lockstep export`: a run directory, or a checkpoint of any plan. `folder`: is
+    created. `model`: the module as it was trained, of transformers, peft (which then writes its
+    adapters alone) or diffusers, or a function that builds it; its values are not used. `best`: the
+    checkpoint of the best evaluation. Raises `CheckpointError`.
     """
     from safetensors.torch import load_file  # imports torch
 
     built = model if hasattr(model, "save_pretrained") else model()
     if not hasattr(built, "save_pretrained"):
-        raise CheckpointError(f"export_pretrained of a {type(built).__name__}, without save_pretrained; lockstep export writes its weights")
+        raise CheckpointError(
+            f"export_pretrained of a {type(built).__name__}, without save_pretrained; lockstep"
+            " export writes its weights"
+        )
     if Path(folder).exists():
-        raise CheckpointError(f"{folder} is there already; nothing is overwritten; name another, or remove it")
+        raise CheckpointError(
+            f"{folder} is there already; nothing is overwritten; name another, or remove it"
+        )
     with locked_folder() as temporary:
         path = temporary / MODEL
         export(source, path, best=best)
@@ -144,22 +176,28 @@ def check_out(path: Path) -> None:
     """Raise `CheckpointError` unless a model can be written there, over nothing."""
     if path.suffix != ".safetensors":
         raise CheckpointError(
-            f"OUT is {str(path)!r}; a model is exported as safetensors, which every program reads and none runs; name it "
-            f"{path.stem or 'model'}.safetensors"
+            f"OUT is {str(path)!r}; a model is exported as safetensors, which every program reads"
+            f" and none runs; name it {path.stem or 'model'}.safetensors"
         )
     if path.exists():
-        raise CheckpointError(f"{path} is there already; nothing is overwritten; name another, or remove it")
+        raise CheckpointError(
+            f"{path} is there already; nothing is overwritten; name another, or remove it"
+        )
     if not path.absolute().parent.is_dir():
         raise CheckpointError(f"{path}: its folder is not there; name a file in a folder that is")
 
 
 def _best(at: Target) -> CheckpointName | None:
-    """The checkpoint of the best evaluation; None if that is the final model. Raises `CheckpointError` without one."""
+    """The checkpoint of the best evaluation; None if that is the final model. Raises
+    `CheckpointError` without one."""
     known = (at.result() or {}).get("best")
     if known is not None:
         named = known.get("checkpoint")
         if named is not None and CheckpointName.parse(named) not in at.names:
-            raise CheckpointError(f"--best is checkpoint {named}, by result.json, and it is not there: {at.none_there}")
+            raise CheckpointError(
+                f"--best is checkpoint {named}, by result.json, and it is not there:"
+                f" {at.none_there}"
+            )
         return named and CheckpointName.parse(named)
     scores = {}
     for name in at.names:
@@ -167,8 +205,8 @@ def _best(at: Target) -> CheckpointName | None:
             scores[name] = read_manifest(at.storage, name).metadata.get("score")
     if (found := best_of(scores)) is None:
         raise CheckpointError(
-            f"--best, and no checkpoint of {at.run or at.storage} has a score; the metric of ls.Saving(best=...) is one; leave --best out "
-            "for the last model"
+            f"--best, and no checkpoint of {at.run or at.storage} has a score; the metric of"
+            " ls.Saving(best=...) is one; leave --best out for the last model"
         )
     return found
 
@@ -182,7 +220,11 @@ def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] |
     path = at.run / MODEL
     try:
         model = read_final_model(at.run)
-        why = "" if fingerprint(model) == result["fingerprint"] else "its fingerprint is not that of result.json"
+        why = (
+            ""
+            if fingerprint(model) == result["fingerprint"]
+            else "its fingerprint is not that of result.json"
+        )
     except DamagedError as error:
         why = str(error)
     if why:
@@ -196,7 +238,10 @@ def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
         try:
             stored = StoredCheckpoint(at.storage, name)
             if not (damage := check(at.storage, name)):
-                return stored.model(_choose(stored.modules, module)), f"step {name.step}, checkpoint {name}"
+                return (
+                    stored.model(_choose(stored.modules, module)),
+                    f"step {name.step}, checkpoint {name}",
+                )
         except DamagedError as error:
             damage = [str(error)]
         except (UnknownFormatError, UnreachableError) as error:
@@ -211,14 +256,21 @@ def _choose(modules: list[int], module: int | None) -> int:
     if module not in modules:
         said = f"--model {module}" if module is not None else "no --model"
         raise CheckpointError(
-            f"{said}, and the models there are {', '.join(map(str, modules))}; one is exported; give one of these numbers"
+            f"{said}, and the models there are {', '.join(map(str, modules))}; one is exported;"
+            " give one of these numbers"
         )
     return module
 
 
-def write_model(model: StateDictReader, path: Path, metadata: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Write the file atomically. Returns the number of tensors, and of bytes. Raises `CheckpointError`."""
-    shards = [TensorShard(name, dtype, shape, (0,) * len(shape), shape) for name, (dtype, shape) in model.specs.items()]
+def write_model(
+    model: StateDictReader, path: Path, metadata: Mapping[str, str] | None = None
+) -> tuple[int, int]:
+    """Write the file atomically. Returns the number of tensors, and of bytes. Raises
+    `CheckpointError`."""
+    shards = [
+        TensorShard(name, dtype, shape, (0,) * len(shape), shape)
+        for name, (dtype, shape) in model.specs.items()
+    ]
     layout = FileLayout(shards, metadata)
     try:
         with replace_atomically(path) as temporary:
@@ -228,7 +280,11 @@ def write_model(model: StateDictReader, path: Path, metadata: Mapping[str, str] 
                     file.write(model.read(shard.name))
             check_out(path)
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}; make room, or name another place") from error
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror}; make room, or name another place"
+        ) from error
     except (DamagedError, UnreachableError) as error:
-        raise CheckpointError(f"the checkpoint is damaged, or has changed while it was read: {error}; export another") from error
+        raise CheckpointError(
+            f"the checkpoint is damaged, or has changed while it was read: {error}; export another"
+        ) from error
     return len(shards), layout.bytes

@@ -24,12 +24,17 @@ from lockstep.cli.arguments.target import Target, best_of, fingerprint, reachabl
 from lockstep.logging.run_files import EVENTS, read_rows
 
 _EVENT_WORDS = {
-    "run-started": "started", "resumed": "resumed", "weights-loaded": "loaded pretrained weights", "rescued": "rescued",
+    "run-started": "started", "resumed": "resumed", "weights-loaded": "loaded pretrained weights",
+    "rescued": "rescued",
     "preempted": "asked to end", "stopped": "stopped", "run-failed": "failed", "run-ended": "ended",
     "checkpoint-failed": "could not save", "checkpoint-damaged": "found a damaged checkpoint",
 }  # fmt: skip
 """The events that are shown, and the words for them."""
-_STATES = {DamagedError: "damaged", UnknownFormatError: "unreadable", UnreachableError: "unreachable"}
+_STATES = {
+    DamagedError: "damaged",
+    UnknownFormatError: "unreadable",
+    UnreachableError: "unreachable",
+}
 _DIGITS = 12
 """Digits of a fingerprint in the table."""
 
@@ -66,8 +71,9 @@ class InspectedCheckpoint:
 def command(as_json: bool, target: str) -> int:
     """Show the checkpoints of a run, and check every byte of them.
 
-    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. Shows for each when and under
-    which plan it was saved, what is damaged, and the fingerprint of its model, as in result.json.
+    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. Shows for each
+    when and under which plan it was saved, what is damaged, and the fingerprint of its model, as in
+    result.json.
 
     \b
     Examples:
@@ -75,7 +81,8 @@ def command(as_json: bool, target: str) -> int:
       lockstep inspect runs/a/checkpoints/step-00000500-1c9e02d4
       lockstep inspect --json s3://bucket/run
 
-    Exit status: 0 if all are intact, 1 if one is damaged or cannot be read, 2 for a mistake (nothing there, no driver).
+    Exit status: 0 if all are intact, 1 if one is damaged or cannot be read, 2 for a mistake
+    (nothing there, no driver).
     """
     at = Target.find(target)
     with reachable(target):
@@ -87,7 +94,13 @@ def command(as_json: bool, target: str) -> int:
     events = [] if at.run is None else list(_events(at.run))
     if as_json:
         checkpoints = [asdict(each) for each in found]
-        said = {"target": target, "checkpoints": checkpoints, "model": model and asdict(model), "events": events, "elsewhere": elsewhere}
+        said = {
+            "target": target,
+            "checkpoints": checkpoints,
+            "model": model and asdict(model),
+            "events": events,
+            "elsewhere": elsewhere,
+        }
         print(json.dumps(said, indent=2))
     else:
         _show(target, [*found, *([model] if model else [])], events, elsewhere)
@@ -95,11 +108,14 @@ def command(as_json: bool, target: str) -> int:
 
 
 def inspect_all(storage: Storage, names: list[CheckpointName]) -> list[InspectedCheckpoint]:
-    """Inspect all checkpoints, except those that a live run has deleted meanwhile. Raises `OSError`."""
+    """Inspect all checkpoints, except those that a live run has deleted meanwhile. Raises
+    `OSError`."""
     found = {name: _inspect(storage, name) for name in names}
     there = storage.names() if any(each.state != "intact" for each in found.values()) else names
     left = {name: each for name, each in found.items() if name in there}
-    if (best := best_of({name: each.score for name, each in left.items() if each.state == "intact"})) is not None:
+    if (
+        best := best_of({name: each.score for name, each in left.items() if each.state == "intact"})
+    ) is not None:
         left[best].is_best = True
     return list(left.values())
 
@@ -109,13 +125,21 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
     try:
         stored = StoredCheckpoint(storage, name)
         metadata = stored.manifest.metadata
-        found.saved, found.plan, found.processes = metadata.get("saved"), metadata.get("plan"), metadata.get("world_size")
+        found.saved, found.plan, found.processes = (
+            metadata.get("saved"),
+            metadata.get("plan"),
+            metadata.get("world_size"),
+        )
         found.score = metadata.get("score")
         found.other_state = stored.other_state
-        found.size_bytes = sum(file.hashes.size_bytes for file in stored.manifest.files.values()) + storage.size(name, MANIFEST)
+        found.size_bytes = sum(
+            file.hashes.size_bytes for file in stored.manifest.files.values()
+        ) + storage.size(name, MANIFEST)
         found.reasons = check(storage, name)
         if not found.reasons:
-            found.fingerprints = {str(index): fingerprint(stored.model(index)) for index in stored.modules}
+            found.fingerprints = {
+                str(index): fingerprint(stored.model(index)) for index in stored.modules
+            }
     except (DamagedError, UnknownFormatError, UnreachableError) as error:
         found.state, found.reasons = _STATES[type(error)], [str(error)]
     except OSError as error:
@@ -126,11 +150,14 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
 
 
 def _final_model(at: Target) -> InspectedCheckpoint | None:
-    """The final model of a run; None if there is none. It is intact if it has the fingerprint of result.json."""
+    """The final model of a run; None if there is none. It is intact if it has the fingerprint of
+    result.json."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
-    found = InspectedCheckpoint(MODEL, result.get("steps") or 0, plan=result.get("plan"), processes=result.get("world_size"))
+    found = InspectedCheckpoint(
+        MODEL, result.get("steps") or 0, plan=result.get("plan"), processes=result.get("world_size")
+    )
     try:
         found.size_bytes = (at.run / MODEL).lstat().st_size
         found.fingerprints = {"0": fingerprint(read_final_model(at.run))}
@@ -148,25 +175,57 @@ def _events(run: Path) -> Iterator[dict[str, Any]]:
     return read_rows(run, EVENTS, lambda row: row["event"] in _EVENT_WORDS, {})
 
 
-def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, Any]], elsewhere: str | None) -> None:
+def _show(
+    target: str,
+    found: list[InspectedCheckpoint],
+    events: list[dict[str, Any]],
+    elsewhere: str | None,
+) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     console = foreign_text.console(None if sys.stdout.isatty() else 140)
     if found:
-        table = Table(title=f"{target}: every byte read", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table = Table(
+            title=f"{target}: every byte read",
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
         scored = any(each.score for each in found)
-        for column in ("step", "checkpoint", "saved", "size", "plan", *(["score"] if scored else []), "state", "fingerprint"):
+        for column in (
+            "step",
+            "checkpoint",
+            "saved",
+            "size",
+            "plan",
+            *(["score"] if scored else []),
+            "state",
+            "fingerprint",
+        ):
             right = column in ("step", "size")
-            table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=column not in ("saved", "plan"))
+            table.add_column(
+                column,
+                justify="right" if right else "left",
+                overflow="fold",
+                no_wrap=column not in ("saved", "plan"),
+            )
         for each in found:
-            table.add_row(*_row(each, scored=scored), style=None if each.state == "intact" else "red")
+            table.add_row(
+                *_row(each, scored=scored), style=None if each.state == "intact" else "red"
+            )
         console.print(table)
     else:
         console.print(Text(f"{target}: no checkpoint yet"))
     if elsewhere is not None:
-        console.print(Text(f"not read: the checkpoints in {elsewhere}, which the run names; give that URL to inspect them"))
+        console.print(
+            Text(
+                f"not read: the checkpoints in {elsewhere}, which the run names; give that URL to"
+                " inspect them"
+            )
+        )
     for each in found:
         for reason in each.reasons:
             console.print(Text(one_line(f"{each.name}: {reason}"), style="red"))
@@ -176,15 +235,39 @@ def _show(target: str, found: list[InspectedCheckpoint], events: list[dict[str, 
     for row in events:
         console.print(Text(one_line(_event_line(row))))
     if any(each.fingerprints for each in found):
-        console.print(Text(f"fingerprints are truncated to {_DIGITS} digits; --json has all of them", style="dim"))
+        console.print(
+            Text(
+                f"fingerprints are truncated to {_DIGITS} digits; --json has all of them",
+                style="dim",
+            )
+        )
 
 
 def _row(found: InspectedCheckpoint, *, scored: bool) -> list[str]:
     saved = (found.saved or "").replace("T", " ")[:19]
-    plan = "" if found.plan is None else f"{found.plan.replace(',', ', ')} on {_processes(found.processes)}"
+    plan = (
+        ""
+        if found.plan is None
+        else f"{found.plan.replace(',', ', ')} on {_processes(found.processes)}"
+    )
     prints = "\n".join(digits[:_DIGITS] for digits in found.fingerprints.values())
-    value = "" if found.score is None else f"{found.score['metric']} {found.score['value']:.5g}{', best' if found.is_best else ''}"
-    return [str(found.step), found.name, saved, size(found.size_bytes), plan, *([value] if scored else []), found.state, prints]
+    value = (
+        ""
+        if found.score is None
+        else (
+            f"{found.score['metric']} {found.score['value']:.5g}{', best' if found.is_best else ''}"
+        )
+    )
+    return [
+        str(found.step),
+        found.name,
+        saved,
+        size(found.size_bytes),
+        plan,
+        *([value] if scored else []),
+        found.state,
+        prints,
+    ]
 
 
 def _event_line(row: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""The command `lockstep`: a group of commands. The module of each is imported when the command is used."""
+"""The command `lockstep`: a group of commands. The module of each is imported when the command is
+used."""
 
 from __future__ import annotations
 
@@ -15,7 +16,21 @@ from lockstep.base.errors import USER_ERROR_STATUS, say
 from lockstep.base.system import check_surroundings, remedy_of
 from lockstep.base.version import __version__
 
-_COMMANDS = ("run", "verify", "audit", "plan", "search", "sweep", "average", "evaluate", "report", "doctor", "inspect", "export", "slurm")
+_COMMANDS = (
+    "run",
+    "verify",
+    "audit",
+    "plan",
+    "search",
+    "sweep",
+    "average",
+    "evaluate",
+    "report",
+    "doctor",
+    "inspect",
+    "export",
+    "slurm",
+)
 
 
 class _Commands(click.Group):
@@ -39,8 +54,17 @@ def _print_version(ctx: click.Context, parameter: click.Parameter, wanted: bool)
         ctx.exit()
 
 
-@click.command(cls=_Commands, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the versions and end.")
+@click.command(
+    cls=_Commands, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the versions and end.",
+)
 def _commands() -> None:
     """Train a PyTorch model on any number of processes, and get the same model.
 
@@ -64,14 +88,23 @@ def _commands() -> None:
 
 
 def main() -> None:
-    """Run the command line, and end the process with its status: 2 and one message for a user's mistake.
+    """Run the command line, and end the process with its status: 2 and one message for a user's
+    mistake.
 
-    A `UserError` is not caught here: the hook of `lockstep.base.errors.install_excepthook` prints it.
+    A `UserError` is not caught here: the hook of `lockstep.base.errors.install_excepthook` prints
+    it.
     """
     _open_closed_streams()
     if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
         # Under PYTHONUNBUFFERED, a write that a signal interrupts would lose its rest.
-        sys.stdout = open(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1, closefd=False)  # noqa: SIM115
+        sys.stdout = open(  # noqa: SIM115
+            1,
+            "w",
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            buffering=1,
+            closefd=False,
+        )
     try:
         status = _commands.main(prog_name="lockstep", standalone_mode=False)
     except click.UsageError as error:
@@ -88,7 +121,8 @@ def main() -> None:
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{type(error).__name__}: {error.strerror}{where}; {remedy}")
     if "torch" in sys.modules:
-        # Nothing that was started is left. Without this, Python takes half a second more to destroy torch's modules.
+        # Nothing that was started is left. Without this, Python takes half a second more to destroy
+        # torch's modules.
         sys.stdout.flush()
         with suppress(OSError):  # nobody reads it any more
             sys.stderr.flush()
@@ -97,7 +131,8 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open streams that the shell closed (`2>&-`) on the null device: else the next open file gets their number."""
+    """Open streams that the shell closed (`2>&-`) on the null device: else the next open file gets
+    their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)

@@ -38,7 +38,17 @@ if TYPE_CHECKING:
 
 TOP = 5
 """Plans that are shown."""
-_BYTES = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BYTES = {
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
 
 
 class Quantity(click.FloatRange):
@@ -60,11 +70,28 @@ class Quantity(click.FloatRange):
     required=True,
     multiple=True,
     metavar="DEVICES",
-    help='The devices: "64 x H100", "16 x A100-80GB over Ethernet", or "this". Several times: side by side.',
+    help=(
+        'The devices: "64 x H100", "16 x A100-80GB over Ethernet", or "this". Several times: side'
+        " by side."
+    ),
 )
-@click.option("--plans", multiple=True, metavar="PLAN...", help='Plans to predict: "shard=8,tensor=8" ... Default: search all legal ones.')
-@click.option("--memory", metavar="SIZE", help="Memory of a device that may be used, such as 80GB. Default: all of it.")
-@click.option("--tokens", type=Quantity(min=1), metavar="N", help="Tokens to train on, for days and cost. Default: the recipe's steps.")
+@click.option(
+    "--plans",
+    multiple=True,
+    metavar="PLAN...",
+    help='Plans to predict: "shard=8,tensor=8" ... Default: search all legal ones.',
+)
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help="Memory of a device that may be used, such as 80GB. Default: all of it.",
+)
+@click.option(
+    "--tokens",
+    type=Quantity(min=1),
+    metavar="N",
+    help="Tokens to train on, for days and cost. Default: the recipe's steps.",
+)
 @click.option(
     "--price",
     "prices",
@@ -74,7 +101,9 @@ class Quantity(click.FloatRange):
     help="Price of a device-hour, for the cost; or one for each --on.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
-@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with all plans.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with all plans."
+)
 @script_arguments()
 def command(
     targets: tuple[str, ...],
@@ -88,28 +117,36 @@ def command(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Predict memory and time of a training step on devices that are not here, and find the best plan for them.
+    """Predict memory and time of a training step on devices that are not here, and find the best
+    plan for them.
 
-    Runs the script, unchanged, up to `ls.train`. Then one step of its recipe is run under each plan by the code that
-    trains, on this CPU, with tensors that have a shape and no values, in a world of which one rank is there. What it
-    computes, sends and allocates is simulated on the devices. Each figure has the interval that its errors on published
-    trainings suggest. Arguments between SCRIPT and --plans are the script's.
+    Runs the script, unchanged, up to `ls.train`. Then one step of its recipe is run under each plan
+    by the code that trains, on this CPU, with tensors that have a shape and no values, in a world
+    of which one rank is there. What it computes, sends and allocates is simulated on the devices.
+    Each figure has the interval that its errors on published trainings suggest. Arguments between
+    SCRIPT and --plans are the script's.
 
     \b
     Examples:
       lockstep plan --on "64 x H100" train.py
-      lockstep plan --on "8 x A100-40GB" --memory 38GB --html plan.html train.py --plans shard=8 shard=4,tensor=2
+      lockstep plan --on "8 x A100-40GB" --memory 38GB --html plan.html train.py --plans shard=8
       lockstep plan --on "8 x H100" --price 2.5 --on "8 x MI300X" --price 2 --tokens 1e10 train.py
 
-    Exit status: 0 if a plan fits, 1 if none does, 2 for a mistake (a device that nobody has described, a bad plan, a
-    script that fails or never trains), 130 if it is interrupted; the plans that are known by then are printed.
+    Exit status: 0 if a plan fits, 1 if none does, 2 for a mistake (a device that nobody has
+    described, a bad plan, a script that fails or never trains), 130 if it is interrupted; the plans
+    that are known by then are printed.
     """
     refuse_on_windows("lockstep plan")
     check_target(script, is_module=is_module)
     if html is not None and not Path(html).absolute().parent.is_dir():
-        raise LaunchError(f"--html {html}; its directory is not there; name a file in a directory that is")
+        raise LaunchError(
+            f"--html {html}; its directory is not there; name a file in a directory that is"
+        )
     if len(prices) not in (0, 1, len(targets)):
-        raise PlanError(f"--price is given {len(prices)} times, and --on {len(targets)} times; give one price, or one for each --on")
+        raise PlanError(
+            f"--price is given {len(prices)} times, and --on {len(targets)} times; give one price,"
+            " or one for each --on"
+        )
     line = [*(["-m"] if is_module else []), script, *arguments]
     progress = None if as_json or not sys.stderr.isatty() else _progress
     for target in targets:
@@ -157,14 +194,16 @@ class _Found:
 
 
 def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
-    """Raise `PlanError` for devices, plans and a memory that cannot be: before a script runs, or this machine is
-    measured, which takes long."""
+    """Raise `PlanError` for devices, plans and a memory that cannot be: before a script runs, or
+    this machine is measured, which takes long."""
     from lockstep.planner.machines.target import machine_at, processes_here
 
     processes = processes_here(target)
     machine = machine_at(target, None) if processes is None else None
     for plan in plans:
-        Plan.parse(plan).resolve(machine.cluster.count if machine is not None else int(processes or 1))
+        Plan.parse(plan).resolve(
+            machine.cluster.count if machine is not None else int(processes or 1)
+        )
     if memory is not None:
         limit = memory_bytes(memory)
         if machine is not None:
@@ -174,11 +213,18 @@ def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
 def _check_memory(memory: str, limit: int, machine: Machine) -> None:
     device = machine.cluster.device
     if limit > device.memory_bytes:
-        raise PlanError(f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give no more than that")
+        raise PlanError(
+            f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give no"
+            " more than that"
+        )
 
 
 def _predicted(
-    target: str, plans: tuple[str, ...], memory: str | None, line: Sequence[str], progress: Callable[[int, str], None] | None
+    target: str,
+    plans: tuple[str, ...],
+    memory: str | None,
+    line: Sequence[str],
+    progress: Callable[[int, str], None] | None,
 ) -> _Found:
     """Return the machine that the target names, and the outcomes of the plans, or of a search."""
     from lockstep.planner.machines.target import machine_at, processes_here, written
@@ -205,19 +251,39 @@ def memory_bytes(text: str) -> int:
     """Return the bytes of a size such as `80GB` or `79.5GiB`. Raises `PlanError`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B)", text.strip())
     if match is None or match[2] not in _BYTES or not float(match[1]):
-        raise PlanError(f"--memory {text!r}; it is a size with its unit, more than none: 80GB, 79.5GiB, 500MB")
+        raise PlanError(
+            f"--memory {text!r}; it is a size with its unit, more than none: 80GB, 79.5GiB, 500MB"
+        )
     return int(float(match[1]) * _BYTES[match[2]])
 
 
-def _run(line: Sequence[str], request: PlanRequest, progress: Callable[[int, str], None] | None) -> bool:
-    """Run the script, which predicts the plans. Returns False if it is interrupted when a plan can be run. Raises
-    `LaunchError` if it fails, or never trains."""
+def _run(
+    line: Sequence[str], request: PlanRequest, progress: Callable[[int, str], None] | None
+) -> bool:
+    """Run the script, which predicts the plans. Returns False if it is interrupted when a plan can
+    be run. Raises `LaunchError` if it fails, or never trains."""
     folder = Path(request.folder)
-    environ = {**os.environ, **request.write(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    environ = {
+        **os.environ,
+        **request.write(),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     with (folder / "output.txt").open("w") as output:
-        streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        streams: dict[str, Any] = {
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "stdin": subprocess.DEVNULL,
+        }
         dies_with_this = partial(die_with_parent, os.getpid())
-        process = subprocess.Popen([sys.executable, *line], env=environ, start_new_session=True, preexec_fn=dies_with_this, **streams)
+        process = subprocess.Popen(
+            [sys.executable, *line],
+            env=environ,
+            start_new_session=True,
+            preexec_fn=dies_with_this,
+            **streams,
+        )
         try:
             shown = 0
             while process.poll() is None:
@@ -241,7 +307,10 @@ def _run(line: Sequence[str], request: PlanRequest, progress: Callable[[int, str
 def _why_no_outcome(line: Sequence[str], status: int, said: str) -> str:
     name = " ".join(line)
     if status == 0:
-        return f"{name} ended and did not train; a plan is made from the recipe that it gives to ls.train; call ls.train(recipe)"
+        return (
+            f"{name} ended and did not train; a plan is made from the recipe that it gives to"
+            " ls.train; call ls.train(recipe)"
+        )
     last = "; it said:\n" + "\n".join(said.splitlines()[-20:]) if said else ", and said nothing"
     return f"{name} failed with status {status} before its first step; correct the script{last}"
 
@@ -272,13 +341,25 @@ def _forecast(script: str, found: _Found, tokens: float | None, price: float | N
     if found.ended.devices is not None:
         cluster = cluster.of(found.ended.devices)
     if found.is_interrupted:
-        remarks.append("interrupted: the search has not ended, and these are the plans that were predicted by then")
+        remarks.append(
+            "interrupted: the search has not ended, and these are the plans that were predicted by"
+            " then"
+        )
     interval = load_fitted()[1]["seconds"] if machine.is_gpu else HERE
-    return Forecast.of(script, cluster, found.outcomes, interval, tokens=tokens, price_per_hour=price, remarks=remarks)
+    return Forecast.of(
+        script,
+        cluster,
+        found.outcomes,
+        interval,
+        tokens=tokens,
+        price_per_hour=price,
+        remarks=remarks,
+    )
 
 
 def _show(forecasts: Sequence[Forecast]) -> None:
-    """Print the best plans, and what is known beside them; of several targets, the best of each side by side first."""
+    """Print the best plans, and what is known beside them; of several targets, the best of each
+    side by side first."""
     from rich.table import Table
     from rich.text import Text
 

@@ -22,17 +22,29 @@ from lockstep.search.request import SEARCH, check_storage
 
 
 @click.command("report")
-@click.option("-o", "--output", metavar="FILE", help="The page. Default: report.html in RUN_DIR, or for several runs here.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs; writes a page only with -o.")
-@click.option("--storage", metavar="URL", help="The database of a search, as it was given to lockstep search.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="The page. Default: report.html in RUN_DIR, or for several runs here.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON for programs; writes a page only with -o."
+)
+@click.option(
+    "--storage", metavar="URL", help="The database of a search, as it was given to lockstep search."
+)
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-def command(output: str | None, as_json: bool, storage: str | None, run_dirs: tuple[str, ...]) -> int:
+def command(
+    output: str | None, as_json: bool, storage: str | None, run_dirs: tuple[str, ...]
+) -> int:
     """Make a page of a run, or of several side by side.
 
-    Writes one HTML file that needs no network and no other file: loss, evaluation metrics, learning rate, gradient
-    norm, throughput, memory, step time by rank, events, recipe, plan and environment; for several runs also how they
-    differ. The runs may have ended, failed, or be running. Of the folder of a search: its trials, the best so far over
-    time, and what each parameter does.
+    Writes one HTML file that needs no network and no other file: loss, evaluation metrics, learning
+    rate, gradient norm, throughput, memory, step time by rank, events, recipe, plan and
+    environment; for several runs also how they differ. The runs may have ended, failed, or be
+    running. Of the folder of a search: its trials, the best so far over time, and what each
+    parameter does.
 
     \b
     Examples:
@@ -47,17 +59,28 @@ def command(output: str | None, as_json: bool, storage: str | None, run_dirs: tu
     check_storage(storage)
     searches = [folder for folder in run_dirs if is_there(Path(folder), SEARCH)]
     if storage is not None and not searches:
-        raise LaunchError("--storage, and no folder of a search; a run has no database; leave it out")
+        raise LaunchError(
+            "--storage, and no folder of a search; a run has no database; leave it out"
+        )
     if searches and len(run_dirs) > 1:
-        raise LaunchError(f"{searches[0]} is the folder of a search; its report is of it alone; give it by itself")
-    path = Path(output if output is not None else "report.html" if len(run_dirs) > 1 else Path(run_dirs[0]) / "report.html")
+        raise LaunchError(
+            f"{searches[0]} is the folder of a search; its report is of it alone; give it by itself"
+        )
+    path = Path(
+        output
+        if output is not None
+        else "report.html"
+        if len(run_dirs) > 1
+        else Path(run_dirs[0]) / "report.html"
+    )
     makes_page = output is not None or not as_json
     data, lines, make = _of_search(Path(searches[0]), storage) if searches else _of_runs(run_dirs)
     if makes_page:
         _check(path)
     show(json.dumps(data, indent=2, allow_nan=False) if as_json else "\n".join(lines))
     if makes_page:
-        text = make(time.time()).encode(errors="backslashreplace")  # names of folders may be any bytes
+        # names of folders may be any bytes
+        text = make(time.time()).encode(errors="backslashreplace")
         try:
             write_atomically(path, text)
         except OSError as error:
@@ -81,7 +104,11 @@ def _of_search(folder: Path, storage: str | None) -> Report:
 
     results, importance = results_in(folder, storage)
     lines = summary.summary_lines(results)
-    return {**results.as_json(), "importance": importance}, lines, lambda made: search_page.page(results, importance, made)
+    return (
+        {**results.as_json(), "importance": importance},
+        lines,
+        lambda made: search_page.page(results, importance, made),
+    )
 
 
 def _check(path: Path) -> None:
@@ -90,7 +117,9 @@ def _check(path: Path) -> None:
         if path.is_dir():
             raise LaunchError(f"-o {path} is a directory; a report is one file; name a file in it")
         if not path.absolute().parent.is_dir():
-            raise LaunchError(f"-o {path}; its directory is not there; name a file in a directory that is")
+            raise LaunchError(
+                f"-o {path}; its directory is not there; name a file in a directory that is"
+            )
         with open(open_named(path), "rb") as file:
             is_a_report = GENERATOR.encode() in file.read(300)
     except FileNotFoundError:
@@ -98,8 +127,14 @@ def _check(path: Path) -> None:
     except OSError as error:
         raise _unwritable(path, error) from error
     if not is_a_report:
-        raise LaunchError(f"-o {path} is there already, and is no report; only a report is written over; name another file, or remove it")
+        raise LaunchError(
+            f"-o {path} is there already, and is no report; only a report is written over; name"
+            " another file, or remove it"
+        )
 
 
 def _unwritable(path: Path, error: OSError) -> LaunchError:
-    return LaunchError(f"-o {path} cannot be written ({error.strerror}); a report is a new file or an old report; name another place")
+    return LaunchError(
+        f"-o {path} cannot be written ({error.strerror}); a report is a new file or an old report;"
+        " name another place"
+    )

@@ -1,4 +1,5 @@
-"""`lockstep search`: many trainings of a script, to find the best values of its hyper-parameters."""
+"""`lockstep search`: many trainings of a script, to find the best values of its
+hyper-parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +18,22 @@ from lockstep.base.errors import LaunchError, say
 from lockstep.base.foreign_text import show
 from lockstep.base.system import refuse_on_windows, shell_words
 from lockstep.base.units import seconds
-from lockstep.cli.arguments.launch import check_target, launch_option, options_from, script_arguments
+from lockstep.cli.arguments.launch import (
+    check_target,
+    launch_option,
+    options_from,
+    script_arguments,
+)
 from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.launch.count import count_processes
 from lockstep.plan import Plan
-from lockstep.search.request import PrunerName, SamplerName, SearchRequest, check_storage, direction_of
+from lockstep.search.request import (
+    PrunerName,
+    SamplerName,
+    SearchRequest,
+    check_storage,
+    direction_of,
+)
 
 if TYPE_CHECKING:
     from lockstep.search.results import SearchResults
@@ -47,21 +59,49 @@ def search_options(command: Command) -> Command:
     for name in LAUNCH[::-1]:
         command = launch_option(name)(command)
     for option in (
-        click.option("--metric", default="loss", show_default=True, help="Metric of the recipe's evaluations that trials are compared by."),
-        click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less is better, or more. Default for a loss: min."),
-        click.option("--parallel", type=click.IntRange(min=1), metavar="P", help="Trials at a time. Default: as many as fit the machine."),
+        click.option(
+            "--metric",
+            default="loss",
+            show_default=True,
+            help="Metric of the recipe's evaluations that trials are compared by.",
+        ),
+        click.option(
+            "--mode",
+            type=click.Choice(["min", "max"]),
+            help="Whether less is better, or more. Default for a loss: min.",
+        ),
+        click.option(
+            "--parallel",
+            type=click.IntRange(min=1),
+            metavar="P",
+            help="Trials at a time. Default: as many as fit the machine.",
+        ),
         click.option(
             "--run-dir",
             metavar="DIR",
-            help="Folder of the search. Default: runs/search-SCRIPT, or runs/sweep-SCRIPT. The same one: go on with it.",
+            help=(
+                "Folder of the search. Default: runs/search-SCRIPT, or runs/sweep-SCRIPT. The same"
+                " one: go on with it."
+            ),
         ),
-        click.option("--storage", metavar="URL", help="Optuna's storage, such as postgresql://user@host/name. Default: SQLite in DIR."),
-        click.option("--name", metavar="NAME", help="Name of the study in the storage. Default: SCRIPT."),
-        click.option("--timeout", metavar="TIME", help="End after this time, such as 8h: the trials save."),
+        click.option(
+            "--storage",
+            metavar="URL",
+            help="Optuna's storage, such as postgresql://user@host/name. Default: SQLite in DIR.",
+        ),
+        click.option(
+            "--name", metavar="NAME", help="Name of the study in the storage. Default: SCRIPT."
+        ),
+        click.option(
+            "--timeout", metavar="TIME", help="End after this time, such as 8h: the trials save."
+        ),
         click.option(
             "--slurm",
             metavar="OPTIONS",
-            help='Send P jobs to Slurm, which make a trial at a time each. Options of lockstep slurm for a job: "--time 8:00:00".',
+            help=(
+                "Send P jobs to Slurm, which make a trial at a time each. Options of lockstep slurm"
+                ' for a job: "--time 8:00:00".'
+            ),
         ),
         click.option("--json", "as_json", is_flag=True, help="Print the results as JSON."),
         click.option("--csv", metavar="FILE", help="Write the results as a table."),
@@ -71,10 +111,34 @@ def search_options(command: Command) -> Command:
 
 
 @click.command("search", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--trials", type=click.IntRange(min=1), metavar="N", help="Trials to make, with those that are made already.")
-@click.option("--sampler", type=click.Choice(get_args(SamplerName)), default="tpe", show_default=True, help="Which values are tried next.")
-@click.option("--pruner", type=click.Choice(get_args(PrunerName)), default="none", show_default=True, help="When a bad trial ends early.")
-@click.option("--population", type=click.IntRange(min=2), default=8, show_default=True, metavar="M", help="Members, for --sampler pbt.")
+@click.option(
+    "--trials",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Trials to make, with those that are made already.",
+)
+@click.option(
+    "--sampler",
+    type=click.Choice(get_args(SamplerName)),
+    default="tpe",
+    show_default=True,
+    help="Which values are tried next.",
+)
+@click.option(
+    "--pruner",
+    type=click.Choice(get_args(PrunerName)),
+    default="none",
+    show_default=True,
+    help="When a bad trial ends early.",
+)
+@click.option(
+    "--population",
+    type=click.IntRange(min=2),
+    default=8,
+    show_default=True,
+    metavar="M",
+    help="Members, for --sampler pbt.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
 @launch_option("set", help="The value of a parameter that is not searched. Give it once for each.")
 @search_options
@@ -91,29 +155,34 @@ def command(
 ) -> int:
     """Train SCRIPT many times, and find the best values of its parameters.
 
-    Parameters are what the script asks for: lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2, log=True). Each trial is an
-    ordinary run in its own directory, DIR/trial-0007, on as many processes as the plan says. The first has the
-    defaults, the others what the sampler proposes. Samplers, pruners and the storage are Optuna's.
+    Parameters are what the script asks for: lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2,
+    log=True). Each trial is an ordinary run in its own directory, DIR/trial-0007, on as many
+    processes as the plan says. The first has the defaults, the others what the sampler proposes.
+    Samplers, pruners and the storage are Optuna's.
 
-    A trial that crashes, hangs, runs out of memory or diverges is a failed trial; the search goes on. Killed at any
-    moment, the same command goes on: trials that have ended are not repeated, interrupted ones resume from their
-    checkpoints. Searches with one storage share the trials.
+    A trial that crashes, hangs, runs out of memory or diverges is a failed trial; the search goes
+    on. Killed at any moment, the same command goes on: trials that have ended are not repeated,
+    interrupted ones resume from their checkpoints. Searches with one storage share the trials.
 
-    With --sampler pbt a population of M members is trained in generations of M trials. After each, bad members go on
-    from the checkpoints of good ones, with changed values (population-based training).
+    With --sampler pbt a population of M members is trained in generations of M trials. After each,
+    bad members go on from the checkpoints of good ones, with changed values (population-based
+    training).
 
     \b
     Examples:
       lockstep search --trials 50 train.py
-      lockstep search --metric accuracy --mode max --trials 50 --parallel 4 --plan replicate=2 --pruner asha train.py
-      lockstep search --trials 200 --storage postgresql://me@db/searches --run-dir /shared/s train.py --epochs 5
+      lockstep search --metric accuracy --mode max --trials 50 --parallel 4 --pruner asha train.py
+      lockstep search --trials 200 --storage postgresql://me@db/s --run-dir /shared/s train.py
 
-    Exit status: 0; 1 if no trial has succeeded; 2 for a mistake, and for a script that fails alike in three trials; 75
-    if it was asked to end: the same command goes on.
+    Exit status: 0; 1 if no trial has succeeded; 2 for a mistake, and for a script that fails alike
+    in three trials; 75 if it was asked to end: the same command goes on.
     """
     check_target(script, is_module=is_module)
     if trials is None and sampler != "grid":
-        raise LaunchError(f"a search by {sampler} without --trials; only a grid has an end of its own; give --trials 50, say")
+        raise LaunchError(
+            f"a search by {sampler} without --trials; only a grid has an end of its own; give"
+            " --trials 50, say"
+        )
     return run_search(
         [*(["-m"] if is_module else []), script, *given.pop("arguments")],
         given,
@@ -126,8 +195,11 @@ def command(
     )
 
 
-def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool, **fields: Any) -> int:
-    """Run a search, and print its results. `given`: the values of `search_options`. Returns the exit status."""
+def run_search(
+    script: Sequence[str], given: dict[str, Any], *, is_module: bool, **fields: Any
+) -> int:
+    """Run a search, and print its results. `given`: the values of `search_options`. Returns the
+    exit status."""
     refuse_on_windows("lockstep search")
     check_storage(given["storage"])
     if given["slurm"] is not None:
@@ -135,8 +207,15 @@ def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool,
     check_target(script[1] if is_module else script[0], is_module=is_module)
     csv = given["csv"]
     if csv is not None and (Path(csv).is_dir() or not Path(csv).absolute().parent.is_dir()):
-        raise LaunchError(f"--csv {csv}; it is a file, which is written when the search has ended; name one in a folder that is there")
-    metric, timeout, stem = given["metric"], given["timeout"], script[1] if is_module else Path(script[0]).stem
+        raise LaunchError(
+            f"--csv {csv}; it is a file, which is written when the search has ended; name one in a"
+            " folder that is there"
+        )
+    metric, timeout, stem = (
+        given["metric"],
+        given["timeout"],
+        script[1] if is_module else Path(script[0]).stem,
+    )
     launch = options_from({name: given[name] for name in (*LAUNCH, "set") if name in given})
     plan = launch.validate()
     request = SearchRequest(
@@ -144,7 +223,9 @@ def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool,
         metric=metric,
         direction=direction_of(metric, given["mode"]),
         parallel=given["parallel"],
-        folder=Path(given["run_dir"] or Path("runs", f"{click.get_current_context().info_name}-{stem}")),
+        folder=Path(
+            given["run_dir"] or Path("runs", f"{click.get_current_context().info_name}-{stem}")
+        ),
         storage=given["storage"],
         name=given["name"] or stem,
         timeout_seconds=None if timeout is None else seconds(timeout, "--timeout", LaunchError),
@@ -154,27 +235,43 @@ def run_search(script: Sequence[str], given: dict[str, Any], *, is_module: bool,
     return _run(request, plan, as_json=given["as_json"], csv=csv)
 
 
-def _send_to_slurm(options: str, jobs: int | None, script: Sequence[str], *, is_module: bool) -> int:
-    """Send an array of jobs, each of which runs this command for one trial at a time. Returns the exit status."""
+def _send_to_slurm(
+    options: str, jobs: int | None, script: Sequence[str], *, is_module: bool
+) -> int:
+    """Send an array of jobs, each of which runs this command for one trial at a time. Returns the
+    exit status."""
     from lockstep.cli.slurm import array_of
     from lockstep.launch.slurm.commands import submit
 
     if jobs is None:
-        raise LaunchError("--slurm without --parallel; it sends so many jobs, each for one trial at a time; give --parallel 4, say")
+        raise LaunchError(
+            "--slurm without --parallel; it sends so many jobs, each for one trial at a time; give"
+            " --parallel 4, say"
+        )
     context = click.get_current_context()
     words = given_options(context, without=("slurm", "parallel"))
     line = ["lockstep", str(context.info_name), *words, "--parallel", "1", *script]
-    text = array_of(line, shell_words("--slurm", options), jobs=jobs, name=script[1] if is_module else Path(script[0]).stem)
-    say(f"lockstep: job {submit(text)}, an array of {jobs}: squeue shows them; their trials are in the folder of the search")
+    text = array_of(
+        line,
+        shell_words("--slurm", options),
+        jobs=jobs,
+        name=script[1] if is_module else Path(script[0]).stem,
+    )
+    say(
+        f"lockstep: job {submit(text)}, an array of {jobs}: squeue shows them; their trials are in"
+        " the folder of the search"
+    )
     if "--storage" not in words:
         say(
-            "lockstep: the nodes share an SQLite file, which needs a file system with locks; a database is surer (--storage postgresql://...)"
+            "lockstep: the nodes share an SQLite file, which needs a file system with locks; a"
+            " database is surer (--storage postgresql://...)"
         )
     return 0
 
 
 def given_options(context: click.Context, *, without: Sequence[str]) -> list[str]:
-    """Return the options of a command that were given on the command line, but those with these names, as words."""
+    """Return the options of a command that were given on the command line, but those with these
+    names, as words."""
     words: list[str] = []
     for option in context.command.params:
         name = str(option.name)
@@ -185,7 +282,11 @@ def given_options(context: click.Context, *, without: Sequence[str]) -> list[str
         if option.is_flag:
             words.append(option.opts[-1])
         else:
-            words += [word for each in (value if option.multiple else [value]) for word in (option.opts[-1], str(each))]
+            words += [
+                word
+                for each in (value if option.multiple else [value])
+                for word in (option.opts[-1], str(each))
+            ]
     return words
 
 
@@ -202,14 +303,26 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
             if error.name not in ("optuna", "sqlalchemy"):
                 raise
             raise LaunchError(
-                "lockstep search without Optuna, which samples and stores; install it: pip install 'lockstep-train[search]'"
+                "lockstep search without Optuna, which samples and stores; install it: pip install"
+                " 'lockstep-train[search]'"
             ) from None
         storage = TrialStorage(request)
         gpus = parent.gpus()
         count = count_processes(request.launch.nproc, plan, lambda: min(gpus, 1), name="--nproc ")
-        machine: dict[str, Any] = {"cpus": usable_cpus(), "gpus": gpus, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        machine: dict[str, Any] = {
+            "cpus": usable_cpus(),
+            "gpus": gpus,
+            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        }
         free = slots(request.parallel, count, share_devices=request.launch.share_devices, **machine)
-        search = Search(request, storage, parent, free, count, lambda number: _show(number, storage.results(), request, len(free)))
+        search = Search(
+            request,
+            storage,
+            parent,
+            free,
+            count,
+            lambda number: _show(number, storage.results(), request, len(free)),
+        )
         _greet(storage.results(), request)
         ended_by = search.run()
         results = storage.results()
@@ -225,7 +338,10 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
 def _greet(results: SearchResults, request: SearchRequest) -> None:
     """Say where the search is, and what of it is done already."""
     ended = results.count("complete", "pruned", "failed")
-    say(f"lockstep: search {request.name} in {request.folder}" + (f" goes on: {ended} trials have ended" if ended else ""))
+    say(
+        f"lockstep: search {request.name} in {request.folder}"
+        + (f" goes on: {ended} trials have ended" if ended else "")
+    )
 
 
 def _show(number: int, results: SearchResults, request: SearchRequest, parallel: int) -> None:
@@ -236,14 +352,21 @@ def _show(number: int, results: SearchResults, request: SearchRequest, parallel:
     value = "" if trial.value is None else f", {results.metric} {trial.value:.6g}"
     names = [name for name, _ in request.sweep] or results.searched
     values = {name: trial.parameters[name] for name in names if name in trial.parameters}
-    given = ", ".join(f"{name}={f'{each:.5g}' if isinstance(each, float) else each}" for name, each in values.items())
+    given = ", ".join(
+        f"{name}={f'{each:.5g}' if isinstance(each, float) else each}"
+        for name, each in values.items()
+    )
     say(
-        f"trial {number} {trial.state}{value}" + (f" ({given})" if given else "") + (f": {trial.reason}" if trial.state == "failed" else "")
+        f"trial {number} {trial.state}{value}"
+        + (f" ({given})" if given else "")
+        + (f": {trial.reason}" if trial.state == "failed" else "")
     )
     say(f"  {progress_line(results, seconds_left(results, parallel=parallel, now=time.time()))}")
 
 
-def _print(results: SearchResults, request: SearchRequest, *, as_json: bool, csv: str | None) -> None:
+def _print(
+    results: SearchResults, request: SearchRequest, *, as_json: bool, csv: str | None
+) -> None:
     from lockstep.search.summary import summary_lines
 
     if csv is not None:

@@ -26,17 +26,65 @@ _BEGINS = "#!/bin/bash\n#SBATCH "
 
 
 @click.command("slurm")
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Nodes of the job.")
-@click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="GPUs on each node, one for each process.")
-@click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="N", help="CPUs on each node, for all its processes. Default: all.")
-@click.option("--time", required=True, metavar="LIMIT", help="The time limit of the job, as Slurm writes times: 2:00:00.")
-@click.option("--signal-before", default="2m", show_default=True, metavar="TIME", help="How long before the limit the run saves and ends.")
-@click.option("--name", metavar="NAME", help="The name of the job. Default: that of SCRIPT.")
-@click.option("--run", "run_options", default="", metavar="OPTIONS", help='Options of lockstep run: "--plan shard=8 --max-restarts 3".')
-@click.option("--setup", multiple=True, metavar="LINE", help='A line of shell before the run: "module load python". May be repeated.')
-@click.option("--sbatch", multiple=True, metavar="OPTION", help='One more of sbatch: "--partition=gpu". May be repeated.')
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the batch script to FILE, not to the terminal."
+    "--nodes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Nodes of the job.",
+)
+@click.option(
+    "--gpus-per-node",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="GPUs on each node, one for each process.",
+)
+@click.option(
+    "--cpus-per-task",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="CPUs on each node, for all its processes. Default: all.",
+)
+@click.option(
+    "--time",
+    required=True,
+    metavar="LIMIT",
+    help="The time limit of the job, as Slurm writes times: 2:00:00.",
+)
+@click.option(
+    "--signal-before",
+    default="2m",
+    show_default=True,
+    metavar="TIME",
+    help="How long before the limit the run saves and ends.",
+)
+@click.option("--name", metavar="NAME", help="The name of the job. Default: that of SCRIPT.")
+@click.option(
+    "--run",
+    "run_options",
+    default="",
+    metavar="OPTIONS",
+    help='Options of lockstep run: "--plan shard=8 --max-restarts 3".',
+)
+@click.option(
+    "--setup",
+    multiple=True,
+    metavar="LINE",
+    help='A line of shell before the run: "module load python". May be repeated.',
+)
+@click.option(
+    "--sbatch",
+    multiple=True,
+    metavar="OPTION",
+    help='One more of sbatch: "--partition=gpu". May be repeated.',
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write the batch script to FILE, not to the terminal.",
 )
 @click.option("--submit", "is_sent", is_flag=True, help="Submit the job, and follow it to its end.")
 @click.argument("script")
@@ -58,25 +106,35 @@ def command(
 ) -> int:
     """Write a batch script that runs SCRIPT on the nodes of a Slurm job.
 
-    Before the job's time limit, and if the job has to make room for another, the run saves and ends, and the job is
-    requeued: then it continues. The output of the nodes is in files NAME-JOB-NODE.txt. The run directory is
-    runs/NAME-JOB, unless --run names another.
+    Before the job's time limit, and if the job has to make room for another, the run saves and
+    ends, and the job is requeued: then it continues. The output of the nodes is in files
+    NAME-JOB-NODE.txt. The run directory is runs/NAME-JOB, unless --run names another.
 
-    With --submit the script is submitted to Slurm, and the job is followed to its end: its states, and its output.
-    Ctrl-C stops this command, not the job.
+    With --submit the script is submitted to Slurm, and the job is followed to its end: its states,
+    and its output. Ctrl-C stops this command, not the job.
 
     \b
     Examples:
       lockstep slurm train.py --nodes 4 --gpus-per-node 8 --time 2:00:00 -o train.sh
-      lockstep slurm train.py --nodes 2 --gpus-per-node 8 --time 30 --run "--plan shard=16" --submit -- --lr 0.1
+      lockstep slurm gpt.py --nodes 2 --gpus-per-node 8 --time 30 --run "--plan shard=16" -- --lr .1
       lockstep slurm train.py --time 1-0 --sbatch "--partition=long" --setup "module load python"
 
-    Exit status: 0; 2 for a mistake; with --submit that of the job: 0 if it completed, else that of its script, or 1.
+    Exit status: 0; 2 for a mistake; with --submit that of the job: 0 if it completed, else that of
+    its script, or 1.
     """
     given = shell_words("--run", run_options)
     _check_run(given, run_options, script, arguments, must_exist=is_sent)
     name = name if name is not None else Path(script).stem
-    job = _job(name, signal_before, sbatch, nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_task=cpus_per_task, time=time, setup=setup)
+    job = _job(
+        name,
+        signal_before,
+        sbatch,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        cpus_per_task=cpus_per_task,
+        time=time,
+        setup=setup,
+    )
     text = replace(job, script=script, arguments=arguments, run=given).text()
     if output is not None:
         _write(Path(output), text)
@@ -86,16 +144,22 @@ def command(
 
 
 def array_of(line: Sequence[str], options: Sequence[str], *, jobs: int, name: str) -> str:
-    """Return the batch script of an array of jobs of one node, each of which runs the command `line`. `options`: those
-    of `lockstep slurm`, for each job. Raises `LaunchError`, or a usage error."""
+    """Return the batch script of an array of jobs of one node, each of which runs the command
+    `line`. `options`: those of `lockstep slurm`, for each job. Raises `LaunchError`, or a usage
+    error."""
     given = command.make_context("lockstep search --slurm", [*options, name]).params
     if given["nodes"] != 1 or given["run_options"] or given["output"] or given["is_sent"]:
         raise LaunchError(
-            f"--slurm {shlex.join(options)!r}; it is the options of lockstep slurm for one job of one node; leave out --nodes, --run, -o "
-            "and --submit"
+            f"--slurm {shlex.join(options)!r}; it is the options of lockstep slurm for one job of"
+            " one node; leave out --nodes, --run, -o and --submit"
         )
     kept = {key: given[key] for key in ("nodes", "gpus_per_node", "cpus_per_task", "time", "setup")}
-    job = _job(given["name"] or name, given["signal_before"], (*given["sbatch"], f"--array=1-{jobs}"), **kept)
+    job = _job(
+        given["name"] or name,
+        given["signal_before"],
+        (*given["sbatch"], f"--array=1-{jobs}"),
+        **kept,
+    )
     return replace(job, command=line).text()
 
 
@@ -103,35 +167,60 @@ def _job(name: str, signal_before: str, sbatch: Sequence[str], **given: Any) -> 
     """Return a batch script that runs nothing yet. Raises `LaunchError`."""
     for option in sbatch:
         if not option.startswith("-") or "\n" in option:
-            raise LaunchError(f'--sbatch {option!r}; it is one option of sbatch; give one as in --sbatch "--partition=gpu", each by itself')
+            raise LaunchError(
+                f"--sbatch {option!r}; it is one option of sbatch; give one as in --sbatch"
+                ' "--partition=gpu", each by itself'
+            )
     if not re.fullmatch(r"[\w.-]+", name):
-        raise LaunchError(f"--name {name}; files are called by it; give one of letters, digits, dots, - and _")
+        raise LaunchError(
+            f"--name {name}; files are called by it; give one of letters, digits, dots, - and _"
+        )
     before = int(seconds(signal_before, "--signal-before", LaunchError))
-    return BatchScript(name=name, signal_seconds=before, path=os.path.dirname(sys.executable), sbatch=sbatch, **given)
+    return BatchScript(
+        name=name,
+        signal_seconds=before,
+        path=os.path.dirname(sys.executable),
+        sbatch=sbatch,
+        **given,
+    )
 
 
-def _check_run(given: Sequence[str], run_options: str, script: str, arguments: Sequence[str], *, must_exist: bool) -> None:
-    """Raise `LaunchError` or a usage error unless `--run` has only options of `lockstep run`, and SCRIPT is there."""
+def _check_run(
+    given: Sequence[str],
+    run_options: str,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    must_exist: bool,
+) -> None:
+    """Raise `LaunchError` or a usage error unless `--run` has only options of `lockstep run`, and
+    SCRIPT is there."""
     asked = run_command.command.make_context("lockstep run", [*given, script, *arguments])
     if asked.params["script"] != script:
         raise LaunchError(
-            f"--run {run_options!r} has {asked.params['script']!r}, which is no option; it is options of lockstep run; give the script and "
-            "its arguments after those of lockstep slurm"
+            f"--run {run_options!r} has {asked.params['script']!r}, which is no option; it is"
+            " options of lockstep run; give the script and its arguments after those of lockstep"
+            " slurm"
         )
     if must_exist and not asked.params["is_module"]:
         check_script(script)
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the batch script. Raises `LaunchError` if that fails, or would overwrite another kind of file."""
+    """Write the batch script. Raises `LaunchError` if that fails, or would overwrite another kind
+    of file."""
     try:
         if path.exists() and not path.read_bytes().startswith(_BEGINS.encode()):
             raise LaunchError(
-                f"-o {path} is there already, and is no batch script; only one is written over; name another file, or remove it"
+                f"-o {path} is there already, and is no batch script; only one is written over;"
+                " name another file, or remove it"
             )
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise LaunchError(f"-o {path} cannot be written ({error.strerror}); a batch script is a file; name another place") from error
+        raise LaunchError(
+            f"-o {path} cannot be written ({error.strerror}); a batch script is a file; name"
+            " another place"
+        ) from error
 
 
 def _send(text: str, name: str) -> int:
@@ -139,5 +228,8 @@ def _send(text: str, name: str) -> int:
     try:
         return follow(job, name, lambda said: click.echo(f"lockstep: {said}", err=True), click.echo)
     except KeyboardInterrupt:
-        click.echo(f"lockstep: job {job} is no longer followed, and goes on; scancel {job} ends it", err=True)
+        click.echo(
+            f"lockstep: job {job} is no longer followed, and goes on; scancel {job} ends it",
+            err=True,
+        )
         return 130

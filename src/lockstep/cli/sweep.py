@@ -13,19 +13,26 @@ from lockstep.search.request import sweep_of
 
 
 @click.command("sweep", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--set", "assignments", multiple=True, metavar="NAME=A,B,...", help="The values of a parameter. Give it once for each.")
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="NAME=A,B,...",
+    help="The values of a parameter. Give it once for each.",
+)
 @search_options
 @script_arguments()
 def command(assignments: tuple[str, ...], is_module: bool, script: str, **given: Any) -> int:
     """Train SCRIPT with each combination of values of its parameters.
 
-    As lockstep search does, without a sampler: each combination is an ordinary run in its own directory, and the same
-    command goes on where it was killed. The parameters are those that the script asks for by ls.param.
+    As lockstep search does, without a sampler: each combination is an ordinary run in its own
+    directory, and the same command goes on where it was killed. The parameters are those that the
+    script asks for by ls.param.
 
     \b
     Examples:
       lockstep sweep --set lr=1e-3,3e-3 --set seed=0,1,2 train.py
-      lockstep sweep --set width=64,128 --metric accuracy --mode max --parallel 2 --csv widths.csv train.py
+      lockstep sweep --set width=64,128 --metric accuracy --mode max --csv widths.csv train.py
 
     Exit status: as of lockstep search.
     """

@@ -1,7 +1,8 @@
-"""The collectives that this process is in now: torch's flight recorders and shared-memory groups report theirs.
+"""The collectives that this process is in now: torch's flight recorders and shared-memory groups
+report theirs.
 
-A backend of the accelerator has a recorder of its own. Its collectives run on the device: the process only queues them,
-and one that is not done is what the device waits in, or will come to.
+A backend of the accelerator has a recorder of its own. Its collectives run on the device: the
+process only queues them, and one that is not done is what the device waits in, or will come to.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class CollectiveCall:
 
 @contextmanager
 def announce(call: CollectiveCall) -> Iterator[None]:
-    """List `call` among the active calls while the body runs. For a call that this process is about to make."""
+    """List `call` among the active calls while the body runs. For a call that this process is about
+    to make."""
     _announced.append(call)
     try:
         yield
@@ -44,22 +46,27 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 
 
 def active_calls() -> list[CollectiveCall]:
-    """Return the collectives that this process is in, and those of its device that are not done, the oldest first of
-    each. Any thread may call it."""
+    """Return the collectives that this process is in, and those of its device that are not done,
+    the oldest first of each. Any thread may call it."""
     calls = [*_announced, *(CollectiveCall(*call) for call in SharedMemoryGroup.active_calls())]
     if not (dist.is_available() and dist.is_initialized()):
         return calls
     calls += [_call(entry) for entry in _entries(active_collectives_json()) if not entry["retired"]]
     recorded = sorted(
-        (entry for recorder in accelerator_collectives_json() for entry in open_entries(_entries(recorder))),
+        (
+            entry
+            for recorder in accelerator_collectives_json()
+            for entry in open_entries(_entries(recorder))
+        ),
         key=lambda entry: int(entry["time_created_ns"]),
     )
     return calls + [_call(entry, on_device=True) for entry in recorded]
 
 
 def open_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the entries of an accelerator's recorder that are not done. A group's collectives run in their order: an
-    entry before one that is done is done too, though nobody said so, as for parts of a coalesced call."""
+    """Return the entries of an accelerator's recorder that are not done. A group's collectives run
+    in their order: an entry before one that is done is done too, though nobody said so, as for
+    parts of a coalesced call."""
     latest: dict[Hashable, int] = {}
     for entry in entries:
         if _is_done(entry):
@@ -83,7 +90,9 @@ def _entries(recorded: bytes) -> list[dict[str, Any]]:
 def _call(entry: Mapping[str, Any], *, on_device: bool = False) -> CollectiveCall:
     sequence = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
-    tensors = ", ".join(f"{_DTYPES.get(dtype, dtype.lower())} {tuple(size)}" for dtype, size in sizes)
+    tensors = ", ".join(
+        f"{_DTYPES.get(dtype, dtype.lower())} {tuple(size)}" for dtype, size in sizes
+    )
     name = entry["profiling_name"].rpartition(":")[2]
     return CollectiveCall(name, entry["process_group"][1], int(sequence), tensors, on_device)
 

@@ -1,4 +1,5 @@
-"""The backend of torch.distributed for a run's tensors: torch's own for the device, or another, by name."""
+"""The backend of torch.distributed for a run's tensors: torch's own for the device, or another, by
+name."""
 
 from __future__ import annotations
 
@@ -18,78 +19,106 @@ TIMEOUT = timedelta(minutes=10)
 _NOT_FOR_TRAINING = ("undefined", "fake")
 
 
-def chosen_backend(asked: str | None, device: torch.device, rank: int, size: int, environ: Mapping[str, str]) -> str:
-    """Return the backend for tensors on `device`. `asked`: the name in `--backend`; None: torch's for the device.
-    `rank`, `size`: this process's, and the processes in the run.
+def chosen_backend(
+    asked: str | None, device: torch.device, rank: int, size: int, environ: Mapping[str, str]
+) -> str:
+    """Return the backend for tensors on `device`. `asked`: the name in `--backend`; None: torch's
+    for the device. `rank`, `size`: this process's, and the processes in the run.
 
-    Raises `LaunchError` for a backend that this torch does not have, that cannot send the device's tensors, or that
-    needs processes that were started in another way.
+    Raises `LaunchError` for a backend that this torch does not have, that cannot send the device's
+    tensors, or that needs processes that were started in another way.
     """
     usual = accelerator.process_group_backend(device)
     if asked is None:
         if size > 1 and usual in dist.Backend.backend_capability and not _is_available(usual):
             raise LaunchError(
-                f"{size} processes on {device.type}, whose collectives are {usual}'s, and this torch ({torch.__version__}) has no {usual}; "
-                "install one that has it, start one process, or give --backend gloo, which is slow, and carries replicate alone"
+                f"{size} processes on {device.type}, whose collectives are {usual}'s, and this"
+                f" torch ({torch.__version__}) has no {usual}; install one that has it, start one"
+                " process, or give --backend gloo, which is slow, and carries replicate alone"
             )
         return usual
     asked = asked.lower()  # as torch takes it
-    there = {name: devices for name, devices in dist.Backend.backend_capability.items() if _is_available(name)}
+    there = {
+        name: devices
+        for name, devices in dist.Backend.backend_capability.items()
+        if _is_available(name)
+    }
     fitting = [name for name, devices in there.items() if device.type in devices]
     remedy = f"give one of {', '.join(sorted(fitting))}, or leave --backend out for {usual}"
     if asked not in there:
         raise LaunchError(
-            f"--backend {asked!r}, which this torch ({torch.__version__}) does not have; it has {', '.join(sorted(there))}, and what a "
-            f"package registers when the script imports it; {remedy}"
+            f"--backend {asked!r}, which this torch ({torch.__version__}) does not have; it has"
+            f" {', '.join(sorted(there))}, and what a package registers when the script imports it;"
+            f" {remedy}"
         )
     if asked not in fitting:
-        raise LaunchError(f"--backend {asked!r} on {device.type}; it sends tensors on {', '.join(there[asked])} alone; {remedy}")
+        raise LaunchError(
+            f"--backend {asked!r} on {device.type}; it sends tensors on {', '.join(there[asked])}"
+            f" alone; {remedy}"
+        )
     if asked == "mpi" and size > 1:
         name = next((name for name in MPI_SIZES if name in environ), None)
-        given = None if name is None else (environ.get(name.removesuffix("SIZE") + "RANK"), environ[name])
+        given = (
+            None
+            if name is None
+            else (environ.get(name.removesuffix("SIZE") + "RANK"), environ[name])
+        )
         if given != (str(rank), str(size)):
-            theirs = "mpirun has not started it" if given is None else f"for mpirun it is rank {given[0]} of {given[1]}"
+            theirs = (
+                "mpirun has not started it"
+                if given is None
+                else f"for mpirun it is rank {given[0]} of {given[1]}"
+            )
             raise LaunchError(
-                f"--backend 'mpi' on rank {rank} of {size}, and {theirs}; MPI has ranks of its own, of the processes that mpirun has "
-                f"started, which must be the same; {remedy}"
+                f"--backend 'mpi' on rank {rank} of {size}, and {theirs}; MPI has ranks of its own,"
+                f" of the processes that mpirun has started, which must be the same; {remedy}"
             )
     return asked
 
 
 def check_own_group(asked: str | None, device: torch.device) -> None:
-    """Raise `LaunchError` if `--backend` was given and the script has made the process group, or if that has no backend
-    for tensors on the CPU, by which the ranks agree."""
+    """Raise `LaunchError` if `--backend` was given and the script has made the process group, or if
+    that has no backend for tensors on the CPU, by which the ranks agree."""
     if asked is not None:
         raise LaunchError(
-            f"--backend {asked!r}, and the script has made a process group, which lockstep uses as it is; make it with that backend "
-            "and leave --backend out, or leave init_process_group to lockstep"
+            f"--backend {asked!r}, and the script has made a process group, which lockstep uses as"
+            " it is; make it with that backend and leave --backend out, or leave"
+            " init_process_group to lockstep"
         )
     config = dist.get_backend_config()  # DEVICE:BACKEND,...
     devices = [part.partition(":")[0] for part in config.split(",")]
     if "cpu" not in devices:
+        backends = group_backends(accelerator.process_group_backend(device), device)
         raise LaunchError(
-            f"the script has made a process group of {config!r} alone, and lockstep's ranks also exchange tensors on the CPU; write "
-            f"init_process_group({group_backends(accelerator.process_group_backend(device), device)!r}), or leave it to lockstep"
+            f"the script has made a process group of {config!r} alone, and lockstep's ranks also"
+            " exchange tensors on the CPU; write"
+            f" init_process_group({backends!r}),"
+            " or leave it to lockstep"
         )
 
 
 def check_carries(plan: Plan, device: torch.device) -> None:
-    """Raise `PlanError` if the process group has Gloo for an accelerator's tensors, and the plan an axis other than
-    `replicate`. Every rank calls it, after the group is made.
+    """Raise `PlanError` if the process group has Gloo for an accelerator's tensors, and the plan an
+    axis other than `replicate`. Every rank calls it, after the group is made.
 
-    On a GPU, a thread of Gloo's crashed at the end of a run with `shard` (torch 2.11), and torch's documentation lists
-    no send and receive of Gloo's for a GPU's tensors.
+    On a GPU, a thread of Gloo's crashed at the end of a run with `shard` (torch 2.11), and torch's
+    documentation lists no send and receive of Gloo's for a GPU's tensors.
     """
-    beyond = [f"{axis}={getattr(plan, axis)}" for axis in AXES if axis != "replicate" and getattr(plan, axis) > 1]
+    beyond = [
+        f"{axis}={getattr(plan, axis)}"
+        for axis in AXES
+        if axis != "replicate" and getattr(plan, axis) > 1
+    ]
     if not beyond or not accelerator.is_accelerator(device):
         return
     config = dist.get_backend_config()
     if f"{device.type}:gloo" in config.split(","):
         usual = accelerator.process_group_backend(device)
         raise PlanError(
-            f"{', '.join(beyond)} through {config!r}; Gloo carries the tensors of {device.type} for replicate alone; leave --backend "
-            f"(LOCKSTEP_BACKEND) out for {usual}, or, where the script makes the process group, write "
-            f"init_process_group({group_backends(usual, device)!r}); or use replicate alone"
+            f"{', '.join(beyond)} through {config!r}; Gloo carries the tensors of {device.type} for"
+            f" replicate alone; leave --backend (LOCKSTEP_BACKEND) out for {usual}, or, where the"
+            " script makes the process group, write"
+            f" init_process_group({group_backends(usual, device)!r}); or use replicate alone"
         )
 
 
@@ -98,7 +127,9 @@ def _is_available(name: str) -> bool:
 
 
 def group_backends(backend: str, device: torch.device) -> str:
-    """Return the backends of a process group as torch takes them: Gloo carries CPU tensors beside an accelerator's."""
+    """Return the backends of a process group as torch takes them: Gloo carries CPU tensors beside
+    an accelerator's."""
     if device.type == "cpu":
-        return backend if backend == "gloo" else f"cpu:{backend}"  # torch makes no store for a plain mpi
+        # torch makes no store for a plain mpi
+        return backend if backend == "gloo" else f"cpu:{backend}"
     return f"cpu:gloo,{device.type}:{backend}"

@@ -17,8 +17,9 @@ from lockstep.comm.world import World
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that exchange compressed numbers: all; or the leader of each host, if there are several hosts and some
-    have several ranks. Leaders get the numbers of their hosts' ranks uncompressed."""
+    """The ranks that exchange compressed numbers: all; or the leader of each host, if there are
+    several hosts and some have several ranks. Leaders get the numbers of their hosts' ranks
+    uncompressed."""
 
     group: Any
     """Torch's process group of the senders. None: all processes."""
@@ -30,12 +31,19 @@ class Senders:
 
     @classmethod
     def of(cls, world: World) -> Senders:
-        """Choose the senders for the ranks of `world`, which are at least 2. Every rank calls it."""
+        """Choose the senders for the ranks of `world`, which are at least 2. Every rank calls
+        it."""
         hierarchy = world.hierarchy
         if hierarchy is None:
             return cls(world.group, world.rank, world.size, world.shared_memory, None)
         group = hierarchy.leader_group
-        return cls(group, 0 if group is None else dist.get_rank(group), len(hierarchy.leaders), None, hierarchy)
+        return cls(
+            group,
+            0 if group is None else dist.get_rank(group),
+            len(hierarchy.leaders),
+            None,
+            hierarchy,
+        )
 
     @property
     def includes_this_rank(self) -> bool:
@@ -48,9 +56,10 @@ class Senders:
 
 
 class CompressedAllReduce:
-    """The all-reduce of one vector, with the same bits on every sender; all call the same in the same order. Each sends
-    a compressed slice to every sender (all-to-all), sums its own in float32 in the order of the senders, compresses the
-    sum and sends it to all (all-gather). So each number is rounded twice, for any number of senders."""
+    """The all-reduce of one vector, with the same bits on every sender; all call the same in the
+    same order. Each sends a compressed slice to every sender (all-to-all), sums its own in float32
+    in the order of the senders, compresses the sum and sends it to all (all-gather). So each number
+    is rounded twice, for any number of senders."""
 
     def __init__(self, rounding: Rounding, senders: Senders, *, keeps_residual: bool) -> None:
         """`keeps_residual`: set `residual`, for error feedback."""
@@ -65,16 +74,21 @@ class CompressedAllReduce:
         sent = self._rounding.encode(rows)
         if self._keeps_residual:
             self.residual = rows - self._rounding.decode(sent)
-            """This sender's rounding errors, (senders, numbers each); after `fold` also those of its slice's sum."""
+            """This sender's rounding errors, (senders, numbers each); after `fold` also those of
+            its slice's sum."""
         outgoing = torch.cat([_in_rows(exact, size, 1).view(torch.uint8), sent], dim=1)
         self._exact_bytes = outgoing.shape[1] - sent.shape[1]
         self._received = torch.empty_like(outgoing)
         self._work: dist.Work | None = None
         if self._senders.shared_memory is not None:
             sizes = [outgoing.shape[1]] * size
-            self._senders.shared_memory.all_to_all(self._received.view(-1), outgoing.view(-1), sizes, sizes)
+            self._senders.shared_memory.all_to_all(
+                self._received.view(-1), outgoing.view(-1), sizes, sizes
+            )
         else:
-            self._work = dist.all_to_all_single(self._received, outgoing, group=self._senders.group, async_op=True)
+            self._work = dist.all_to_all_single(
+                self._received, outgoing, group=self._senders.group, async_op=True
+            )
 
     def fold(self) -> None:
         """Sum this sender's slice and send the sum to all."""
@@ -87,7 +101,9 @@ class CompressedAllReduce:
         if self._senders.shared_memory is not None:
             self._senders.shared_memory.all_gather(self._received.view(-1), mine.view(-1))
         else:
-            self._work = dist.all_gather_single(self._received, mine, group=self._senders.group, async_op=True)
+            self._work = dist.all_gather_single(
+                self._received, mine, group=self._senders.group, async_op=True
+            )
 
     def finish(self, numbers: Tensor, exact: Tensor) -> None:
         """Wait for the sums and copy them into `numbers` and `exact`."""
@@ -96,15 +112,20 @@ class CompressedAllReduce:
         numbers.copy_(parts[1].reshape(-1)[: numbers.numel()])
 
     def _parts(self) -> tuple[Tensor, Tensor]:
-        """Wait for what is received, and return the exact and the decompressed numbers of each row."""
+        """Wait for what is received, and return the exact and the decompressed numbers of each
+        row."""
         if self._work is not None:
             self._work.wait()
-        exact, numbers = self._received[:, : self._exact_bytes], self._received[:, self._exact_bytes :]
+        exact, numbers = (
+            self._received[:, : self._exact_bytes],
+            self._received[:, self._exact_bytes :],
+        )
         return numbers_in(exact, torch.float32), self._rounding.decode(numbers)
 
 
 def _in_rows(numbers: Tensor, rows: int, multiple: int) -> Tensor:
-    """Return the numbers as `rows` rows of one length, a multiple of `multiple`, padded with zeros at the end."""
+    """Return the numbers as `rows` rows of one length, a multiple of `multiple`, padded with zeros
+    at the end."""
     each = -(-numbers.numel() // (rows * multiple)) * multiple
     padded = numbers.new_zeros(rows * each)
     padded[: numbers.numel()] = numbers

@@ -1,7 +1,8 @@
 """The device of each process, compared over all ranks before their process group is made.
 
-NCCL tells two ranks on one GPU only while it connects, and a rank that takes another backend than the others is waited
-for in vain. So the ranks tell each other first, over the store, and all of them refuse in the same words.
+NCCL tells two ranks on one GPU only while it connects, and a rank that takes another backend than
+the others is waited for in vain. So the ranks tell each other first, over the store, and all of
+them refuse in the same words.
 """
 
 from __future__ import annotations
@@ -56,36 +57,50 @@ class RankDevice:
 
 
 def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDevice]:
-    """Return the accelerator of this process, and what it tells the others; the CPU if there is none. A process that
-    sees fewer than there are local ranks takes one of those: each may see another."""
-    host, visible, hidden = socket.gethostname(), accelerator.count(), accelerator.hiding(os.environ)
+    """Return the accelerator of this process, and what it tells the others; the CPU if there is
+    none. A process that sees fewer than there are local ranks takes one of those: each may see
+    another."""
+    host, visible, hidden = (
+        socket.gethostname(),
+        accelerator.count(),
+        accelerator.hiding(os.environ),
+    )
     if not visible:
         unseen = accelerator.unseen(os.environ)
         asked = unseen and os.environ.get("CUDA_VISIBLE_DEVICES")
-        return torch.device("cpu"), RankDevice(host=host, type="" if asked else "cpu", why=unseen or hidden, shares=shares)
+        return torch.device("cpu"), RankDevice(
+            host=host, type="" if asked else "cpu", why=unseen or hidden, shares=shares
+        )
     try:
         device = accelerator.device(local_rank % visible)
         found = f"{host}/{_boot_id()}/{accelerator.identity(device, os.environ)}"
     except RuntimeError as error:
         why = (
-            f"it sees {visible} GPU{'s' if visible > 1 else ''}, and its own fails: {str(error).strip().partition(chr(10))[0]}; a process "
-            "computes on a GPU that works and that no other program has for itself; see nvidia-smi"
+            f"it sees {visible} GPU{'s' if visible > 1 else ''}, and its own fails:"
+            f" {str(error).strip().partition(chr(10))[0]}; a process computes on a GPU that works"
+            " and that no other program has for itself; see nvidia-smi"
         )
-        return torch.device("cpu"), RankDevice(host=host, type="", visible=visible, why=why, shares=shares)
-    return device, RankDevice(host=host, type=device.type, id=found, visible=visible, why=hidden, shares=shares)
+        return torch.device("cpu"), RankDevice(
+            host=host, type="", visible=visible, why=why, shares=shares
+        )
+    return device, RankDevice(
+        host=host, type=device.type, id=found, visible=visible, why=hidden, shares=shares
+    )
 
 
 def _boot_id() -> str:
-    """Return what tells this machine from another of the same name, as it does for NCCL; empty if nothing does."""
+    """Return what tells this machine from another of the same name, as it does for NCCL; empty if
+    nothing does."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
 
 
 def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
-    """Return the device of every rank. Every rank calls it, as often as the others. Rank 0, whose process may hold the
-    store, returns last: a refusal would end it."""
-    turn = store.add(f"lockstep/devices/{rank}", 1)  # a script may go on after a refusal, with its own group and store
+    """Return the device of every rank. Every rank calls it, as often as the others. Rank 0, whose
+    process may hold the store, returns last: a refusal would end it."""
+    # a script may go on after a refusal, with its own group and store
+    turn = store.add(f"lockstep/devices/{rank}", 1)
     place = f"lockstep/devices/{turn}"
     store.set(f"{place}/{rank}", json.dumps(asdict(mine)))
     texts = store.multi_get([f"{place}/{each}" for each in range(size)])
@@ -97,23 +112,31 @@ def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankD
 
 
 def check_devices(everyone: Sequence[RankDevice]) -> int:
-    """Return how many ranks the busiest device has. Every rank calls it with the same devices. Raises `LaunchError` if
-    a device or a backend cannot be used, if only some ranks have a device, or if two share one unasked."""
+    """Return how many ranks the busiest device has. Every rank calls it with the same devices.
+    Raises `LaunchError` if a device or a backend cannot be used, if only some ranks have a device,
+    or if two share one unasked."""
     for rank, each in enumerate(everyone):
         if not each.type:
             raise LaunchError(unusable(each, f"rank {rank} on {each.host}"))
         if each.refusal:
             alone = any(not other.refusal for other in everyone)
-            raise LaunchError(f"rank {rank} on {each.host}: {each.refusal}" if alone else each.refusal)
+            raise LaunchError(
+                f"rank {rank} on {each.host}: {each.refusal}" if alone else each.refusal
+            )
     first = everyone[0]
     for rank, each in enumerate(everyone):
         if each.type != first.type:
-            one, other = (f"{there.type}{f' ({there.why})' if there.why else ''}" for there in (first, each))
-            raise LaunchError(
-                f"rank 0 on {first.host} computes on {one}, and rank {rank} on {each.host} on {other}; all ranks of a run compute on one "
-                "kind of device; let each process see a device, or hide them from all"
+            one, other = (
+                f"{there.type}{f' ({there.why})' if there.why else ''}" for there in (first, each)
             )
-    ranks = sorted((rank for rank, each in enumerate(everyone) if each.id), key=lambda rank: everyone[rank].id)
+            raise LaunchError(
+                f"rank 0 on {first.host} computes on {one}, and rank {rank} on {each.host} on"
+                f" {other}; all ranks of a run compute on one kind of device; let each process see"
+                " a device, or hide them from all"
+            )
+    ranks = sorted(
+        (rank for rank, each in enumerate(everyone) if each.id), key=lambda rank: everyone[rank].id
+    )
     by_device = [list(group) for _, group in groupby(ranks, key=lambda rank: everyone[rank].id)]
     for several in sorted(group for group in by_device if len(group) > 1):
         if not all(everyone[rank].shares for rank in several):
@@ -130,20 +153,23 @@ def _several_on_one(everyone: Sequence[RankDevice], ranks: Sequence[int]) -> str
     if each.id.endswith(accelerator.MIG):
         sees += " and to NCCL all MIG instances of a machine's GPU are one"
     return (
-        f"{len(there)} processes on {each.host} and {gpus} GPU{'s' if gpus > 1 else ''}: {several}{sees}; each process takes a GPU of its "
-        f"own; start {gpus} process{'es' if gpus > 1 else ''} there, or hide the GPUs ({accelerator.how_to_hide()}) to compute on the "
-        f"CPU, or give {_SHARE} to try a plan on fewer GPUs than it needs"
+        f"{len(there)} processes on {each.host} and {gpus} GPU{'s' if gpus > 1 else ''}:"
+        f" {several}{sees}; each process takes a GPU of its own; start {gpus}"
+        f" process{'es' if gpus > 1 else ''} there, or hide the GPUs ({accelerator.how_to_hide()})"
+        f" to compute on the CPU, or give {_SHARE} to try a plan on fewer GPUs than it needs"
     )
 
 
 def unusable(device: RankDevice, who: str) -> str:
     """Return the error for a process whose device does not work. `who`: the process."""
-    return f"{who}: {device.why}, or hide the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
+    return (
+        f"{who}: {device.why}, or hide the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
+    )
 
 
 def be_a_host_of_its_own(everyone: Sequence[RankDevice], environ: MutableMapping[str, str]) -> None:
-    """Have NCCL take this process for a host of its own, and exchange through sockets: it refuses two ranks of one host
-    on one GPU. To be called before the process group is made."""
+    """Have NCCL take this process for a host of its own, and exchange through sockets: it refuses
+    two ranks of one host on one GPU. To be called before the process group is made."""
     environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
     if len({each.host for each in everyone}) == 1:
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -32,6 +32,7 @@ class _Gather(torch.autograd.Function):
 
 
 def mean(values: Tensor, world: World) -> float:
-    """Return the exact mean over all values (any shape) of all ranks; NaN if there are none. Every rank calls it."""
+    """Return the exact mean over all values (any shape) of all ranks; NaN if there are none. Every
+    rank calls it."""
     everyone = world.gather_ragged(values.detach().reshape(-1).double().cpu())
     return exact_sum(everyone.tolist()) / len(everyone) if len(everyone) else math.nan

@@ -1,8 +1,9 @@
-"""Hierarchical all-reduce over several hosts: shared memory inside each host, torch between one leader rank per host.
+"""Hierarchical all-reduce over several hosts: shared memory inside each host, torch between one
+leader rank per host.
 
-Each host sends over the network what one rank would send. The alternative is that every rank exchanges a slice with the
-ranks at its place on the other hosts. It sends as many bytes, was no faster between two network namespaces of two
-ranks, and was slower below 1 MB.
+Each host sends over the network what one rank would send. The alternative is that every rank
+exchanges a slice with the ranks at its place on the other hosts. It sends as many bytes, was no
+faster between two network namespaces of two ranks, and was slower below 1 MB.
 
 (No `from __future__ import annotations` here: DDP reads its hooks' annotations, and needs classes.)
 """
@@ -23,9 +24,9 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 
 
 class HierarchicalAllReduce:
-    """All-reduces over several hosts, with the same bits on every rank. Every rank makes the same calls in the same
-    order, with contiguous CPU tensors. Raises an `ExchangeError` if a rank of this host fails, and what torch raises if
-    another host is lost."""
+    """All-reduces over several hosts, with the same bits on every rank. Every rank makes the same
+    calls in the same order, with contiguous CPU tensors. Raises an `ExchangeError` if a rank of
+    this host fails, and what torch raises if another host is lost."""
 
     def __init__(self, shared_memory: SharedMemoryGroup | None, leaders: Sequence[int]) -> None:
         """`leaders`: the first rank of each host, as numbered among all processes."""
@@ -38,9 +39,13 @@ class HierarchicalAllReduce:
 
     @classmethod
     def create(cls, group: Any, hosts: Sequence[int]) -> "HierarchicalAllReduce | Unavailable":
-        """Share memory inside each host. Every rank calls it; all get an object, or the same `Unavailable`. `hosts`:
-        the number of each rank's host. Every process must call `connect` before the first all-reduce."""
-        ranks_by_host = [[rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)]
+        """Share memory inside each host. Every rank calls it; all get an object, or the same
+        `Unavailable`. `hosts`: the number of each rank's host. Every process must call `connect`
+        before the first all-reduce."""
+        ranks_by_host = [
+            [rank for rank, each in enumerate(hosts) if each == host]
+            for host in dict.fromkeys(hosts)
+        ]
         if len(ranks_by_host) == len(hosts):
             return Unavailable("no two of its ranks are on one host")
         mine = next(ranks for ranks in ranks_by_host if dist.get_rank(group) in ranks)
@@ -50,11 +55,17 @@ class HierarchicalAllReduce:
         if len(mine) == 1:
             shared_memory.close()
         global_ranks = dist.get_process_group_ranks(group)
-        return cls(shared_memory if len(mine) > 1 else None, [global_ranks[ranks[0]] for ranks in ranks_by_host])
+        return cls(
+            shared_memory if len(mine) > 1 else None,
+            [global_ranks[ranks[0]] for ranks in ranks_by_host],
+        )
 
     @staticmethod
-    def connect(leaders_of_all: Iterable[tuple[int, ...]], created_here: "Iterable[HierarchicalAllReduce]") -> None:
-        """Make the leaders' process groups. Every process calls it, with the `leaders` of all processes' objects."""
+    def connect(
+        leaders_of_all: Iterable[tuple[int, ...]], created_here: "Iterable[HierarchicalAllReduce]"
+    ) -> None:
+        """Make the leaders' process groups. Every process calls it, with the `leaders` of all
+        processes' objects."""
         for leaders in leaders_of_all:
             group = _new_group(leaders)
             for each in created_here:
@@ -66,7 +77,8 @@ class HierarchicalAllReduce:
         self._finish(tensor, self._start(tensor))
 
     def sum_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start the all-reduce (sum) of a DDP bucket: the communication hook. The last bucket's call finishes all."""
+        """Start the all-reduce (sum) of a DDP bucket: the communication hook. The last bucket's
+        call finishes all."""
         if bucket.index() == 0:
             self._started = []  # drop what a failed backward left
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -96,7 +108,8 @@ class HierarchicalAllReduce:
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
-        """Abort the shared memory group if the body raises: other ranks must not wait for a leader that failed."""
+        """Abort the shared memory group if the body raises: other ranks must not wait for a leader
+        that failed."""
         try:
             yield
         except BaseException:
@@ -112,7 +125,8 @@ class HierarchicalAllReduce:
 
 @functools.cache
 def _new_group(ranks: tuple[int, ...]) -> Any:
-    """Return torch's process group of these ranks, made once. Every process calls it: torch numbers it."""
+    """Return torch's process group of these ranks, made once. Every process calls it: torch numbers
+    it."""
     return dist.new_group(ranks, timeout=TIMEOUT, group_desc="hosts")
 
 

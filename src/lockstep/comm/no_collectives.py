@@ -1,4 +1,5 @@
-"""Functions of the user that each rank calls by itself: a collective in one would count twice, or wait for ever."""
+"""Functions of the user that each rank calls by itself: a collective in one would count twice, or
+wait for ever."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class CollectiveCalled(Exception):
 
 @contextmanager
 def as_one_process(*, watched: bool = True) -> Iterator[None]:
-    """While entered, `torch.distributed.is_initialized()` is False: torchmetrics, and code that asks, synchronise
-    nothing. `watched`: refuse a collective that is called all the same."""
+    """While entered, `torch.distributed.is_initialized()` is False: torchmetrics, and code that
+    asks, synchronise nothing. `watched`: refuse a collective that is called all the same."""
     is_initialized = dist.is_initialized
     dist.is_initialized = _never
     try:
@@ -33,12 +34,15 @@ def _never() -> bool:
 
 
 class CollectivesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, a collective raises `CollectiveCalled` instead of running. Takes time for each operation."""
+    """While entered, a collective raises `CollectiveCalled` instead of running. Takes time for each
+    operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            raise CollectiveCalled(str(func.overloadpacket).rpartition(".")[2].strip("_").removesuffix("_base"))
+            raise CollectiveCalled(
+                str(func.overloadpacket).rpartition(".")[2].strip("_").removesuffix("_base")
+            )
         return func(*args, **(kwargs or {}))

@@ -1,9 +1,9 @@
 """A sum over microbatches whose order, and so whose bits, do not depend on the number of processes.
 
-Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split into one slice per
-rank. An all-to-all brings all nodes of a slice to one rank, which adds them in the tree's order, and an all-gather
-distributes the sums. If every rank holds one node, this sends as many bytes as a ring all-reduce; a rank with k nodes
-sends k times as much in the all-to-all.
+Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split
+into one slice per rank. An all-to-all brings all nodes of a slice to one rank, which adds them in
+the tree's order, and an all-gather distributes the sums. If every rank holds one node, this sends
+as many bytes as a ring all-reduce; a rank with k nodes sends k times as much in the all-to-all.
 """
 
 from __future__ import annotations
@@ -28,34 +28,52 @@ class TreeNodes:
 
     @classmethod
     def of(cls, shares: Sequence[range]) -> TreeNodes:
-        """Return the nodes for ranks with these microbatches: contiguous ranges that follow on each other."""
+        """Return the nodes for ranks with these microbatches: contiguous ranges that follow on each
+        other."""
         count = sum(map(len, shares))
-        return cls(count, tuple(tuple(tree.cover(share.start, share.stop, count)) for share in shares))
+        return cls(
+            count, tuple(tuple(tree.cover(share.start, share.stop, count)) for share in shares)
+        )
 
 
 class OrderedSum:
-    """The ordered sum of one vector. Every rank starts, folds and finishes the same sums in the same order."""
+    """The ordered sum of one vector. Every rank starts, folds and finishes the same sums in the
+    same order."""
 
-    def __init__(self, nodes: Sequence[Tensor], tree_nodes: TreeNodes, rank: int, shared_memory: SharedMemoryGroup | None = None) -> None:
-        """`nodes`: this rank's, in order, (length,) each. `shared_memory`: used instead of torch's collectives."""
+    def __init__(
+        self,
+        nodes: Sequence[Tensor],
+        tree_nodes: TreeNodes,
+        rank: int,
+        shared_memory: SharedMemoryGroup | None = None,
+    ) -> None:
+        """`nodes`: this rank's, in order, (length,) each. `shared_memory`: used instead of torch's
+        collectives."""
         self._shared_memory = shared_memory
         self._tree_nodes = tree_nodes
         self._rank = rank
         self._nodes = nodes
 
     def start(self, length: int, like: Tensor) -> None:
-        """Send every slice to the rank that adds it. `like` gives dtype and device to a rank without nodes."""
+        """Send every slice to the rank that adds it. `like` gives dtype and device to a rank
+        without nodes."""
         world = len(self._tree_nodes.nodes)
         self._chunk = -(-length // world)
         self._length = length
-        bounds = [(min(rank * self._chunk, length), min((rank + 1) * self._chunk, length)) for rank in range(world)]
+        bounds = [
+            (min(rank * self._chunk, length), min((rank + 1) * self._chunk, length))
+            for rank in range(world)
+        ]
         low, high = bounds[self._rank]
         self._width = high - low
         sizes = [stop - start for start, stop in bounds]
         if len(self._nodes) == 1:
             outgoing = self._nodes[0]
         else:
-            outgoing = torch.cat([node[start:stop] for start, stop in bounds for node in self._nodes] or [like.new_empty(0)])
+            outgoing = torch.cat(
+                [node[start:stop] for start, stop in bounds for node in self._nodes]
+                or [like.new_empty(0)]
+            )
         incoming_sizes = [len(nodes) * self._width for nodes in self._tree_nodes.nodes]
         self._incoming = like.new_empty(sum(incoming_sizes))
         self._outgoing = outgoing
@@ -63,7 +81,9 @@ class OrderedSum:
         if self._shared_memory is not None:
             self._shared_memory.all_to_all(self._incoming, outgoing, incoming_sizes, outgoing_sizes)
         else:
-            self._work = dist.all_to_all_single(self._incoming, outgoing, incoming_sizes, outgoing_sizes, async_op=True)
+            self._work = dist.all_to_all_single(
+                self._incoming, outgoing, incoming_sizes, outgoing_sizes, async_op=True
+            )
 
     def fold(self) -> None:
         """Add this rank's slice in the tree's order and send the sum to all."""

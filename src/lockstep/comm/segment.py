@@ -1,13 +1,15 @@
-"""A shared memory segment of the processes of one host, with a counter for each rank on which the others wait.
+"""A shared memory segment of the processes of one host, with a counter for each rank on which the
+others wait.
 
-The memory is a memfd of rank 0, which the others open through /proc. It never has a name: whichever process is killed,
-the kernel frees it with the last process that maps it. It is not in /dev/shm, so the limit of that (64 MB in a
-container) does not apply. Its pages are allocated when it is made, so a later write cannot fail.
+The memory is a memfd of rank 0, which the others open through /proc. It never has a name: whichever
+process is killed, the kernel frees it with the last process that maps it. It is not in /dev/shm, so
+the limit of that (64 MB in a container) does not apply. Its pages are allocated when it is made, so
+a later write cannot fail.
 
-It starts with 64-bit words: a cache line for each rank (its counter, its state, the rank at fault), then each rank's
-current call. Each word is written by one rank and read by the others. On x86-64 no processor sees a later store before
-an earlier one, so a counter that is stored after its data needs no barrier. Other processors reorder stores, and are
-refused.
+It starts with 64-bit words: a cache line for each rank (its counter, its state, the rank at fault),
+then each rank's current call. Each word is written by one rank and read by the others. On x86-64 no
+processor sees a later store before an earlier one, so a counter that is stored after its data needs
+no barrier. Other processors reorder stores, and are refused.
 """
 
 from __future__ import annotations
@@ -35,17 +37,19 @@ from torch import Tensor
 from lockstep.base.container import ONE_CONTAINER, process_id_space
 from lockstep.base.errors import LockstepError
 
-# Each rank's words have a cache line of their own, so that one rank's store does not slow another's load.
+# Each rank's words have a cache line of their own, so that one rank's store does not slow another's
+# load.
 LINE_BYTES = 64
 _LINE = LINE_BYTES // 8
 _COUNTER, _STATE, _CULPRIT = range(3)
 _LIVE, _LEFT, _DIED, _LATE, _DIFFER, _STOPPED = range(6)
 _PAGE_BYTES = 4096
-# A wait spins this long, about as long as a sleep and its wake-up take, and yields at each turn: the other rank may
-# need this processor. Not longer: on a busy machine a process that yields waits for the time slices of others, while
-# one that sleeps runs as soon as it is woken.
+# A wait spins this long, about as long as a sleep and its wake-up take, and yields at each turn:
+# the other rank may need this processor. Not longer: on a busy machine a process that yields waits
+# for the time slices of others, while one that sleeps runs as soon as it is woken.
 _SPIN_SECONDS = 3e-5
-# A sleep ends when the counter changes, and after this time anyway, to check whether the others are alive.
+# A sleep ends when the counter changes, and after this time anyway, to check whether the others are
+# alive.
 _LOOK_SECONDS = 0.02
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # of x86-64
 _EXCHANGE_BYTES = 4096
@@ -57,7 +61,8 @@ class ExchangeError(LockstepError):
     def __init__(self, ranks: Sequence[int], text: str) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
-        """The ranks at fault, as numbered in their group. The text has their numbers among all processes."""
+        """The ranks at fault, as numbered in their group. The text has their numbers among all
+        processes."""
 
 
 class PeerDied(ExchangeError):
@@ -65,7 +70,8 @@ class PeerDied(ExchangeError):
 
 
 class PeersLate(ExchangeError):
-    """Ranks did not come within the timeout. They are alive: they hang, are stopped, or compute for longer."""
+    """Ranks did not come within the timeout. They are alive: they hang, are stopped, or compute for
+    longer."""
 
 
 class CallsDiffer(ExchangeError):
@@ -95,10 +101,20 @@ class Unavailable:
 
 
 class Segment:
-    """One rank's view of the shared memory. Made by `open_segment`; used by one thread at a time, except for `stop`."""
+    """One rank's view of the shared memory. Made by `open_segment`; used by one thread at a time,
+    except for `stop`."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, ends: Sequence[int], timeout: timedelta, *, names: Sequence[int]) -> None:
-        """`ends`: a descriptor for each rank that becomes readable when its process ends (-1 for this one)."""
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        rank: int,
+        ends: Sequence[int],
+        timeout: timedelta,
+        *,
+        names: Sequence[int],
+    ) -> None:
+        """`ends`: a descriptor for each rank that becomes readable when its process ends (-1 for
+        this one)."""
         self.rank = rank
         self.names = names
         """The number of each rank among all processes, for error texts."""
@@ -106,10 +122,12 @@ class Segment:
         self.memory = memory
         self.words = memoryview(memory)[: _words_bytes(self.size)].cast("q")
         self.data_bytes = _words_bytes(self.size)
-        """Offset of the data in bytes. The words before it, from `calls(0, 0)` on, hold the ranks' calls."""
+        """Offset of the data in bytes. The words before it, from `calls(0, 0)` on, hold the ranks'
+        calls."""
         self.peers = [peer for peer in range(self.size) if peer != rank]
         self.counters = [_line(peer) + _COUNTER for peer in range(self.size)]
-        self._close_ends = weakref.finalize(self, _close, ends)  # a segment may be dropped without `close`
+        # a segment may be dropped without `close`
+        self._close_ends = weakref.finalize(self, _close, ends)
         self._poll = select.poll()
         self._ranks = {end: peer for peer, end in enumerate(ends) if end >= 0}
         for end in self._ranks:
@@ -118,7 +136,13 @@ class Segment:
         self._closed = False
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._futex = ctypes.CDLL(None).syscall
-        self._futex.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p]
+        self._futex.argtypes = [
+            ctypes.c_long,
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.c_uint32,
+            ctypes.c_void_p,
+        ]
         self._pause = (ctypes.c_long * 2)(0, int(_LOOK_SECONDS * 1e9))
 
     def announce(self, count: int) -> None:
@@ -128,11 +152,13 @@ class Segment:
         self._futex(_FUTEX, self._address + 8 * place, _FUTEX_WAKE, _ALL, None)
 
     def calls(self, buffer: int, rank: int) -> int:
-        """Return the index of the first of the `size` + 1 words that hold a rank's call. `buffer` is 0 or 1."""
+        """Return the index of the first of the `size` + 1 words that hold a rank's call. `buffer`
+        is 0 or 1."""
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
-        """Return once all counters have reached `target`. Raises an `ExchangeError` if a rank fails or is late."""
+        """Return once all counters have reached `target`. Raises an `ExchangeError` if a rank fails
+        or is late."""
         words = self.words
         places = [self.counters[peer] for peer in self.peers]
         start = time.monotonic()
@@ -146,12 +172,19 @@ class Segment:
                 os.sched_yield()
             else:
                 # Returns at once where the counter has changed since it was read.
-                self._futex(_FUTEX, self._address + 8 * places[-1], _FUTEX_WAIT, count & 0xFFFFFFFF, self._pause)
+                self._futex(
+                    _FUTEX,
+                    self._address + 8 * places[-1],
+                    _FUTEX_WAIT,
+                    count & 0xFFFFFFFF,
+                    self._pause,
+                )
                 if words[places[-1]] < target:
                     self._look(target, waited)
 
     def _look(self, target: int, waited: float) -> None:
-        """Raise if a missing rank has ended or left, if any rank has stopped, or if the timeout is over."""
+        """Raise if a missing rank has ended or left, if any rank has stopped, or if the timeout is
+        over."""
         words = self.words
         dead = [self._ranks[end] for end, _ in self._poll.poll(0)]
         left = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
@@ -171,16 +204,24 @@ class Segment:
     def _error(self, kind: int, ranks: Sequence[int], seen_by: int | None = None) -> ExchangeError:
         named = ", ".join(str(self.names[rank]) for rank in ranks)
         mine, size = self.names[self.rank], dist.get_world_size()
-        text = f"an exchange through shared memory failed on rank {mine} of {size}, for rank {named}: {_ERRORS[kind][1]}"
+        text = (
+            f"an exchange through shared memory failed on rank {mine} of {size}, for rank {named}:"
+            f" {_ERRORS[kind][1]}"
+        )
         if kind == _LATE:
-            text += f" {self._timeout.total_seconds():g} s; see what it does, or give a longer timeout"
+            text += (
+                f" {self._timeout.total_seconds():g} s; see what it does, or give a longer timeout"
+            )
         if seen_by is not None and seen_by not in ranks:
             text += f" (rank {self.names[seen_by]} saw it first)"
         return _ERRORS[kind][0](ranks, text)
 
     def stop(self, cause: BaseException | None = None) -> None:
-        """Make the other ranks raise an error of the type of `cause`, or `PeerStopped`. Any thread may call it."""
-        kind = next((kind for kind, (error, _) in _ERRORS.items() if type(cause) is error), _STOPPED)
+        """Make the other ranks raise an error of the type of `cause`, or `PeerStopped`. Any thread
+        may call it."""
+        kind = next(
+            (kind for kind, (error, _) in _ERRORS.items() if type(cause) is error), _STOPPED
+        )
         culprit = cause.ranks[0] if isinstance(cause, ExchangeError) else self.rank
         with contextlib.suppress(ValueError):  # the words are released: it is closed
             if self.words[_line(self.rank) + _STATE] == _LIVE:
@@ -188,7 +229,8 @@ class Segment:
                 self.words[_line(self.rank) + _STATE] = kind
 
     def close(self) -> None:
-        """Release the memory. The others can still read what this rank has sent. May be called again."""
+        """Release the memory. The others can still read what this rank has sent. May be called
+        again."""
         if self._closed:
             return
         if self.words[_line(self.rank) + _STATE] == _LIVE:
@@ -213,12 +255,16 @@ def _words_bytes(size: int) -> int:
 
 
 def open_segment(
-    group: dist.ProcessGroup, data_bytes: int, timeout: timedelta, among: Sequence[int] | None = None
+    group: dist.ProcessGroup,
+    data_bytes: int,
+    timeout: timedelta,
+    among: Sequence[int] | None = None,
 ) -> Segment | Unavailable:
-    """Open a segment of `data_bytes` zeros for the ranks of `group`. Every rank calls it; all get one, or the same
-    reason. `among`: the ranks of `group` that share a segment with this one; each rank gives its own. The kernel
-    decides if they are on one host, not the launcher: all have the same boot id and namespace of process ids, and each
-    finds rank 0's random token in the memory that it opened."""
+    """Open a segment of `data_bytes` zeros for the ranks of `group`. Every rank calls it; all get
+    one, or the same reason. `among`: the ranks of `group` that share a segment with this one; each
+    rank gives its own. The kernel decides if they are on one host, not the launcher: all have the
+    same boot id and namespace of process ids, and each finds rank 0's random token in the memory
+    that it opened."""
     here, everyone_size = dist.get_rank(group), dist.get_world_size(group)
     if everyone_size == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
@@ -230,7 +276,9 @@ def open_segment(
         if (unavailable := _unavailable(everyone)) is not None:
             return unavailable
         hosts = [each["offer"]["host"] for each in everyone]
-        if size == everyone_size and (other := next((peer for peer, host in enumerate(hosts) if host != hosts[0]), 0)):
+        if size == everyone_size and (
+            other := next((peer for peer, host in enumerate(hosts) if host != hosts[0]), 0)
+        ):
             return Unavailable(_apart(other, hosts), tuple(hosts.index(host) for host in hosts))
         found, reason = _attempt(lambda: _open([everyone[each]["offer"] for each in among], rank))
         everyone = _exchange(group, {"reason": reason})
@@ -244,36 +292,55 @@ def open_segment(
 
 
 def _apart(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
-    """Return why that rank shares no memory with rank 0. `hosts`: the `process_id_space` of each rank."""
-    other_container = next((each for each, host in enumerate(hosts) if host[0] == hosts[0][0] and host != hosts[0]), None)
+    """Return why that rank shares no memory with rank 0. `hosts`: the `process_id_space` of each
+    rank."""
+    other_container = next(
+        (each for each, host in enumerate(hosts) if host[0] == hosts[0][0] and host != hosts[0]),
+        None,
+    )
     if other_container is None:
         return f"rank {rank} runs on another host than rank 0"
     return (
-        f"rank {other_container} runs in another container than rank 0, on the same host, and they do not see each other's processes; "
-        f"{ONE_CONTAINER}"
+        f"rank {other_container} runs in another container than rank 0, on the same host, and they"
+        f" do not see each other's processes; {ONE_CONTAINER}"
     )
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Return (result, "") or (None, reason): a rank that fails must still call the collective that follows."""
+    """Return (result, "") or (None, reason): a rank that fails must still call the collective that
+    follows."""
     try:
         return call(), ""
-    except (OSError, AttributeError, ValueError) as error:  # AttributeError: not Linux, or an old one
+    # AttributeError: not Linux, or an old one
+    except (OSError, AttributeError, ValueError) as error:
         return None, f"{type(error).__name__}: {error}"
 
 
 def _unavailable(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
-    return next((Unavailable(f"rank {rank}: {each['reason']}") for rank, each in enumerate(everyone) if each["reason"]), None)
+    return next(
+        (
+            Unavailable(f"rank {rank}: {each['reason']}")
+            for rank, each in enumerate(everyone)
+            if each["reason"]
+        ),
+        None,
+    )
 
 
 def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """Return what the others need to open the memory; rank 0 makes it, and `opened` closes its descriptor."""
+    """Return what the others need to open the memory; rank 0 makes it, and `opened` closes its
+    descriptor."""
     if sys.platform != "linux":
-        raise ValueError(f"the system is {sys.platform}; memory without a name, which this needs, is Linux's")
+        raise ValueError(
+            f"the system is {sys.platform}; memory without a name, which this needs, is Linux's"
+        )
     import fcntl
 
     if platform.machine() != "x86_64":
-        raise ValueError(f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which this rests on")
+        raise ValueError(
+            f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which"
+            " this rests on"
+        )
     offer: dict[str, Any] = {"host": process_id_space(), "process": os.getpid()}
     if rank == 0:
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -281,8 +348,14 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
         except OSError as error:
-            raise ValueError(f"{size_bytes} bytes of shared memory cannot be had: {error}") from error
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            raise ValueError(
+                f"{size_bytes} bytes of shared memory cannot be had: {error}"
+            ) from error
+        fcntl.fcntl(
+            descriptor,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+        )
         token = secrets.token_hex(8)
         os.pwrite(descriptor, bytes.fromhex(token), 0)
         offer |= {"descriptor": descriptor, "token": token, "bytes": size_bytes}
@@ -290,16 +363,20 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """Return the memory, and for each peer a descriptor that becomes readable at its end. The next collective shows
-    that the peers are still alive, so the process ids were theirs."""
+    """Return the memory, and for each peer a descriptor that becomes readable at its end. The next
+    collective shows that the peers are still alive, so the process ids were theirs."""
     first = everyone[0]
-    descriptor = os.open(f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(
+        f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC
+    )
     try:
         memory = mmap.mmap(descriptor, first["bytes"])
     finally:
         os.close(descriptor)
     if memory[:8].hex() != first["token"]:
-        raise ValueError("the memory that it opened is not rank 0's; the processes see different /proc")
+        raise ValueError(
+            "the memory that it opened is not rank 0's; the processes see different /proc"
+        )
     ends: list[int] = []
     try:
         for peer, offer in enumerate(everyone):

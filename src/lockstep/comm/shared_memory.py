@@ -1,7 +1,8 @@
-"""Collectives on CPU tensors through shared memory of the processes of one host: 0.02 to 0.2 ms, where Gloo takes 1 to
-2 ms.
+"""Collectives on CPU tensors through shared memory of the processes of one host: 0.02 to 0.2 ms,
+where Gloo takes 1 to 2 ms.
 
-See [Note: Rounds] in `lockstep.comm.shared_rounds` for the protocol, and `lockstep.comm.segment` for the memory itself.
+See [Note: Rounds] in `lockstep.comm.shared_rounds` for the protocol, and `lockstep.comm.segment`
+for the memory itself.
 """
 
 import functools
@@ -16,25 +17,44 @@ from torch import Tensor
 
 from lockstep.base.closing import Closing
 from lockstep.base.torch_private import profiler_enabled
-from lockstep.comm.segment import LINE_BYTES, ExchangeError, PeerStopped, Segment, Unavailable, open_segment
+from lockstep.comm.segment import (
+    LINE_BYTES,
+    ExchangeError,
+    PeerStopped,
+    Segment,
+    Unavailable,
+    open_segment,
+)
 from lockstep.comm.shared_rounds import BufferViews, Rounds
-from lockstep.comm.shared_tensors import add, called, described, flat, head, refuse_overlap, round_up, split
+from lockstep.comm.shared_tensors import (
+    add,
+    called,
+    described,
+    flat,
+    head,
+    refuse_overlap,
+    round_up,
+    split,
+)
 
 P = ParamSpec("P")
 
-# The size of each of a rank's two buffers. With half of it an all-reduce of 16 MiB took a tenth longer, because it has
-# more rounds; with four times as much too, because pieces fall out of the processor's own cache (1 MiB) between being
-# written and read.
+# The size of each of a rank's two buffers. With half of it an all-reduce of 16 MiB took a tenth
+# longer, because it has more rounds; with four times as much too, because pieces fall out of the
+# processor's own cache (1 MiB) between being written and read.
 BUFFER_BYTES = 1 << 20
 _MIN_CELL_BYTES = 4096
-# Up to this many ranks, or for tensors up to this size, every rank adds everything itself. That is more additions than
-# if each adds a slice, but one wait instead of two, and one copy less.
+# Up to this many ranks, or for tensors up to this size, every rank adds everything itself. That is
+# more additions than if each adds a slice, but one wait instead of two, and one copy less.
 _DIRECT_RANKS = 4
 _DIRECT_BYTES = 256 << 10
 
 
-def _collective(method: Callable[Concatenate["SharedMemoryGroup", P], None]) -> Callable[Concatenate["SharedMemoryGroup", P], None]:
-    """Wrap a collective: if it raises, the other ranks get an error too, and this rank can call no other."""
+def _collective(
+    method: Callable[Concatenate["SharedMemoryGroup", P], None],
+) -> Callable[Concatenate["SharedMemoryGroup", P], None]:
+    """Wrap a collective: if it raises, the other ranks get an error too, and this rank can call no
+    other."""
 
     @functools.wraps(method)
     def wrapped(self: "SharedMemoryGroup", *args: P.args, **kwargs: P.kwargs) -> None:
@@ -60,11 +80,12 @@ class PendingAllGather(dist.Work):
 
 
 class SharedMemoryGroup(Closing):
-    """The collectives of the ranks of a process group on one host. Made by `create`; used by one thread at a time.
-    Every rank calls the same in the same order, with contiguous CPU tensors. A call returns when this rank's part is
-    complete. Sums are added in the order of the ranks: the same bits on every rank, in every run. If a rank fails,
-    every rank raises an `ExchangeError` (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`). After that, and after
-    any other exception in a collective, the group cannot be used any more."""
+    """The collectives of the ranks of a process group on one host. Made by `create`; used by one
+    thread at a time. Every rank calls the same in the same order, with contiguous CPU tensors. A
+    call returns when this rank's part is complete. Sums are added in the order of the ranks: the
+    same bits on every rank, in every run. If a rank fails, every rank raises an `ExchangeError`
+    (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`). After that, and after any other
+    exception in a collective, the group cannot be used any more."""
 
     def __init__(self, segment: Segment, buffer_bytes: int, name: str) -> None:
         self.rank = segment.rank
@@ -82,8 +103,13 @@ class SharedMemoryGroup(Closing):
 
     @classmethod
     def active_calls(cls) -> "list[tuple[str, str, int, str]]":
-        """Return (collective, group, number, dtype and size) of each call in progress. Any thread may call it."""
-        calls = [(group.name, called(group._rounds.signature), group._calls_made) for group in _groups_now() if group._is_called]
+        """Return (collective, group, number, dtype and size) of each call in progress. Any thread
+        may call it."""
+        calls = [
+            (group.name, called(group._rounds.signature), group._calls_made)
+            for group in _groups_now()
+            if group._is_called
+        ]
         return [(name, group, number, what) for group, (name, what), number in calls]
 
     @classmethod
@@ -95,17 +121,20 @@ class SharedMemoryGroup(Closing):
         buffer_bytes: int = BUFFER_BYTES,
         among: Sequence[int] | None = None,
     ) -> "SharedMemoryGroup | Unavailable":
-        """Share memory between the ranks of `group` (default: all). Every rank calls it; all get a group, or the same
-        `Unavailable`. `timeout`: the longest wait for another rank. `buffer_bytes`: the size of each of a rank's two
-        buffers; larger tensors go through in pieces. `among`: the ranks of `group` that share memory with this one;
-        each gives its own."""
+        """Share memory between the ranks of `group` (default: all). Every rank calls it; all get a
+        group, or the same `Unavailable`. `timeout`: the longest wait for another rank.
+        `buffer_bytes`: the size of each of a rank's two buffers; larger tensors go through in
+        pieces. `among`: the ranks of `group` that share memory with this one; each gives its
+        own."""
         group = dist.group.WORLD if group is None else group
         if group is None:
             return Unavailable("there is no process group")
         size = dist.get_world_size(group) if among is None else len(among)
         buffer_bytes = round_up(max(buffer_bytes, 2 * size * _MIN_CELL_BYTES), LINE_BYTES)
         segment = open_segment(group, 2 * size * buffer_bytes, timeout, among)
-        name = "shared memory" if group is dist.group.WORLD else f"shared memory of {group.group_desc}"
+        name = (
+            "shared memory" if group is dist.group.WORLD else f"shared memory of {group.group_desc}"
+        )
         return segment if isinstance(segment, Unavailable) else cls(segment, buffer_bytes, name)
 
     @_collective
@@ -120,10 +149,14 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
-        """Write the sum of this rank's chunk into `output`. `tensor`: one chunk per rank. They must not overlap."""
+        """Write the sum of this rank's chunk into `output`. `tensor`: one chunk per rank. They must
+        not overlap."""
         into, numbers = flat(output), flat(tensor)
         if len(into) * self.size != len(numbers) or tensor.dtype is not output.dtype:
-            raise ValueError(f"reduce_scatter of {described(tensor)} into {described(output)}; the output is 1/{self.size} of the input")
+            raise ValueError(
+                f"reduce_scatter of {described(tensor)} into {described(output)}; the output is"
+                f" 1/{self.size} of the input"
+            )
         refuse_overlap(output, tensor)
         chunks = numbers.view(self.size, len(into))
         views = self._rounds.start("reduce_scatter", into)
@@ -141,27 +174,32 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        """Write all ranks' tensors into `output` in rank order. `tensor` may be this rank's part of it."""
+        """Write all ranks' tensors into `output` in rank order. `tensor` may be this rank's part of
+        it."""
         for _ in self._gathering(output, tensor):
             pass
 
     def start_all_gather(self, output: Tensor, tensor: Tensor) -> PendingAllGather:
-        """Start an all-gather. `output` is complete, and `tensor` free, after `wait` on the result or the group's next
-        call. If `tensor` is larger than a buffer, only its first piece is exchanged before that."""
+        """Start an all-gather. `output` is complete, and `tensor` free, after `wait` on the result
+        or the group's next call. If `tensor` is larger than a buffer, only its first piece is
+        exchanged before that."""
         rest = self._gathering(output, tensor)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)
         return self.pending
 
     def finish(self) -> None:
-        """Complete the all-gather in progress, if any. Raises an `ExchangeError` if the group has failed."""
+        """Complete the all-gather in progress, if any. Raises an `ExchangeError` if the group has
+        failed."""
         if self._failure is not None:
             raise self._failure()
         if self.pending is not None:
             rest, self.pending = self.pending.rest, None
             self._run("all_gather", next, rest, None)
 
-    def _call(self, name: str, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _call(
+        self, name: str, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         self.finish()
         self._calls_made += 1
         self._run(name, call, *args, **kwargs)
@@ -184,7 +222,10 @@ class SharedMemoryGroup(Closing):
         """Run an all-gather, yielding once, before the first wait."""
         into, mine = flat(output), flat(tensor)
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
-            raise ValueError(f"all_gather of {described(tensor)} into {described(output)}; the output is {self.size} times the input")
+            raise ValueError(
+                f"all_gather of {described(tensor)} into {described(output)}; the output is"
+                f" {self.size} times the input"
+            )
         chunks = into.view(self.size, len(mine))
         views = self._rounds.start("all_gather", mine)
         capacity = views.whole[0][0].numel()
@@ -218,16 +259,30 @@ class SharedMemoryGroup(Closing):
                 piece.copy_(shown)
 
     @_collective
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> None:
-        """Send chunks of `sizes` elements of `tensor` to the ranks, and write those of `output_sizes` elements from the
-        ranks into `output`, in rank order. The tensors must not overlap."""
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        """Send chunks of `sizes` elements of `tensor` to the ranks, and write those of
+        `output_sizes` elements from the ranks into `output`, in rank order. The tensors must not
+        overlap."""
         into, numbers = flat(output), flat(tensor)
-        if (sum(output_sizes), sum(sizes)) != (into.numel(), numbers.numel()) or tensor.dtype is not output.dtype:
-            given = f"{described(tensor)} in chunks of {list(sizes)} into {described(output)} in chunks of {list(output_sizes)}"
-            raise ValueError(f"all_to_all of {given}; sizes add up to the tensors', which have one dtype")
+        if (sum(output_sizes), sum(sizes)) != (
+            into.numel(),
+            numbers.numel(),
+        ) or tensor.dtype is not output.dtype:
+            given = (
+                f"{described(tensor)} in chunks of {list(sizes)} into {described(output)} in chunks"
+                f" of {list(output_sizes)}"
+            )
+            raise ValueError(
+                f"all_to_all of {given}; sizes add up to the tensors', which have one dtype"
+            )
         refuse_overlap(output, tensor)
         views = self._rounds.start("all_to_all", numbers, sizes=sizes)
-        outgoing, incoming = numbers.split_with_sizes(list(sizes)), into.split_with_sizes(list(output_sizes))
+        outgoing, incoming = (
+            numbers.split_with_sizes(list(sizes)),
+            into.split_with_sizes(list(output_sizes)),
+        )
         incoming[self.rank].copy_(outgoing[self.rank])
         cell = views.sent[0][self._others[0]].numel()
         place, most = 0, 1
@@ -246,17 +301,22 @@ class SharedMemoryGroup(Closing):
             place = stop
 
     def abort(self) -> None:
-        """Make the collectives of every rank, this one's too, raise `PeerStopped`. Any thread may call it."""
+        """Make the collectives of every rank, this one's too, raise `PeerStopped`. Any thread may
+        call it."""
         self._segment.stop()
         if self._failure is None:
-            self._failure = functools.partial(PeerStopped, (self.rank,), f"rank {self.rank} aborted this group's exchanges")
+            self._failure = functools.partial(
+                PeerStopped, (self.rank,), f"rank {self.rank} aborted this group's exchanges"
+            )
 
     def close(self) -> None:
         """Release the memory, without waiting for the others. May be called again."""
         self._segment.close()
         self._rounds.forget_views()
         self.pending = None
-        self._failure = functools.partial(PeerStopped, (self.rank,), f"rank {self.rank} has closed this group; make another")
+        self._failure = functools.partial(
+            PeerStopped, (self.rank,), f"rank {self.rank} has closed this group; make another"
+        )
 
     @staticmethod
     def abort_all() -> None:
@@ -276,7 +336,10 @@ class SharedMemoryGroup(Closing):
             if isinstance(error, ExchangeError):
                 self._failure = functools.partial(type(error), error.ranks, str(error))
             else:
-                text = f"an earlier exchange of rank {self.rank} raised {type(error).__name__}: {error}; this group cannot be used any more"
+                text = (
+                    f"an earlier exchange of rank {self.rank} raised {type(error).__name__}:"
+                    f" {error}; this group cannot be used any more"
+                )
                 self._failure = functools.partial(PeerStopped, (self.rank,), text)
 
     def _reduce_directly(self, numbers: Tensor, views: BufferViews) -> None:
@@ -291,7 +354,8 @@ class SharedMemoryGroup(Closing):
             add(parts, piece)
 
     def _reduce_by_slices(self, numbers: Tensor, views: BufferViews) -> None:
-        """All-reduce in which every rank adds its slice of a piece, and shows the sum beside the next piece."""
+        """All-reduce in which every rank adds its slice of a piece, and shows the sum beside the
+        next piece."""
         room = views.results[0][0].numel()
         pieces = split(numbers, room * self.size)
         earlier: tuple[Tensor, ...] = ()

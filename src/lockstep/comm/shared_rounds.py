@@ -1,12 +1,14 @@
-"""The protocol below every collective in shared memory: rounds, in which each rank shows data to the others.
+"""The protocol below every collective in shared memory: rounds, in which each rank shows data to
+the others.
 
-[Note: Rounds] Every collective is a number of rounds, the same on every rank. In round n a rank writes into its own
-buffer n % 2, sets its counter to n, waits until all counters have reached n, and reads from the others' buffers n % 2.
-A rank that has reached n has finished reading in round n - 1. So once all have reached n, the buffers of round n - 1
-are free for round n + 1. Nothing is ever reset, and a round has one wait.
+[Note: Rounds] Every collective is a number of rounds, the same on every rank. In round n a rank
+writes into its own buffer n % 2, sets its counter to n, waits until all counters have reached n,
+and reads from the others' buffers n % 2. A rank that has reached n has finished reading in round n
+- 1. So once all have reached n, the buffers of round n - 1 are free for round n + 1. Nothing is
+ever reset, and a round has one wait.
 
-In the first round of a call each rank also writes which collective it calls, and all compare: a mismatch is an error,
-not a wrong sum.
+In the first round of a call each rank also writes which collective it calls, and all compare: a
+mismatch is an error, not a wrong sum.
 """
 
 from __future__ import annotations
@@ -55,16 +57,22 @@ class Rounds:
         self._buffer_bytes = buffer_bytes
         self._words = segment.words
         self._other_counters = [segment.counters[peer] for peer in segment.peers]
-        self._calls = [[segment.calls(buffer, rank) for rank in range(segment.size)] for buffer in range(2)]
+        self._calls = [
+            [segment.calls(buffer, rank) for rank in range(segment.size)] for buffer in range(2)
+        ]
         self._views: dict[torch.dtype, BufferViews] = {}
 
     @property
     def buffer(self) -> int:
-        """The buffer of the coming round, 0 or 1; until it is announced, this rank alone uses its own."""
+        """The buffer of the coming round, 0 or 1; until it is announced, this rank alone uses its
+        own."""
         return self.number & 1
 
-    def start(self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None) -> BufferViews:
-        """Write which collective this rank calls, for the others to compare. `sizes`: those of an all_to_all."""
+    def start(
+        self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None
+    ) -> BufferViews:
+        """Write which collective this rank calls, for the others to compare. `sizes`: those of an
+        all_to_all."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
         self.signature = signature_of(collective, views.dtype_code, length, detail)
@@ -76,8 +84,8 @@ class Rounds:
         return views
 
     def meet(self, *, first: bool = False) -> None:
-        """[Note: Rounds] Announce this round and wait for all ranks. `first`: this is the first round of a call, so
-        compare the calls."""
+        """[Note: Rounds] Announce this round and wait for all ranks. `first`: this is the first
+        round of a call, so compare the calls."""
         self.announce()
         self.wait(first=first)
 
@@ -102,13 +110,17 @@ class Rounds:
                     raise self._difference(peer, words[calls[peer]])
 
     def most_sent(self, buffer: int, output_sizes: Sequence[int]) -> int:
-        """Return the longest chunk of this all_to_all. Raises `CallsDiffer` unless sizes match `output_sizes`."""
+        """Return the longest chunk of this all_to_all. Raises `CallsDiffer` unless sizes match
+        `output_sizes`."""
         most = 0
         for rank, place in enumerate(self._calls[buffer]):
             sizes = self._words[place + 1 : place + 1 + self._size].tolist()
             if sizes[self._rank] != output_sizes[rank]:
                 source, target = self._segment.names[rank], self._segment.names[self._rank]
-                text = f"all_to_all: rank {source} sends {sizes[self._rank]} elements to rank {target}, which expects {output_sizes[rank]}"
+                text = (
+                    f"all_to_all: rank {source} sends {sizes[self._rank]} elements to rank"
+                    f" {target}, which expects {output_sizes[rank]}"
+                )
                 raise CallsDiffer((rank,), text)
             sizes[rank] = 0
             most = max(most, *sizes)
@@ -119,19 +131,29 @@ class Rounds:
         self._views.clear()
 
     def _difference(self, peer: int, signature: int) -> CallsDiffer:
-        calls = [(self._segment.names[rank], *called(each)) for rank, each in ((self._rank, self.signature), (peer, signature))]
+        calls = [
+            (self._segment.names[rank], *called(each))
+            for rank, each in ((self._rank, self.signature), (peer, signature))
+        ]
         mine, theirs = (f"rank {rank} called {name} of {what}" for rank, name, what in calls)
-        return CallsDiffer((peer,), f"{mine} and {theirs}; all ranks of a group call the same, in the same order")
+        return CallsDiffer(
+            (peer,), f"{mine} and {theirs}; all ranks of a group call the same, in the same order"
+        )
 
     def _make_views(self, dtype: torch.dtype) -> BufferViews:
         if dtype not in DTYPES:
-            raise ValueError(f"{dtype} cannot be exchanged through shared memory; known are {', '.join(map(str, DTYPES))}")
+            raise ValueError(
+                f"{dtype} cannot be exchanged through shared memory; known are"
+                f" {', '.join(map(str, DTYPES))}"
+            )
         item, size = dtype.itemsize, self._size
-        # A buffer has room for one slice per rank and one more for a sum (`room` elements each); or for one cell per
-        # other rank.
+        # A buffer has room for one slice per rank and one more for a sum (`room` elements each); or
+        # for one cell per other rank.
         room = self._buffer_bytes // (size + 1) // LINE_BYTES * LINE_BYTES // item
         cell = self._buffer_bytes // (size - 1) // LINE_BYTES * LINE_BYTES // item
-        buffers = torch.frombuffer(self._segment.memory, dtype=dtype, offset=self._segment.data_bytes).view(2, size, -1)
+        buffers = torch.frombuffer(
+            self._segment.memory, dtype=dtype, offset=self._segment.data_bytes
+        ).view(2, size, -1)
 
         def cell_of(buffer: int, source: int, target: int) -> Tensor:
             start = (target - source - 1) % size * cell
@@ -142,7 +164,9 @@ class Rounds:
             dtype_code=DTYPES.index(dtype),
             elements_per_line=LINE_BYTES // item,
             whole=[list(buffers[buffer].unbind()) for buffer in both],
-            results=[[buffers[buffer, rank, room * size :][:room] for rank in ranks] for buffer in both],
+            results=[
+                [buffers[buffer, rank, room * size :][:room] for rank in ranks] for buffer in both
+            ],
             sent=[[cell_of(buffer, self._rank, peer) for peer in ranks] for buffer in both],
             received=[[cell_of(buffer, peer, self._rank) for peer in ranks] for buffer in both],
         )

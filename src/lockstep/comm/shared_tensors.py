@@ -1,4 +1,5 @@
-"""Functions on single tensors for the collectives in shared memory: split, add, check and describe them."""
+"""Functions on single tensors for the collectives in shared memory: split, add, check and describe
+them."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ DTYPES = (
 
 
 def add(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of two or more parts, added in their order, into `out`, which may be one of the first two parts."""
+    """Write the sum of two or more parts, added in their order, into `out`, which may be one of the
+    first two parts."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)
 
 
 def split(tensor: Tensor, length: int) -> tuple[Tensor, ...]:
-    """Return pieces of `length` elements; the last one has the rest. An empty tensor is one empty piece."""
+    """Return pieces of `length` elements; the last one has the rest. An empty tensor is one empty
+    piece."""
     pieces: tuple[Tensor, ...] = tensor.split(length)  # type: ignore[no-untyped-call]
     return pieces
 
@@ -39,18 +42,31 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a one-dimensional view. Raises `ValueError` unless the tensor is contiguous and on the CPU."""
+    """Return a one-dimensional view. Raises `ValueError` unless the tensor is contiguous and on the
+    CPU."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        given = f"a {'contiguous' if tensor.is_contiguous() else 'non-contiguous'} tensor on {tensor.device}"
-        raise ValueError(f"{given}; shared memory exchanges contiguous tensors on the CPU; use tensor.contiguous()")
+        given = (
+            f"a {'contiguous' if tensor.is_contiguous() else 'non-contiguous'} tensor on"
+            f" {tensor.device}"
+        )
+        raise ValueError(
+            f"{given}; shared memory exchanges contiguous tensors on the CPU; use"
+            " tensor.contiguous()"
+        )
     return tensor.detach().view(-1)
 
 
 def refuse_overlap(output: Tensor, tensor: Tensor) -> None:
     """Raise `ValueError` if the two tensors share memory."""
-    starts, ends = [t.data_ptr() for t in (output, tensor)], [t.data_ptr() + t.nbytes for t in (output, tensor)]
+    starts, ends = (
+        [t.data_ptr() for t in (output, tensor)],
+        [t.data_ptr() + t.nbytes for t in (output, tensor)],
+    )
     if max(starts) < min(ends):
-        raise ValueError("the output overlaps the input, which is still read while the output is written; give a tensor of its own")
+        raise ValueError(
+            "the output overlaps the input, which is still read while the output is written; give a"
+            " tensor of its own"
+        )
 
 
 def described(tensor: Tensor) -> str:
@@ -59,12 +75,20 @@ def described(tensor: Tensor) -> str:
 
 
 def signature_of(collective: str, dtype_code: int, length: int, detail: int) -> int:
-    """Return a call as one 64-bit word, for lengths below 2**39. `detail`: the source rank of a broadcast."""
+    """Return a call as one 64-bit word, for lengths below 2**39. `detail`: the source rank of a
+    broadcast."""
     return ((length << 16 | detail) << 4 | dtype_code) << 4 | NAMES.index(collective)
 
 
 def called(signature: int) -> tuple[str, str]:
     """Return the name of the collective, and its dtype and size in words."""
-    name, code, detail, length = NAMES[signature & 15], signature >> 4 & 15, signature >> 8 & 65535, signature >> 24
-    text = str(DTYPES[code]).removeprefix("torch.") + ("" if name == "all_to_all" else f", {length} elements")
+    name, code, detail, length = (
+        NAMES[signature & 15],
+        signature >> 4 & 15,
+        signature >> 8 & 65535,
+        signature >> 24,
+    )
+    text = str(DTYPES[code]).removeprefix("torch.") + (
+        "" if name == "all_to_all" else f", {length} elements"
+    )
     return name, text + (f", from rank {detail}" if name == "broadcast" else "")

@@ -18,7 +18,8 @@ class Waits:
 
 
 waits = Waits()
-"""The waits of this process. Waits inside torch's C++ code, as in a tensor-parallel layer, are not counted."""
+"""The waits of this process. Waits inside torch's C++ code, as in a tensor-parallel layer, are not
+counted."""
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The processes of a run, or of one mesh axis, and the few collectives that everything else is made of."""
+"""The processes of a run, or of one mesh axis, and the few collectives that everything else is made
+of."""
 
 from __future__ import annotations
 
@@ -26,22 +27,32 @@ from lockstep.base.errors import LaunchError, install_excepthook, say
 from lockstep.base.system import refuse_on_windows
 from lockstep.base.torch_private import PrefixStore, Store, abort_accelerator_groups, default_store
 from lockstep.comm.backend import TIMEOUT, check_own_group, chosen_backend, group_backends
-from lockstep.comm.devices import RankDevice, be_a_host_of_its_own, check_devices, exchange, find_device, unusable
+from lockstep.comm.devices import (
+    RankDevice,
+    be_a_host_of_its_own,
+    check_devices,
+    exchange,
+    find_device,
+    unusable,
+)
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
 BUCKET_NUMBERS = 2**22
 """Numbers in a bucket of `sum_each`, about."""
 _HEAD_BYTES = 64
-"""Size of the head of a JSON text, exchanged first: the text's length, and the text if it fits, else its digest."""
+"""Size of the head of a JSON text, exchanged first: the text's length, and the text if it fits,
+else its digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
 IN_PLACE_BYTES = 2**17
-"""With shared memory, and on accelerators, a tensor of at least this size is summed in place, not in a bucket."""
+"""With shared memory, and on accelerators, a tensor of at least this size is summed in place, not
+in a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes of a run or of a mesh axis. With one process every collective is the identity."""
+    """The processes of a run or of a mesh axis. With one process every collective is the
+    identity."""
 
     rank: int
     size: int
@@ -49,13 +60,17 @@ class World:
     local_size: int
     device: torch.device
     owns_group: bool
-    """True if lockstep made the process group. It lives until the process ends: a later run uses it too."""
+    """True if lockstep made the process group. It lives until the process ends: a later run uses it
+    too."""
     group: Any = None
-    """Torch's process group of these processes; `rank` and `size` are in it. None: all processes."""
+    """Torch's process group of these processes; `rank` and `size` are in it. None: all
+    processes."""
     shared_memory: SharedMemoryGroup | None = None
-    """Collectives for CPU tensors that are faster than the group's; None if the processes do not share memory."""
+    """Collectives for CPU tensors that are faster than the group's; None if the processes do not
+    share memory."""
     hierarchy: HierarchicalAllReduce | None = None
-    """The all-reduce for CPU tensors over several hosts with several processes. None with bitwise numerics."""
+    """The all-reduce for CPU tensors over several hosts with several processes. None with bitwise
+    numerics."""
     ranks_per_device: int = 1
     """Ranks on the device that has most. More than 1 only with `--share-devices`."""
 
@@ -65,12 +80,14 @@ class World:
         return self.shared_memory if self.hierarchy is None else self.hierarchy.shared_memory
 
     def leave(self) -> None:
-        """Wait for all ranks if lockstep made the group. Every rank calls it at the end of a run that succeeded."""
+        """Wait for all ranks if lockstep made the group. Every rank calls it at the end of a run
+        that succeeded."""
         if self.owns_group:
             dist.barrier()
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """All-gather rows in rank order: (sum(counts), ...). Every rank calls it with the `counts` of all."""
+        """All-gather rows in rank order: (sum(counts), ...). Every rank calls it with the `counts`
+        of all."""
         if self.size == 1:
             return rows
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
@@ -82,10 +99,16 @@ class World:
             dist.all_gather_single(everyone, padded, group=self.group)
         if min(counts) == len(padded):
             return everyone
-        return torch.cat([part[:count] for part, count in zip(everyone.view(self.size, *padded.shape), counts, strict=True)])
+        return torch.cat(
+            [
+                part[:count]
+                for part, count in zip(everyone.view(self.size, *padded.shape), counts, strict=True)
+            ]
+        )
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor`, contiguous and of one size on all ranks, by its sum. Every rank calls it."""
+        """Replace `tensor`, contiguous and of one size on all ranks, by its sum. Every rank calls
+        it."""
         if self.size == 1:
             return
         faster = self.shared_memory or self.hierarchy
@@ -95,14 +118,24 @@ class World:
             dist.all_reduce(tensor, group=self.group)
 
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor, on any device, by its sum over ranks, in buckets by dtype. Every rank calls it."""
+        """Replace each tensor, on any device, by its sum over ranks, in buckets by dtype. Every
+        rank calls it."""
         alone = [self._sums_in_place(tensor) for tensor in tensors]
-        pending = [work for tensor in compress(tensors, alone) if (work := self._start_all_reduce(tensor)) is not None]
-        for bucket in _buckets([tensor for tensor, summed in zip(tensors, alone, strict=True) if not summed]):
+        pending = [
+            work
+            for tensor in compress(tensors, alone)
+            if (work := self._start_all_reduce(tensor)) is not None
+        ]
+        for bucket in _buckets(
+            [tensor for tensor, summed in zip(tensors, alone, strict=True) if not summed]
+        ):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
             self.all_reduce(flat)
             summed = torch.split(flat.to(bucket[0].device), [tensor.numel() for tensor in bucket])
-            torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(summed, bucket, strict=True)])
+            torch._foreach_copy_(
+                bucket,
+                [part.view(tensor.shape) for part, tensor in zip(summed, bucket, strict=True)],
+            )
         for work in pending:
             work.wait()
 
@@ -129,13 +162,16 @@ class World:
         return bool(found.item())
 
     def gather_values(self, value: Any) -> list[Any]:
-        """All-gather a JSON value, in rank order. Every rank calls it; for set-up and rare events. Equal values
-        may be one object. A value that is short, or equal on all ranks, takes one collective; others take two."""
+        """All-gather a JSON value, in rank order. Every rank calls it; for set-up and rare events.
+        Equal values may be one object. A value that is short, or equal on all ranks, takes one
+        collective; others take two."""
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
         heads = bytes(self.gather_rows(_tensor(_head(text)), [_HEAD_BYTES] * self.size).numpy())
-        heads_or_texts = [heads[start : start + _HEAD_BYTES] for start in range(0, len(heads), _HEAD_BYTES)]
+        heads_or_texts = [
+            heads[start : start + _HEAD_BYTES] for start in range(0, len(heads), _HEAD_BYTES)
+        ]
         kinds = set(heads_or_texts)
         if len(kinds) == 1:
             return [json.loads(text)] * self.size
@@ -143,14 +179,18 @@ class World:
         if max(lengths.values()) > _IN_HEAD_BYTES:
             counts = [lengths[head] for head in heads_or_texts]
             everything = bytes(self.gather_rows(_tensor(text), counts).numpy())
-            heads_or_texts = [everything[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+            heads_or_texts = [
+                everything[end - count : end]
+                for count, end in zip(counts, accumulate(counts), strict=True)
+            ]
             values = {each: json.loads(each) for each in set(heads_or_texts)}
         else:
             values = {head: json.loads(_text_in(head)) for head in kinds}
         return [values[each] for each in heads_or_texts]
 
     def value_of(self, rank: int, value: Any) -> Any:
-        """Return the JSON value that rank `rank` gives. Every rank calls it; for set-up and rare events."""
+        """Return the JSON value that rank `rank` gives. Every rank calls it; for set-up and rare
+        events."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if rank == self.rank else b""
@@ -173,19 +213,27 @@ class World:
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
-        """All-gather any number of rows (or None) from each rank on the CPU, in rank order. Every rank calls it."""
-        kind = None if rows is None else {"dtype": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape)}
+        """All-gather any number of rows (or None) from each rank on the CPU, in rank order. Every
+        rank calls it."""
+        kind = (
+            None
+            if rows is None
+            else {"dtype": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape)}
+        )
         kinds = self.gather_values(kind)
         known = next(kind for kind in kinds if kind is not None)
         if rows is None:
             rows = torch.empty((0, *known["shape"][1:]), dtype=getattr(torch, known["dtype"]))
-        return self.gather_rows(rows.cpu(), [0 if kind is None else kind["shape"][0] for kind in kinds])
+        return self.gather_rows(
+            rows.cpu(), [0 if kind is None else kind["shape"][0] for kind in kinds]
+        )
 
 
 _made: weakref.ref[Any] | None = None
 """The process group that `join` made; None if it made none."""
 _compared: tuple[weakref.ref[Any], int] | None = None
-"""The process group whose ranks have compared their devices, and the ranks on the device that has most."""
+"""The process group whose ranks have compared their devices, and the ranks on the device that has
+most."""
 _excepthooks: tuple[Any, Any] = (None, None)
 """`sys.excepthook` before `join` made the group, and after it."""
 
@@ -201,11 +249,12 @@ def join(
     store: Store | None = None,
     share_devices: bool = False,
 ) -> World:
-    """Join the rendezvous and make the process group, or use the existing one. Every rank calls it. The device is this
-    rank's GPU (NCCL, with Gloo for CPU tensors), or without GPUs the CPU (Gloo). `backend`: another for its tensors.
-    `store`: the processes meet there, under keys that no group has used before; None: at MASTER_ADDR:MASTER_PORT.
-    `share_devices`: several processes may compute on one GPU. Raises `LaunchError` if there are fewer GPUs than
-    processes otherwise, if the address of the rendezvous cannot be used, or if the backend cannot."""
+    """Join the rendezvous and make the process group, or use the existing one. Every rank calls it.
+    The device is this rank's GPU (NCCL, with Gloo for CPU tensors), or without GPUs the CPU (Gloo).
+    `backend`: another for its tensors. `store`: the processes meet there, under keys that no group
+    has used before; None: at MASTER_ADDR:MASTER_PORT. `share_devices`: several processes may
+    compute on one GPU. Raises `LaunchError` if there are fewer GPUs than processes otherwise, if
+    the address of the rendezvous cannot be used, or if the backend cannot."""
     global _excepthooks
     before, was_initialized = sys.excepthook, dist.is_initialized()
     world = _joined(rank, size, local_rank, local_size, backend, timeout, store, share_devices)
@@ -216,12 +265,13 @@ def join(
 
 
 def leave() -> None:
-    """Destroy the process group that `join` made, if any: `join` can be called again. The group's sockets and threads
-    go with the last reference to it."""
+    """Destroy the process group that `join` made, if any: `join` can be called again. The group's
+    sockets and threads go with the last reference to it."""
     global _made, _excepthooks
     _take_down()
     atexit.unregister(_at_exit)
-    if sys.excepthook is _excepthooks[1]:  # torch has put one more in front of it at each `init_process_group`
+    # torch has put one more in front of it at each `init_process_group`
+    if sys.excepthook is _excepthooks[1]:
         sys.excepthook = _excepthooks[0]
     _made, _excepthooks = None, (None, None)
 
@@ -240,7 +290,10 @@ def _joined(
     if local_size > 1 and accelerator.is_for_one_process():
         device, mine = torch.device("cpu"), RankDevice(host="", type="cpu")
         if local_rank == 0:
-            say(f"lockstep: {local_size} processes compute on the CPU; the GPU of this machine is for one process")
+            say(
+                f"lockstep: {local_size} processes compute on the CPU; the GPU of this machine is"
+                " for one process"
+            )
     else:
         device, mine = find_device(local_rank, shares=share_devices)
     chosen = ""
@@ -249,7 +302,8 @@ def _joined(
     except LaunchError as error:
         if size == 1 or backend is not None:  # all ranks were given one --backend
             raise
-        mine = replace(mine, refusal=str(error))  # the other ranks are told, and do not wait for this one
+        # the other ranks are told, and do not wait for this one
+        mine = replace(mine, refusal=str(error))
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         if not owns_group():
@@ -257,7 +311,14 @@ def _joined(
     if size == 1:
         if not mine.type:
             raise LaunchError(unusable(mine, "this process"))
-        return World(rank, size, local_rank, local_size, device, owns_group=dist.is_initialized() and owns_group())
+        return World(
+            rank,
+            size,
+            local_rank,
+            local_size,
+            device,
+            owns_group=dist.is_initialized() and owns_group(),
+        )
     refuse_on_windows(f"a run of {size} processes")
     if dist.is_initialized() and _compared is not None and _compared[0]() is dist.group.WORLD:
         busiest = _compared[1]
@@ -272,11 +333,21 @@ def _joined(
         bound_to = accelerator.process_group_device(device, chosen)
         given: dict[str, Any] = {"store": meets, "rank": rank, "world_size": size}
         with _network_errors_refused():
-            dist.init_process_group(group_backends(chosen, device), timeout=timeout, device_id=bound_to, **given)
+            dist.init_process_group(
+                group_backends(chosen, device), timeout=timeout, device_id=bound_to, **given
+            )
         _made = weakref.ref(dist.group.WORLD)
         atexit.register(_at_exit)
     _compared = weakref.ref(dist.group.WORLD), busiest
-    return World(rank, size, local_rank, local_size, device, owns_group=owns_group(), ranks_per_device=busiest)
+    return World(
+        rank,
+        size,
+        local_rank,
+        local_size,
+        device,
+        owns_group=owns_group(),
+        ranks_per_device=busiest,
+    )
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Store:
@@ -298,8 +369,8 @@ def _take_down() -> None:
 
 
 def _at_exit() -> None:
-    """Take the group down when the process ends. NCCL's shutdown waits for the other ranks of the machine, which may
-    wait in a collective for this one: a process that fails aborts instead."""
+    """Take the group down when the process ends. NCCL's shutdown waits for the other ranks of the
+    machine, which may wait in a collective for this one: a process that fails aborts instead."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
     if not (has_failed and dist.is_initialized() and owns_group() and abort_accelerator_groups()):
@@ -315,15 +386,17 @@ def _network_errors_refused() -> Iterator[None]:
 
 
 def _network_error(error: Exception) -> str:
-    address = f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
+    address = (
+        f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
+    )
     if "EADDRINUSE" in str(error):
         return (
-            f"the rendezvous port {address} (MASTER_ADDR:MASTER_PORT) is in use by another program; "
-            "give another, or let lockstep run choose"
+            f"the rendezvous port {address} (MASTER_ADDR:MASTER_PORT) is in use by another program;"
+            " give another, or let lockstep run choose"
         )
     return (
-        f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; every process must be able to reach rank 0 "
-        "there: check that it runs, and the address"
+        f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; every"
+        " process must be able to reach rank 0 there: check that it runs, and the address"
     )
 
 
@@ -350,7 +423,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the tensors in buckets of one dtype."""
-    for _, alike in groupby(sorted(tensors, key=lambda tensor: str(tensor.dtype)), key=lambda tensor: tensor.dtype):
+    for _, alike in groupby(
+        sorted(tensors, key=lambda tensor: str(tensor.dtype)), key=lambda tensor: tensor.dtype
+    ):
         bucket: list[Tensor] = []
         for tensor in alike:
             bucket.append(tensor)
@@ -365,5 +440,6 @@ def exact_sum(values: Sequence[float]) -> float:
     """Return the correctly rounded sum, in any order of `values`. NaN and infinity pass through."""
     try:
         return math.fsum(values)
-    except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond what a float holds
+    # infinities of both signs, or a sum beyond what a float holds
+    except (ValueError, OverflowError):
         return sum(values)

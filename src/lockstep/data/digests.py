@@ -1,4 +1,5 @@
-"""Digests of some samples of a dataset, by which ranks find out that their data differ. Cheap for any dataset."""
+"""Digests of some samples of a dataset, by which ranks find out that their data differ. Cheap for
+any dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from lockstep.base.errors import DataError, first_few
 SAMPLES = 16
 """Most samples of a dataset that are digested."""
 SECONDS = 0.5
-"""No further sample is fetched after this time. Ranks compare the samples that all of them have digested."""
+"""No further sample is fetched after this time. Ranks compare the samples that all of them have
+digested."""
 COLLATIONS = 5
 """Times that the user's `collate` makes a batch again."""
 COLLATED = 4
@@ -38,9 +40,11 @@ class Digests:
     samples: list[tuple[str, dict[str, str]]]
     """The samples' names, and for each the digests of its parts by their paths: `[0].label`."""
     changing: str | None
-    """The first part of a sample, or of the batch of `collate`, that differs when made again. None: none does."""
+    """The first part of a sample, or of the batch of `collate`, that differs when made again. None:
+    none does."""
     unread: str | None = None
-    """The sample or batch that could not be made, and why; without a sample there are no digests."""
+    """The sample or batch that could not be made, and why; without a sample there are no
+    digests."""
 
     @classmethod
     def of(
@@ -51,8 +55,8 @@ class Digests:
         *,
         again: bool = True,
     ) -> Digests:
-        """Fetch samples one after another. `fetch`: given the position among `names`. `collated`: makes a batch of a
-        few samples by the user's `collate`. `again`: see `DigestRequest`."""
+        """Fetch samples one after another. `fetch`: given the position among `names`. `collated`:
+        makes a batch of a few samples by the user's `collate`. `again`: see `DigestRequest`."""
         began = time.monotonic()
         samples: list[tuple[str, dict[str, str]]] = []
         for position, name in enumerate(names):
@@ -71,7 +75,8 @@ class Digests:
 
 
 def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None]:
-    """Return `changing` and `unread`. A batch that is changed at random may stay as it is, so try some times."""
+    """Return `changing` and `unread`. A batch that is changed at random may stay as it is, so try
+    some times."""
     began = time.monotonic()
     try:
         first = digest_parts(collated())
@@ -86,14 +91,16 @@ def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None
 
 
 def spread(length: int) -> list[int]:
-    """Return up to `SAMPLES` indices of a dataset: the first, the last, and others evenly between them."""
+    """Return up to `SAMPLES` indices of a dataset: the first, the last, and others evenly between
+    them."""
     count = min(SAMPLES, length)
     indices = [place * (length - 1) // max(count - 1, 1) for place in range(count)]
     return [*indices[:1], *indices[:0:-1]]
 
 
 def digest_parts(sample: Any) -> dict[str, str]:
-    """Return the digest of each part of a sample, by its path; `not_compared` finds those that cannot be read."""
+    """Return the digest of each part of a sample, by its path; `not_compared` finds those that
+    cannot be read."""
     digests, unread = contents.digest_parts(Reader().parts(sample), _PARTS)
     return digests | {path: f"{_UNREAD} {digests[path]}" for path in unread}
 
@@ -104,33 +111,40 @@ def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
 
 
 def check_same(name: str, everyone: Sequence[Digests], *, lengths_only: bool = False) -> None:
-    """Raise `DataError` if two ranks have other samples. `everyone`: each rank's digests. `name`: the dataset's.
-    `lengths_only`: what is in the samples is not compared."""
+    """Raise `DataError` if two ranks have other samples. `everyone`: each rank's digests. `name`:
+    the dataset's. `lengths_only`: what is in the samples is not compared."""
     known = [(rank, found.samples) for rank, found in enumerate(everyone) if found.samples]
     for rank, samples in known[1:]:
         first, expected = known[0]
         for (sample, parts), (given, given_parts) in zip(expected, samples, strict=False):
             if sample != given:
                 raise DataError(
-                    f"{name} has {sample} on rank {first} where rank {rank} has {given}: their lengths differ; all ranks have one "
-                    "dataset, of which each computes a part; make the same dataset on every rank, whole"
+                    f"{name} has {sample} on rank {first} where rank {rank} has {given}: their"
+                    " lengths differ; all ranks have one dataset, of which each computes a part;"
+                    " make the same dataset on every rank, whole"
                 )
             if not lengths_only and (part := difference(parts, given_parts)) is not None:
                 raise DataError(
-                    f"{name}: {sample}{part} differs between rank {first} and rank {rank}; all ranks have one dataset, of which each "
-                    "computes a part, so every rank must make the same: seed what is drawn (torch.Generator().manual_seed(0), also for "
-                    "random_split), sort what is listed (sorted(os.listdir(folder))), and leave rank and clock out of it"
+                    f"{name}: {sample}{part} differs between rank {first} and rank {rank}; all"
+                    " ranks have one dataset, of which each computes a part, so every rank must"
+                    " make the same: seed what is drawn (torch.Generator().manual_seed(0), also"
+                    " for random_split), sort what is listed (sorted(os.listdir(folder))), and"
+                    " leave rank and clock out of it"
                 )
 
 
-def check_unchanged(name: str, saved: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise `DataError` if a sample is not what it was when a checkpoint was saved. Digests of parts, by sample."""
+def check_unchanged(
+    name: str, saved: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Raise `DataError` if a sample is not what it was when a checkpoint was saved. Digests of
+    parts, by sample."""
     for sample, parts in now.items():
         if sample in saved and (part := difference(saved[sample], parts)) is not None:
             raise DataError(
-                f"{name}: {sample}{part} is not what it was when the checkpoint was saved; a resumed run goes on with the same data; "
-                "restore it (what a hook changes in it, in the hook's state_dict and load_state_dict), allow the change "
-                "(--allow-change data, allow_change=['data']), or choose another run directory"
+                f"{name}: {sample}{part} is not what it was when the checkpoint was saved; a"
+                " resumed run goes on with the same data; restore it (what a hook changes in it,"
+                " in the hook's state_dict and load_state_dict), allow the change (--allow-change"
+                " data, allow_change=['data']), or choose another run directory"
             )
 
 
@@ -139,21 +153,24 @@ def changing(name: str, everyone: Sequence[Digests]) -> str | None:
     for rank, found in enumerate(everyone):
         if found.changing is not None:
             return (
-                f"{name}: {found.changing} on rank {rank} has other bits each time that it is fetched; a sample follows from its index, "
-                "a batch of collate from its samples, and both from the default generators of python, numpy and torch, which are seeded "
-                "before each sample and each batch"
+                f"{name}: {found.changing} on rank {rank} has other bits each time that it is"
+                " fetched; a sample follows from its index, a batch of collate from its samples,"
+                " and both from the default generators of python, numpy and torch, which are"
+                " seeded before each sample and each batch"
             )
     return None
 
 
 def not_compared(name: str, everyone: Sequence[Digests]) -> str | None:
-    """Return which samples, or parts of them, cannot be read, so that ranks may have others; None if all were
-    compared."""
+    """Return which samples, or parts of them, cannot be read, so that ranks may have others; None
+    if all were compared."""
     for rank, found in enumerate(everyone):
         if found.unread is not None:
             return f"{name}: {found.unread} on rank {rank}"
         for sample, parts in found.samples:
-            unread = [f"{sample}{path}" for path, digest in parts.items() if digest.startswith(_UNREAD)]
+            unread = [
+                f"{sample}{path}" for path, digest in parts.items() if digest.startswith(_UNREAD)
+            ]
             if unread:
                 return f"{name}: {first_few(unread)}"
     return None

@@ -1,4 +1,5 @@
-"""Fetching: from the indices of samples to a collated microbatch, in the training process or in a loader worker."""
+"""Fetching: from the indices of samples to a collated microbatch, in the training process or in a
+loader worker."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**20
 GATHERED_REQUESTS = 16
-"""Microbatches of a TensorDataset whose rows are copied in one go: at most this many, and at most GATHERED_BYTES."""
+"""Microbatches of a TensorDataset whose rows are copied in one go: at most this many, and at most
+GATHERED_BYTES."""
 ALIGNMENT_BYTES = 64
 """The alignment of torch's tensors. With another alignment a matrix product may have other bits."""
 
@@ -67,11 +69,13 @@ class ShardRequest(NamedTuple):
 
 
 class Fetcher:
-    """Fetches microbatches of `data`: `fetcher[request]`.
-    With a `seed`, the default generators are seeded before each sample by (seed, epoch, sample), before a
-    `__getitems__` by its first sample, and before the user's `collate` by (seed, step, microbatch)."""
+    """Fetches microbatches of `data`: `fetcher[request]`. With a `seed`, the default generators are
+    seeded before each sample by (seed, epoch, sample), before a `__getitems__` by its first sample,
+    and before the user's `collate` by (seed, step, microbatch)."""
 
-    def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int | None) -> None:
+    def __init__(
+        self, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int | None
+    ) -> None:
         self._data = data
         self._collate = collate
         self._length = len(data)
@@ -89,7 +93,8 @@ class Fetcher:
             self._make = self._at_once
 
     def __getitem__(self, request: SampleRequest | DigestRequest) -> Any:
-        """Return the batch, or `Digests`. Raises `DataError`, and what dataset and `collate` raise, with a note."""
+        """Return the batch, or `Digests`. Raises `DataError`, and what dataset and `collate` raise,
+        with a note."""
         if isinstance(request, DigestRequest):
             return self._digests(again=request.again)
         self.check_length(request)
@@ -101,35 +106,59 @@ class Fetcher:
         request = SampleRequest(0, 0, False, np.zeros_like(few), few)
         collated = None if self._collate is None else lambda: self._make(request)
         if _fetches_many(self._data):
-            return Digests.of([f"samples {some(indices)}"], lambda _: self._many(indices, 0, during), collated, again=again)
+            return Digests.of(
+                [f"samples {some(indices)}"],
+                lambda _: self._many(indices, 0, during),
+                collated,
+                again=again,
+            )
         names = [f"sample {index}" for index in indices]
-        return Digests.of(names, lambda place: self._one(indices[place], 0, during), collated, again=again)
+        return Digests.of(
+            names, lambda place: self._one(indices[place], 0, during), collated, again=again
+        )
 
     def check_length(self, request: SampleRequest) -> None:
         if len(self._data) != self._length:
             raise DataError(
-                f"the dataset has {len(self._data)} samples {request}, and had {self._length} before; the order of a run follows from "
-                "the length; give data whose len() stays the same"
+                f"the dataset has {len(self._data)} samples {request}, and had {self._length}"
+                " before; the order of a run follows from the length; give data whose len() stays"
+                " the same"
             )
 
-    def gathered(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
-        """Yield each request and its batch. The rows of several small microbatches are copied in one go.
-        Their tensors are parts of one allocation, each aligned as a tensor of its own would be."""
+    def gathered(
+        self, requests: Iterator[SampleRequest]
+    ) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
+        """Yield each request and its batch. The rows of several small microbatches are copied in
+        one go. Their tensors are parts of one allocation, each aligned as a tensor of its own would
+        be."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
-        while several := list(_some_requests(requests, rows, lambda size: all(size * width % ALIGNMENT_BYTES == 0 for width in widths))):
+        while several := list(
+            _some_requests(
+                requests,
+                rows,
+                lambda size: all(size * width % ALIGNMENT_BYTES == 0 for width in widths),
+            )
+        ):
             sizes = [len(request.samples) for request in several]
-            columns = [torch.split(column, sizes) for column in self._rows(np.concatenate([request.samples for request in several]))]
+            columns = [
+                torch.split(column, sizes)
+                for column in self._rows(np.concatenate([request.samples for request in several]))
+            ]
             for request, parts in zip(several, zip(*columns, strict=True), strict=True):
                 self.check_length(request)
-                yield request, [part.data for part in parts]  # .data: each may be changed in place, as no view of the others
+                # .data: each may be changed in place, as no view of the others
+                yield request, [part.data for part in parts]
 
     def _by_rows(self, request: SampleRequest) -> list[Tensor]:
         return self._rows(request.samples)
 
     def _rows(self, samples: NDArray[np.int64]) -> list[Tensor]:
         rows = torch.from_numpy(samples)
-        return [tensor.index_select(0, rows if tensor.is_cpu else rows.to(tensor.device)) for tensor in self._data.tensors]
+        return [
+            tensor.index_select(0, rows if tensor.is_cpu else rows.to(tensor.device))
+            for tensor in self._data.tensors
+        ]
 
     def _many(self, indices: list[int], epoch: int, during: object) -> Any:
         if self._set_epoch is not None:
@@ -139,7 +168,10 @@ class Fetcher:
         try:
             return self._data.__getitems__(indices)
         except Exception as error:
-            error.add_note(f"raised by __getitems__({some(indices)}) of {type(self._data).__qualname__} {during}")
+            error.add_note(
+                f"raised by __getitems__({some(indices)}) of {type(self._data).__qualname__}"
+                f" {during}"
+            )
             raise
 
     def _one(self, index: int, epoch: int, during: object) -> Any:
@@ -160,8 +192,9 @@ class Fetcher:
             return fetched
         if len(fetched) != len(indices):
             raise DataError(
-                f"__getitems__ of {type(self._data).__qualname__} returned a list of {len(fetched)} for {len(indices)} indices "
-                f"{request}; a list holds one item a sample, to be collated; return a tuple, a dict or a tensor for a batch made already"
+                f"__getitems__ of {type(self._data).__qualname__} returned a list of {len(fetched)}"
+                f" for {len(indices)} indices {request}; a list holds one item a sample, to be"
+                " collated; return a tuple, a dict or a tensor for a batch made already"
             )
         return self._batch(fetched, request)
 
@@ -170,7 +203,13 @@ class Fetcher:
         return self._batch([self._one(index, epoch, request) for epoch, index in drawn], request)
 
     def _batch(self, samples: list[Any], request: SampleRequest) -> Any:
-        return batch_of(samples, self._collate, self._seed_of_collate, request, lambda: f"samples {some(request.samples.tolist())}")
+        return batch_of(
+            samples,
+            self._collate,
+            self._seed_of_collate,
+            request,
+            lambda: f"samples {some(request.samples.tolist())}",
+        )
 
 
 def batch_of(
@@ -180,20 +219,22 @@ def batch_of(
     request: SampleRequest | ShardRequest,
     describe: Callable[[], str],
 ) -> Any:
-    """Return the collated samples. `collate`: the user's; None: torch's. `describe`: returns the samples in words.
-    The default generators are seeded if `seed` is given. Raises `DataError`, and what `collate` raises, with a note."""
+    """Return the collated samples. `collate`: the user's; None: torch's. `describe`: returns the
+    samples in words. The default generators are seeded if `seed` is given. Raises `DataError`, and
+    what `collate` raises, with a note."""
     if collate is None:
         try:
             return default_collate(samples)
         except Exception as error:
             if "unable to allocate shared memory" in str(error):
                 raise DataError(
-                    f"{request}: no room in /dev/shm, through which loader workers hand over batches ({error}); "
-                    f"{LARGER_SHARED_MEMORY}, or plan workers=0"
+                    f"{request}: no room in /dev/shm, through which loader workers hand over"
+                    f" batches ({error}); {LARGER_SHARED_MEMORY}, or plan workers=0"
                 ) from error
             raise DataError(
-                f"{request}: {describe()} do not make a batch: {_reason(samples, error)}; torch's default collate needs samples of one "
-                "structure and shape; give Recipe.collate or Evaluation.collate, a function from a list of samples to a batch"
+                f"{request}: {describe()} do not make a batch: {_reason(samples, error)}; torch's"
+                " default collate needs samples of one structure and shape; give Recipe.collate or"
+                " Evaluation.collate, a function from a list of samples to a batch"
             ) from error
     if seed is not None:
         seed_generators(key(seed, RandomStream.COLLATE, request.step, request.microbatch), CPU)
@@ -204,8 +245,11 @@ def batch_of(
         raise
 
 
-def _some_requests(requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]) -> Iterator[SampleRequest]:
-    """Yield up to `GATHERED_REQUESTS` requests, until they have `rows` rows or the next one would not be aligned."""
+def _some_requests(
+    requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]
+) -> Iterator[SampleRequest]:
+    """Yield up to `GATHERED_REQUESTS` requests, until they have `rows` rows or the next one would
+    not be aligned."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
@@ -214,14 +258,16 @@ def _some_requests(requests: Iterator[SampleRequest], rows: int, fits: Callable[
 
 
 def _fetches_many(data: Any) -> bool:
-    """True if `data` has its own `__getitems__`; the one of torch's Subset only passes the call on."""
+    """True if `data` has its own `__getitems__`; the one of torch's Subset only passes the call
+    on."""
     if type(data) is Subset:
         return _fetches_many(data.dataset)
     return getattr(data, "__getitems__", None) is not None
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """Return why torch's default collate failed. In a worker its error is about the shared memory that it uses."""
+    """Return why torch's default collate failed. In a worker its error is about the shared memory
+    that it uses."""
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)

@@ -1,4 +1,5 @@
-"""The default random generators of a process: seeded from a key, or preserved while user code runs."""
+"""The default random generators of a process: seeded from a key, or preserved while user code
+runs."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from lockstep.base import accelerator
 
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the instance behind the functions of `random`
 _seed_python = super(random.Random, _python).seed
-"""`random.seed` of an int without its tests of the type, a third of its time. It leaves `gauss_next`."""
+"""`random.seed` of an int without its tests of the type, a third of its time. It leaves
+`gauss_next`."""
 
 
 def seed_generators(key: int, device: torch.device) -> None:
-    """Seed python's, numpy's and torch's default generators (on the CPU and on `device`) in about 5 µs on a CPU."""
+    """Seed python's, numpy's and torch's default generators (on the CPU and on `device`) in about 5
+    µs on a CPU."""
     _seed_python(key)
     _python.gauss_next = None
     np.random.seed(key & 0xFFFFFFFF)
@@ -27,9 +30,9 @@ def seed_generators(key: int, device: torch.device) -> None:
 
 
 class PreservedGenerators:
-    """Restores Python's, numpy's and torch's default CPU generators on leaving, in 20 µs: user code may seed them.
-    Saving numpy's generator would take 90 µs, so another one replaces it meanwhile. The second of a pair of normal
-    deviates, which numpy's legacy interface buffers, is lost."""
+    """Restores Python's, numpy's and torch's default CPU generators on leaving, in 20 µs: user code
+    may seed them. Saving numpy's generator would take 90 µs, so another one replaces it meanwhile.
+    The second of a pair of normal deviates, which numpy's legacy interface buffers, is lost."""
 
     def __init__(self) -> None:
         self._own = np.random.MT19937(0)
@@ -40,7 +43,12 @@ class PreservedGenerators:
         self._torch = torch.default_generator.get_state()
         np.random.set_bit_generator(self._own)  # type: ignore[attr-defined]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         np.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
         random.setstate(self._python)
         torch.default_generator.set_state(self._torch)

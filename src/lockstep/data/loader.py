@@ -1,4 +1,5 @@
-"""Loaders: microbatches of a dataset in the keyed order of a run, or of a stream from the positions of its shards."""
+"""Loaders: microbatches of a dataset in the keyed order of a run, or of a stream from the positions
+of its shards."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from lockstep.order import Order
 from lockstep.recipe.data import Stream
 
 CHUNK_POSITIONS = 4096
-"""Positions that are mapped to samples at once: microbatches are requested so far ahead, unless a loader says less."""
+"""Positions that are mapped to samples at once: microbatches are requested so far ahead, unless a
+loader says less."""
 
 
 @dataclass(slots=True)
@@ -40,7 +42,8 @@ class Span:
     """First position in the run; the positions are [start, stop)."""
     stop: int
     is_dummy: bool = False
-    """True if it is computed only so that a collective has all its ranks; its gradient is discarded."""
+    """True if it is computed only so that a collective has all its ranks; its gradient is
+    discarded."""
 
 
 @dataclass(slots=True)
@@ -56,12 +59,19 @@ class Microbatch:
 
 
 class _BatchLoader:
-    """Runs a fetcher on requests, in their order: in this process, or ahead of time in `workers` processes."""
+    """Runs a fetcher on requests, in their order: in this process, or ahead of time in `workers`
+    processes."""
 
-    def __init__(self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int) -> None:
+    def __init__(
+        self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int
+    ) -> None:
         self._seeds, self._fetch_one = fetcher.seeds, fetcher.__getitem__
         self._pinned = accelerator.has_streams(device)
-        self._workers = LoaderWorkers(fetcher, workers, pinned=self._pinned, prefetch=prefetch) if workers else None
+        self._workers = (
+            LoaderWorkers(fetcher, workers, pinned=self._pinned, prefetch=prefetch)
+            if workers
+            else None
+        )
         self._preserved_generators = PreservedGenerators()
         self._structure: Any = None
 
@@ -82,8 +92,8 @@ class _BatchLoader:
             yield request, made
 
     def digests(self, *, again: bool = True) -> Digests:
-        """Return digests of some samples, fetched where microbatches are. With loader workers, call it before `fetch`.
-        `again`: see `DigestRequest`."""
+        """Return digests of some samples, fetched where microbatches are. With loader workers, call
+        it before `fetch`. `again`: see `DigestRequest`."""
         found: Digests = next(self._fetched(iter([DigestRequest(again)])))[1]
         return found
 
@@ -92,23 +102,26 @@ class _BatchLoader:
         return pin(batch) if self._pinned else batch
 
     def _check_structure(self, batch: Any, request: object) -> None:
-        """Raise `DataError`, which names the `request`, if the batch has another structure than the first."""
+        """Raise `DataError`, which names the `request`, if the batch has another structure than the
+        first."""
         made = structure(batch)
         if self._structure is None:
             self._structure = made
         elif made != self._structure and (found := difference(self._structure, made)):
             raise DataError(
-                f"{request}: {found} in the first microbatch; every microbatch has the same containers, keys and dtypes (shapes may "
-                "differ); make them so in the dataset or in the collate function"
+                f"{request}: {found} in the first microbatch; every microbatch has the same"
+                " containers, keys and dtypes (shapes may differ); make them so in the dataset or"
+                " in the collate function"
             )
 
 
 class Loader(_BatchLoader):
     """Fetches microbatches of a map-style dataset. Each rank has its own loader, for its own spans.
-    `collate`: (samples) -> batch; None: torch's default. `shuffle=False`: a sample's index is its position.
-    `order`: that of a user's sampler. `workers`: processes that prefetch `prefetch` microbatches each; 0: this process
-    fetches. The batches do not depend on it. `ahead`: positions that are requested ahead, besides prefetching.
-    This process's default generators keep their state. `device`: for CUDA, batches are in pinned memory."""
+    `collate`: (samples) -> batch; None: torch's default. `shuffle=False`: a sample's index is its
+    position. `order`: that of a user's sampler. `workers`: processes that prefetch `prefetch`
+    microbatches each; 0: this process fetches. The batches do not depend on it. `ahead`: positions
+    that are requested ahead, besides prefetching. This process's default generators keep their
+    state. `device`: for CUDA, batches are in pinned memory."""
 
     def __init__(
         self,
@@ -129,13 +142,22 @@ class Loader(_BatchLoader):
         super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in their order. Spans are read `ahead` positions ahead.
-        One call at a time. Raises `DataError` if the dataset changes its length, samples cannot be collated, or a batch
-        has another structure than the first one; and whatever the dataset or `collate` raises."""
+        """Yield the microbatches of `spans`, in their order. Spans are read `ahead` positions
+        ahead. One call at a time. Raises `DataError` if the dataset changes its length, samples
+        cannot be collated, or a batch has another structure than the first one; and whatever the
+        dataset or `collate` raises."""
         requests = self._requests(spans)
         only_rows = self._fetcher.gathers and self._workers is None
-        for request, batch in self._fetcher.gathered(requests) if only_rows else self._checked(requests):
-            yield Microbatch(request.step, request.microbatch, request.is_dummy, len(request.samples), self._pin(batch))
+        for request, batch in (
+            self._fetcher.gathered(requests) if only_rows else self._checked(requests)
+        ):
+            yield Microbatch(
+                request.step,
+                request.microbatch,
+                request.is_dummy,
+                len(request.samples),
+                self._pin(batch),
+            )
 
     def _checked(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
         for request, batch in self._fetched(requests):
@@ -148,16 +170,23 @@ class Loader(_BatchLoader):
         remaining = iter(spans)
         while chunk := list(_some_spans(remaining, self._ahead)):
             positions = np.concatenate([np.arange(span.start, span.stop) for span in chunk])
-            epochs, samples = (np.zeros_like(positions), positions) if self.order is None else self.order.samples(positions)
+            epochs, samples = (
+                (np.zeros_like(positions), positions)
+                if self.order is None
+                else self.order.samples(positions)
+            )
             stop = 0
             for span in chunk:
                 start, stop = stop, stop + span.stop - span.start
-                yield SampleRequest(span.step, span.index, span.is_dummy, epochs[start:stop], samples[start:stop])
+                yield SampleRequest(
+                    span.step, span.index, span.is_dummy, epochs[start:stop], samples[start:stop]
+                )
 
 
 class StreamLoader(_BatchLoader):
-    """Fetches microbatches of a stream. Each rank has its own loader, for its own spans. Arguments: as in `Loader`.
-    A shard is always read by the same worker. If there are more workers than shards, the others are idle."""
+    """Fetches microbatches of a stream. Each rank has its own loader, for its own spans. Arguments:
+    as in `Loader`. A shard is always read by the same worker. If there are more workers than
+    shards, the others are idle."""
 
     def __init__(
         self,
@@ -174,36 +203,53 @@ class StreamLoader(_BatchLoader):
         self._count = max(workers, 1)
         super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
-    def fetch(self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in their order. Only their lengths matter; consecutive spans of one
-        microbatch are read once. `microbatches`: in a global batch. `positions`: shard -> where it continues, by
-        default at its beginning. One call at a time. Raises what `StreamFetcher` raises, and `DataError` if a batch's
-        structure is another one."""
-        for request, made in self._fetched(self._round_robin(self._requests(spans, microbatches, positions))):
+    def fetch(
+        self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]
+    ) -> Iterator[Microbatch]:
+        """Yield the microbatches of `spans`, in their order. Only their lengths matter; consecutive
+        spans of one microbatch are read once. `microbatches`: in a global batch. `positions`: shard
+        -> where it continues, by default at its beginning. One call at a time. Raises what
+        `StreamFetcher` raises, and `DataError` if a batch's structure is another one."""
+        for request, made in self._fetched(
+            self._round_robin(self._requests(spans, microbatches, positions))
+        ):
             if request is None:
                 continue
             batch, origin = made
             self._check_structure(batch, request)
-            batches = [batch, *(copy.deepcopy(batch) for _ in request.are_dummies[1:])]  # before anyone changes it in place
+            # before anyone changes it in place
+            batches = [batch, *(copy.deepcopy(batch) for _ in request.are_dummies[1:])]
             for is_dummy, each in zip(request.are_dummies, batches, strict=True):
-                yield Microbatch(request.step, request.microbatch, is_dummy, request.size, self._pin(each), origin)
+                yield Microbatch(
+                    request.step,
+                    request.microbatch,
+                    is_dummy,
+                    request.size,
+                    self._pin(each),
+                    origin,
+                )
 
     def close(self) -> None:
         super().close()
         self._fetcher.close()
 
-    def _requests(self, spans: Iterable[Span], microbatches: int, positions: Mapping[int, ShardPosition]) -> Iterator[ShardRequest]:
+    def _requests(
+        self, spans: Iterable[Span], microbatches: int, positions: Mapping[int, ShardPosition]
+    ) -> Iterator[ShardRequest]:
         begun: set[int] = set()
         for (step, index), several in groupby(spans, key=lambda span: (span.step, span.index)):
             span, *again = several
             are_dummies = (span.is_dummy, *(each.is_dummy for each in again))
-            shard = assignment.stream_shard(step, index, microbatches=microbatches, shards=self.shards)
+            shard = assignment.stream_shard(
+                step, index, microbatches=microbatches, shards=self.shards
+            )
             begin = None if shard in begun else positions.get(shard, ShardPosition())
             begun.add(shard)
             yield ShardRequest(step, index, are_dummies, shard, span.stop - span.start, begin)
 
     def _round_robin(self, requests: Iterator[ShardRequest]) -> Iterator[ShardRequest | None]:
-        """Insert None between requests so that one worker gets all of a shard's: workers take requests round-robin."""
+        """Insert None between requests so that one worker gets all of a shard's: workers take
+        requests round-robin."""
         places: dict[int, int] = {}
         turn = 0
         for request in requests:

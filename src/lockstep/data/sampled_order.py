@@ -1,4 +1,5 @@
-"""The order of samples, or the batches, that a user's sampler gives: a pure function of (epoch, seed)."""
+"""The order of samples, or the batches, that a user's sampler gives: a pure function of (epoch,
+seed)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from lockstep.keys import RandomStream, key
 
 Indices = NDArray[np.int64]
 EPOCH_STRIDE = 2**40
-"""Difference between the first positions of two epochs of batches, which may differ in their number of samples."""
+"""Difference between the first positions of two epochs of batches, which may differ in their number
+of samples."""
 
 
 class _Sampler:
@@ -43,8 +45,8 @@ def _digest(*parts: Indices) -> str:
 
 
 class SampledOrder:
-    """The order of `Recipe.sampler` for a dataset of `samples` samples. Position p is place p % length of epoch p //
-    length. Every rank makes its own. Raises `DataError`."""
+    """The order of `Recipe.sampler` for a dataset of `samples` samples. Position p is place p %
+    length of epoch p // length. Every rank makes its own. Raises `DataError`."""
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         self._sampler = _Sampler("sampler", sampler, seed)
@@ -57,7 +59,8 @@ class SampledOrder:
             raise self._sampler.error(0, f"returned other indices the second time; {PURE}")
 
     def samples(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the epoch and the sample of each position: two arrays of the shape of `positions`."""
+        """Return the epoch and the sample of each position: two arrays of the shape of
+        `positions`."""
         epochs, places = np.divmod(positions, np.int64(self.length))
         found = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -69,7 +72,9 @@ class SampledOrder:
         indices = _indices(self._sampler, epoch, self._sampler(epoch), self._samples)
         if len(indices) != (self.length or len(indices)):
             raise self._sampler.error(
-                epoch, f"returned {len(indices)} indices, and {self.length} in epoch 0; a run is counted in epochs of one length"
+                epoch,
+                f"returned {len(indices)} indices, and {self.length} in epoch 0; a run is counted"
+                " in epochs of one length",
             )
         self.length = len(indices)
         return indices
@@ -85,8 +90,8 @@ class _Epoch(NamedTuple):
 
 
 class BatchOrder:
-    """The batches of `Recipe.batch_sampler` for a dataset of `samples` samples. Position p is place p % EPOCH_STRIDE of
-    epoch p // EPOCH_STRIDE. Every rank makes its own. Raises `DataError`."""
+    """The batches of `Recipe.batch_sampler` for a dataset of `samples` samples. Position p is place
+    p % EPOCH_STRIDE of epoch p // EPOCH_STRIDE. Every rank makes its own. Raises `DataError`."""
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         self._sampler = _Sampler("batch_sampler", sampler, seed)
@@ -97,7 +102,9 @@ class BatchOrder:
         self.batches, self.max_microbatches = len(first.batches), max(map(len, first.batches))
         self.sizes = [stop - start for batch in first.batches for start, stop in batch]
         """Samples of each microbatch of epoch 0."""
-        self.digest = _digest(first.indices, np.array([start for batch in first.batches for start, _ in batch]))
+        self.digest = _digest(
+            first.indices, np.array([start for batch in first.batches for start, _ in batch])
+        )
         self._epoch(1)
         again = self._epoch(0)
         if not np.array_equal(again.indices, first.indices) or again.batches != first.batches:
@@ -116,7 +123,8 @@ class BatchOrder:
         return [(start - spans[0][0], stop - spans[0][0]) for start, stop in spans]
 
     def samples(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the epoch and the sample of each position: two arrays of the shape of `positions`."""
+        """Return the epoch and the sample of each position: two arrays of the shape of
+        `positions`."""
         epochs, places = np.divmod(positions, np.int64(EPOCH_STRIDE))
         found = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -128,21 +136,31 @@ class BatchOrder:
         given = list(self._sampler(epoch))
         if not given or not all(isinstance(batch, Sequence) and len(batch) for batch in given):
             raise self._sampler.error(epoch, f"returned {_short(given)}; {BATCHES}")
-        parts = [[_indices(self._sampler, epoch, each, self._samples) for each in batch] for batch in given]
+        parts = [
+            [_indices(self._sampler, epoch, each, self._samples) for each in batch]
+            for batch in given
+        ]
         most = max(map(len, parts))
         if self.batches and (len(parts) != self.batches or most > self.max_microbatches):
             raise self._sampler.error(
                 epoch,
-                f"returned {len(parts)} batches of up to {most} microbatches, and {self.batches} of up to {self.max_microbatches} in epoch "
-                "0; a run is counted in epochs of one length; make the batches once, and shuffle them in each epoch",
+                f"returned {len(parts)} batches of up to {most} microbatches, and {self.batches} of"
+                f" up to {self.max_microbatches} in epoch 0; a run is counted in epochs of one"
+                " length; make the batches once, and shuffle them in each epoch",
             )
-        bounds = list(pairwise(accumulate((len(each) for batch in parts for each in batch), initial=0)))
+        bounds = list(
+            pairwise(accumulate((len(each) for batch in parts for each in batch), initial=0))
+        )
         remaining = iter(bounds)
-        return _Epoch(np.concatenate([each for batch in parts for each in batch]), [[next(remaining) for _ in batch] for batch in parts])
+        return _Epoch(
+            np.concatenate([each for batch in parts for each in batch]),
+            [[next(remaining) for _ in batch] for batch in parts],
+        )
 
 
 PURE = (
-    "it is a function of epoch and seed alone, so that a resumed run has the same samples; draw from torch's or NumPy's default generators"
+    "it is a function of epoch and seed alone, so that a resumed run has the same samples; draw"
+    " from torch's or NumPy's default generators"
 )
 BATCHES = "it returns a list of global batches, each a list of microbatches, each a list of indices"
 
@@ -153,11 +171,18 @@ def _indices(sampler: _Sampler, epoch: int, given: Any, samples: int) -> Indices
     except ValueError:
         indices = np.empty(0, dtype=object)
     if indices.ndim != 1 or not indices.size or not np.issubdtype(indices.dtype, np.integer):
-        what = BATCHES if sampler.name == "batch_sampler" else "it returns the indices of an epoch's samples, in order"
+        what = (
+            BATCHES
+            if sampler.name == "batch_sampler"
+            else "it returns the indices of an epoch's samples, in order"
+        )
         raise sampler.error(epoch, f"returned {_short(given)}; {what}")
     if indices.min() < 0 or indices.max() >= samples:
         wrong = next(int(index) for index in indices if not 0 <= index < samples)
-        raise sampler.error(epoch, f"returned the index {wrong}; the dataset has {samples} samples, 0 to {samples - 1}")
+        raise sampler.error(
+            epoch,
+            f"returned the index {wrong}; the dataset has {samples} samples, 0 to {samples - 1}",
+        )
     return indices.astype(np.int64)
 
 
@@ -171,7 +196,11 @@ SampleOrder = SampledOrder | BatchOrder
 
 
 def order_of(
-    sampler: Callable[[int, int], Any] | None, batch_sampler: Callable[[int, int], Any] | None, *, seed: int, samples: int
+    sampler: Callable[[int, int], Any] | None,
+    batch_sampler: Callable[[int, int], Any] | None,
+    *,
+    seed: int,
+    samples: int,
 ) -> SampleOrder | None:
     """The order of a recipe's sampler; None if it has none."""
     if sampler is not None:

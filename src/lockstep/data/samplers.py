@@ -1,4 +1,5 @@
-"""Samplers for `Recipe.sampler` and `Recipe.batch_sampler`: weighted, balanced, mixtures, batches by length. Pure."""
+"""Samplers for `Recipe.sampler` and `Recipe.batch_sampler`: weighted, balanced, mixtures, batches
+by length. Pure."""
 
 from __future__ import annotations
 
@@ -15,29 +16,39 @@ from lockstep.order import Order, hashed
 Sampler = Callable[[int, int], NDArray[np.int64]]
 BatchSampler = Callable[[int, int], list[list[NDArray[np.int64]]]]
 LENGTH_GROWTH = 1.1
-"""Ratio of the longest sample of a bucket to the longest of the one before, at most (or one more)."""
+"""Ratio of the longest sample of a bucket to the longest of the one before, at most (or one
+more)."""
 
 
-def weighted(weights: Sequence[float], *, samples: int | None = None, replacement: bool = True) -> Sampler:
-    """Draw `samples` indices an epoch (None: as many as there are weights), each with a probability in proportion to
-    its weight.
+def weighted(
+    weights: Sequence[float], *, samples: int | None = None, replacement: bool = True
+) -> Sampler:
+    """Draw `samples` indices an epoch (None: as many as there are weights), each with a probability
+    in proportion to its weight.
 
-    `replacement=False`: no index twice in an epoch (Efraimidis and Spirakis, 2006). Raises `RecipeError`.
+    `replacement=False`: no index twice in an epoch (Efraimidis and Spirakis, 2006). Raises
+    `RecipeError`.
     """
     given = np.asarray(weights, dtype=np.float64)
     count = len(given) if samples is None else samples
     if given.ndim != 1 or not np.isfinite(given).all() or (given < 0).any() or not given.sum() > 0:
-        raise RecipeError("weighted(weights): they are finite, not negative, not all 0, and one a sample of the dataset; correct them")
+        raise RecipeError(
+            "weighted(weights): they are finite, not negative, not all 0, and one a sample of the"
+            " dataset; correct them"
+        )
     if count < 1 or (not replacement and count > np.count_nonzero(given)):
         raise RecipeError(
-            f"weighted(samples={samples}, replacement={replacement}) with {np.count_nonzero(given)} weights above 0; an epoch has at least "
-            "one sample, and without replacement at most as many as those; give another number"
+            f"weighted(samples={samples}, replacement={replacement}) with {np.count_nonzero(given)}"
+            " weights above 0; an epoch has at least one sample, and without replacement at most"
+            " as many as those; give another number"
         )
     bounds = np.cumsum(given) / given.sum()
 
     def sampler(epoch: int, seed: int) -> NDArray[np.int64]:
         if replacement:
-            drawn: NDArray[np.int64] = np.searchsorted(bounds, _uniform(count, seed, epoch), side="right")
+            drawn: NDArray[np.int64] = np.searchsorted(
+                bounds, _uniform(count, seed, epoch), side="right"
+            )
             last = np.flatnonzero(given)[-1]  # where rounding has left the last bound below 1
             return np.where(drawn < last, drawn, last)
         with np.errstate(divide="ignore"):
@@ -48,8 +59,8 @@ def weighted(weights: Sequence[float], *, samples: int | None = None, replacemen
 
 
 def balanced(labels: Sequence[Hashable], *, samples: int | None = None) -> Sampler:
-    """Draw indices so that each label is equally likely. `labels`: one a sample. `samples`: as in `weighted`. Raises
-    `RecipeError`."""
+    """Draw indices so that each label is equally likely. `labels`: one a sample. `samples`: as in
+    `weighted`. Raises `RecipeError`."""
     counts: dict[Hashable, int] = {}
     for label in labels:
         counts[label] = counts.get(label, 0) + 1
@@ -57,19 +68,31 @@ def balanced(labels: Sequence[Hashable], *, samples: int | None = None) -> Sampl
 
 
 def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> Sampler:
-    """Mix datasets: an epoch has `samples` samples, and each dataset its ratio of them, to the nearest whole number.
+    """Mix datasets: an epoch has `samples` samples, and each dataset its ratio of them, to the
+    nearest whole number.
 
-    For `torch.utils.data.ConcatDataset` of datasets of these `sizes`. The samples of each dataset come in a keyed order
-    that goes on from epoch to epoch, so that each is seen once before any is seen again. Raises `RecipeError`.
+    For `torch.utils.data.ConcatDataset` of datasets of these `sizes`. The samples of each dataset
+    come in a keyed order that goes on from epoch to epoch, so that each is seen once before any is
+    seen again. Raises `RecipeError`.
     """
-    if len(sizes) != len(ratios) or not sizes or min(sizes) < 1 or min(ratios) < 0 or not sum(ratios) > 0 or samples < 1:
+    if (
+        len(sizes) != len(ratios)
+        or not sizes
+        or min(sizes) < 1
+        or min(ratios) < 0
+        or not sum(ratios) > 0
+        or samples < 1
+    ):
         raise RecipeError(
-            f"mixture(sizes={list(sizes)}, ratios={list(ratios)}, samples={samples}); there is a ratio for each dataset, none is negative "
-            "and not all are 0, and datasets and epochs are not empty; correct them"
+            f"mixture(sizes={list(sizes)}, ratios={list(ratios)}, samples={samples}); there is a"
+            " ratio for each dataset, none is negative and not all are 0, and datasets and epochs"
+            " are not empty; correct them"
         )
     shares = [samples * ratio / sum(ratios) for ratio in ratios]
     counts = [int(share) for share in shares]
-    for place in sorted(range(len(shares)), key=lambda place: counts[place] - shares[place])[: samples - sum(counts)]:
+    for place in sorted(range(len(shares)), key=lambda place: counts[place] - shares[place])[
+        : samples - sum(counts)
+    ]:
         counts[place] += 1
     starts = np.cumsum([0, *sizes[:-1]])
 
@@ -85,28 +108,39 @@ def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> S
 
 
 def by_length(lengths: Sequence[int], *, tokens: int, microbatches: int = 1) -> BatchSampler:
-    """Batches of samples of similar length, for `Recipe.batch_sampler`: a microbatch has at most `tokens` tokens,
-    padded to its longest sample, or one sample that is longer.
+    """Batches of samples of similar length, for `Recipe.batch_sampler`: a microbatch has at most
+    `tokens` tokens, padded to its longest sample, or one sample that is longer.
 
-    `lengths`: tokens of each sample. `microbatches`: in a global batch; the last of an epoch may have fewer. Each
-    sample is in one batch of an epoch. Who is with whom, and the order of microbatches, change from epoch to epoch.
-    Raises `RecipeError`.
+    `lengths`: tokens of each sample. `microbatches`: in a global batch; the last of an epoch may
+    have fewer. Each sample is in one batch of an epoch. Who is with whom, and the order of
+    microbatches, change from epoch to epoch. Raises `RecipeError`.
     """
     given = np.asarray(lengths)
     if given.ndim != 1 or not given.size or given.min() < 1 or tokens < 1 or microbatches < 1:
         raise RecipeError(
-            "by_length: lengths has one number of at least 1 a sample, and tokens and microbatches are at least 1; correct them"
+            "by_length: lengths has one number of at least 1 a sample, and tokens and microbatches"
+            " are at least 1; correct them"
         )
     buckets = _buckets(given)
 
     def sampler(epoch: int, seed: int) -> list[list[NDArray[np.int64]]]:
         made: list[NDArray[np.int64]] = []
         for number, members in enumerate(buckets):
-            shuffled = members[_places(len(members), len(members), key(seed, RandomStream.SAMPLER, number), epoch * len(members))]
+            shuffled = members[
+                _places(
+                    len(members),
+                    len(members),
+                    key(seed, RandomStream.SAMPLER, number),
+                    epoch * len(members),
+                )
+            ]
             size = max(1, tokens // int(given[members].max()))
             made += [shuffled[start : start + size] for start in range(0, len(shuffled), size)]
         order = _places(len(made), len(made), seed, epoch * len(made)).tolist()
-        return [[made[place] for place in order[start : start + microbatches]] for start in range(0, len(order), microbatches)]
+        return [
+            [made[place] for place in order[start : start + microbatches]]
+            for start in range(0, len(order), microbatches)
+        ]
 
     return sampler
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def structure(value: Any) -> Any:
-    """Return a value that is equal for batches of one structure.
-    A tensor's dtype (an array's, in words); (type, parts) of a container; None for anything else. A list whose parts
-    have one structure has one part here, for any length."""
+    """Return a value that is equal for batches of one structure. A tensor's dtype (an array's, in
+    words); (type, parts) of a container; None for anything else. A list whose parts have one
+    structure has one part here, for any length."""
     if isinstance(value, Tensor):
         return value.dtype
     kind = type(value)
@@ -26,11 +26,13 @@ def structure(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return kind, {field.name: structure(getattr(value, field.name)) for field in fields(value)}
     dtype = getattr(value, "dtype", None)
-    return None if dtype is None else f"an array of {dtype}"  # numpy's dtypes are not kept: float64 is equal to None
+    # numpy's dtypes are not kept: float64 is equal to None
+    return None if dtype is None else f"an array of {dtype}"
 
 
 def difference(then: Any, now: Any, path: str = "batch") -> str | None:
-    """Return how two structures differ, if they do: `batch['x'] is torch.int64 and was torch.float32`."""
+    """Return how two structures differ, if they do: `batch['x'] is torch.int64 and was
+    torch.float32`."""
     if then == now:
         return None
     if not (isinstance(then, tuple) and isinstance(now, tuple) and then[0] is now[0]):
@@ -45,12 +47,19 @@ def difference(then: Any, now: Any, path: str = "batch") -> str | None:
         if len(then[1]) != len(now[1]):
             return f"{path} has {_parts(now)} and had {_parts(then)}"
         pairs = {f"{path}[{i}]": pair for i, pair in enumerate(zip(then[1], now[1], strict=True))}
-    return next((found for where, pair in pairs.items() if (found := difference(*pair, where)) is not None), None)
+    return next(
+        (found for where, pair in pairs.items() if (found := difference(*pair, where)) is not None),
+        None,
+    )
 
 
 def _parts(made: tuple[type, list[Any]]) -> str:
     kind, parts = made
-    return f"any number of {_name(parts[0])}" if kind is list and len(parts) == 1 else f"{len(parts)} parts"
+    return (
+        f"any number of {_name(parts[0])}"
+        if kind is list and len(parts) == 1
+        else f"{len(parts)} parts"
+    )
 
 
 def _name(made: Any) -> str:

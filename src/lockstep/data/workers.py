@@ -1,4 +1,5 @@
-"""Loader workers: processes that fetch the same microbatches as the training process would, ahead of time."""
+"""Loader workers: processes that fetch the same microbatches as the training process would, ahead
+of time."""
 
 from __future__ import annotations
 
@@ -34,18 +35,23 @@ _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 _FOLDER = "pymp-"
 """The prefix of the name of a folder for sockets, the same as multiprocessing's own."""
 REST_SECONDS = 0.01
-"""Seconds of sleep before workers are forked, for Gloo's threads to finish, which return shortly after a collective.
-A Gloo thread that frees a tensor holds a lock of Python's for an instant, without the GIL. In a child forked in that
-instant Python 3.11.7 waits for the lock for ever (python/cpython#112275, fixed later): one worker in a few hundred."""
+"""Seconds of sleep before workers are forked, for Gloo's threads to finish, which return shortly
+after a collective. A Gloo thread that frees a tensor holds a lock of Python's for an instant,
+without the GIL. In a child forked in that instant Python 3.11.7 waits for the lock for ever
+(python/cpython#112275, fixed later): one worker in a few hundred."""
 LATER_SECONDS = 30
 """Seconds from SIGTERM to the end of a worker."""
 
 
 class LoaderWorkers:
-    """`count` processes that fetch microbatches, started by the first `fetch` and kept until `close`."""
+    """`count` processes that fetch microbatches, started by the first `fetch` and kept until
+    `close`."""
 
-    def __init__(self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2) -> None:
-        """`prefetch`: microbatches that each fetches ahead. `pinned`: in pinned memory. Raises `LaunchError`."""
+    def __init__(
+        self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2
+    ) -> None:
+        """`prefetch`: microbatches that each fetches ahead. `pinned`: in pinned memory. Raises
+        `LaunchError`."""
         self._folder = _new_folder()
         self._current = _Current()
         self._loader = DataLoader(
@@ -59,14 +65,15 @@ class LoaderWorkers:
             worker_init_fn=partial(_set_up, self._folder, os.getpid()),
             persistent_workers=True,
             generator=torch.Generator(),
-            # A dataset or a collate may be a lambda or live in a notebook: only a fork takes it along.
+            # A dataset or a collate may be a lambda or live in a notebook: only a fork takes it
+            # along.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches in the order of `requests`, which are read ahead. A new call ends the one before.
-        Raises what a worker raised, with its traceback as the cause."""
+        """Yield batches in the order of `requests`, which are read ahead. A new call ends the one
+        before. Raises what a worker raised, with its traceback as the cause."""
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
@@ -83,19 +90,21 @@ class LoaderWorkers:
             if self._loader.multiprocessing_context is not None:  # forks, which pickle nothing
                 raise
             raise LaunchError(
-                f"loader workers on {sys.platform}, and something that they need cannot be pickled ({error}); there they are fresh "
-                "interpreters; define the dataset and the recipe's functions at the top level of a file, or plan workers=0"
+                f"loader workers on {sys.platform}, and something that they need cannot be pickled"
+                f" ({error}); there they are fresh interpreters; define the dataset and the"
+                " recipe's functions at the top level of a file, or plan workers=0"
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EROFS):
                 raise
             raise LaunchError(
-                f"loader workers, and no room in /dev/shm ({error.strerror}); their semaphores and batches are there; "
-                f"{LARGER_SHARED_MEMORY}, or plan workers=0"
+                f"loader workers, and no room in /dev/shm ({error.strerror}); their semaphores and"
+                f" batches are there; {LARGER_SHARED_MEMORY}, or plan workers=0"
             ) from error
 
     def close(self) -> None:
-        """End the processes. A busy one may finish its microbatch; after 5 seconds it is terminated."""
+        """End the processes. A busy one may finish its microbatch; after 5 seconds it is
+        terminated."""
         batches, self._batches = self._batches, None
         try:
             shut_down_workers(self._loader, batches)
@@ -105,7 +114,8 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerException:
-    """A worker's exception, in transit. `error`: it, pickled; None if it cannot be. `text`: its traceback."""
+    """A worker's exception, in transit. `error`: it, pickled; None if it cannot be. `text`: its
+    traceback."""
 
     error: bytes | None
     text: str
@@ -127,7 +137,8 @@ class WorkerException:
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that was raised in another process: the text is its traceback there."""
+    """The cause of an exception that was raised in another process: the text is its traceback
+    there."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -145,7 +156,8 @@ class _Task(Dataset[Any]):
 
 
 class _Current:
-    """The sampler of a DataLoader with persistent workers: each iteration yields the current requests."""
+    """The sampler of a DataLoader with persistent workers: each iteration yields the current
+    requests."""
 
     def __init__(self) -> None:
         self.requests: Iterable[Any] = ()
@@ -159,25 +171,26 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _new_folder() -> str:
-    """Make a folder for the sockets over which tensors come from workers. Raises `LaunchError` if its path is too
-    long."""
+    """Make a folder for the sockets over which tensors come from workers. Raises `LaunchError` if
+    its path is too long."""
     limit = _MOST_SOCKET_BYTES - len(f"/{_FOLDER}12345678/listener-12345678")
     folder = temporary_folder(limit)
     length = len(os.fsencode(folder))
     if get_sharing_strategy() == "file_descriptor" and length > limit:  # type: ignore[no-untyped-call]
         raise LaunchError(
-            f"workers with the temporary folder {folder!r} (TMPDIR), whose name has {length} bytes; loader workers make sockets below it, "
-            f"whose names the system limits, which leaves {limit} bytes; set TMPDIR to a shorter path, such as /tmp, or plan workers=0"
+            f"workers with the temporary folder {folder!r} (TMPDIR), whose name has {length} bytes;"
+            " loader workers make sockets below it, whose names the system limits, which leaves"
+            f" {limit} bytes; set TMPDIR to a shorter path, such as /tmp, or plan workers=0"
         )
     return tempfile.mkdtemp(prefix=_FOLDER, dir=folder)
 
 
 def _set_up(folder: str, parent: int, worker: int) -> None:
-    """Set up a worker process.
-    Its sockets are in `folder`, which the training process removes. The kernel kills it when the training process is
-    killed: it holds copies of the sockets that peers wait on. At SIGTERM, which the training process gets too, it
-    continues for `LATER_SECONDS`, so that the current step can end. It ends if a batch cannot be sent: the queue's own
-    thread would only skip the batch, a deadlock."""
+    """Set up a worker process. Its sockets are in `folder`, which the training process removes. The
+    kernel kills it when the training process is killed: it holds copies of the sockets that peers
+    wait on. At SIGTERM, which the training process gets too, it continues for `LATER_SECONDS`, so
+    that the current step can end. It ends if a batch cannot be sent: the queue's own thread would
+    only skip the batch, a deadlock."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
     for number in signals("SIGUSR1", "SIGINT"):
@@ -189,7 +202,10 @@ def _set_up(folder: str, parent: int, worker: int) -> None:
 
 def _end_at_once(error: Exception, batch: object) -> None:
     if "shared memory" in str(error):
-        error.add_note(f"lockstep: /dev/shm is full, through which loader workers hand over batches; {LARGER_SHARED_MEMORY}, or workers=0")
+        error.add_note(
+            "lockstep: /dev/shm is full, through which loader workers hand over batches;"
+            f" {LARGER_SHARED_MEMORY}, or workers=0"
+        )
     traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(1)

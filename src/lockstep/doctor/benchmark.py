@@ -1,9 +1,11 @@
-"""Measure durations of collectives, latency and bandwidth between pairs of ranks, and the offsets of machines' clocks.
+"""Measure durations of collectives, latency and bandwidth between pairs of ranks, and the offsets
+of machines' clocks.
 
-With S bytes in t seconds on n ranks, algorithm bandwidth is S / t. Bus bandwidth, the traffic on each link, to be
-compared with the hardware's, is S / t times 2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter, all-gather,
-all-to-all, gather and scatter, and 1 for the others. S is the size of the whole array, n times one rank's part.
-Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and its src/gather.cu.
+With S bytes in t seconds on n ranks, algorithm bandwidth is S / t. Bus bandwidth, the traffic on
+each link, to be compared with the hardware's, is S / t times 2 (n - 1) / n for all-reduce, (n - 1)
+/ n for reduce-scatter, all-gather, all-to-all, gather and scatter, and 1 for the others. S is the
+size of the whole array, n times one rank's part. Source:
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and its src/gather.cu.
 """
 
 from __future__ import annotations
@@ -35,13 +37,15 @@ TRANSFER_SECONDS = 0.02
 TRANSFERS = 3
 FIRST_BYTES = 2**16
 MEASUREMENTS = 5
-"""Largest number of measurements of an outlier. The best of them counts, so that momentary noise is no slow link."""
+"""Largest number of measurements of an outlier. The best of them counts, so that momentary noise is
+no slow link."""
 
 _PARTITIONING = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) -> float:
-    """Return the bus bandwidth in bytes per second; see the text of this module. `collective`: one of `COLLECTIVES`."""
+    """Return the bus bandwidth in bytes per second; see the text of this module. `collective`: one
+    of `COLLECTIVES`."""
     factor = 1.0
     if collective == "all-reduce":
         factor = 2 * (ranks - 1) / ranks
@@ -51,9 +55,10 @@ def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) 
 
 
 def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[dict[str, Any]]:
-    """Time every collective on all ranks in float32. Called by every rank. Returns a row for each collective and size:
-    `collective`, `size_bytes` (as nccl-tests counts it), `seconds` (the median of the repeats on the slowest rank),
-    `algorithm_bandwidth` and `bus_bandwidth` in bytes per second (None for a barrier)."""
+    """Time every collective on all ranks in float32. Called by every rank. Returns a row for each
+    collective and size: `collective`, `size_bytes` (as nccl-tests counts it), `seconds` (the median
+    of the repeats on the slowest rank), `algorithm_bandwidth` and `bus_bandwidth` in bytes per
+    second (None for a barrier)."""
     rows = []
     for collective in COLLECTIVES:
         seconds: float | None = None
@@ -69,16 +74,24 @@ def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[di
                     "size_bytes": size_bytes,
                     "seconds": seconds,
                     "algorithm_bandwidth": size_bytes / seconds if size_bytes else None,
-                    "bus_bandwidth": bus_bandwidth(collective, size_bytes, seconds, ranks) if size_bytes else None,
+                    "bus_bandwidth": (
+                        bus_bandwidth(collective, size_bytes, seconds, ranks)
+                        if size_bytes
+                        else None
+                    ),
                 }
             )
     return rows
 
 
-def _time_collective(coordinator: ProbeCoordinator, group: RankGroup, collective: Collective, size_bytes: int) -> float:
+def _time_collective(
+    coordinator: ProbeCoordinator, group: RankGroup, collective: Collective, size_bytes: int
+) -> float:
     size = len(group.global_ranks)
     count = max(size, size_bytes // 4 // size * size)
-    own = torch.zeros(count // size if collective in ("gather", "all-gather") else count, device=group.device)
+    own = torch.zeros(
+        count // size if collective in ("gather", "all-gather") else count, device=group.device
+    )
 
     def once() -> float:
         _synchronize(group)
@@ -106,10 +119,15 @@ def _sizes(device: torch.device) -> list[int]:
 
 
 def measure_pairs(
-    coordinator: ProbeCoordinator, group: RankGroup, machine_of_rank: Sequence[int], machines: Sequence[str], kind: Callable[[Pair], str]
+    coordinator: ProbeCoordinator,
+    group: RankGroup,
+    machine_of_rank: Sequence[int],
+    machines: Sequence[str],
+    kind: Callable[[Pair], str],
 ) -> list[PairMeasurement]:
-    """Measure every pair of ranks in both directions. Called by every rank. `machine_of_rank[r]` and `machines[r]`: the
-    number and the name of rank r's machine. Outliers are measured again; see `MEASUREMENTS`."""
+    """Measure every pair of ranks in both directions. Called by every rank. `machine_of_rank[r]`
+    and `machines[r]`: the number and the name of rank r's machine. Outliers are measured again; see
+    `MEASUREMENTS`."""
     best: dict[Pair, PairMeasurement] = {}
     rounds = schedule_pairs(machine_of_rank)
     for _ in range(MEASUREMENTS):
@@ -117,26 +135,42 @@ def measure_pairs(
             pair = new.sender, new.receiver
             old = best.get(pair, new)
             latency_seconds = min(new.latency_seconds, old.latency_seconds)
-            best[pair] = PairMeasurement(*pair, latency_seconds, max(new.bytes_per_second, old.bytes_per_second), new.kind)
-        suspects = {tuple(sorted(pair)) for outlier in find_outliers(best.values(), machines) for pair in outlier.pairs}
-        rounds = [left for pairs in rounds if (left := [pair for pair in pairs if pair in suspects])]
+            best[pair] = PairMeasurement(
+                *pair, latency_seconds, max(new.bytes_per_second, old.bytes_per_second), new.kind
+            )
+        suspects = {
+            tuple(sorted(pair))
+            for outlier in find_outliers(best.values(), machines)
+            for pair in outlier.pairs
+        }
+        rounds = [
+            left for pairs in rounds if (left := [pair for pair in pairs if pair in suspects])
+        ]
         if not rounds:
             break
     return [best[pair] for pair in sorted(best)]
 
 
 def _measure_rounds(
-    coordinator: ProbeCoordinator, group: RankGroup, rounds: Sequence[Sequence[Pair]], kind: Callable[[Pair], str]
+    coordinator: ProbeCoordinator,
+    group: RankGroup,
+    rounds: Sequence[Sequence[Pair]],
+    kind: Callable[[Pair], str],
 ) -> list[PairMeasurement]:
     own = []
     for pairs in rounds:
-        with coordinator.probe("send/recv between ranks " + ", ".join(f"{one} and {other}" for one, other in pairs[:4])):
+        with coordinator.probe(
+            "send/recv between ranks " + ", ".join(f"{one} and {other}" for one, other in pairs[:4])
+        ):
             for pair in pairs:
                 if group.group_rank in pair:
                     own += _measure_both_directions(group, pair, kind(pair))
             coordinator.barrier()
     with coordinator.probe("gathering the point-to-point measurements"):
-        fields = [[each.sender, each.receiver, each.latency_seconds, each.bytes_per_second, each.kind] for each in own]
+        fields = [
+            [each.sender, each.receiver, each.latency_seconds, each.bytes_per_second, each.kind]
+            for each in own
+        ]
         gathered = coordinator.all_gather(fields)
     return [PairMeasurement(*each) for part in gathered for each in part]
 
@@ -156,7 +190,11 @@ def _measure_both_directions(group: RankGroup, pair: Pair, kind: str) -> list[Pa
             seconds = _transfer(group, peer, count)
         seconds = min(seconds, *(_transfer(group, peer, count) for _ in range(TRANSFERS - 1)))
         _send_count(group, peer, 0)
-        measured.append(PairMeasurement(sender, receiver, latency, count / max(seconds - 2 * latency, seconds / 2), kind))
+        measured.append(
+            PairMeasurement(
+                sender, receiver, latency, count / max(seconds - 2 * latency, seconds / 2), kind
+            )
+        )
     return measured
 
 
@@ -183,7 +221,8 @@ def _transfer(group: RankGroup, peer: int, count: int) -> float:
 
 
 def _serve(group: RankGroup, peer: int) -> None:
-    """Receive and acknowledge as many bytes as the peer requests, until it requests 0. A request for 1 is a ping."""
+    """Receive and acknowledge as many bytes as the peer requests, until it requests 0. A request
+    for 1 is a ping."""
     while count := int(_receive(group, peer, 8).view(torch.int64)[0]):
         content = torch.empty(count, dtype=torch.uint8, device=group.device)
         _acknowledge(group, peer)
@@ -208,16 +247,22 @@ def _receive(group: RankGroup, peer: int, count: int) -> torch.Tensor:
     return content
 
 
-def measure_clocks(coordinator: ProbeCoordinator, group: RankGroup, first_ranks: Sequence[int]) -> list[tuple[float, float]]:
-    """Measure how far each machine's clock is ahead of the first machine's. Called by every rank. Returns (offset,
-    uncertainty) in seconds for each machine. `first_ranks`: the lowest rank of each machine. Such a rank reads its
-    clock before and after it asks the first machine for the time. The shortest of `PINGS` round trips counts."""
+def measure_clocks(
+    coordinator: ProbeCoordinator, group: RankGroup, first_ranks: Sequence[int]
+) -> list[tuple[float, float]]:
+    """Measure how far each machine's clock is ahead of the first machine's. Called by every rank.
+    Returns (offset, uncertainty) in seconds for each machine. `first_ranks`: the lowest rank of
+    each machine. Such a rank reads its clock before and after it asks the first machine for the
+    time. The shortest of `PINGS` round trips counts."""
     own = (0.0, 0.0)
     reference = first_ranks[0]
     for first in first_ranks[1:]:
         with coordinator.probe(f"the clock of rank {first}'s machine"):
             if group.group_rank == first:
-                own = min((_clock_offset(reference) for _ in range(PINGS)), key=lambda measured: measured[1])
+                own = min(
+                    (_clock_offset(reference) for _ in range(PINGS)),
+                    key=lambda measured: measured[1],
+                )
             elif group.group_rank == reference:
                 for _ in range(PINGS):
                     dist.recv(torch.empty(1, dtype=torch.float64), first)

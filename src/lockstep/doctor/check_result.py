@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["ok", "skipped", "slow", "failed"]
-Section = Literal["machine", "environment", "run directory", "rendezvous", "collectives", "point-to-point"]
+Section = Literal[
+    "machine", "environment", "run directory", "rendezvous", "collectives", "point-to-point"
+]
 
 _BAD: tuple[Verdict, ...] = ("slow", "failed")
 
@@ -33,18 +35,22 @@ class CheckResult:
         return self.verdict in _BAD
 
 
-def check_result(section: Section, check: str, verdict: Verdict, found: str, remedy: str = "") -> CheckResult:
+def check_result(
+    section: Section, check: str, verdict: Verdict, found: str, remedy: str = ""
+) -> CheckResult:
     """Return a result, without the remedy if the verdict is `ok`."""
     return CheckResult(section, check, verdict, found, "" if verdict == "ok" else remedy)
 
 
 def worst(checks: Iterable[CheckResult]) -> Verdict:
-    """Return the overall verdict: `failed` if any check failed, else `slow` if any is slow, else `ok`."""
+    """Return the overall verdict: `failed` if any check failed, else `slow` if any is slow, else
+    `ok`."""
     return max((check.verdict for check in checks if check.is_bad), key=_BAD.index, default="ok")
 
 
 def machine_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return unique machine names: the host names, else the addresses, else host names with numbers."""
+    """Return unique machine names: the host names, else the addresses, else host names with
+    numbers."""
     names = [name for name, _ in hosts]
     addresses = [address for _, address in hosts]
     if len(set(names)) == len(names):
@@ -67,7 +73,11 @@ def format_duration(seconds: float) -> str:
     """Return a duration in the unit that fits: 61 µs, 4.2 ms, 1.3 s."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
         if seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}" if seconds * factor < 100 else f"{seconds * factor:.0f} {unit}"
+            return (
+                f"{seconds * factor:.3g} {unit}"
+                if seconds * factor < 100
+                else f"{seconds * factor:.0f} {unit}"
+            )
     return f"{seconds:.3g} s"
 
 

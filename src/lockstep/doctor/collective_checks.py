@@ -37,10 +37,12 @@ _OPERATIONS = {
 _UNSUPPORTED_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
 """Exceptions that backends raise for a data type or an operation that they do not support."""
 _NOT_CALLED = {"nccl": ("int16",)}
-"""Data types that are not tried, by backend. NCCL has no int16. In torch 2.11 its send, receive and scatter raise for
-int16 and leave NCCL's group of calls open: no later collective of the process runs, and none of them raises."""
+"""Data types that are not tried, by backend. NCCL has no int16. In torch 2.11 its send, receive and
+scatter raise for int16 and leave NCCL's group of calls open: no later collective of the process
+runs, and none of them raises."""
 _MOST_CONTRIBUTIONS = 85
-"""Largest number of ranks that contribute to one position of an average, in coarsely rounded types (bfloat16)."""
+"""Largest number of ranks that contribute to one position of an average, in coarsely rounded types
+(bfloat16)."""
 _BARRIERS = 3
 _STAGGER_SECONDS = 0.01
 
@@ -64,9 +66,9 @@ class RankGroup:
 
 
 def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
-    """Check every collective in every data type and operation, a row for each. Called by every rank, with its group of
-    the same name. `outcomes` has an entry, by rank, only where the output is not as expected: `unsupported` or `wrong`,
-    with the reason."""
+    """Check every collective in every data type and operation, a row for each. Called by every
+    rank, with its group of the same name. `outcomes` has an entry, by rank, only where the output
+    is not as expected: `unsupported` or `wrong`, with the reason."""
     for collective in COLLECTIVES:
         if collective == "barrier":
             yield _row(group, "barrier", None, None, _check_barrier(coordinator, group))
@@ -78,18 +80,26 @@ def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str,
 
 
 def _row(
-    group: RankGroup, collective: Collective, operation: Operation | None, data_type: DataType | None, outcomes: list[Any]
+    group: RankGroup,
+    collective: Collective,
+    operation: Operation | None,
+    data_type: DataType | None,
+    outcomes: list[Any],
 ) -> dict[str, Any]:
     return {
         "collective": collective,
         "operation": operation,
         "type": data_type.name if data_type is not None else None,
         "group": group.name,
-        "outcomes": {str(rank): outcome for rank, outcome in enumerate(outcomes) if outcome is not None},
+        "outcomes": {
+            str(rank): outcome for rank, outcome in enumerate(outcomes) if outcome is not None
+        },
     }
 
 
-def _outcome(coordinator: ProbeCoordinator, case: CollectiveCase, group: RankGroup) -> dict[str, str] | None:
+def _outcome(
+    coordinator: ProbeCoordinator, case: CollectiveCase, group: RankGroup
+) -> dict[str, str] | None:
     """Run one case. Returns None if this rank's output is as expected."""
     if case.data_type.name in _NOT_CALLED.get(group.backend, ()):
         return {"unsupported": f"{group.backend} has no {case.data_type.name}"}
@@ -106,15 +116,21 @@ def _outcome(coordinator: ProbeCoordinator, case: CollectiveCase, group: RankGro
 
 
 def call(case: CollectiveCase, group: RankGroup) -> Tensor:
-    """Call the collective on its defined input. Returns this rank's output, with blocks in the order of ranks."""
-    own = _tensor(rank_input(case, group.global_ranks, group.group_rank), case.data_type, group.device)
+    """Call the collective on its defined input. Returns this rank's output, with blocks in the
+    order of ranks."""
+    own = _tensor(
+        rank_input(case, group.global_ranks, group.group_rank), case.data_type, group.device
+    )
     result = exchange(case.collective, own, group, operation=case.operation)
     accelerator.synchronize(group.device)
     return result
 
 
-def exchange(collective: Collective, own: Tensor, group: RankGroup, *, operation: Operation | None = "sum") -> Tensor:
-    """Call one collective as training does. `own`, the input, is overwritten if the collective works in place."""
+def exchange(
+    collective: Collective, own: Tensor, group: RankGroup, *, operation: Operation | None = "sum"
+) -> Tensor:
+    """Call one collective as training does. `own`, the input, is overwritten if the collective
+    works in place."""
     size, process_group = len(group.global_ranks), group.process_group
     block = own.numel() // size
     root_rank = group.global_ranks[root(group.global_ranks)]
@@ -123,9 +139,12 @@ def exchange(collective: Collective, own: Tensor, group: RankGroup, *, operation
     match collective:
         case "send/recv":
             received = torch.empty_like(own)
-            following, preceding = group.global_ranks[(group.group_rank + 1) % size], group.global_ranks[group.group_rank - 1]
-            # Not batched: if NCCL rejects a data type, it leaves the batch open. Odd ranks receive first, or the ring
-            # would deadlock.
+            following, preceding = (
+                group.global_ranks[(group.group_rank + 1) % size],
+                group.global_ranks[group.group_rank - 1],
+            )
+            # Not batched: if NCCL rejects a data type, it leaves the batch open. Odd ranks receive
+            # first, or the ring would deadlock.
             if group.group_rank % 2:
                 dist.recv(received, preceding, group=process_group)
             dist.send(own, following, group=process_group)
@@ -140,7 +159,12 @@ def exchange(collective: Collective, own: Tensor, group: RankGroup, *, operation
             dist.all_reduce(own, op=op, group=process_group)
         case "scatter":
             received = own.new_empty(block)
-            dist.scatter(received, list(own.view(size, block)) if is_root else None, root_rank, group=process_group)
+            dist.scatter(
+                received,
+                list(own.view(size, block)) if is_root else None,
+                root_rank,
+                group=process_group,
+            )
             return received
         case "gather":
             parts = [torch.empty_like(own) for _ in range(size)] if is_root else None
@@ -169,7 +193,8 @@ def _tensor(values: NDArray[Any], data_type: DataType, device: torch.device) -> 
 
 
 def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, size: int) -> str:
-    """Return the first wrong number, or "". Averages may differ by the rounding of a sum and a division."""
+    """Return the first wrong number, or "". Averages may differ by the rounding of a sum and a
+    division."""
     if result.numel() != len(expected):
         return f"has {result.numel()} numbers, and must have {len(expected)}"
     if case.data_type.real:
@@ -183,27 +208,39 @@ def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, si
     tolerance = 0.0
     if case.operation == "avg":
         roundings = 2 + min(size, _MOST_CONTRIBUTIONS) / 2
-        tolerance = roundings * torch.finfo(getattr(torch, case.data_type.name)).eps * float(np.abs(expected).max())
+        tolerance = (
+            roundings
+            * torch.finfo(getattr(torch, case.data_type.name)).eps
+            * float(np.abs(expected).max())
+        )
     wrong = np.flatnonzero(~((error <= tolerance) & is_exact))
     if not len(wrong):
         return ""
     first = int(wrong[0])
     right = bool(expected[first]) if case.data_type.name == "bool" else f"{expected[first]:g}"
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"has {result[first].item()} at index {first} of {len(expected)}, and must have {right}{more}"
+    return (
+        f"has {result[first].item()} at index {first} of {len(expected)}, and must have"
+        f" {right}{more}"
+    )
 
 
 def _check_barrier(coordinator: ProbeCoordinator, group: RankGroup) -> list[Any]:
-    """Check that no rank leaves a barrier before all are in it: ranks enter one after another, and are counted."""
+    """Check that no rank leaves a barrier before all are in it: ranks enter one after another, and
+    are counted."""
     early = None
     for number in range(_BARRIERS):
         with coordinator.probe(f"barrier{group.suffix}"):
-            time.sleep(_STAGGER_SECONDS * ((group.group_rank + number) % min(4, len(group.global_ranks))))
+            time.sleep(
+                _STAGGER_SECONDS * ((group.group_rank + number) % min(4, len(group.global_ranks)))
+            )
             name = f"{group.name}/{group.global_ranks[0]}/{number}"
             coordinator.add_to_counter(name, 1)
             exchange("barrier", torch.empty(0), group)
             entered = coordinator.add_to_counter(name, 0)
             if entered < len(group.global_ranks):
-                early = {"wrong": f"left when {entered} of {len(group.global_ranks)} ranks had entered"}
+                early = {
+                    "wrong": f"left when {entered} of {len(group.global_ranks)} ranks had entered"
+                }
             outcomes = coordinator.all_gather(early)
     return outcomes

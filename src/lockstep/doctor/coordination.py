@@ -1,10 +1,12 @@
-"""Coordination of the ranks through the store alone, which works when the collectives under test do not.
+"""Coordination of the ranks through the store alone, which works when the collectives under test do
+not.
 
-[Note: the deadline] Before each probe a rank records its status. A thread watches for four events: the probe passes its
-deadline, it raises, the launcher sends SIGTERM, or another rank gave up. In each case the thread publishes this rank's
-status, with the location of its main thread, waits a moment for those of the other ranks, writes the results so far,
-and ends the process. So a collective that hangs, or a rank that fails, does not block the doctor. A rank without a
-status does not answer: it is stopped, dead, or out of reach.
+[Note: the deadline] Before each probe a rank records its status. A thread watches for four events:
+the probe passes its deadline, it raises, the launcher sends SIGTERM, or another rank gave up. In
+each case the thread publishes this rank's status, with the location of its main thread, waits a
+moment for those of the other ranks, writes the results so far, and ends the process. So a
+collective that hangs, or a rank that fails, does not block the doctor. A rank without a status does
+not answer: it is stopped, dead, or out of reach.
 """
 
 from __future__ import annotations
@@ -36,10 +38,18 @@ _STORE_TIMEOUT_SECONDS = 3600
 
 
 class ProbeCoordinator:
-    """Barriers, exchanges of JSON values, and deadlines for the ranks. Used by the main thread of each rank."""
+    """Barriers, exchanges of JSON values, and deadlines for the ranks. Used by the main thread of
+    each rank."""
 
-    def __init__(self, rank: int, world_size: int, deadline_seconds: float, on_abort: Callable[[list[RankStatus]], None]) -> None:
-        """`on_abort` runs in the watching thread with the statuses of the ranks that answered, and ends the process."""
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        deadline_seconds: float,
+        on_abort: Callable[[list[RankStatus]], None],
+    ) -> None:
+        """`on_abort` runs in the watching thread with the statuses of the ranks that answered, and
+        ends the process."""
         self.rank = rank
         self.world_size = world_size
         self._deadline_seconds = deadline_seconds
@@ -52,12 +62,16 @@ class ProbeCoordinator:
         self._failed = threading.Event()
         self._aborting = False
         self._main_thread = threading.main_thread().ident
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in all threads: the watching thread waits for it
-        threading.Thread(target=self._watch, args=(_connect(),), name="lockstep-doctor-deadline", daemon=True).start()
+        # in all threads: the watching thread waits for it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(
+            target=self._watch, args=(_connect(),), name="lockstep-doctor-deadline", daemon=True
+        ).start()
 
     @contextmanager
     def probe(self, name: str, deadline_seconds: float | None = None) -> Iterator[None]:
-        """Run a step that all ranks take together. If it raises or passes its deadline, all ranks end."""
+        """Run a step that all ranks take together. If it raises or passes its deadline, all ranks
+        end."""
         with self._lock:
             self._status = RankStatus(rank=self.rank, index=self._status.index + 1, probe=name)
             self._deadline = time.monotonic() + (deadline_seconds or self._deadline_seconds)
@@ -73,13 +87,15 @@ class ProbeCoordinator:
             time.sleep(_STORE_TIMEOUT_SECONDS)  # the watching thread ends the process
 
     def record_error(self, error: Exception) -> None:
-        """Record that this rank's part of the probe raised. Other ranks may or may not have raised as well."""
+        """Record that this rank's part of the probe raised. Other ranks may or may not have raised
+        as well."""
         text = (str(error).splitlines() or [""])[0]
         with self._lock:
             self._status = replace(self._status, error=f"{type(error).__name__}: {text}")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return each rank's JSON value, in rank order. Called by every rank. Rank 0 publishes the list."""
+        """Return each rank's JSON value, in rank order. Called by every rank. Rank 0 publishes the
+        list."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._store.set(f"{number}/{self.rank}", json.dumps(value))
         if self.rank == 0:
@@ -105,13 +121,17 @@ class ProbeCoordinator:
                 break
         with self._lock:
             self._aborting = True
-            own = replace(self._status, location=_location(sys._current_frames().get(self._main_thread or 0)))
+            own = replace(
+                self._status, location=_location(sys._current_frames().get(self._main_thread or 0))
+            )
         statuses = {self.rank: own}
         with suppress(Exception):  # the machine that holds the store may be down
             store.set(f"status/{self.rank}", json.dumps(asdict(own)))
             store.set(_ABORT_KEY, "")
             began = time.monotonic()
-            while len(statuses) < self.world_size and time.monotonic() - began < _STATUS_WAIT_SECONDS:
+            while (
+                len(statuses) < self.world_size and time.monotonic() - began < _STATUS_WAIT_SECONDS
+            ):
                 for rank in set(range(self.world_size)) - statuses.keys():
                     if _has_key(store, f"status/{rank}"):
                         statuses[rank] = RankStatus(**json.loads(store.get(f"status/{rank}")))
@@ -120,9 +140,13 @@ class ProbeCoordinator:
 
 
 def _connect() -> Any:
-    """Connect to the launcher's store. Each thread has its own connection, because a call that waits blocks it."""
+    """Connect to the launcher's store. Each thread has its own connection, because a call that
+    waits blocks it."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return PrefixStore(_PREFIX, TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_TIMEOUT_SECONDS)))
+    return PrefixStore(
+        _PREFIX,
+        TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_TIMEOUT_SECONDS)),
+    )
 
 
 def _has_key(store: Any, name: str) -> bool:
@@ -133,11 +157,16 @@ def _has_key(store: Any, name: str) -> bool:
 
 
 def _location(frame: FrameType | None) -> str | None:
-    """Return file, line and function of a thread's innermost frame. None if that is code of torch or of the doctor."""
+    """Return file, line and function of a thread's innermost frame. None if that is code of torch
+    or of the doctor."""
     if frame is None:
         return None
     file = frame.f_code.co_filename
-    if f"{os.sep}torch{os.sep}" in file or os.path.dirname(file) == os.path.dirname(__file__) or file == _CONTEXTLIB:
+    if (
+        f"{os.sep}torch{os.sep}" in file
+        or os.path.dirname(file) == os.path.dirname(__file__)
+        or file == _CONTEXTLIB
+    ):
         return None
     return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}"
 

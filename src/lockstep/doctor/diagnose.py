@@ -59,8 +59,9 @@ def diagnose(
     worker: Sequence[str] = WORKER,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Diagnosis:
-    """Check this machine with `nproc` ranks, or several machines, each of which calls this. `run_dir=None`: check the
-    working directory. Raises `LaunchError` if the machines cannot reach each other."""
+    """Check this machine with `nproc` ranks, or several machines, each of which calls this.
+    `run_dir=None`: check the working directory. Raises `LaunchError` if the machines cannot reach
+    each other."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
     own = [
@@ -77,17 +78,30 @@ def diagnose(
             command = own_python(*worker, str(folder), str(deadline_seconds))
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
-                return subprocess.Popen(command, env={**environ, **variables}, stdout=sys.stderr, start_new_session=True)
+                return subprocess.Popen(
+                    command, env={**environ, **variables}, stdout=sys.stderr, start_new_session=True
+                )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-        ending = run_workers(start, count=nproc, launcher="lockstep", options=RunOptions(), machines=machines, command="lockstep doctor")
+        ending = run_workers(
+            start,
+            count=nproc,
+            launcher="lockstep",
+            options=RunOptions(),
+            machines=machines,
+            command="lockstep doctor",
+        )
         results = _read_results(folder)
     results.setdefault("machines", [machine])
     return Diagnosis(checks=summarize(results, ending), results=results, ending=ending)
 
 
 def _read_results(folder: Path) -> dict[str, Any]:
-    """Return the most complete results of any rank. All ranks that reached the end have the same."""
-    found: list[dict[str, Any]] = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("results-*.json"))]
+    """Return the most complete results of any rank. All ranks that reached the end have the
+    same."""
+    found: list[dict[str, Any]] = [
+        json.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(folder.glob("results-*.json"))
+    ]
     return max(found, key=lambda values: (len(values.get("statuses", ())), len(values)), default={})

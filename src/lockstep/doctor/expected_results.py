@@ -1,10 +1,10 @@
-"""The result that each collective must give on each rank, computed from the inputs of all ranks. Pure: integers in
-numpy arrays.
+"""The result that each collective must give on each rank, computed from the inputs of all ranks.
+Pure: integers in numpy arrays.
 
-[Note: exact] The numbers are small: each data type holds them, and every partial sum and product of them, without
-rounding. So a result is right or wrong, whatever the order of additions. In a sum over many ranks, most ranks
-contribute 0 at most positions: no position has more contributions than the type can hold, and every rank contributes at
-some position.
+[Note: exact] The numbers are small: each data type holds them, and every partial sum and product of
+them, without rounding. So a result is right or wrong, whatever the order of additions. In a sum
+over many ranks, most ranks contribute 0 at most positions: no position has more contributions than
+the type can hold, and every rank contributes at some position.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 from lockstep.keys import GOLDEN, MIX_FIRST
 
 Collective = Literal[
-    "send/recv", "broadcast", "reduce", "all-reduce", "scatter", "gather", "all-gather", "reduce-scatter", "all-to-all", "barrier"
+    "send/recv",
+    "broadcast",
+    "reduce",
+    "all-reduce",
+    "scatter",
+    "gather",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "barrier",
 ]
 Operation = Literal["sum", "min", "max", "product", "avg"]
 Integers = NDArray[np.int64]
@@ -76,10 +85,16 @@ class CollectiveCase:
 
 
 def cases(collective: Collective) -> list[CollectiveCase]:
-    """Return the cases of a collective other than the barrier: each data type with each operation defined for it."""
+    """Return the cases of a collective other than the barrier: each data type with each operation
+    defined for it."""
     if collective not in REDUCTIONS:
         return [CollectiveCase(collective, None, data_type) for data_type in DATA_TYPES]
-    pairs = [(operation, data_type) for data_type in DATA_TYPES for operation in OPERATIONS if _is_defined(operation, data_type)]
+    pairs = [
+        (operation, data_type)
+        for data_type in DATA_TYPES
+        for operation in OPERATIONS
+        if _is_defined(operation, data_type)
+    ]
     return [CollectiveCase(collective, operation, data_type) for operation, data_type in pairs]
 
 
@@ -90,19 +105,27 @@ def _is_defined(operation: Operation, data_type: DataType) -> bool:
 
 
 def root(global_ranks: Sequence[int]) -> int:
-    """Return the root's rank in the group. It is the last rank, because the first one is every default."""
+    """Return the root's rank in the group. It is the last rank, because the first one is every
+    default."""
     return len(global_ranks) - 1
 
 
 def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> Integers:
-    """Return the input of one rank of a group: `BLOCK_SIZE` numbers, or `BLOCK_SIZE` for each rank of the group."""
+    """Return the input of one rank of a group: `BLOCK_SIZE` numbers, or `BLOCK_SIZE` for each rank
+    of the group."""
     blocks = 1 if case.collective in _ONE_BLOCK_INPUTS else len(global_ranks)
     return _values_of_rank(case, global_ranks, group_rank, np.arange(BLOCK_SIZE * blocks))
 
 
-def expected_output(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> NDArray[Any] | None:
-    """Return the output that one rank of a group must have. None if undefined. Only averages are floats."""
-    block, own_block = np.arange(BLOCK_SIZE), np.arange(BLOCK_SIZE * group_rank, BLOCK_SIZE * (group_rank + 1))
+def expected_output(
+    case: CollectiveCase, global_ranks: Sequence[int], group_rank: int
+) -> NDArray[Any] | None:
+    """Return the output that one rank of a group must have. None if undefined. Only averages are
+    floats."""
+    block, own_block = (
+        np.arange(BLOCK_SIZE),
+        np.arange(BLOCK_SIZE * group_rank, BLOCK_SIZE * (group_rank + 1)),
+    )
     if case.collective in ("reduce", "gather") and group_rank != root(global_ranks):
         return None
     if case.collective == "send/recv":
@@ -120,17 +143,24 @@ def _reduce(operation: Operation | None, values: Integers) -> NDArray[Any]:
     if operation == "avg":
         mean: NDArray[Any] = values.mean(axis=0)
         return mean
-    reducer = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}[operation or "sum"]
+    reducer = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}[
+        operation or "sum"
+    ]
     reduced: NDArray[Any] = reducer.reduce(values, axis=0)
     return reduced
 
 
-def _values_of_rank(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int, positions: Integers) -> Integers:
+def _values_of_rank(
+    case: CollectiveCase, global_ranks: Sequence[int], group_rank: int, positions: Integers
+) -> Integers:
     return _values(case, global_ranks, np.array([group_rank]), positions).reshape(-1)
 
 
-def _values(case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Integers, positions: Integers) -> Integers:
-    """Return the inputs of some ranks, (ranks, positions). They depend on the global ranks. See [Note: exact]."""
+def _values(
+    case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Integers, positions: Integers
+) -> Integers:
+    """Return the inputs of some ranks, (ranks, positions). They depend on the global ranks. See
+    [Note: exact]."""
     limit, seeds = case.data_type.limit, np.array(global_ranks)[group_ranks]
     if case.operation in ("sum", "avg"):
         most = min(limit, 3)
@@ -138,12 +168,19 @@ def _values(case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Inte
         return np.where(contributes, _pseudo_random(seeds, positions, most) + 1, 0)
     if case.operation == "product":
         doubles = _is_contributor(group_ranks, positions, len(global_ranks), limit.bit_length() - 1)
-        return np.where(positions % 4 == 3, _pseudo_random(seeds, positions, 2), np.where(doubles, 2, 1))
-    return _pseudo_random(seeds, positions, limit + 1) - (limit // 2 if case.data_type.signed else 0)
+        return np.where(
+            positions % 4 == 3, _pseudo_random(seeds, positions, 2), np.where(doubles, 2, 1)
+        )
+    return _pseudo_random(seeds, positions, limit + 1) - (
+        limit // 2 if case.data_type.signed else 0
+    )
 
 
-def _is_contributor(group_ranks: Integers, positions: Integers, size: int, most: int) -> NDArray[np.bool_]:
-    """Return for each (rank, position) if that rank contributes: at most `most` ranks at each position."""
+def _is_contributor(
+    group_ranks: Integers, positions: Integers, size: int, most: int
+) -> NDArray[np.bool_]:
+    """Return for each (rank, position) if that rank contributes: at most `most` ranks at each
+    position."""
     if most == 0:
         return np.zeros((len(group_ranks), len(positions)), dtype=np.bool_)
     contributes: NDArray[np.bool_] = (group_ranks[:, None] + positions) % -(-size // most) == 0
@@ -152,14 +189,17 @@ def _is_contributor(group_ranks: Integers, positions: Integers, size: int, most:
 
 def _pseudo_random(seeds: Integers, positions: Integers, below: int) -> Integers:
     """Return a pseudo-random number in 0..below-1 for each seed and position."""
-    mixed = seeds[:, None].astype(np.uint64) * np.uint64(GOLDEN) + positions.astype(np.uint64) * np.uint64(MIX_FIRST)
+    mixed = seeds[:, None].astype(np.uint64) * np.uint64(GOLDEN) + positions.astype(
+        np.uint64
+    ) * np.uint64(MIX_FIRST)
     mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(MIX_FIRST)
     numbers: Integers = ((mixed >> np.uint64(32)) % np.uint64(below)).astype(np.int64)
     return numbers
 
 
 def subgroups(size: int) -> dict[str, list[list[int]]]:
-    """Return partitions of the ranks, by name. The groups of a partition run their collectives at the same time."""
+    """Return partitions of the ranks, by name. The groups of a partition run their collectives at
+    the same time."""
     if size < 4:
         return {"a second group": [list(range(size))]}
     return {

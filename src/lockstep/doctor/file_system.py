@@ -1,5 +1,5 @@
-"""Check what a run directory needs of its file system: atomic renames, fsync, exclusive locks, and a clock. The checks
-use real files, in a temporary folder that is removed afterwards."""
+"""Check what a run directory needs of its file system: atomic renames, fsync, exclusive locks, and
+a clock. The checks use real files, in a temporary folder that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -53,20 +53,26 @@ class FileSystemInfo:
     clock_offset_seconds: float
     """Seconds that the file system's clock is ahead of this machine's."""
     lost: str = ""
-    """Reason why the files are lost with the container that this process is in. Empty if they are not."""
+    """Reason why the files are lost with the container that this process is in. Empty if they are
+    not."""
 
 
 def existing(path: Path) -> Path:
-    """Return the folder, or its nearest ancestor that exists. Raises `RunDirectoryError` if that is a file."""
+    """Return the folder, or its nearest ancestor that exists. Raises `RunDirectoryError` if that is
+    a file."""
     path = path.absolute()
     found = next(each for each in (path, *path.parents) if each.exists())
     if not found.is_dir():
-        raise RunDirectoryError(f"--run-dir {path}: {found} is not a folder; a run directory is a folder; choose another path")
+        raise RunDirectoryError(
+            f"--run-dir {path}: {found} is not a folder; a run directory is a folder; choose"
+            " another path"
+        )
     return found
 
 
 def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
-    """Measure the file system of `path`, which must exist. Raises `OSError` if it is not writable."""
+    """Measure the file system of `path`, which must exist. Raises `OSError` if it is not
+    writable."""
     folder = Path(tempfile.mkdtemp(prefix=".lockstep-doctor-", dir=path))
     try:
         sync_seconds, sync_error = _measure_sync(folder)
@@ -74,7 +80,8 @@ def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
             path=str(path),
             kind=mount_of(path)[1],
             free_bytes=shutil.disk_usage(path).free,
-            rename_fault=_check_file_renames(folder, rename) or _check_folder_renames(folder, rename),
+            rename_fault=_check_file_renames(folder, rename)
+            or _check_folder_renames(folder, rename),
             sync_seconds=sync_seconds,
             sync_error=sync_error,
             lock_fault=_lock_fault(folder),
@@ -86,7 +93,8 @@ def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
 
 
 def _check_file_renames(folder: Path, rename: Rename) -> str:
-    """Rename files onto one another while a thread reads the target: it must always read one of them, complete."""
+    """Rename files onto one another while a thread reads the target: it must always read one of
+    them, complete."""
     target = folder / "target"
     contents = [bytes([65 + number]) * FILE_BYTES for number in range(2)]
     target.write_bytes(contents[0])
@@ -96,7 +104,11 @@ def _check_file_renames(folder: Path, rename: Rename) -> str:
             found = target.read_bytes()
         except OSError as error:
             return f"a file could not be read while another replaced it ({error.strerror})"
-        return "" if found in contents else f"a file had {len(found)} of {FILE_BYTES} bytes while another replaced it"
+        return (
+            ""
+            if found in contents
+            else f"a file had {len(found)} of {FILE_BYTES} bytes while another replaced it"
+        )
 
     def change(number: int) -> None:
         part = folder / "part"
@@ -107,7 +119,8 @@ def _check_file_renames(folder: Path, rename: Rename) -> str:
 
 
 def _check_folder_renames(folder: Path, rename: Rename) -> str:
-    """Rename folders while a thread lists them: under its final name, a folder must have all its files."""
+    """Rename folders while a thread lists them: under its final name, a folder must have all its
+    files."""
 
     def read() -> str:
         for final in folder.glob("final-*"):
@@ -127,7 +140,8 @@ def _check_folder_renames(folder: Path, rename: Rename) -> str:
 
 
 def _read_during(read: Callable[[], str], change: Callable[[int], None]) -> str:
-    """Make all changes while another thread reads. Returns the first fault that it saw; empty if none."""
+    """Make all changes while another thread reads. Returns the first fault that it saw; empty if
+    none."""
     seen: list[str] = []
     ended = threading.Event()
 
@@ -199,33 +213,70 @@ def _clock_offset(folder: Path) -> float:
 
 def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
     """Return the results of the measurements. Pure."""
-    other = "keep run directories on another file system (a local disk, NFS, Lustre), and checkpoints on object stores by their URL"
-    checks = [_check("path", "ok", f"{info.path} ({info.kind or 'unknown'}), {format_bytes(info.free_bytes)} free")]
+    other = (
+        "keep run directories on another file system (a local disk, NFS, Lustre), and checkpoints"
+        " on object stores by their URL"
+    )
+    checks = [
+        _check(
+            "path",
+            "ok",
+            f"{info.path} ({info.kind or 'unknown'}), {format_bytes(info.free_bytes)} free",
+        )
+    ]
     if info.free_bytes < LEAST_FREE_BYTES:
         found = f"{info.path}: {format_bytes(info.free_bytes)} free"
-        checks = [_check("path", "failed", found, "free some space: a run keeps several checkpoints there")]
+        checks = [
+            _check(
+                "path", "failed", found, "free some space: a run keeps several checkpoints there"
+            )
+        ]
     if info.lost:
         checks.append(_check("lifetime", "failed", info.lost, VOLUME))
     if info.rename_fault:
         checks.append(_check("rename", "failed", f"is not atomic: {info.rename_fault}", other))
     else:
-        checks.append(_check("rename", "ok", f"atomic: {2 * RENAMES} renames of files and folders, no intermediate state seen"))
+        checks.append(
+            _check(
+                "rename",
+                "ok",
+                f"atomic: {2 * RENAMES} renames of files and folders, no intermediate state seen",
+            )
+        )
     if info.sync_seconds is None:
-        checks.append(_check("sync", "failed", f"fsync failed: {info.sync_error}; a power failure may lose a checkpoint", other))
+        checks.append(
+            _check(
+                "sync",
+                "failed",
+                f"fsync failed: {info.sync_error}; a power failure may lose a checkpoint",
+                other,
+            )
+        )
     else:
         slow = info.sync_seconds > SLOW_SYNC_SECONDS
         text = f"{format_duration(info.sync_seconds)} for {format_bytes(FILE_BYTES)} and its folder"
         remedy = "every checkpoint waits for it: use a faster disk, or save less often"
         checks.append(_check("sync", "slow" if slow else "ok", text, remedy))
     if info.lock_fault:
-        remedy = "two runs could write to one directory: mount it with locking (NFS: with lockd, or version 4; Lustre: -o flock)"
-        checks.append(_check("lock", "failed", f"flock does not exclude: {info.lock_fault}", remedy))
+        remedy = (
+            "two runs could write to one directory: mount it with locking (NFS: with lockd, or"
+            " version 4; Lustre: -o flock)"
+        )
+        checks.append(
+            _check("lock", "failed", f"flock does not exclude: {info.lock_fault}", remedy)
+        )
     else:
         checks.append(_check("lock", "ok", "flock excludes a second holder"))
     relation = "ahead of" if info.clock_offset_seconds > 0 else "behind"
     if abs(info.clock_offset_seconds) > MAX_CLOCK_OFFSET_SECONDS:
-        text = f"the file system's is {format_duration(abs(info.clock_offset_seconds))} {relation} this machine's"
-        remedy = "synchronize the clocks of machine and file server by NTP (chronyc tracking, timedatectl)"
+        text = (
+            f"the file system's is {format_duration(abs(info.clock_offset_seconds))} {relation}"
+            " this machine's"
+        )
+        remedy = (
+            "synchronize the clocks of machine and file server by NTP (chronyc tracking,"
+            " timedatectl)"
+        )
         checks.append(_check("clock", "failed", text, remedy))
     else:
         checks.append(_check("clock", "ok", "the file system's agrees with this machine's"))
@@ -237,4 +288,11 @@ def check_folder(path: Path) -> list[CheckResult]:
     try:
         return file_system_checks(probe(path))
     except OSError as error:
-        return [_check("path", "failed", f"{path}: {error.strerror or error}", "choose a --run-dir in which files can be created")]
+        return [
+            _check(
+                "path",
+                "failed",
+                f"{path}: {error.strerror or error}",
+                "choose a --run-dir in which files can be created",
+            )
+        ]

@@ -1,4 +1,5 @@
-"""Checks of one machine's versions, devices, memory, threads, limits and network interface. Pure."""
+"""Checks of one machine's versions, devices, memory, threads, limits and network interface.
+Pure."""
 
 from __future__ import annotations
 
@@ -19,15 +20,20 @@ SHARED_MEMORY_BYTES = 128 << 20
 MEMORY_BYTES = 1 << 30
 """Memory for each process. torch alone takes a third of it, before a model is created."""
 OPEN_FILES = 1024
-"""Open files of each process: one or two sockets for each other rank, one file for each tensor of a loader worker."""
-CONTAINER_BRIDGE = re.compile(r"docker\d+|br-[0-9a-f]{12}|podman\d+|cni-podman\d+|lxcbr\d+|lxdbr\d+|virbr\d+")
-"""Names that Docker, Podman, LXC and libvirt give to the bridge by which containers and virtual machines of one host
-reach each other. Its address, such as 172.17.0.1, may be that of the bridge of every host."""
+"""Open files of each process: one or two sockets for each other rank, one file for each tensor of a
+loader worker."""
+CONTAINER_BRIDGE = re.compile(
+    r"docker\d+|br-[0-9a-f]{12}|podman\d+|cni-podman\d+|lxcbr\d+|lxdbr\d+|virbr\d+"
+)
+"""Names that Docker, Podman, LXC and libvirt give to the bridge by which containers and virtual
+machines of one host reach each other. Its address, such as 172.17.0.1, may be that of the bridge of
+every host."""
 OTHER_THREADS = 32
-"""Threads of a process beside its compute threads: those of Gloo, NCCL and the store, and loader workers."""
+"""Threads of a process beside its compute threads: those of Gloo, NCCL and the store, and loader
+workers."""
 MAX_CLOCK_OFFSET_SECONDS = 0.5
-"""Largest acceptable difference of clocks. Heartbeats are compared by clocks, and a machine is lost after 2 s
-without one."""
+"""Largest acceptable difference of clocks. Heartbeats are compared by clocks, and a machine is lost
+after 2 s without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +76,11 @@ class MachineInfo:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def machine_checks(info: MachineInfo, environ: Mapping[str, str], *, nproc: int, world_size: int) -> list[CheckResult]:
-    """Return the results for one machine. `environ`: the environment that the launcher was started with."""
+def machine_checks(
+    info: MachineInfo, environ: Mapping[str, str], *, nproc: int, world_size: int
+) -> list[CheckResult]:
+    """Return the results for one machine. `environ`: the environment that the launcher was started
+    with."""
     return [
         _versions(info),
         *_container(info),
@@ -84,53 +93,108 @@ def machine_checks(info: MachineInfo, environ: Mapping[str, str], *, nproc: int,
 
 
 def _versions(info: MachineInfo) -> CheckResult:
-    return _check("versions", "ok", ", ".join(f"{name} {value}" for name, value in info.versions.items()))
+    return _check(
+        "versions", "ok", ", ".join(f"{name} {value}" for name, value in info.versions.items())
+    )
 
 
 def _container(info: MachineInfo) -> list[CheckResult]:
     if info.container is None:
         return []
-    quota = "no CPU quota" if info.cpu_quota is None else f"a quota of {info.cpu_quota:.3g} of {info.cores} CPUs"
-    memory = "no limit of memory" if info.memory_limit_bytes is None else f"{format_bytes(info.memory_limit_bytes)} of memory"
+    quota = (
+        "no CPU quota"
+        if info.cpu_quota is None
+        else f"a quota of {info.cpu_quota:.3g} of {info.cores} CPUs"
+    )
+    memory = (
+        "no limit of memory"
+        if info.memory_limit_bytes is None
+        else f"{format_bytes(info.memory_limit_bytes)} of memory"
+    )
     return [_check("container", "ok", f"{info.container}: {quota}, {memory}")]
 
 
 def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[CheckResult]:
     if not info.gpus:
         if not info.gpu_names:
-            return [_check("devices", "ok", f"no GPU; {info.cores} CPU core{'s' if info.cores != 1 else ''}")]
+            return [
+                _check(
+                    "devices",
+                    "ok",
+                    f"no GPU; {info.cores} CPU core{'s' if info.cores != 1 else ''}",
+                )
+            ]
         hidden = environ.get("CUDA_VISIBLE_DEVICES")
-        seen = f"the driver has {len(info.gpu_names)} GPUs ({info.gpu_names[0]}) and torch sees none"
+        seen = (
+            f"the driver has {len(info.gpu_names)} GPUs ({info.gpu_names[0]}) and torch sees none"
+        )
         if hidden is not None:
             remedy = "unset CUDA_VISIBLE_DEVICES, unless you want CPUs"
             return [_check("devices", "failed", f"{seen}: CUDA_VISIBLE_DEVICES={hidden}", remedy)]
-        return [_check("devices", "failed", seen, "install a torch build for CUDA, and a driver that is new enough for it")]
+        return [
+            _check(
+                "devices",
+                "failed",
+                seen,
+                "install a torch build for CUDA, and a driver that is new enough for it",
+            )
+        ]
     names = sorted(set(info.gpu_names))
-    found = f"{info.gpus} GPU{'s' if info.gpus > 1 else ''}: {', '.join(names) or 'the driver gives no name'}"
+    found = (
+        f"{info.gpus} GPU{'s' if info.gpus > 1 else ''}:"
+        f" {', '.join(names) or 'the driver gives no name'}"
+    )
     checks = [_check("devices", "ok", found)]
     if len(names) > 1:
-        checks = [_check("devices", "slow", found, "all GPUs wait for the slowest: choose equal ones with CUDA_VISIBLE_DEVICES")]
+        checks = [
+            _check(
+                "devices",
+                "slow",
+                found,
+                "all GPUs wait for the slowest: choose equal ones with CUDA_VISIBLE_DEVICES",
+            )
+        ]
     if nproc > info.gpus and environ.get("LOCKSTEP_SHARE_DEVICES") != "1":
         remedy = f"--nproc {info.gpus}: one process per GPU; or --share-devices, to try a plan"
-        checks.append(_check("processes", "failed", f"{nproc} processes for {info.gpus} GPUs", remedy))
+        checks.append(
+            _check("processes", "failed", f"{nproc} processes for {info.gpus} GPUs", remedy)
+        )
     if info.topology:
         kinds = sorted(set(info.topology.values()))
-        counted = ", ".join(f"{kind} × {list(info.topology.values()).count(kind)}" for kind in kinds)
+        counted = ", ".join(
+            f"{kind} × {list(info.topology.values()).count(kind)}" for kind in kinds
+        )
         checks.append(_check("GPU links", "ok", f"{counted} (nvidia-smi topo -m)"))
     elif info.gpus > 1:
-        checks.append(_check("GPU links", "skipped", "nvidia-smi shows no topology", "install nvidia-smi to see how the GPUs are linked"))
+        checks.append(
+            _check(
+                "GPU links",
+                "skipped",
+                "nvidia-smi shows no topology",
+                "install nvidia-smi to see how the GPUs are linked",
+            )
+        )
     return checks
 
 
 def _shared_memory(info: MachineInfo, nproc: int) -> CheckResult:
     needed = nproc * SHARED_MEMORY_BYTES
     if info.shared_memory_bytes is None:
-        return _check("/dev/shm", "failed", "does not exist: loader workers and NCCL fail", "mount a tmpfs on /dev/shm")
+        return _check(
+            "/dev/shm",
+            "failed",
+            "does not exist: loader workers and NCCL fail",
+            "mount a tmpfs on /dev/shm",
+        )
     found = (
-        f"{format_bytes(info.shared_memory_bytes)} free; up to {format_bytes(needed)} needed for {nproc} process{'es' if nproc > 1 else ''}"
+        f"{format_bytes(info.shared_memory_bytes)} free; up to {format_bytes(needed)} needed for"
+        f" {nproc} process{'es' if nproc > 1 else ''}"
     )
     enough = info.shared_memory_bytes >= needed
-    remedy = f"{LARGER_SHARED_MEMORY}: loader workers and NCCL fail, or die of a bus error, when it is full"
+    remedy = (
+        f"{LARGER_SHARED_MEMORY}: loader workers and NCCL fail, or die of a bus error, when it is"
+        " full"
+    )
     return _check("/dev/shm", "ok" if enough else "failed", found, remedy)
 
 
@@ -145,22 +209,43 @@ def _threads(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
     has_quota = info.cpu_quota is not None and info.cpu_quota < info.cores
     if has_quota:
         cores += f" (of {info.cores}, by the control group's CPU quota of {info.cpu_quota:.3g})"
-    found = f"{nproc} process{'es' if nproc > 1 else ''} × {threads} thread{'s' if threads > 1 else ''} on {cores}"
+    found = (
+        f"{nproc} process{'es' if nproc > 1 else ''} × {threads} thread{'s' if threads > 1 else ''}"
+        f" on {cores}"
+    )
     best = max(1, usable // nproc)
     if nproc > usable and threads == 1:
         why = f"{found}: processes share cores, and each waits for the slowest"
         return [
-            _check("threads", "slow" if not info.gpus else "ok", why, f"--nproc {usable}, or more cores{_MORE_CPUS if has_quota else ''}")
+            _check(
+                "threads",
+                "slow" if not info.gpus else "ok",
+                why,
+                f"--nproc {usable}, or more cores{_MORE_CPUS if has_quota else ''}",
+            )
         ]
     if threads * nproc > usable:
-        remedy = f"OMP_NUM_THREADS={best}" + ("" if set_to is None else ", or unset it: lockstep divides the cores among the processes")
+        remedy = f"OMP_NUM_THREADS={best}" + (
+            ""
+            if set_to is None
+            else ", or unset it: lockstep divides the cores among the processes"
+        )
         return [_check("threads", "slow", f"{found}: the cores are oversubscribed", remedy)]
     if not info.gpus and threads * nproc * 2 <= usable:
-        return [_check("threads", "slow", f"{found}: the other cores are idle", f"OMP_NUM_THREADS={best}, or more processes")]
+        return [
+            _check(
+                "threads",
+                "slow",
+                f"{found}: the other cores are idle",
+                f"OMP_NUM_THREADS={best}, or more processes",
+            )
+        ]
     return [_check("threads", "ok", found)]
 
 
-def _limits(info: MachineInfo, environ: Mapping[str, str], nproc: int, world_size: int) -> list[CheckResult]:
+def _limits(
+    info: MachineInfo, environ: Mapping[str, str], nproc: int, world_size: int
+) -> list[CheckResult]:
     needed = max(OPEN_FILES, 4 * world_size + 256)
     found = f"{info.open_files_limit} per process"
     raised = (
@@ -168,36 +253,80 @@ def _limits(info: MachineInfo, environ: Mapping[str, str], nproc: int, world_siz
         if info.open_files_hard_limit >= needed
         else f"ask the administrator to raise the hard limit of {info.open_files_hard_limit}"
     )
-    checks = [_check("open files", "ok" if info.open_files_limit >= needed else "failed", found, f"{raised}; {needed} are needed")]
+    checks = [
+        _check(
+            "open files",
+            "ok" if info.open_files_limit >= needed else "failed",
+            found,
+            f"{raised}; {needed} are needed",
+        )
+    ]
     if info.infiniband:
-        limit = "no limit" if info.locked_memory_bytes is None else format_bytes(info.locked_memory_bytes)
+        limit = (
+            "no limit"
+            if info.locked_memory_bytes is None
+            else format_bytes(info.locked_memory_bytes)
+        )
         found = f"{limit}, with {', '.join(info.infiniband)}"
-        remedy = "ulimit -l unlimited (docker run --ulimit memlock=-1; Slurm: PropagateResourceLimits): RDMA locks its buffers"
-        checks.append(_check("locked memory", "ok" if info.locked_memory_bytes is None else "failed", found, remedy))
+        remedy = (
+            "ulimit -l unlimited (docker run --ulimit memlock=-1; Slurm: PropagateResourceLimits):"
+            " RDMA locks its buffers"
+        )
+        checks.append(
+            _check(
+                "locked memory",
+                "ok" if info.locked_memory_bytes is None else "failed",
+                found,
+                remedy,
+            )
+        )
     threads = environ.get("OMP_NUM_THREADS", "")
-    each = (int(threads) if threads.isdecimal() else max(1, whole_cpus(info.cores, info.cpu_quota) // nproc)) + OTHER_THREADS
+    each = (
+        int(threads)
+        if threads.isdecimal()
+        else max(1, whole_cpus(info.cores, info.cpu_quota) // nproc)
+    ) + OTHER_THREADS
     if info.free_tasks is not None:
         enough = info.free_tasks >= each * nproc
         text = f"{info.free_tasks} more may be started; {each * nproc} are needed"
-        checks.append(_check("processes and threads", "ok" if enough else "failed", text, "raise ulimit -u or docker run --pids-limit"))
+        checks.append(
+            _check(
+                "processes and threads",
+                "ok" if enough else "failed",
+                text,
+                "raise ulimit -u or docker run --pids-limit",
+            )
+        )
     enough = info.available_memory_bytes >= nproc * MEMORY_BYTES
     remedy = (
-        f"less than {format_bytes(MEMORY_BYTES)} per process: use fewer processes, end others, or raise the control group's limit "
-        "(docker run --memory; Kubernetes: resources.limits.memory)"
+        f"less than {format_bytes(MEMORY_BYTES)} per process: use fewer processes, end others, or"
+        " raise the control group's limit (docker run --memory; Kubernetes:"
+        " resources.limits.memory)"
     )
-    checks.append(_check("memory", "ok" if enough else "failed", f"{format_bytes(info.available_memory_bytes)} available", remedy))
+    checks.append(
+        _check(
+            "memory",
+            "ok" if enough else "failed",
+            f"{format_bytes(info.available_memory_bytes)} available",
+            remedy,
+        )
+    )
     return checks
 
 
 def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResult]:
-    """Check GLOO_SOCKET_IFNAME, a list of names, and NCCL_SOCKET_IFNAME: prefixes, names after `=`, `^` excludes."""
+    """Check GLOO_SOCKET_IFNAME, a list of names, and NCCL_SOCKET_IFNAME: prefixes, names after `=`,
+    `^` excludes."""
     interfaces = ", ".join(info.interfaces)
     gloo, nccl = environ.get("GLOO_SOCKET_IFNAME"), environ.get("NCCL_SOCKET_IFNAME")
     wrong = [name for name in gloo.split(",") if name not in info.interfaces] if gloo else []
-    found = [f"GLOO_SOCKET_IFNAME names {name!r}; the interfaces are {interfaces}" for name in wrong]
+    found = [
+        f"GLOO_SOCKET_IFNAME names {name!r}; the interfaces are {interfaces}" for name in wrong
+    ]
     if info.address:
         found += [
-            f"{variable}={value} is the bridge of this host's containers, which has no way to other hosts"
+            f"{variable}={value} is the bridge of this host's containers, which has no way to other"
+            " hosts"
             for variable, value in (("GLOO_SOCKET_IFNAME", gloo), ("NCCL_SOCKET_IFNAME", nccl))
             if value and CONTAINER_BRIDGE.fullmatch(value.removeprefix("="))
         ]
@@ -211,7 +340,13 @@ def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResul
     if not info.address:
         return [_check("interface", "ok", "loopback: one machine needs no other")]
     named = info.interface or "not found"
-    return [_check("interface", "ok", f"{named}, {info.address}{info.interface_details}: on the route to the rendezvous")]
+    return [
+        _check(
+            "interface",
+            "ok",
+            f"{named}, {info.address}{info.interface_details}: on the route to the rendezvous",
+        )
+    ]
 
 
 def _nccl_finds(pattern: str, interfaces: Sequence[str]) -> bool:
@@ -226,45 +361,79 @@ def _nccl_finds(pattern: str, interfaces: Sequence[str]) -> bool:
     return any(fits(interface) != excludes for interface in interfaces)
 
 
-def clock_check(machine: str, offset_seconds: float, error_seconds: float, reference: str) -> CheckResult:
-    """Return the result for a clock that is `offset_seconds` ± `error_seconds` ahead of that of `reference`."""
+def clock_check(
+    machine: str, offset_seconds: float, error_seconds: float, reference: str
+) -> CheckResult:
+    """Return the result for a clock that is `offset_seconds` ± `error_seconds` ahead of that of
+    `reference`."""
     relation = "ahead of" if offset_seconds > 0 else "behind"
-    text = f"{format_duration(abs(offset_seconds))} {relation} {reference} (± {format_duration(error_seconds)})"
+    text = (
+        f"{format_duration(abs(offset_seconds))} {relation} {reference} (±"
+        f" {format_duration(error_seconds)})"
+    )
     skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
-    remedy = "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is two seconds off is taken for dead"
+    remedy = (
+        "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is two"
+        " seconds off is taken for dead"
+    )
     return replace(_check("clock", "failed" if skewed else "ok", text, remedy), machine=machine)
 
 
-def shared_memory_differences(machines: Sequence[str], info: Sequence[Mapping[str, Any]]) -> list[CheckResult]:
-    """Return a result for the machines, if any, that are containers of one host and share no memory with each other.
-    `info`: the `MachineInfo` of each, as JSON."""
+def shared_memory_differences(
+    machines: Sequence[str], info: Sequence[Mapping[str, Any]]
+) -> list[CheckResult]:
+    """Return a result for the machines, if any, that are containers of one host and share no memory
+    with each other. `info`: the `MachineInfo` of each, as JSON."""
     by_host: dict[str, dict[int, str]] = {}
     for name, each in zip(machines, info, strict=True):
         host, space = each["process_ids"]
         by_host.setdefault(host, {}).setdefault(space, name)
-    found = "are containers of one host, and do not see each other's processes: they exchange through the network, not through memory"
-    return [_check("one host", "slow", f"{', '.join(each.values())} {found}", ONE_CONTAINER) for each in by_host.values() if len(each) > 1]
+    found = (
+        "are containers of one host, and do not see each other's processes: they exchange through"
+        " the network, not through memory"
+    )
+    return [
+        _check("one host", "slow", f"{', '.join(each.values())} {found}", ONE_CONTAINER)
+        for each in by_host.values()
+        if len(each) > 1
+    ]
 
 
-def version_differences(machines: Sequence[str], info: Sequence[Mapping[str, str]]) -> list[CheckResult]:
+def version_differences(
+    machines: Sequence[str], info: Sequence[Mapping[str, str]]
+) -> list[CheckResult]:
     """Return a result for each version that differs between machines."""
     checks = []
     for name in info[0]:
         values = [versions.get(name, "skipped") for versions in info]
         other = next((number for number, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            text = f"{name} is {values[0]} on {machines[0]} and {values[other]} on {machines[other]}"
+            text = (
+                f"{name} is {values[0]} on {machines[0]} and {values[other]} on {machines[other]}"
+            )
             checks.append(_check("versions", "failed", text, "install the same on all machines"))
     return checks
 
 
 def parse_topology(text: str) -> dict[str, str]:
-    """Return the kind of link of each pair of GPUs, {"0-1": "NV18"}, from the output of `nvidia-smi topo -m`."""
+    """Return the kind of link of each pair of GPUs, {"0-1": "NV18"}, from the output of `nvidia-smi
+    topo -m`."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
-    header = next((row for row in rows if "GPU0" in (cell.strip() for cell in row) and row[0].strip() != "GPU0"), None)
+    header = next(
+        (
+            row
+            for row in rows
+            if "GPU0" in (cell.strip() for cell in row) and row[0].strip() != "GPU0"
+        ),
+        None,
+    )
     if header is None:
         return {}
-    columns = {number: cell.strip().removeprefix("GPU") for number, cell in enumerate(header) if re.fullmatch(r"GPU\d+", cell.strip())}
+    columns = {
+        number: cell.strip().removeprefix("GPU")
+        for number, cell in enumerate(header)
+        if re.fullmatch(r"GPU\d+", cell.strip())
+    }
     found = {}
     for row in rows:
         if (name := re.fullmatch(r"GPU(\d+)", row[0].strip())) is not None:

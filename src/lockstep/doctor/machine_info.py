@@ -33,13 +33,18 @@ _NVIDIA_SECONDS = 10.0
 
 
 def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> MachineInfo:
-    """Return the properties of this machine. Raises `LaunchError` if it cannot reach the rendezvous of `machines`."""
+    """Return the properties of this machine. Raises `LaunchError` if it cannot reach the rendezvous
+    of `machines`."""
     address = address_towards(machines.resolve(), machines.port) if machines is not None else ""
     interface = interface_of(address) if address else None
     descriptors, hard_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     names, driver = _gpus()
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "lockstep": __version__}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lockstep": __version__,
+    }
     return MachineInfo(
         host=socket.gethostname(),
         address=address,
@@ -50,7 +55,11 @@ def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> 
         gpus=accelerator.count(),
         gpu_names=names,
         # If some GPUs are hidden, torch and the driver number them differently.
-        topology=parse_topology(_nvidia_smi("topo", "-m")) if names and "CUDA_VISIBLE_DEVICES" not in environ else {},
+        topology=(
+            parse_topology(_nvidia_smi("topo", "-m"))
+            if names and "CUDA_VISIBLE_DEVICES" not in environ
+            else {}
+        ),
         container=container_engine(environ),
         process_ids=tuple(process_id_space()),
         cores=scheduled_cpus(),
@@ -61,7 +70,11 @@ def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> 
         open_files_limit=_finite(descriptors),
         open_files_hard_limit=_finite(hard_descriptors),
         locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
-        infiniband=tuple(sorted(os.listdir("/sys/class/infiniband"))) if os.path.isdir("/sys/class/infiniband") else (),
+        infiniband=(
+            tuple(sorted(os.listdir("/sys/class/infiniband")))
+            if os.path.isdir("/sys/class/infiniband")
+            else ()
+        ),
         free_tasks=_free_tasks(),
         variables=relevant_variables(environ),
     )
@@ -80,8 +93,14 @@ def _free(path: str) -> int | None:
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:
-    """Return the names of the GPUs and the driver's version. Both are empty if there is no driver."""
-    rows = [line.split(", ") for line in _nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()]
+    """Return the names of the GPUs and the driver's version. Both are empty if there is no
+    driver."""
+    rows = [
+        line.split(", ")
+        for line in _nvidia_smi(
+            "--query-gpu=name,driver_version", "--format=csv,noheader"
+        ).splitlines()
+    ]
     return tuple(row[0] for row in rows), rows[0][-1] if rows else ""
 
 
@@ -89,14 +108,22 @@ def _nvidia_smi(*arguments: str) -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
     with suppress(subprocess.SubprocessError, OSError):
-        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_NVIDIA_SECONDS, check=True).stdout
+        return subprocess.run(
+            ["nvidia-smi", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_NVIDIA_SECONDS,
+            check=True,
+        ).stdout
     return ""
 
 
 def _interface_details(interface: str) -> str:
     folder = Path("/sys/class/net", interface)
     speed, mtu = number_in(folder / "speed"), number_in(folder / "mtu")
-    return (f", {speed:g} Mbit/s" if speed is not None and speed > 0 else "") + (f", MTU {mtu:g}" if mtu is not None else "")
+    return (f", {speed:g} Mbit/s" if speed is not None and speed > 0 else "") + (
+        f", MTU {mtu:g}" if mtu is not None else ""
+    )
 
 
 def _free_tasks() -> int | None:

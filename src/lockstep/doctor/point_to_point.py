@@ -1,10 +1,10 @@
 """Find the pairs of ranks, the ranks and the machines that are slower than the others. Pure.
 
-[Note: outliers] There is no speed that a link should have, but links of one kind should be alike. A node is a rank
-within its machine, or a machine among machines. A node is slow if even its best link is several times worse than the
-best links of the other nodes. Among the other nodes, a link is slow if it is several times worse than the median of its
-kind. So a machine that is slow both ways is named once, instead of each of its links. With two nodes only the two
-directions can be compared.
+[Note: outliers] There is no speed that a link should have, but links of one kind should be alike. A
+node is a rank within its machine, or a machine among machines. A node is slow if even its best link
+is several times worse than the best links of the other nodes. Among the other nodes, a link is slow
+if it is several times worse than the median of its kind. So a machine that is slow both ways is
+named once, instead of each of its links. With two nodes only the two directions can be compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_d
 SLOW_FACTOR = 3.0
 """A link is slow if it is more than this many times worse than the median."""
 LATENCY_NOISE_SECONDS = 2e-4
-"""Smaller differences of latencies are ignored: a processor that is busy for a moment causes as much."""
+"""Smaller differences of latencies are ignored: a processor that is busy for a moment causes as
+much."""
 MANY_RANKS = 64
 """With more ranks than this, machines are measured between ranks of equal local rank alone."""
 
@@ -38,7 +39,8 @@ class PairMeasurement:
     bytes_per_second: float
     """Bandwidth: the best of a few transfers."""
     kind: str
-    """Kind of link: `machines` between machines; within one, `NV18` or `PHB` if the topology is known, else `local`."""
+    """Kind of link: `machines` between machines; within one, `NV18` or `PHB` if the topology is
+    known, else `local`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class Outlier:
 
     metric: Metric
     nodes: tuple[str, ...]
-    """One name: all links of that node in the `direction`. Two names: the link from the first to the second."""
+    """One name: all links of that node in the `direction`. Two names: the link from the first to
+    the second."""
     pairs: tuple[Pair, ...]
     value: float
     """Bytes per second, or seconds."""
@@ -57,10 +60,13 @@ class Outlier:
 
 
 def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
-    """Return every pair of ranks once, in rounds with one pair per machine at most, so that no two share a link.
-    `machine_of_rank[r]`: number of rank r's machine. See `MANY_RANKS`."""
+    """Return every pair of ranks once, in rounds with one pair per machine at most, so that no two
+    share a link. `machine_of_rank[r]`: number of rank r's machine. See `MANY_RANKS`."""
     size = len(machine_of_rank)
-    local_ranks = [sum(machine == machine_of_rank[rank] for machine in machine_of_rank[:rank]) for rank in range(size)]
+    local_ranks = [
+        sum(machine == machine_of_rank[rank] for machine in machine_of_rank[:rank])
+        for rank in range(size)
+    ]
     rounds: list[list[Pair]] = []
     busy: list[set[int]] = []
     for one in range(size):
@@ -68,7 +74,9 @@ def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
             machines = {machine_of_rank[one], machine_of_rank[other]}
             if size > MANY_RANKS and len(machines) == 2 and local_ranks[one] != local_ranks[other]:
                 continue
-            free = next((number for number, taken in enumerate(busy) if not taken & machines), len(rounds))
+            free = next(
+                (number for number, taken in enumerate(busy) if not taken & machines), len(rounds)
+            )
             if free == len(rounds):
                 rounds.append([])
                 busy.append(set())
@@ -77,29 +85,43 @@ def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
     return rounds
 
 
-def find_outliers(measurements: Iterable[PairMeasurement], machines: Sequence[str]) -> list[Outlier]:
-    """Return what is slower than the others of its kind. `machines[r]`: the name of rank r's machine."""
+def find_outliers(
+    measurements: Iterable[PairMeasurement], machines: Sequence[str]
+) -> list[Outlier]:
+    """Return what is slower than the others of its kind. `machines[r]`: the name of rank r's
+    machine."""
     measurements = list(measurements)
     outliers: list[Outlier] = []
     for metric in get_args(Metric):
         for kind in sorted({each.kind for each in measurements}):
             same_kind = [each for each in measurements if each.kind == kind]
-            outliers += _outliers(same_kind, metric, machines.__getitem__ if kind == "machines" else "rank {}".format)
+            outliers += _outliers(
+                same_kind, metric, machines.__getitem__ if kind == "machines" else "rank {}".format
+            )
     return outliers
 
 
-def _outliers(measurements: Sequence[PairMeasurement], metric: Metric, node: Callable[[int], str]) -> Iterator[Outlier]:
-    """Yield the outliers among links of one kind, by seconds per byte or of latency. `node`: the node of a rank."""
+def _outliers(
+    measurements: Sequence[PairMeasurement], metric: Metric, node: Callable[[int], str]
+) -> Iterator[Outlier]:
+    """Yield the outliers among links of one kind, by seconds per byte or of latency. `node`: the
+    node of a rank."""
     costs: dict[tuple[str, str], list[float]] = {}
     pairs: dict[tuple[str, str], list[Pair]] = {}
     for each in measurements:
         ends = node(each.sender), node(each.receiver)
-        costs.setdefault(ends, []).append(1 / each.bytes_per_second if metric == "bandwidth" else each.latency_seconds)
+        costs.setdefault(ends, []).append(
+            1 / each.bytes_per_second if metric == "bandwidth" else each.latency_seconds
+        )
         pairs.setdefault(ends, []).append((each.sender, each.receiver))
     cost = {ends: median_low(values) for ends, values in costs.items()}
     noise = LATENCY_NOISE_SECONDS if metric == "latency" else 0.0
     sending, receiving = (_slow_nodes(cost, end, noise) for end in (0, 1))
-    others = {ends: value for ends, value in cost.items() if ends[0] not in sending and ends[1] not in receiving}
+    others = {
+        ends: value
+        for ends, value in cost.items()
+        if ends[0] not in sending and ends[1] not in receiving
+    }
     normal = median_low(others.values()) if others else 0.0
 
     def to_metric(value: float) -> float:
@@ -109,35 +131,58 @@ def _outliers(measurements: Sequence[PairMeasurement], metric: Metric, node: Cal
         direction: Literal["both", "from", "to"] = "both"
         if not (name in sending and name in receiving):
             direction = "from" if name in sending else "to"
-        slow = [ends for ends in cost if (ends[0] == name and name in sending) or (ends[1] == name and name in receiving)]
+        slow = [
+            ends
+            for ends in cost
+            if (ends[0] == name and name in sending) or (ends[1] == name and name in receiving)
+        ]
         value = to_metric(median(cost[ends] for ends in slow))
-        yield Outlier(metric, (name,), tuple(pair for ends in slow for pair in pairs[ends]), value, to_metric(normal), direction)
+        yield Outlier(
+            metric,
+            (name,),
+            tuple(pair for ends in slow for pair in pairs[ends]),
+            value,
+            to_metric(normal),
+            direction,
+        )
     for ends, value in sorted(others.items()):
         if _is_worse(value, normal, noise):
-            yield Outlier(metric, ends, tuple(pairs[ends]), to_metric(value), to_metric(normal), "from")
+            yield Outlier(
+                metric, ends, tuple(pairs[ends]), to_metric(value), to_metric(normal), "from"
+            )
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
-    """Return the nodes with several links whose best is worse than the others'. `end`: 0 senders, 1 receivers."""
+    """Return the nodes with several links whose best is worse than the others'. `end`: 0 senders, 1
+    receivers."""
     by_node: dict[str, list[float]] = {}
     for ends, value in cost.items():
         by_node.setdefault(ends[end], []).append(value)
     best = {name: min(values) for name, values in by_node.items()}
     normal = median_low(best.values())
-    return {name for name, value in best.items() if len(by_node[name]) > 1 and _is_worse(value, normal, noise)}
+    return {
+        name
+        for name, value in best.items()
+        if len(by_node[name]) > 1 and _is_worse(value, normal, noise)
+    }
 
 
 def _is_worse(value: float, normal: float, noise: float) -> bool:
     return value > SLOW_FACTOR * normal and value - normal > noise
 
 
-def point_to_point_checks(measurements: Sequence[PairMeasurement], machines: Sequence[str]) -> list[CheckResult]:
-    """Return a result for each kind of link, and one for each outlier. `machines[r]`: the name of rank r's machine."""
+def point_to_point_checks(
+    measurements: Sequence[PairMeasurement], machines: Sequence[str]
+) -> list[CheckResult]:
+    """Return a result for each kind of link, and one for each outlier. `machines[r]`: the name of
+    rank r's machine."""
     results = []
     for kind in sorted({each.kind for each in measurements}):
         same_kind = [each for each in measurements if each.kind == kind]
         rates = [each.bytes_per_second for each in same_kind]
-        middle, lowest, highest = (format_bandwidth(statistic(rates)) for statistic in (median, min, max))
+        middle, lowest, highest = (
+            format_bandwidth(statistic(rates)) for statistic in (median, min, max)
+        )
         latency = format_duration(median(each.latency_seconds for each in same_kind))
         text = f"{len(same_kind)} links: {middle} ({lowest} to {highest}), {latency} (median)"
         check = _KINDS.get(kind, f"within a machine, {kind}")
@@ -150,21 +195,36 @@ _KINDS = {"machines": "between machines", "local": "within a machine"}
 
 def _outlier_check(outlier: Outlier) -> CheckResult:
     format_value = format_bandwidth if outlier.metric == "bandwidth" else format_duration
-    found = f"{outlier.metric} {format_value(outlier.value)}; the median is {format_value(outlier.normal)}"
+    found = (
+        f"{outlier.metric} {format_value(outlier.value)}; the median is"
+        f" {format_value(outlier.normal)}"
+    )
     is_rank = outlier.nodes[0].startswith("rank ")
     if len(outlier.nodes) == 1:
-        links = {"both": "all its links", "from": "everything it sends", "to": "everything it receives"}[outlier.direction]
+        links = {
+            "both": "all its links",
+            "from": "everything it sends",
+            "to": "everything it receives",
+        }[outlier.direction]
         check, found = outlier.nodes[0], f"{links}: {found}"
         remedy = (
-            "look at its GPU's slot and links (nvidia-smi topo -m, nvidia-smi nvlink -s), and at other load on its processor"
+            "look at its GPU's slot and links (nvidia-smi topo -m, nvidia-smi nvlink -s), and at"
+            " other load on its processor"
             if is_rank
-            else f"look at {outlier.nodes[0]}: network card, cable, negotiated speed (ethtool), switch port, other load"
+            else (
+                f"look at {outlier.nodes[0]}: network card, cable, negotiated speed (ethtool),"
+                " switch port, other load"
+            )
         )
     else:
         check = f"{outlier.nodes[0]} to {outlier.nodes[1]}"
         remedy = (
-            "look at the link between the two (nvidia-smi nvlink -s, nvidia-smi topo -m), and at other load on it"
+            "look at the link between the two (nvidia-smi nvlink -s, nvidia-smi topo -m), and at"
+            " other load on it"
             if is_rank
-            else "look at the path between the two: cable, switch port, negotiated speed (ethtool), route (tracepath), other traffic"
+            else (
+                "look at the path between the two: cable, switch port, negotiated speed (ethtool),"
+                " route (tracepath), other traffic"
+            )
         )
     return CheckResult("point-to-point", check, "slow", found, remedy)

@@ -10,14 +10,19 @@ from typing import Any
 from lockstep.doctor.check_result import CheckResult, Section, check_result, machine_names
 from lockstep.doctor.environment_variables import variable_differences
 from lockstep.doctor.expected_results import COLLECTIVES, OPERATIONS
-from lockstep.doctor.machine_checks import clock_check, shared_memory_differences, version_differences
+from lockstep.doctor.machine_checks import (
+    clock_check,
+    shared_memory_differences,
+    version_differences,
+)
 from lockstep.doctor.point_to_point import PairMeasurement, point_to_point_checks
 from lockstep.launch.failures import Ending
 
 _check = partial(check_result, "collectives")
 _processes = partial(check_result, "rendezvous", "processes")
 RENDEZVOUS_PROBES = 2
-"""Number of probes that belong to the rendezvous: connecting to the store, and creating the process group."""
+"""Number of probes that belong to the rendezvous: connecting to the store, and creating the process
+group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,21 +34,27 @@ class RankStatus:
     """Number of the probe. All ranks run the same probes in the same order."""
     probe: str
     location: str | None = None
-    """File, line and function in the user's or the system's code. None if the rank waits for other ranks."""
+    """File, line and function in the user's or the system's code. None if the rank waits for other
+    ranks."""
     error: str | None = None
 
 
 def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
-    """Return all check results. `results`: those that `lockstep.doctor.worker` writes, with `machines` at least."""
+    """Return all check results. `results`: those that `lockstep.doctor.worker` writes, with
+    `machines` at least."""
     machines = results["machines"]
-    names = machine_names([(machine["info"]["host"], machine["info"]["address"]) for machine in machines])
+    names = machine_names(
+        [(machine["info"]["host"], machine["info"]["address"]) for machine in machines]
+    )
     checks: list[CheckResult] = []
     for name, machine in zip(names, machines, strict=True):
         checks += [CheckResult(**check | {"machine": name}) for check in machine["checks"]]
     if len(names) > 1:
         checks += version_differences(names, [machine["info"]["versions"] for machine in machines])
         checks += shared_memory_differences(names, [machine["info"] for machine in machines])
-        checks += variable_differences(names, [machine["info"]["variables"] for machine in machines])
+        checks += variable_differences(
+            names, [machine["info"]["variables"] for machine in machines]
+        )
         for name, (offset, error) in list(zip(names, results.get("clocks", ()), strict=False))[1:]:
             checks.append(clock_check(name, offset, error, names[0]))
         checks += _shared_directory(results, names)
@@ -51,25 +62,39 @@ def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
     checks += _collectives(results)
     if results.get("point_to_point"):
         measurements = [PairMeasurement(**each) for each in results["point_to_point"]]
-        checks += point_to_point_checks(measurements, [names[number] for number in results["ranks"]])
+        checks += point_to_point_checks(
+            measurements, [names[number] for number in results["ranks"]]
+        )
     return checks
 
 
 def _shared_directory(results: Mapping[str, Any], names: Sequence[str]) -> Iterator[CheckResult]:
     if "shared" not in results:
         return
-    missing = sorted({results["ranks"][rank] for rank in set(range(results["world_size"])) - set(results["shared"])})
+    missing = sorted(
+        {
+            results["ranks"][rank]
+            for rank in set(range(results["world_size"])) - set(results["shared"])
+        }
+    )
     found = "a file that one machine writes appears on all"
     if missing:
-        found = f"a file that {names[0]} writes does not appear on {', '.join(names[number] for number in missing)}"
-    remedy = "choose a run directory on a file system that all machines share, mounted at the same path"
+        found = (
+            f"a file that {names[0]} writes does not appear on"
+            f" {', '.join(names[number] for number in missing)}"
+        )
+    remedy = (
+        "choose a run directory on a file system that all machines share, mounted at the same path"
+    )
     yield check_result("run directory", "shared", "failed" if missing else "ok", found, remedy)
 
 
 def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
     """Return how the processes ended: the reason if they ended early."""
     if results.get("statuses"):
-        check = stalled_check([RankStatus(**each) for each in results["statuses"]], results["world_size"])
+        check = stalled_check(
+            [RankStatus(**each) for each in results["statuses"]], results["world_size"]
+        )
         if ending.first is not None and ending.first.returncode < 0:
             remedy = "look in dmesg for an out-of-memory kill; the process's own output is above"
             return [replace(check, found=ending.first.line, remedy=remedy)]
@@ -82,18 +107,34 @@ def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]
         remedy = "start the same command on all machines, and check the network to that port"
         return [_processes("failed", ending.elsewhere.partition(";")[0], remedy)]
     if results.get("world_size", 0) == 1:
-        return [_check("all", "skipped", "not run: a single process has no peers", "--nproc 2 checks them on this machine")]
+        return [
+            _check(
+                "all",
+                "skipped",
+                "not run: a single process has no peers",
+                "--nproc 2 checks them on this machine",
+            )
+        ]
     found = f"{results.get('world_size', 0)} on {results['backend']}, all finished"
     return [_processes("ok", found)]
 
 
 def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResult:
-    """Return the reason why the probes ended early. `statuses`: those of all ranks that answered, at least one."""
+    """Return the reason why the probes ended early. `statuses`: those of all ranks that answered,
+    at least one."""
     last = max(statuses, key=lambda status: status.index)
     failed = [status for status in statuses if status.error is not None]
     silent = sorted(set(range(world_size)) - {status.rank for status in statuses})
-    blocking = [f"{_format_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"] if silent else []
-    blocking += [f"rank {status.rank} is at {status.location}" for status in statuses if status.location and status.error is None]
+    blocking = (
+        [f"{_format_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"]
+        if silent
+        else []
+    )
+    blocking += [
+        f"rank {status.rank} is at {status.location}"
+        for status in statuses
+        if status.location and status.error is None
+    ]
     blocking += [
         f"rank {status.rank} is still in {status.probe}"
         for status in statuses
@@ -102,15 +143,22 @@ def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResul
     if failed:
         first = min(failed, key=lambda status: (status.index, status.rank))
         check, found = first.probe, f"rank {first.rank} failed: {first.error}"
-        remedy = "fix the error above; if a connection failed, look at the interface check and at firewalls between the machines"
+        remedy = (
+            "fix the error above; if a connection failed, look at the interface check and at"
+            " firewalls between the machines"
+        )
     elif blocking:
         check, found = last.probe, f"timed out: {'; '.join(blocking)}"
         remedy = (
-            "look at that process: it is stopped, swapping, or in a call that hangs; if it is on another machine, check the network to it"
+            "look at that process: it is stopped, swapping, or in a call that hangs; if it is on"
+            " another machine, check the network to it"
         )
     else:
         check, found = last.probe, "timed out: all ranks entered it and wait"
-        remedy = "the network drops messages: look for firewalls between the machines, the MTU, a link that is down"
+        remedy = (
+            "the network drops messages: look for firewalls between the machines, the MTU, a link"
+            " that is down"
+        )
     section: Section = "collectives" if last.index > RENDEZVOUS_PROBES else "rendezvous"
     return CheckResult(section, check, "failed", found, remedy)
 
@@ -122,16 +170,31 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 def _collectives(results: Mapping[str, Any]) -> list[CheckResult]:
     rows: list[dict[str, Any]] = results.get("checked", [])
-    by_collective: dict[str, list[dict[str, Any]]] = {name: [row for row in rows if row["collective"] == name] for name in COLLECTIVES}
-    checks = [_one_collective(collective, own_rows, results["world_size"]) for collective, own_rows in by_collective.items() if own_rows]
+    by_collective: dict[str, list[dict[str, Any]]] = {
+        name: [row for row in rows if row["collective"] == name] for name in COLLECTIVES
+    }
+    checks = [
+        _one_collective(collective, own_rows, results["world_size"])
+        for collective, own_rows in by_collective.items()
+        if own_rows
+    ]
     checks += _unsupported_checks(by_collective, results.get("backend", ""))
     missing = [collective for collective, own_rows in by_collective.items() if not own_rows]
     if rows and missing:
-        checks.append(_check("the rest", "skipped", f"not run: {', '.join(missing)}", "fix the failure that ended the checks"))
+        checks.append(
+            _check(
+                "the rest",
+                "skipped",
+                f"not run: {', '.join(missing)}",
+                "fix the failure that ended the checks",
+            )
+        )
     return checks
 
 
-def _one_collective(collective: str, rows: Sequence[Mapping[str, Any]], world_size: int) -> CheckResult:
+def _one_collective(
+    collective: str, rows: Sequence[Mapping[str, Any]], world_size: int
+) -> CheckResult:
     """Return the result of one collective over all its cases."""
     wrong: list[tuple[Mapping[str, Any], str, str]] = [
         (row, rank, outcome.get("wrong") or f"raised, and others did not: {outcome['unsupported']}")
@@ -146,39 +209,75 @@ def _one_collective(collective: str, rows: Sequence[Mapping[str, Any]], world_si
         cases = len({(each["operation"], each["type"], each["group"]) for each, _, _ in wrong})
         more = f"; wrong in {cases} of {len(rows)} cases" if cases > 1 else ""
         remedy = (
-            "do not train here: results would be wrong. Look for code that wraps torch.distributed; try another version of torch or NCCL; "
-            "check that rank's link and its device's memory (ECC)"
+            "do not train here: results would be wrong. Look for code that wraps torch.distributed;"
+            " try another version of torch or NCCL; check that rank's link and its device's memory"
+            " (ECC)"
         )
-        return _check(collective, "failed", f"{case}{': ' if case else ''}rank {rank} {difference}{more}", remedy)
+        return _check(
+            collective,
+            "failed",
+            f"{case}{': ' if case else ''}rank {rank} {difference}{more}",
+            remedy,
+        )
     if collective == "barrier":
         return _check(collective, "ok", "no rank left before all had entered")
     unsupported = _unsupported_cases(rows)
-    types = list(dict.fromkeys(row["type"] for row in rows if (row["type"], row["operation"]) not in unsupported))
+    types = list(
+        dict.fromkeys(
+            row["type"] for row in rows if (row["type"], row["operation"]) not in unsupported
+        )
+    )
     operations = [each for each in OPERATIONS if any(row["operation"] == each for row in rows)]
     found = f"correct in {len(types)} type{'' if len(types) == 1 else 's'}"
     return _check(collective, "ok", "; ".join(filter(None, (found, " ".join(operations)))))
 
 
 def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str | None]]:
-    """Return the (data type, operation) pairs of one collective that the backend does not support."""
-    return {(row["type"], row["operation"]) for row in rows if any("unsupported" in each for each in row["outcomes"].values())}
+    """Return the (data type, operation) pairs of one collective that the backend does not
+    support."""
+    return {
+        (row["type"], row["operation"])
+        for row in rows
+        if any("unsupported" in each for each in row["outcomes"].values())
+    }
 
 
-def _unsupported_checks(by_collective: Mapping[str, Sequence[Mapping[str, Any]]], backend: str) -> Iterator[CheckResult]:
-    """Yield a result for unsupported data types, and one for unsupported operations on supported types."""
+def _unsupported_checks(
+    by_collective: Mapping[str, Sequence[Mapping[str, Any]]], backend: str
+) -> Iterator[CheckResult]:
+    """Yield a result for unsupported data types, and one for unsupported operations on supported
+    types."""
     types: dict[str, list[str]] = {}
     operations: dict[str, list[str]] = {}
     for collective, rows in by_collective.items():
         unsupported = _unsupported_cases(rows)
         for data_type in dict.fromkeys(row["type"] for row in rows):
-            missing = [row["operation"] for row in rows if row["type"] == data_type and (data_type, row["operation"]) in unsupported]
+            missing = [
+                row["operation"]
+                for row in rows
+                if row["type"] == data_type and (data_type, row["operation"]) in unsupported
+            ]
             if missing and len(missing) == sum(row["type"] == data_type for row in rows):
                 types.setdefault(collective, []).append(data_type)
             elif missing:
-                operations.setdefault(f"{', '.join(dict.fromkeys(missing))} of {data_type}", []).append(collective)
+                operations.setdefault(
+                    f"{', '.join(dict.fromkeys(missing))} of {data_type}", []
+                ).append(collective)
     remedy = "convert to another data type before the collective"
     for missing_types in dict.fromkeys(map(tuple, types.values())):
-        collectives = [collective for collective, each in types.items() if tuple(each) == missing_types]
-        yield _check("types", "skipped", f"{backend} does not support {' '.join(missing_types)} in {', '.join(collectives)}", remedy)
+        collectives = [
+            collective for collective, each in types.items() if tuple(each) == missing_types
+        ]
+        yield _check(
+            "types",
+            "skipped",
+            f"{backend} does not support {' '.join(missing_types)} in {', '.join(collectives)}",
+            remedy,
+        )
     for operation, collectives in operations.items():
-        yield _check("operations", "skipped", f"{backend} does not support {operation} in {', '.join(collectives)}", remedy)
+        yield _check(
+            "operations",
+            "skipped",
+            f"{backend} does not support {operation} in {', '.join(collectives)}",
+            remedy,
+        )

@@ -1,8 +1,9 @@
-"""One rank of the doctor: join the others, check the collectives, time them, and measure every pair of ranks.
+"""One rank of the doctor: join the others, check the collectives, time them, and measure every pair
+of ranks.
 
-`lockstep.doctor.diagnose` starts it as `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`. FOLDER holds
-`machine.json`, the launcher's checks of its machine. The rank writes `results-RANK.json` there. All ranks agree on the
-results, so that any of these files will do.
+`lockstep.doctor.diagnose` starts it as `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`.
+FOLDER holds `machine.json`, the launcher's checks of its machine. The rank writes
+`results-RANK.json` there. All ranks agree on the results, so that any of these files will do.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def main(folder: Path, deadline_seconds: float) -> None:
     """Run all probes of this rank, which the environment variables identify."""
     environment = Environment.read(os.environ)
     torch.set_num_threads(environment.threads)
-    values: dict[str, Any] = {"world_size": environment.world_size, "machine": int(os.environ["GROUP_RANK"])}
+    values: dict[str, Any] = {
+        "world_size": environment.world_size,
+        "machine": int(os.environ["GROUP_RANK"]),
+    }
 
     def write() -> None:
         write_atomically(folder / f"results-{environment.rank}.json", json.dumps(values))
@@ -50,19 +54,35 @@ def main(folder: Path, deadline_seconds: float) -> None:
         os._exit(1)
 
     if environment.world_size > 1:
-        coordinator = ProbeCoordinator(environment.rank, environment.world_size, deadline_seconds, abort)
+        coordinator = ProbeCoordinator(
+            environment.rank, environment.world_size, deadline_seconds, abort
+        )
         machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
         _run_probes(coordinator, environment, values, machine)
     write()
 
 
-def _run_probes(coordinator: ProbeCoordinator, environment: Environment, values: dict[str, Any], machine: dict[str, Any]) -> None:
+def _run_probes(
+    coordinator: ProbeCoordinator,
+    environment: Environment,
+    values: dict[str, Any],
+    machine: dict[str, Any],
+) -> None:
     with coordinator.probe("connecting to the store", RENDEZVOUS_SECONDS):
-        gathered = coordinator.all_gather([int(os.environ["GROUP_RANK"]), machine if environment.local_rank == 0 else None])
+        gathered = coordinator.all_gather(
+            [int(os.environ["GROUP_RANK"]), machine if environment.local_rank == 0 else None]
+        )
     machine_of_rank = [int(number) for number, _ in gathered]
     values["ranks"] = machine_of_rank
-    values["machines"] = [each for _, each in sorted((each for each in gathered if each[1] is not None), key=lambda each: int(each[0]))]
-    names = machine_names([(each["info"]["host"], each["info"]["address"]) for each in values["machines"]])
+    values["machines"] = [
+        each
+        for _, each in sorted(
+            (each for each in gathered if each[1] is not None), key=lambda each: int(each[0])
+        )
+    ]
+    names = machine_names(
+        [(each["info"]["host"], each["info"]["address"]) for each in values["machines"]]
+    )
     with coordinator.probe("the process group"):
         world = join(
             rank=environment.rank,
@@ -87,7 +107,10 @@ def _run_probes(coordinator: ProbeCoordinator, environment: Environment, values:
             values["checked"].append(row)  # one by one: an abort writes the rows so far
     values["timed"] = benchmark.time_collectives(coordinator, groups[0])
     topology = values["machines"][machine_of_rank[environment.rank]]["info"]["topology"]
-    local_ranks = [machine_of_rank[:rank].count(machine_of_rank[rank]) for rank in range(environment.world_size)]
+    local_ranks = [
+        machine_of_rank[:rank].count(machine_of_rank[rank])
+        for rank in range(environment.world_size)
+    ]
 
     def kind(pair: tuple[int, int]) -> str:
         one, other = pair
@@ -95,27 +118,41 @@ def _run_probes(coordinator: ProbeCoordinator, environment: Environment, values:
             return "machines"
         return str(topology.get(f"{local_ranks[one]}-{local_ranks[other]}", "local"))
 
-    measured = benchmark.measure_pairs(coordinator, groups[0], machine_of_rank, [names[number] for number in machine_of_rank], kind)
+    measured = benchmark.measure_pairs(
+        coordinator, groups[0], machine_of_rank, [names[number] for number in machine_of_rank], kind
+    )
     values["point_to_point"] = [asdict(each) for each in measured]
     with coordinator.probe("the end"):
         coordinator.barrier()
 
 
-def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[collective_checks.RankGroup]:
-    """Return the group of all ranks, then each of `subgroups` that this rank is in. Every rank creates every group."""
-    groups = [collective_checks.RankGroup("all ranks", list(range(world.size)), world.rank, None, world.device, backend)]
+def _groups(
+    coordinator: ProbeCoordinator, world: World, backend: str
+) -> list[collective_checks.RankGroup]:
+    """Return the group of all ranks, then each of `subgroups` that this rank is in. Every rank
+    creates every group."""
+    groups = [
+        collective_checks.RankGroup(
+            "all ranks", list(range(world.size)), world.rank, None, world.device, backend
+        )
+    ]
     for name, parts in subgroups(world.size).items():
         for ranks in parts:
             with coordinator.probe(f"the group of {name}"):
                 process_group = dist.new_group(ranks)
             if world.rank in ranks:
                 group_rank = ranks.index(world.rank)
-                groups.append(collective_checks.RankGroup(name, ranks, group_rank, process_group, world.device, backend))
+                groups.append(
+                    collective_checks.RankGroup(
+                        name, ranks, group_rank, process_group, world.device, backend
+                    )
+                )
     return groups
 
 
 def _ranks_that_share(coordinator: ProbeCoordinator, path: Path) -> list[int]:
-    """Return the ranks that see a file which rank 0 creates in that folder. Called by every rank."""
+    """Return the ranks that see a file which rank 0 creates in that folder. Called by every
+    rank."""
     if coordinator.rank == 0:
         with tempfile.NamedTemporaryFile(prefix=".lockstep-doctor-", dir=path) as file:
             coordinator.all_gather(Path(file.name).name)

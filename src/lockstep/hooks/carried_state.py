@@ -1,4 +1,5 @@
-"""The hook that finds models that carry tensors from one microbatch to the next, where the loss cannot be tried."""
+"""The hook that finds models that carry tensors from one microbatch to the next, where the loss
+cannot be tried."""
 
 from __future__ import annotations
 
@@ -18,18 +19,36 @@ from lockstep.training.hook import ControlHook, Run
 STEPS, MICROBATCHES = 2, 4
 """Steps, and microbatches of a rank, that are watched."""
 
-_ABOUT = frozenset({"shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "size", "dim", "numel", "__len__"})
+_ABOUT = frozenset(
+    {
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "size",
+        "dim",
+        "numel",
+        "__len__",
+    }
+)
 """Attributes and methods that say nothing about a tensor's values."""
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES
 
-Marks = dict[str, list[tuple[Tensor, int]]]  # attribute -> its tensors, with the number of writes to each
+# attribute -> its tensors, with the number of writes to each
+Marks = dict[str, list[tuple[Tensor, int]]]
 
 
 class CarriedState(ControlHook):
-    """Watches the models' attributes in the forwards of the first steps of a script's own loop, or with a batch loss.
+    """Watches the models' attributes in the forwards of the first steps of a script's own loop, or
+    with a batch loss.
 
-    An attribute carries state if a forward reads a tensor that the forward of another microbatch has left there, and
-    leaves another one. What is computed once and kept is not changed again; what each forward sets anew is not read.
+    An attribute carries state if a forward reads a tensor that the forward of another microbatch
+    has left there, and leaves another one. What is computed once and kept is not changed again;
+    what each forward sets anew is not read.
     """
 
     def __init__(self) -> None:
@@ -41,9 +60,17 @@ class CarriedState(ControlHook):
             return
         if run.context.recovered_from is not None and run.step > 0:
             return  # the same script has passed it
-        if not run.context.plan.compile and not any(is_compiled(module.model) for module in run.modules):
-            held = {id(tensor) for module in run.modules for tensor in (*module.model.parameters(), *module.model.buffers())}
-            self._watches = [_Watch(module.model, held, lambda: run.microbatches) for module in run.modules]
+        if not run.context.plan.compile and not any(
+            is_compiled(module.model) for module in run.modules
+        ):
+            held = {
+                id(tensor)
+                for module in run.modules
+                for tensor in (*module.model.parameters(), *module.model.buffers())
+            }
+            self._watches = [
+                _Watch(module.model, held, lambda: run.microbatches) for module in run.modules
+            ]
 
     def after_step(self, run: Run) -> None:
         if not self._watches:
@@ -54,7 +81,11 @@ class CarriedState(ControlHook):
         if everyone is not None or self._steps == STEPS:
             self._close()
         if everyone is not None:
-            tell_kept(run, f"the model's forward reads {', '.join(everyone)}, which the forward of another microbatch has set")
+            tell_kept(
+                run,
+                f"the model's forward reads {', '.join(everyone)}, which the forward of another"
+                " microbatch has set",
+            )
 
     def after_steps(self, run: Run) -> None:
         self._close()
@@ -66,9 +97,12 @@ class CarriedState(ControlHook):
 
 
 class _Watch:
-    """Watches one model. `microbatches`: returns the number of microbatches that this rank has begun."""
+    """Watches one model. `microbatches`: returns the number of microbatches that this rank has
+    begun."""
 
-    def __init__(self, model: nn.Module, held: Iterable[int], microbatches: Callable[[], int]) -> None:
+    def __init__(
+        self, model: nn.Module, held: Iterable[int], microbatches: Callable[[], int]
+    ) -> None:
         self.found: set[str] = set()
         self._model, self._held, self._microbatches = model, held, microbatches
         self._first = self._latest = microbatches()
@@ -90,7 +124,11 @@ class _Watch:
             return
         if self._microbatches() != self._latest:
             self._latest, self._before = self._microbatches(), self._marks()
-            known = {(id(tensor), writes) for tensors in self._known.values() for tensor, writes in tensors}
+            known = {
+                (id(tensor), writes)
+                for tensors in self._known.values()
+                for tensor, writes in tensors
+            }
             left = {
                 id(tensor): name
                 for name, tensors in self._before.items()
@@ -108,35 +146,54 @@ class _Watch:
         entered.close()
         if self._uses.names:
             now = self._marks()
-            self.found |= {name for name in self._uses.names if not _are_same(self._before[name], now.get(name, []))}
+            self.found |= {
+                name
+                for name in self._uses.names
+                if not _are_same(self._before[name], now.get(name, []))
+            }
 
     def _marks(self) -> Marks:
         found: Marks = {}
         for prefix, module in self._model.named_modules():
             for name, value in vars(module).items():
                 if name not in _SAVED:
-                    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and id(leaf) not in self._held]
+                    tensors = [
+                        leaf
+                        for leaf in tree_leaves(value)
+                        if isinstance(leaf, Tensor) and id(leaf) not in self._held
+                    ]
                     if tensors:
-                        found[f"{prefix}.{name}".lstrip(".")] = [(tensor, version(tensor)) for tensor in tensors]
+                        found[f"{prefix}.{name}".lstrip(".")] = [
+                            (tensor, version(tensor)) for tensor in tensors
+                        ]
         return found
 
 
 def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -> bool:
-    return [(id(tensor), writes) for tensor, writes in before] == [(id(tensor), writes) for tensor, writes in now]
+    return [(id(tensor), writes) for tensor, writes in before] == [
+        (id(tensor), writes) for tensor, writes in now
+    ]
 
 
 class _Uses(TorchFunctionMode):
-    """Collects the names of the tensors whose values are used. `left`: the names, by the tensors' identities."""
+    """Collects the names of the tensors whose values are used. `left`: the names, by the tensors'
+    identities."""
 
     def __init__(self, left: Mapping[int, str]) -> None:
         super().__init__()
         self.names: set[str] = set()
         self._left = left
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = getattr(function, "__name__", "")
         if name == "__get__":
             name = getattr(getattr(function, "__self__", None), "__name__", "")
         if self._left and name not in _ABOUT:
-            self.names |= {self._left[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._left}
+            self.names |= {
+                self._left[id(leaf)]
+                for leaf in tree_leaves((args, kwargs))
+                if id(leaf) in self._left
+            }
         return function(*args, **(kwargs or {}))

@@ -1,4 +1,5 @@
-"""The checkpointer of a run: it begins saves, follows them to their end, and loads what was saved."""
+"""The checkpointer of a run: it begins saves, follows them to their end, and loads what was
+saved."""
 
 from __future__ import annotations
 
@@ -35,18 +36,21 @@ LAST_SECONDS = 10.0  # after an error, the longest wait for the save under way
 
 @dataclass(slots=True)
 class Checkpointer:
-    """Begins saves, follows them to their end, and loads the newest checkpoint. Its state is the same on all ranks."""
+    """Begins saves, follows them to their end, and loads the newest checkpoint. Its state is the
+    same on all ranks."""
 
     run: Run
     folder: Storage
     saving: Saving
     compare: Callable[[], None]  # Compares the replicas before a save. Raises `DivergenceError`.
     _saver: Saver = field(init=False)
-    _interval: float | None = field(init=False)  # seconds from one save to the next; None if steps are counted
+    # seconds from one save to the next; None if steps are counted
+    _interval: float | None = field(init=False)
     _since: float = field(init=False)  # when the last save began
     scores: Scores = field(init=False)
     _began_at: int = 0  # steps done at the start
-    _next_check: int = 0  # steps done since then at which it is checked again that the state can be saved
+    # steps done since then at which it is checked again that the state can be saved
+    _next_check: int = 0
     _is_due: bool = False  # True if a save is due but waits for the one before it
     _saved: int = -1  # steps done at the last save that began, or at the start
     _is_open: bool = False  # true until the ranks have agreed on the result of the last save
@@ -72,9 +76,9 @@ class Checkpointer:
         return attempt
 
     def begin(self, saved: int, *, again: bool = False) -> None:
-        """Called before the first step, with `saved` steps done in the newest checkpoint. Every rank calls it. Raises
-        `CheckpointError` if nothing can be saved. `again`: the run goes on in place, and that is known; what a save
-        needs is prepared when the next one comes."""
+        """Called before the first step, with `saved` steps done in the newest checkpoint. Every
+        rank calls it. Raises `CheckpointError` if nothing can be saved. `again`: the run goes on in
+        place, and that is known; what a save needs is prepared when the next one comes."""
         self._saved, self._began_at = saved, self.run.step
         self._on_rank_0(self.folder.remove_uncommitted, "written to")
         if not again:
@@ -89,20 +93,26 @@ class Checkpointer:
         if free is not None and self.world.any(free < needed):
             needed = max(self.world.gather_values(needed))
             raise CheckpointError(
-                f"a checkpoint has at least {needed:,} bytes, and {self.folder} has {free:,} free; make room, or give another folder"
+                f"a checkpoint has at least {needed:,} bytes, and {self.folder} has {free:,} free;"
+                " make room, or give another folder"
             )
         if self.saving.seconds is None:
             self._saver.prepare(tensors)
 
     def is_time(self) -> bool:
         """True if a save is due by the clock of rank 0."""
-        return self._interval is not None and self.world.rank == 0 and time.monotonic() - self._since >= self._interval
+        return (
+            self._interval is not None
+            and self.world.rank == 0
+            and time.monotonic() - self._since >= self._interval
+        )
 
     def after_step(self, step: int, *, is_time: bool) -> None:
-        """Begin a save if one is due and none is under way. Every rank calls it. Raises `CheckpointError` if too many
-        failed in a row."""
+        """Begin a save if one is due and none is under way. Every rank calls it. Raises
+        `CheckpointError` if too many failed in a row."""
         done = step - self._began_at
-        # It reads values from the device. At a logging step the host has waited for the device anyway.
+        # It reads values from the device. At a logging step the host has waited for the device
+        # anyway.
         if done <= 2 or (self.run.is_logging_step and done >= self._next_check):
             self._check_saveable()
             self._next_check = 2 * done
@@ -119,14 +129,16 @@ class Checkpointer:
             self._save(step)
 
     def _check_saveable(self) -> None:
-        """Raise `CheckpointError` on all ranks if one has state that cannot be saved: some appears in the first steps.
-        Every rank calls it."""
+        """Raise `CheckpointError` on all ranks if one has state that cannot be saved: some appears
+        in the first steps. Every rank calls it."""
         failure = None
         try:
             state_of(self.run.modules, self.run.stateful)
         except CheckpointError as error:
             failure = str(error)
-        if failure := next((each for each in self.world.gather_values(failure) if each is not None), None):
+        if failure := next(
+            (each for each in self.world.gather_values(failure) if each is not None), None
+        ):
             raise CheckpointError(failure)
 
     def wait(self) -> None:
@@ -146,10 +158,13 @@ class Checkpointer:
         with suppress(RuntimeError):  # the device may be what has failed
             self._poll(LAST_SECONDS)
 
-    def rescue(self, step: int, ended: EndedStep | None = None, *, on_host: bool = True) -> str | None:
-        """Save this rank's state after `step` without the other ranks. Returns the checkpoint's name; None if it is
-        saved already. `ended`: the values of that step, on a device of which the host is ahead. `on_host`: True if the
-        tensors on the CPU are of that step too. Raises `OSError`, `CheckpointError`, `StateChangedError`."""
+    def rescue(
+        self, step: int, ended: EndedStep | None = None, *, on_host: bool = True
+    ) -> str | None:
+        """Save this rank's state after `step` without the other ranks. Returns the checkpoint's
+        name; None if it is saved already. `ended`: the values of that step, on a device of which
+        the host is ahead. `on_host`: True if the tensors on the CPU are of that step too. Raises
+        `OSError`, `CheckpointError`, `StateChangedError`."""
         if step <= self._saved and not self._is_open:
             return None
         if step == self._saved:
@@ -165,7 +180,10 @@ class Checkpointer:
             self.run.loop.refresh_data()
         with self._state(ended) as state:
             if not on_host and any(to_local(tensor).is_cpu for tensor in state.tensors.values()):
-                raise CheckpointError(f"the device has done {step} steps, and a part of the state is on the CPU, which has done more")
+                raise CheckpointError(
+                    f"the device has done {step} steps, and a part of the state is on the CPU,"
+                    " which has done more"
+                )
             loop = self.run.loop.values() if ended is None else ended.loop
             done = emergency_save(
                 self.folder,
@@ -175,15 +193,19 @@ class Checkpointer:
                 tensors=state.tensors,
                 values={**state.values, **loop, "step": step},
                 metadata=metadata,
-                is_unchanged=lambda: ended is None or self.run.progress is None or self.run.progress.is_certain(ended),
+                is_unchanged=lambda: (
+                    ended is None
+                    or self.run.progress is None
+                    or self.run.progress.is_certain(ended)
+                ),
             )
         return str(name) if done else None
 
     @contextmanager
     def _state(self, ended: EndedStep | None = None) -> Iterator[State]:
-        """The state as it is saved, while the context is entered. `ended`: see `rescue`. Raises `CheckpointError`;
-        `RecipeError` if the model or an optimizer has parts that it was not prepared with, with which no run could be
-        resumed."""
+        """The state as it is saved, while the context is entered. `ended`: see `rescue`. Raises
+        `CheckpointError`; `RecipeError` if the model or an optimizer has parts that it was not
+        prepared with, with which no run could be resumed."""
         with ExitStack() as stack:
             for module in self.run.modules:
                 module.snapshot.check_parts()
@@ -191,7 +213,9 @@ class Checkpointer:
             if ended is None:
                 yield state_of(self.run.modules, self.run.stateful)
             else:
-                yield state_of(self.run.modules, {**self.run.stateful, "run": ended}, host=ended.modules)
+                yield state_of(
+                    self.run.modules, {**self.run.stateful, "run": ended}, host=ended.modules
+                )
 
     def has_saved(self, step: int) -> bool:
         """True if there is a complete checkpoint of this step."""
@@ -200,7 +224,8 @@ class Checkpointer:
         return False
 
     def restore(self, resume: Resume, *, allow_change: frozenset[str]) -> CheckpointReader | None:
-        """Load the newest checkpoint that is not damaged, and return its reader. Every rank calls it.
+        """Load the newest checkpoint that is not damaged, and return its reader. Every rank calls
+        it.
 
         Raises `CheckpointError` if it is of another run, or `resume` is "must" and there is none.
         """
@@ -209,25 +234,37 @@ class Checkpointer:
         names = self._names()
         if resume == "never" and names:
             raise CheckpointError(
-                f"resume=never, and {self.folder} holds checkpoints of an earlier run, the newest {names[-1]}; each run needs a folder "
-                "of its own; give another folder, or remove those"
+                f"resume=never, and {self.folder} holds checkpoints of an earlier run, the newest"
+                f" {names[-1]}; each run needs a folder of its own; give another folder, or remove"
+                " those"
             )
         for name in reversed(names):
             try:
-                reader = raise_on_all_ranks(partial(CheckpointReader, self.folder, name), self.world)
+                reader = raise_on_all_ranks(
+                    partial(CheckpointReader, self.folder, name), self.world
+                )
                 saved = reader.manifest.metadata["recipe"]
-                found = [] if saved is None else differences(saved, fields, allow_change=allow_change)
-                if found := [*found, *_not_allowed(self._edited(reader.manifest.metadata), allow_change)]:
+                found = (
+                    [] if saved is None else differences(saved, fields, allow_change=allow_change)
+                )
+                if found := [
+                    *found,
+                    *_not_allowed(self._edited(reader.manifest.metadata), allow_change),
+                ]:
                     raise CheckpointError(
-                        f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; resume with the one it was saved with, name the "
-                        "fields that may differ (--allow-change, allow_change=), or choose another run directory"
+                        f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; resume"
+                        " with the one it was saved with, name the fields that may differ"
+                        " (--allow-change, allow_change=), or choose another run directory"
                     )
                 if name == names[0]:
-                    reader.load_into({}, self.world)  # a check before the state is changed: there is no older checkpoint
+                    # a check before the state is changed: there is no older checkpoint
+                    reader.load_into({}, self.world)
                 with damage_in("the manifest's values"):
                     LoopState.check(reader.manifest.values, reader.manifest.step)
                 restore(reader, self.run.modules, self.run.stateful, self.run.context.mesh)
-                for theirs, module in zip(reader.manifest.metadata["optimizers"], self.run.modules, strict=False):
+                for theirs, module in zip(
+                    reader.manifest.metadata["optimizers"], self.run.modules, strict=False
+                ):
                     module.keep_changed_settings(theirs)
             except DamagedError as error:
                 self.run.event("checkpoint-damaged", checkpoint=str(name), reason=str(error))
@@ -237,30 +274,45 @@ class Checkpointer:
                 raise CheckpointError(f"{self.folder}, {name}: {error}") from error
             if reader.manifest.metadata.get("rescued") and self.world.rank == 0:
                 self._record_rescue(name)
-            self.run.event("resumed", reader.manifest.step, checkpoint=str(name), saved_under=reader.manifest.metadata["plan"])
+            self.run.event(
+                "resumed",
+                reader.manifest.step,
+                checkpoint=str(name),
+                saved_under=reader.manifest.metadata["plan"],
+            )
             recorder.message(f"resumes after step {name.step}")
             self.scores.read(self.folder, names, self.world)
             return reader
         if resume == "must":
             why = f"all {len(names)} are damaged" if names else "there is none"
-            raise CheckpointError(f"resume=must, and {self.folder} has no checkpoint to resume from: {why}; resume=auto starts again")
+            raise CheckpointError(
+                f"resume=must, and {self.folder} has no checkpoint to resume from: {why};"
+                " resume=auto starts again"
+            )
         return None
 
     def _record_rescue(self, name: CheckpointName) -> None:
-        """Record the event `rescued`, unless the run that failed did: its rank 0 does if it was the one that saved."""
+        """Record the event `rescued`, unless the run that failed did: its rank 0 does if it was the
+        one that saved."""
         with suppress(RunDirectoryError):
-            rows = read_rows(self.run.context.run_dir, EVENTS, lambda row: row.get("event") == "rescued", {})
+            rows = read_rows(
+                self.run.context.run_dir, EVENTS, lambda row: row.get("event") == "rescued", {}
+            )
             if any(row.get("checkpoint") == str(name) for row in rows):
                 return
         self.run.event("rescued", name.step, checkpoint=str(name))
 
     def restore_from_memory(self, reader: StateReader, *, allow_change: frozenset[str]) -> int:
-        """Load the state that other processes hold. Every rank calls it. Returns the steps done in the newest
-        checkpoint, 0 if there is none. Raises `CheckpointError` if it was trained by another recipe."""
+        """Load the state that other processes hold. Every rank calls it. Returns the steps done in
+        the newest checkpoint, 0 if there is none. Raises `CheckpointError` if it was trained by
+        another recipe."""
         saved, fields = reader.manifest.values, self.run.context.recorder.summary["recipe"] or {}
         found = differences(saved["recipe"] or {}, fields, allow_change=allow_change)
         if found := [*found, *_not_allowed(self._edited_code(saved["code"]), allow_change)]:
-            raise CheckpointError(f"the recipe is not the one by which the state in memory was trained: {'; '.join(found)}")
+            raise CheckpointError(
+                "the recipe is not the one by which the state in memory was trained:"
+                f" {'; '.join(found)}"
+            )
         restore(reader, self.run.modules, self.run.stateful, self.run.context.mesh)
         names = self._names()
         self.scores.read(self.folder, names, self.world)
@@ -268,7 +320,9 @@ class Checkpointer:
 
     def _names(self) -> list[CheckpointName]:
         """The checkpoints, the newest last. Every rank calls it."""
-        found = self._on_rank_0(lambda: [[name.step, name.attempt] for name in self.folder.names()], "read")
+        found = self._on_rank_0(
+            lambda: [[name.step, name.attempt] for name in self.folder.names()], "read"
+        )
         return [CheckpointName(*each) for each in found]
 
     def close(self) -> None:
@@ -276,11 +330,17 @@ class Checkpointer:
         self._saver.close()
 
     def _edited(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return which settings of optimizers, and which functions of the recipe, have changed. Every rank calls it,
-        and gets those of rank 0."""
+        """Return which settings of optimizers, and which functions of the recipe, have changed.
+        Every rank calls it, and gets those of rank 0."""
         pairs = zip(saved["optimizers"], self.run.modules, strict=False)
-        found = [line for theirs, module in pairs for line in settings.described(theirs, module.settings)]
-        if saved["code"] is not None and saved["versions"]["python"] == self.run.context.recorder.summary["versions"]["python"]:
+        found = [
+            line for theirs, module in pairs for line in settings.described(theirs, module.settings)
+        ]
+        if (
+            saved["code"] is not None
+            and saved["versions"]["python"]
+            == self.run.context.recorder.summary["versions"]["python"]
+        ):
             found += self._edited_code(saved["code"])
         lines: list[str] = self.world.value_of(0, found)
         return lines
@@ -298,14 +358,17 @@ class Checkpointer:
         return sum({name: size for theirs in everyone for name, size in theirs.items()}.values())
 
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
-        """Run `call` on rank 0, and return its JSON value on all ranks. Every rank calls it. Raises `CheckpointError`:
-        the checkpoints cannot be `what` ("read", say)."""
+        """Run `call` on rank 0, and return its JSON value on all ranks. Every rank calls it. Raises
+        `CheckpointError`: the checkpoints cannot be `what` ("read", say)."""
         found, failure = None, None
         if self.world.rank == 0:
             try:
                 found = call()
             except OSError as error:
-                failure = f"the checkpoints in {self.folder} cannot be {what} ({error.strerror or error}); give another folder"
+                failure = (
+                    f"the checkpoints in {self.folder} cannot be {what}"
+                    f" ({error.strerror or error}); give another folder"
+                )
         found, failure = self.world.value_of(0, [found, failure])
         if failure is not None:
             raise CheckpointError(failure)
@@ -317,7 +380,12 @@ class Checkpointer:
         self._saver.begin()
         score = self.scores.note(CheckpointName(step, self.attempt), self.run)
         scores = {str(name): value for name, value in self.scores.by_name.items()}
-        keep = {"last": self.saving.last, "every": self.saving.keep_every, "mode": self.saving.mode, "scores": scores}
+        keep = {
+            "last": self.saving.last,
+            "every": self.saving.keep_every,
+            "mode": self.saving.mode,
+            "scores": scores,
+        }
         metadata = {**self._metadata(), "score": score}
         self.run.loop.refresh_data()
         with self._state() as state:
@@ -348,31 +416,53 @@ class Checkpointer:
             return
         if ended.not_deleted is not None:
             self.run.event("checkpoint-not-deleted", reason=ended.not_deleted)
-            self.run.context.recorder.message(f"warning: an old checkpoint could not be deleted: {ended.not_deleted}")
+            self.run.context.recorder.message(
+                f"warning: an old checkpoint could not be deleted: {ended.not_deleted}"
+            )
         if self.world.rank == 0:  # rank 0 commits the checkpoint
             stopped = ended.device_seconds or self._stopped_seconds
-            name, seconds = str(CheckpointName(ended.step, self.attempt)), round(time.monotonic() - self._since, 3)
-            self.run.event("checkpoint-saved", checkpoint=name, seconds=seconds, stopped_seconds=round(stopped, 4))
+            name, seconds = (
+                str(CheckpointName(ended.step, self.attempt)),
+                round(time.monotonic() - self._since, 3),
+            )
+            self.run.event(
+                "checkpoint-saved",
+                checkpoint=name,
+                seconds=seconds,
+                stopped_seconds=round(stopped, 4),
+            )
 
     def _report_failure(self, reason: str) -> None:
-        self.run.event("checkpoint-failed", checkpoint=str(CheckpointName(self._saved, self.attempt)), reason=reason)
-        self.run.context.recorder.message(f"warning: the checkpoint after step {self._saved} was not saved: {reason}")
+        self.run.event(
+            "checkpoint-failed",
+            checkpoint=str(CheckpointName(self._saved, self.attempt)),
+            reason=reason,
+        )
+        self.run.context.recorder.message(
+            f"warning: the checkpoint after step {self._saved} was not saved: {reason}"
+        )
 
     def _has_ended(self) -> bool:
-        """True if no rank has a save under way. Every rank calls it. Raises `CheckpointError` for failures in a row."""
+        """True if no rank has a save under way. Every rank calls it. Raises `CheckpointError` for
+        failures in a row."""
         if not self._is_open:
             return True
         self._poll()
         everyone = self.world.gather_values([self._saver.is_under_way, self._error])
         error = next((error for _, error in everyone if error is not None), None)
-        if error is not None and self._saver.is_under_way and self.world.rank == 0:  # it would wait for the failed rank's part
+        # it would wait for the failed rank's part
+        if error is not None and self._saver.is_under_way and self.world.rank == 0:
             self._saver.abandon()
-        if any(under_way and not (error is not None and rank == 0) for rank, (under_way, _) in enumerate(everyone)):
+        if any(
+            under_way and not (error is not None and rank == 0)
+            for rank, (under_way, _) in enumerate(everyone)
+        ):
             return False
         if error is not None:
             if self._error is None and self.world.rank == 0:
                 self._report_failure(error)
-            if isinstance(self.folder, FolderStorage):  # remove the files of the failed save: the disk may be full
+            # remove the files of the failed save: the disk may be full
+            if isinstance(self.folder, FolderStorage):
                 if self.world.rank == 0:
                     with suppress(OSError):
                         self.folder.remove_uncommitted()
@@ -382,8 +472,9 @@ class Checkpointer:
         self._is_open, self._error = False, None
         if self._failures >= self.saving.failures:
             raise CheckpointError(
-                f"{self._failures} checkpoints in a row could not be saved, the last one: {error}; make {self.folder} writable, with room "
-                "for one checkpoint more than it keeps, and resume from the last one there"
+                f"{self._failures} checkpoints in a row could not be saved, the last one: {error};"
+                f" make {self.folder} writable, with room for one checkpoint more than it keeps,"
+                " and resume from the last one there"
             )
         return True
 

@@ -35,7 +35,8 @@ from lockstep.training.left_out import LeftOut
 from lockstep.training.recovery.recovery import Recovery
 
 DEVICE_SECONDS = (5.0, 60.0)
-"""After an error, the shortest and the longest wait for the device to reach the end of the latest step."""
+"""After an error, the shortest and the longest wait for the device to reach the end of the latest
+step."""
 _TRIES = 3
 """The device may go on while its state is copied."""
 
@@ -47,7 +48,8 @@ def device_seconds(phases: Phases) -> float:
 
 
 def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
-    """The recipe of the newest readable checkpoint in `folder`, as JSON; empty if none. Every rank calls it."""
+    """The recipe of the newest readable checkpoint in `folder`, as JSON; empty if none. Every rank
+    calls it."""
     found: dict[str, Any] = {}
     if world.rank == 0:
         with suppress(OSError):  # `restore` reports it
@@ -61,7 +63,8 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Checkpointing(ControlHook):
-    """Loads the newest checkpoint; saves the run during training, after an error, and when it is asked to end."""
+    """Loads the newest checkpoint; saves the run during training, after an error, and when it is
+    asked to end."""
 
     saving: Saving
     resume_option: Resume
@@ -72,8 +75,9 @@ class Checkpointing(ControlHook):
     _checkpointer: Checkpointer | None = None
 
     def resume(self, run: Run, recovery: Recovery | None, data: Any) -> None:
-        """Load the state that other processes hold in a recovery in place; else the newest checkpoint, if there is one.
-        Every rank calls it once, before the first step. `data`: that of the loop. Raises `CheckpointError`."""
+        """Load the state that other processes hold in a recovery in place; else the newest
+        checkpoint, if there is one. Every rank calls it once, before the first step. `data`: that
+        of the loop. Raises `CheckpointError`."""
         self._load(run, recovery)
         if recovery is not None:
             recovery.announce(run, data)
@@ -82,15 +86,30 @@ class Checkpointing(ControlHook):
         context = run.context
         for module in run.modules:
             module.left_out = LeftOut(module.model, module.held)
-        checkpointer = self._checkpointer = Checkpointer(run, self.folder, self.saving, compare=partial(self.audit.compare, run))
-        found_in_memory = recovery.reader(context.world, context.plan) if recovery is not None and recovery.is_under_way else None
+        checkpointer = self._checkpointer = Checkpointer(
+            run, self.folder, self.saving, compare=partial(self.audit.compare, run)
+        )
+        found_in_memory = (
+            recovery.reader(context.world, context.plan)
+            if recovery is not None and recovery.is_under_way
+            else None
+        )
         if recovery is not None and found_in_memory is not None:
             kind, reader = found_in_memory
-            saved, step = checkpointer.restore_from_memory(reader, allow_change=self.allow_change), reader.manifest.step
+            saved, step = (
+                checkpointer.restore_from_memory(reader, allow_change=self.allow_change),
+                reader.manifest.step,
+            )
             context.recorder.resume(step, None)
             checkpointer.begin(saved, again=True)
             run.loop.resumed = reader.manifest.values
-            run.event("recovered", step, reason=context.recovered_from, state=kind, **recovery.restored(step))
+            run.event(
+                "recovered",
+                step,
+                reason=context.recovered_from,
+                state=kind,
+                **recovery.restored(step),
+            )
             context.recorder.message(f"goes on after step {step}")
             return
         found = checkpointer.restore(self.resume_option, allow_change=self.allow_change)
@@ -104,12 +123,22 @@ class Checkpointing(ControlHook):
             recovery.restored(step)
         if found is None:
             return
-        run.loop.resumed = {**found.manifest.values, "step": step, **({"data": {}} if "data" in self.allow_change else {})}
-        if keeps_rest(context.gradient_compression) and Plan.parse(found.manifest.metadata["plan"]).replicate != 1:
+        run.loop.resumed = {
+            **found.manifest.values,
+            "step": step,
+            **({"data": {}} if "data" in self.allow_change else {}),
+        }
+        if (
+            keeps_rest(context.gradient_compression)
+            and Plan.parse(found.manifest.metadata["plan"]).replicate != 1
+        ):
             run.event(
                 "error-feedback-dropped",
                 gradient_compression=context.gradient_compression,
-                reason="the checkpoint does not hold the error feedback, which was not sent before the save",
+                reason=(
+                    "the checkpoint does not hold the error feedback, which was not sent before the"
+                    " save"
+                ),
             )
 
     def on_start(self, run: Run) -> None:
@@ -119,11 +148,16 @@ class Checkpointing(ControlHook):
     def before_steps(self, run: Run) -> None:
         if self.saving.each_epoch and run.epoch is None:
             raise CheckpointError(
-                "Saving(every='epoch') and data without a length, which has no epochs; give a number of steps, or a time such as '10m'"
+                "Saving(every='epoch') and data without a length, which has no epochs; give a"
+                " number of steps, or a time such as '10m'"
             )
 
     def request(self, run: Run) -> Request:
-        return Request(save=True) if self._checkpointer is not None and self._checkpointer.is_time() else NOTHING
+        return (
+            Request(save=True)
+            if self._checkpointer is not None and self._checkpointer.is_time()
+            else NOTHING
+        )
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         if self._checkpointer is None:
@@ -136,7 +170,8 @@ class Checkpointing(ControlHook):
             self._checkpointer.after_step(run.step, is_time=agreed.save)
 
     def on_finish(self, run: Run) -> None:
-        if self._checkpointer is not None and run.recipe is None and run.is_committed:  # with a recipe, `ls.train` writes the final model
+        # with a recipe, `ls.train` writes the final model
+        if self._checkpointer is not None and run.recipe is None and run.is_committed:
             assert run.source is not None, "a step was committed"
             run.end_step(run.source)
             self._checkpointer.save_now(run.step)
@@ -148,7 +183,11 @@ class Checkpointing(ControlHook):
 
     def best(self) -> Best | None:
         """The best evaluation of the run so far. Every rank has the same."""
-        return None if self._checkpointer is None else self._checkpointer.scores.best(self._checkpointer.run, self.folder)
+        return (
+            None
+            if self._checkpointer is None
+            else self._checkpointer.scores.best(self._checkpointer.run, self.folder)
+        )
 
     def on_error(self, run: Run, error: BaseException) -> None:
         for module in run.modules:
@@ -158,13 +197,27 @@ class Checkpointing(ControlHook):
             self._checkpointer.await_last()
 
     def rescue(self, run: Run, error: BaseException) -> bool:
-        """Save this rank's state, if it is that of a complete step, without the others. Returns True if saved."""
+        """Save this rank's state, if it is that of a complete step, without the others. Returns
+        True if saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
         on_device = run.progress is not None and not run.progress.is_at_start
-        is_possible = run.source is not None and run.is_consistent_in_steps and (run.is_consistent or on_device)
-        if self._checkpointer is None or by_the_script or isinstance(error, DivergenceError) or not is_possible:
+        is_possible = (
+            run.source is not None
+            and run.is_consistent_in_steps
+            and (run.is_consistent or on_device)
+        )
+        if (
+            self._checkpointer is None
+            or by_the_script
+            or isinstance(error, DivergenceError)
+            or not is_possible
+        ):
             return False
-        if run.source is not None and run.source.positions is not None and run.context.mesh.axis("replicate").size > 1:
+        if (
+            run.source is not None
+            and run.source.positions is not None
+            and run.context.mesh.axis("replicate").size > 1
+        ):
             return False  # only the other replicas have the positions of their shards of the stream
         try:
             with defer_kill():
@@ -183,13 +236,13 @@ class Checkpointing(ControlHook):
         return True
 
     def _rescue_from_device(self, run: Run, progress: DeviceProgress) -> tuple[int, str | None]:
-        """Save the newest step that the state on the device is certainly that of. Returns it, and the name of the
-        checkpoint. Raises `CheckpointError` if there is none."""
+        """Save the newest step that the state on the device is certainly that of. Returns it, and
+        the name of the checkpoint. Raises `CheckpointError` if there is none."""
         assert self._checkpointer is not None
         if is_aborted() or accelerator_groups_failed():
             raise CheckpointError(
-                "collectives of the accelerator were aborted, or have failed: they ended with wrong numbers, which the steps queued "
-                "behind them have used"
+                "collectives of the accelerator were aborted, or have failed: they ended with wrong"
+                " numbers, which the steps queued behind them have used"
             )
         for _ in range(_TRIES):
             ended = progress.newest(device_seconds(run.context.phases))
@@ -198,13 +251,15 @@ class Checkpointing(ControlHook):
             is_now = progress.is_latest(ended)
             if len(run.stateful) > 1 and not (is_now and run.is_consistent):
                 raise CheckpointError(
-                    f"the device has done {ended.step} steps, and the hooks, which have a state, have seen more: no state is "
-                    "that of one step"
+                    f"the device has done {ended.step} steps, and the hooks, which have a state,"
+                    " have seen more: no state is that of one step"
                 )
             # Not on the current stream, which may wait for a collective that never ends.
             with suppress(StateChangedError), torch.Stream(run.context.device):
                 return ended.step, self._checkpointer.rescue(ended.step, ended, on_host=is_now)
-        raise CheckpointError("the device is amid a step: which step its state is that of is not certain")
+        raise CheckpointError(
+            "the device is amid a step: which step its state is that of is not certain"
+        )
 
     def on_end(self, run: Run) -> None:
         if self._checkpointer is not None:

@@ -12,17 +12,29 @@ from lockstep.training.hook import Hook, Run
 
 
 class EarlyStopping(Hook):
-    """Ends training when a metric of the evaluation has not improved for a number of evaluations."""
+    """Ends training when a metric of the evaluation has not improved for a number of
+    evaluations."""
 
-    def __init__(self, metric: str = "loss", *, patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> None:
-        """`metric`: of the evaluation. Training ends after `patience` evaluations without a gain above `min_delta`.
-        `mode`: "min" if a smaller value is better. Raises `RecipeError`; in `ls.train`, also for an unknown metric."""
+    def __init__(
+        self,
+        metric: str = "loss",
+        *,
+        patience: int = 3,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        """`metric`: of the evaluation. Training ends after `patience` evaluations without a gain
+        above `min_delta`. `mode`: "min" if a smaller value is better. Raises `RecipeError`; in
+        `ls.train`, also for an unknown metric."""
         if patience < 1:
             raise RecipeError(f"patience={patience}; it counts evaluations and is at least 1")
         if mode not in ("min", "max"):
             raise RecipeError(f"mode={mode!r}; it is 'min' if less is better, or 'max'")
         if not min_delta >= 0:
-            raise RecipeError(f"min_delta={min_delta}; it is the smallest change that counts as an improvement, 0 or more")
+            raise RecipeError(
+                f"min_delta={min_delta}; it is the smallest change that counts as an improvement, 0"
+                " or more"
+            )
         self.metric = metric
         self.best: float | None = None
         self._patience = patience
@@ -32,9 +44,12 @@ class EarlyStopping(Hook):
 
     def on_start(self, run: Run) -> None:
         self.best, self._waited = None, 0
-        if run.recipe is None or all(each.every is None for each in run.recipe.evaluations.values()):
+        if run.recipe is None or all(
+            each.every is None for each in run.recipe.evaluations.values()
+        ):
             raise RecipeError(
-                "EarlyStopping without Recipe.evaluation, or with every=None; it watches evaluations; give ls.Evaluation(every=...)"
+                "EarlyStopping without Recipe.evaluation, or with every=None; it watches"
+                " evaluations; give ls.Evaluation(every=...)"
             )
         check_metric(run, self.metric, f"EarlyStopping watches {self.metric!r}")
 
@@ -49,7 +64,9 @@ class EarlyStopping(Hook):
             run.metric(self.metric, f"EarlyStopping watches {self.metric!r}")
             return
         value = metrics[self.metric]
-        if not math.isnan(value) and (self.best is None or self._sign * value < self._sign * self.best - self._min_delta):
+        if not math.isnan(value) and (
+            self.best is None or self._sign * value < self._sign * self.best - self._min_delta
+        ):
             self.best, self._waited = value, 0
             return
         self._waited += 1

@@ -19,7 +19,8 @@ from lockstep.training.loop import compare_data
 
 @dataclass(eq=False)
 class EvaluationHook(ControlHook):
-    """Measures each of the recipe's evaluations when it is due. Their keys are the prefixes of their metrics."""
+    """Measures each of the recipe's evaluations when it is due. Their keys are the prefixes of
+    their metrics."""
 
     evaluations: Mapping[str, Evaluation]
     metrics: Metrics
@@ -28,13 +29,17 @@ class EvaluationHook(ControlHook):
     _is_measuring: bool = False
 
     def prepare(self, run: Run, recipe: Recipe) -> None:
-        """Build the evaluators of the run's first model. Raises `RecipeError` if there is no average to evaluate."""
-        self._average = next((hook for hook in run.hooks.all if isinstance(hook, ExponentialMovingAverage)), None)
+        """Build the evaluators of the run's first model. Raises `RecipeError` if there is no
+        average to evaluate."""
+        self._average = next(
+            (hook for hook in run.hooks.all if isinstance(hook, ExponentialMovingAverage)), None
+        )
         for prefix, evaluation in self.evaluations.items():
             if evaluation.weights == "average" and self._average is None:
                 raise RecipeError(
-                    f"{_name(prefix)} has weights='average', and no hook keeps an average; an ls.ExponentialMovingAverage does; give "
-                    "hooks=[ls.ExponentialMovingAverage(decay=0.999)]"
+                    f"{_name(prefix)} has weights='average', and no hook keeps an average; an"
+                    " ls.ExponentialMovingAverage does; give"
+                    " hooks=[ls.ExponentialMovingAverage(decay=0.999)]"
                 )
             self._evaluators[prefix] = Evaluator.of(recipe, evaluation, run.context, run.modules[0])
         run.measure = lambda: self.measure(run)
@@ -42,7 +47,9 @@ class EvaluationHook(ControlHook):
     def on_start(self, run: Run) -> None:
         for module in run.modules:
             if module.schedule.metric is not None:
-                check_metric(run, module.schedule.metric, f"the schedule follows {module.schedule.metric!r}")
+                check_metric(
+                    run, module.schedule.metric, f"the schedule follows {module.schedule.metric!r}"
+                )
         for prefix, evaluator in self._evaluators.items():
             compare_data(run, f"{_name(prefix)}.data", evaluator.loader.digests())
 
@@ -50,7 +57,8 @@ class EvaluationHook(ControlHook):
         for prefix, evaluation in self.evaluations.items():
             if evaluation.every == "epoch" and run.epoch is None:
                 raise RecipeError(
-                    f"{_name(prefix)} has every='epoch', and the training data has no length, so it has no epochs; give a number of steps"
+                    f"{_name(prefix)} has every='epoch', and the training data has no length, so it"
+                    " has no epochs; give a number of steps"
                 )
 
     def after_step(self, run: Run) -> None:
@@ -60,7 +68,8 @@ class EvaluationHook(ControlHook):
             run.agree_to_stop()
 
     def measure(self, run: Run, prefixes: Iterable[str] | None = None) -> None:
-        """Measure the evaluations, by default all, that were not measured after this step. Every rank calls it."""
+        """Measure the evaluations, by default all, that were not measured after this step. Every
+        rank calls it."""
         chosen = self.evaluations if prefixes is None else prefixes
         due = [prefix for prefix in chosen if run.metrics_at.get(f"{prefix}loss") != run.step]
         if not self._evaluators or not due or self._is_measuring:
@@ -69,7 +78,11 @@ class EvaluationHook(ControlHook):
         run.hooks.call("before_evaluation", run)
         before = run.context.phases.enter("evaluation")
         started = time.perf_counter()
-        found = {f"{prefix}{name}": value for prefix in due for name, value in self._measured(run, prefix).items()}
+        found = {
+            f"{prefix}{name}": value
+            for prefix in due
+            for name, value in self._measured(run, prefix).items()
+        }
         run.note_metrics(found)
         run.context.recorder.evaluation(run.step, found)
         self.metrics.throughput.exclude(time.perf_counter() - started)
@@ -87,7 +100,10 @@ class EvaluationHook(ControlHook):
 
     def _measured(self, run: Run, prefix: str) -> dict[str, float]:
         average = self._average if self.evaluations[prefix].weights == "average" else None
-        with run.modules[0].modes.evaluating(), nullcontext() if average is None else average.applied(run):
+        with (
+            run.modules[0].modes.evaluating(),
+            nullcontext() if average is None else average.applied(run),
+        ):
             return self._evaluators[prefix].measure(run.step)
 
     def on_end(self, run: Run) -> None:

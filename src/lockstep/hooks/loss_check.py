@@ -1,4 +1,5 @@
-"""The hook that finds a loss that depends on how a batch is cut into microbatches, or on a value that it keeps."""
+"""The hook that finds a loss that depends on how a batch is cut into microbatches, or on a value
+that it keeps."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from lockstep.training.losses.loss import Weights, measured, numbers_on_host, we
 from lockstep.training.set_up import Remark
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
-"""Largest relative difference, by precision, between the loss of a microbatch and that of its halves together."""
+"""Largest relative difference, by precision, between the loss of a microbatch and that of its
+halves together."""
 SAME = 1e-6
 """Largest relative difference between two losses of one microbatch where bits do not count."""
 
@@ -74,12 +76,14 @@ NOTHING = Found()
 
 @dataclass(eq=False)
 class LossCheck(ControlHook):
-    """Tries the loss at the first step, on a microbatch: twice in training mode, twice in evaluation mode, and there
-    without dropout on its halves. The trial leaves the model and the loss as they were.
+    """Tries the loss at the first step, on a microbatch: twice in training mode, twice in
+    evaluation mode, and there without dropout on its halves. The trial leaves the model and the
+    loss as they were.
 
-    Where a forward has collectives (shard, tensor, pipeline), one that fails on a half would leave ranks waiting; where
-    it is compiled, each new shape would be. There the loss is tried on halves of the first microbatch's output, and all
-    ranks try their first microbatch twice, unless it is compiled or a pipeline's stage has collectives.
+    Where a forward has collectives (shard, tensor, pipeline), one that fails on a half would leave
+    ranks waiting; where it is compiled, each new shape would be. There the loss is tried on halves
+    of the first microbatch's output, and all ranks try their first microbatch twice, unless it is
+    compiled or a pipeline's stage has collectives.
     """
 
     _is_done: bool = False
@@ -105,20 +109,37 @@ class LossCheck(ControlHook):
             assert run.source is not None, "a step begins"
             self._is_watching, self._item = True, run.source.peek()
         else:
-            run.event("loss-not-checked", reason="a forward that other ranks wait for cannot be tried on halves without Recipe.inputs")
+            run.event(
+                "loss-not-checked",
+                reason=(
+                    "a forward that other ranks wait for cannot be tried on halves without"
+                    " Recipe.inputs"
+                ),
+            )
 
     def watched(self, run: Run, recipe: Recipe) -> Callable[[Any, Any], Any] | Gathered:
-        """Return the recipe's objective, or in the first step one that tries it on halves of the first output."""
-        return partial(self._watch, run, recipe.loss) if self._is_watching and recipe.loss is not None else recipe.objective
+        """Return the recipe's objective, or in the first step one that tries it on halves of the
+        first output."""
+        return (
+            partial(self._watch, run, recipe.loss)
+            if self._is_watching and recipe.loss is not None
+            else recipe.objective
+        )
 
     def _watch(self, run: Run, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
         if self._is_tried:
             return loss(output, batch)
         self._is_tried = True
         assert run.recipe is not None, "a recipe's loss is watched"
-        with torch.no_grad(), accelerator.preserved_generators(run.context.device), restored(_kept_by(run.recipe)):
+        with (
+            torch.no_grad(),
+            accelerator.preserved_generators(run.context.device),
+            restored(_kept_by(run.recipe)),
+        ):
             item = None if self._item is None else replace(self._item, batch=[output, batch])
-            self._found = NOTHING if item is None else _tried_on(item, partial(_of_output, run, loss), run)
+            self._found = (
+                NOTHING if item is None else _tried_on(item, partial(_of_output, run, loss), run)
+            )
         return loss(output, batch)
 
     def after_step(self, run: Run) -> None:
@@ -134,7 +155,10 @@ def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def _takes_outputs(run: Run) -> bool:
-    has_collectives = run.context.mesh.data.size < run.context.world.size or run.modules[0].mesh.assignment.round_robin
+    has_collectives = (
+        run.context.mesh.data.size < run.context.world.size
+        or run.modules[0].mesh.assignment.round_robin
+    )
     return has_collectives or _is_compiled(run)
 
 
@@ -150,15 +174,18 @@ def _is_compiled(run: Run) -> bool:
 
 
 def _tell(run: Run, found: Found) -> bool:
-    """Report what ranks have found, and return True if any has found something. Every rank calls it. Raises `LossError`
-    where bits count."""
+    """Report what ranks have found, and return True if any has found something. Every rank calls
+    it. Raises `LossError` where bits count."""
     everyone = run.context.world.gather_values(found)
-    kept, cut, unchecked, talks = (next((each for each in reasons if each), None) for reasons in zip(*everyone, strict=True))
+    kept, cut, unchecked, talks = (
+        next((each for each in reasons if each), None) for reasons in zip(*everyone, strict=True)
+    )
     if talks is not None:
         raise LossError(
-            f"the loss calls {talks} of torch.distributed; each rank calls it for its own microbatches, equally many or not, so it would "
-            "mix them up, or wait for ever; for a denominator of all ranks, return ls.Sum(total) with Recipe.weight = batch -> this "
-            "microbatch's, which lockstep sums; for samples of all ranks, give Recipe.batch_loss"
+            f"the loss calls {talks} of torch.distributed; each rank calls it for its own"
+            " microbatches, equally many or not, so it would mix them up, or wait for ever; for a"
+            " denominator of all ranks, return ls.Sum(total) with Recipe.weight = batch -> this"
+            " microbatch's, which lockstep sums; for samples of all ranks, give Recipe.batch_loss"
         )
     if kept is not None:
         tell_kept(run, f"{kept}, with the same random numbers")
@@ -167,9 +194,11 @@ def _tell(run: Run, found: Found) -> bool:
             Remark(
                 "loss-depends-on-microbatches",
                 {"reason": cut},
-                f"warning: the loss depends on how a batch is cut into microbatches: {cut}. If it is a mean over something else than "
-                "samples (tokens, pixels, class weights), return ls.Sum(total) and give Recipe.weight; if it compares samples, give "
-                "Recipe.batch_loss; a network outside of the recipe's model that has BatchNorm in training mode belongs into the model",
+                f"warning: the loss depends on how a batch is cut into microbatches: {cut}. If it"
+                " is a mean over something else than samples (tokens, pixels, class weights),"
+                " return ls.Sum(total) and give Recipe.weight; if it compares samples, give"
+                " Recipe.batch_loss; a network outside of the recipe's model that has BatchNorm in"
+                " training mode belongs into the model",
             )
         )
     if unchecked is not None:
@@ -178,12 +207,15 @@ def _tell(run: Run, found: Found) -> bool:
 
 
 def tell_kept(run: Run, kept: str) -> None:
-    """Report that the loss or a model keeps a value. Every rank calls it. Raises `LossError` where bits count."""
+    """Report that the loss or a model keeps a value. Every rank calls it. Raises `LossError` where
+    bits count."""
     text = (
-        f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running centre, a queue), and each rank would "
-        "change its own, by its own microbatches; make it a buffer of the model, named in self_updating_buffers, or change it between "
-        "steps, in a hook for instance; a value for each sample (the hidden state of a text that goes on in the next batch) has no place "
-        "in a model: compute it in the forward, from a sample that holds the text before it too"
+        f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running"
+        " centre, a queue), and each rank would change its own, by its own microbatches; make it a"
+        " buffer of the model, named in self_updating_buffers, or change it between steps, in a"
+        " hook for instance; a value for each sample (the hidden state of a text that goes on in"
+        " the next batch) has no place in a model: compute it in the forward, from a sample that"
+        " holds the text before it too"
     )
     if run.context.plan.numerics == "bitwise":
         raise LossError(f"{text}; or drop numerics=bitwise")
@@ -201,14 +233,18 @@ def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Found:
 
 
 def _tried_twice(run: Run, recipe: Recipe) -> Found:
-    """Try this rank's first microbatch twice in each mode. Every rank calls it. A forward that fails for the size of a
-    few ranks' alone would leave the others waiting in its collectives: unless all ranks have one of the same size,
-    nothing is tried."""
+    """Try this rank's first microbatch twice in each mode. Every rank calls it. A forward that
+    fails for the size of a few ranks' alone would leave the others waiting in its collectives:
+    unless all ranks have one of the same size, nothing is tried."""
     assert run.source is not None, "a step begins"
     item = run.source.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
     if item is None or len(sizes) > 1:
-        return Found(unchecked="whether it keeps state: the ranks' first microbatches have unequally many samples")
+        return Found(
+            unchecked=(
+                "whether it keeps state: the ranks' first microbatches have unequally many samples"
+            )
+        )
     kept, talks, failed = [], [], []
     for training in (True, False):  # both: what one rank finds, the others do not know
         tried: list[Outcome] = []
@@ -218,7 +254,11 @@ def _tried_twice(run: Run, recipe: Recipe) -> Found:
                 break
         kept.append(_kept(run, tried))
         talks.append(_talks(tried))
-        failed += [f"whether it keeps state: it fails in the trial: {each}" for each in tried[:1] if isinstance(each, str)]
+        failed += [
+            f"whether it keeps state: it fails in the trial: {each}"
+            for each in tried[:1]
+            if isinstance(each, str)
+        ]
     found = Found(kept=next(filter(None, kept), None), talks=next(filter(None, talks), None))
     return found if found != NOTHING else Found(unchecked=next(iter(failed), None))
 
@@ -233,8 +273,16 @@ def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: R
     if isinstance(whole[0], str):
         return Found(unchecked=f"it fails in the trial: {whole[0]}")
     if (rows := _common_rows(item.batch)) is None or rows < 2:
-        return Found(unchecked="its first microbatch cannot be cut in two: its tensors do not all have one row a sample, and two or more")
-    pieces = [compute(_piece(item, span, index)) for span, index in [((0, None), 1), ((0, rows // 2), 2), ((rows // 2, rows), 3)]]
+        return Found(
+            unchecked=(
+                "its first microbatch cannot be cut in two: its tensors do not all have one row a"
+                " sample, and two or more"
+            )
+        )
+    pieces = [
+        compute(_piece(item, span, index))
+        for span, index in [((0, None), 1), ((0, rows // 2), 2), ((rows // 2, rows), 3)]
+    ]
     if (failed := next((each for each in pieces if isinstance(each, str)), None)) is not None:
         return Found(unchecked=f"it fails on a half of the first microbatch: {failed}")
     sums = [each.sums for each in (whole[0], *pieces) if not isinstance(each, str)]
@@ -254,9 +302,13 @@ def _common_rows(batch: Any) -> int | None:
 
 
 def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microbatch:
-    """A copy of some rows of a microbatch, because the loss may change it in place. `index`: of its random numbers."""
+    """A copy of some rows of a microbatch, because the loss may change it in place. `index`: of its
+    random numbers."""
     start, stop = rows
-    batch = map_tensors(item.batch, lambda tensor: tensor[start:stop].clone() if (start, stop) != (0, None) else tensor.clone())
+    batch = map_tensors(
+        item.batch,
+        lambda tensor: tensor[start:stop].clone() if (start, stop) != (0, None) else tensor.clone(),
+    )
     return replace(item, batch=batch, size=item.size if stop is None else stop - start, index=index)
 
 
@@ -264,7 +316,9 @@ def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> 
     """Try the loss on a piece, whose batch is an output with its batch."""
     weight = None if run.recipe is None else run.recipe.weight
     output, batch = piece.batch
-    seed_generators(key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index), run.context.device)
+    seed_generators(
+        key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index), run.context.device
+    )
     try:
         weights = None if weight is None else weights_of(weight(batch))
         with _watching(run):
@@ -278,7 +332,11 @@ def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> 
 
 def _measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
     found = measured(loss, samples=samples, batch=batch, weights=weights)
-    return {name: (total, weight) for name, pair in found.items() for total, weight in [numbers_on_host(pair)]}
+    return {
+        name: (total, weight)
+        for name, pair in found.items()
+        for total, weight in [numbers_on_host(pair)]
+    }
 
 
 def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = False) -> Outcome:
@@ -286,7 +344,11 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
 
     def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> Tried:
         weights = None if recipe.weight is None else weights_of(recipe.weight(item.batch))
-        sums = [int(checksum(to_local(leaf)).item()) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        sums = [
+            int(checksum(to_local(leaf)).item())
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor)
+        ]
         return Tried(_measured(loss, samples=item.size, batch=item.batch, weights=weights), sums)
 
     def position(item: Microbatch) -> tuple[int, ...]:
@@ -300,8 +362,16 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
     parameters = list(run.model.parameters())
     versions = [version(parameter) for parameter in parameters]
     try:
-        with _buffers_restored(run), nullcontext() if training else in_evaluation_mode(run.model), torch.no_grad():
-            found = list(run.modules[0].executor.evaluate(iter([piece]), position, recipe.inputs, loss, score))
+        with (
+            _buffers_restored(run),
+            nullcontext() if training else in_evaluation_mode(run.model),
+            torch.no_grad(),
+        ):
+            found = list(
+                run.modules[0].executor.evaluate(
+                    iter([piece]), position, recipe.inputs, loss, score
+                )
+            )
         if training:
             reshard(run.model)
     except CollectiveCalled as error:
@@ -321,7 +391,8 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
 
 @contextmanager
 def _buffers_restored(run: Run) -> Iterator[None]:
-    """Restore buffers on leaving: a change of one is found in the step, or allowed in `self_updating_buffers`."""
+    """Restore buffers on leaving: a change of one is found in the step, or allowed in
+    `self_updating_buffers`."""
     with restored([own_buffers(module) for module in run.model.modules()]):
         yield
     for statistics in run.modules[0].statistics:
@@ -342,24 +413,32 @@ def _words(error: Exception) -> str:
 
 
 def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
-    """Say what differs between two trials of the same; None if nothing does, or one or both have failed alike."""
+    """Say what differs between two trials of the same; None if nothing does, or one or both have
+    failed alike."""
     whole, again = tried[0], tried[-1]
     if isinstance(whole, str):
         return None
     if isinstance(again, str):
-        return f"the loss of the first microbatch can be computed, and a second time fails ({again})"
+        return (
+            f"the loss of the first microbatch can be computed, and a second time fails ({again})"
+        )
     is_bitwise = run.context.plan.numerics == "bitwise"
     for name, (total, weight) in whole.sums.items():
         second, allowed = again.sums[name][0], 0.0 if is_bitwise else SAME
         if abs(second - total) > allowed * max(abs(total), abs(second)):
             mean, then = total / (weight or 1.0), second / (weight or 1.0)
-            return f"{name} of the first microbatch is {mean:.6g} the first time, and {then:.6g} the second"
+            return (
+                f"{name} of the first microbatch is {mean:.6g} the first time, and {then:.6g} the"
+                " second"
+            )
     if is_bitwise and whole.output != again.output:
         return "the output for the first microbatch has other bits the second time"
     return None
 
 
-def _cut_differs(whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tolerance: float) -> Found:
+def _cut_differs(
+    whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tolerance: float
+) -> Found:
     """`otherwise`: the whole with other random numbers."""
     for name, (total, weight) in whole.items():
         if otherwise[name] != (total, weight):
@@ -369,5 +448,10 @@ def _cut_differs(whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tol
             return Found(unchecked=f"{name} has no weight in the first microbatch")
         mean, of_halves = total / weight, halves / weights
         if abs(mean - of_halves) > tolerance * max(abs(mean), abs(of_halves)):
-            return Found(cut=f"{name} is {mean:.4g} for the first microbatch, and {of_halves:.4g} for its two halves together")
+            return Found(
+                cut=(
+                    f"{name} is {mean:.4g} for the first microbatch, and {of_halves:.4g} for its"
+                    " two halves together"
+                )
+            )
     return NOTHING

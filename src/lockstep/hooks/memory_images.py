@@ -13,17 +13,20 @@ from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.state import KnownTensors, state_of
 
 MOST_TIME = 0.01
-"""Share of the time that images take at most, where a lost process may have held a part of the state alone."""
+"""Share of the time that images take at most, where a lost process may have held a part of the
+state alone."""
 MOST_TIME_WITH_REPLICAS = 0.002
-"""The same where every process holds all of the state: an image serves only after the loss of all of them."""
+"""The same where every process holds all of the state: an image serves only after the loss of all
+of them."""
 
 
 @dataclass(eq=False)
 class MemoryImages(ControlHook):
     """Copies this rank's part of the state into memory that outlives the process, every few steps.
 
-    As often as it takes a small share of the time, and not in a run that would start again after a loss. A copy costs
-    about twice its own time: what training had in the caches of the processor has to be read again.
+    As often as it takes a small share of the time, and not in a run that would start again after a
+    loss. A copy costs about twice its own time: what training had in the caches of the processor
+    has to be read again.
     """
 
     recovery: Recovery | None
@@ -34,11 +37,18 @@ class MemoryImages(ControlHook):
     _written: int = -1  # steps done at the last one
     _next: int = 0  # steps done at the next one
     _since: float = 0.0  # when the last one was complete
-    _cost: float = 0.0  # seconds that it took, of the processor and of the network: no waits for slower ranks
+    # seconds that it took, of the processor and of the network: no waits for slower ranks
+    _cost: float = 0.0
 
     def before_steps(self, run: Run) -> None:
-        recovers = run.context.recovered_from is not None  # the images that it began with are kept, and the step is waited for
-        if self.recovery is not None and self.recovery.can_replace and not recovers and run.step > self._written:
+        # the images that it began with are kept, and the step is waited for
+        recovers = run.context.recovered_from is not None
+        if (
+            self.recovery is not None
+            and self.recovery.can_replace
+            and not recovers
+            and run.step > self._written
+        ):
             self._write(run, self.recovery)
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
@@ -62,10 +72,14 @@ class MemoryImages(ControlHook):
         state = state_of(run.modules, run.stateful, self._known)
         values = values_to_hold(run, state.values)
         copy, step = self._writer.write(run.step, state.tensors, values, [self._cost, step_seconds])
-        self._since, self._cost = time.perf_counter(), time.thread_time() - began + self._writer.sending_seconds
+        self._since, self._cost = (
+            time.perf_counter(),
+            time.thread_time() - began + self._writer.sending_seconds,
+        )
         self._count, self._written = self._count + 1, run.step
         limit = MOST_TIME_WITH_REPLICAS if recovery.is_replica else MOST_TIME
-        self._next = run.step + (image_interval(copy, step, limit) if self._count > 2 else 1)  # the first one takes longer than later ones
+        # the first one takes longer than later ones
+        self._next = run.step + (image_interval(copy, step, limit) if self._count > 2 else 1)
         if self._count == 1:
             recovery.offer_images(self._writer.descriptors)
         elif self._count == 2:

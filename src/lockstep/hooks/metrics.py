@@ -12,12 +12,13 @@ from lockstep.training.losses.loss import SINGLE
 from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import TrainModule
 
-_OVERFLOWS_TO_REPORT = 8  # in a row. Fewer are normal while fp16 searches its loss scale, and are only events.
+# in a row. Fewer are normal while fp16 searches its loss scale, and are only events.
+_OVERFLOWS_TO_REPORT = 8
 
 
 class Metrics(ControlHook):
-    """Reads the results of steps, and writes metrics.jsonl. Runs on every rank, because some reads are collectives;
-    only rank 0 writes."""
+    """Reads the results of steps, and writes metrics.jsonl. Runs on every rank, because some reads
+    are collectives; only rank 0 writes."""
 
     def __init__(self) -> None:
         self.throughput = Throughput()
@@ -44,8 +45,9 @@ class Metrics(ControlHook):
         for module in run.modules:
             if module.overflows and module.overflows == run.step:
                 raise LossError(
-                    f"none of the {run.step} steps was applied: the fp16 gradient overflowed in each, at last at a loss scale of "
-                    f"{module.overflowed_at:g}; each such step halves the scale; take more steps, or precision='bf16' or 'fp32'"
+                    f"none of the {run.step} steps was applied: the fp16 gradient overflowed in"
+                    f" each, at last at a loss scale of {module.overflowed_at:g}; each such step"
+                    " halves the scale; take more steps, or precision='bf16' or 'fp32'"
                 )
 
     def _read(self, run: Run) -> None:
@@ -56,23 +58,39 @@ class Metrics(ControlHook):
             if result.is_without_weight:
                 run.event("term-without-weight", result.layout.step, term=SINGLE)
             if not result.was_applied:
-                run.event("step-skipped", result.layout.step, reason="the scaled gradient overflowed; the loss scale was halved")
+                run.event(
+                    "step-skipped",
+                    result.layout.step,
+                    reason="the scaled gradient overflowed; the loss scale was halved",
+                )
         for module in run.modules:
             if module.overflows >= _OVERFLOWS_TO_REPORT and module not in self._reported:
                 self._reported.append(module)
                 run.context.recorder.message(
-                    f"warning: {module.overflows} steps in a row were skipped, because the fp16 gradient overflowed even at a loss scale "
-                    f"of {module.overflowed_at:g}; if it falls below 1, the run ends"
+                    f"warning: {module.overflows} steps in a row were skipped, because the fp16"
+                    f" gradient overflowed even at a loss scale of {module.overflowed_at:g}; if it"
+                    " falls below 1, the run ends"
                 )
 
     def _write(self, run: Run) -> None:
-        """Write the line of the latest step, with the first model's loss, norm and rates. Every rank calls it."""
+        """Write the line of the latest step, with the first model's loss, norm and rates. Every
+        rank calls it."""
         assert run.source is not None, "a step has begun"
         result, speed = run.latest, self.throughput.restart()
         module, world_size = run.modules[0], run.context.world.size
         norm = math.nan if result is None else float(result.norm)
-        values = {"loss": run.loss, **module.schedule.rates(), "gradient_norm": norm, **speed, **run.measured}
+        values = {
+            "loss": run.loss,
+            **module.schedule.rates(),
+            "gradient_norm": norm,
+            **speed,
+            **run.measured,
+        }
         if (mfu := module.flops.utilisation(speed["samples_per_second"], world_size)) is not None:
             values["mfu"] = mfu
-        terms = {} if result is None else {f"loss/{name}": value for name, value in result.term_losses().items()}
+        terms = (
+            {}
+            if result is None
+            else {f"loss/{name}": value for name, value in result.term_losses().items()}
+        )
         run.context.recorder.step(run.source.step + 1, values, {**terms, **run.logged})

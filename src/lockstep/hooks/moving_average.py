@@ -14,21 +14,26 @@ from lockstep.training.hook import Hook, Run
 
 
 class ExponentialMovingAverage(Hook):
-    """Keeps a moving average of the weights (Polyak and Juditsky, 1992): after each step, decay × average + (1 - decay)
-    × weights.
+    """Keeps a moving average of the weights (Polyak and Juditsky, 1992): after each step, decay ×
+    average + (1 - decay) × weights.
 
-    `model_average.safetensors` in the run directory holds it at the end, with the model's buffers as they are.
+    `model_average.safetensors` in the run directory holds it at the end, with the model's buffers
+    as they are.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
         """`decay`: the factor of the old average, from 0 to below 1. Raises `RecipeError`."""
         if not 0 <= decay < 1:
-            raise RecipeError(f"decay={decay}; it is the factor of the old average, from 0 to below 1")
+            raise RecipeError(
+                f"decay={decay}; it is the factor of the old average, from 0 to below 1"
+            )
         self.decay = decay
         self._averages: dict[str, Tensor] = {}  # by name, sharded like the parameters
 
     def on_start(self, run: Run) -> None:
-        self._averages = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+        self._averages = {
+            name: parameter.detach().clone() for name, parameter in run.model.named_parameters()
+        }
 
     def after_step(self, run: Run) -> None:
         torch._foreach_lerp_(self._local_averages(), _local_parameters(run), 1 - self.decay)
@@ -42,11 +47,14 @@ class ExponentialMovingAverage(Hook):
 
     def on_finish(self, run: Run) -> None:
         with self.applied(run):
-            run.context.recorder.save_tensors("model_average.safetensors", run.modules[0].model_state())
+            run.context.recorder.save_tensors(
+                "model_average.safetensors", run.modules[0].model_state()
+            )
 
     @contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        """Load the averaged weights into the model while the context is entered, for example for an evaluation."""
+        """Load the averaged weights into the model while the context is entered, for example for an
+        evaluation."""
         parts = _local_parameters(run)
         own = [part.clone() for part in parts]
         torch._foreach_copy_(parts, self._local_averages())

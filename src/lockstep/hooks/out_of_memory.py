@@ -1,8 +1,8 @@
-"""The out-of-memory fallbacks: changes to the plan, one after another, each in addition to those before; and their
-hook.
+"""The out-of-memory fallbacks: changes to the plan, one after another, each in addition to those
+before; and their hook.
 
-A process that ran out of memory cannot recover its memory for certain. It writes the next plan to the run directory and
-ends; new processes continue the run under that plan.
+A process that ran out of memory cannot recover its memory for certain. It writes the next plan to
+the run directory and ends; new processes continue the run under that plan.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ class TakenFallbacks:
         try:
             found = cls(**json.loads(text))
             Plan(checkpointing=found.checkpointing, microbatch_splits=found.microbatch_splits)  # type: ignore[arg-type]  # Plan checks them
-            complete = all({"step", "rank", "error", "then"} <= each.keys() for each in found.failures)
+            complete = all(
+                {"step", "rank", "error", "then"} <= each.keys() for each in found.failures
+            )
             if isinstance(found.offload, bool) and found.failures and complete:
                 return found
         except (ValueError, TypeError, AttributeError, PlanError):
             pass
         raise RunDirectoryError(
-            f"{path} is damaged; it holds the changes that the run made to its plan when it ran out of memory; remove it to continue "
-            "without them"
+            f"{path} is damaged; it holds the changes that the run made to its plan when it ran out"
+            " of memory; remove it to continue without them"
         ) from None
 
     def write(self, path: Path) -> None:
@@ -63,7 +65,8 @@ class TakenFallbacks:
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def apply_to(self, plan: Plan, device: str) -> Plan:
-        """Return `plan` with every taken fallback added that it lacks and that it can have on this kind of `device`."""
+        """Return `plan` with every taken fallback added that it lacks and that it can have on this
+        kind of `device`."""
         for name in FALLBACKS:
             taken = getattr(self, name)
             if _strength(name, taken) > _strength(name, getattr(plan, name)):
@@ -72,56 +75,98 @@ class TakenFallbacks:
 
     def with_plan(self, plan: Plan, failure: dict[str, Any]) -> TakenFallbacks:
         """These and the fallbacks in `plan`, which was chosen after `failure`."""
-        strongest = {name: max(getattr(self, name), getattr(plan, name), key=lambda value: _strength(name, value)) for name in FALLBACKS}
+        strongest = {
+            name: max(
+                getattr(self, name), getattr(plan, name), key=lambda value: _strength(name, value)
+            )
+            for name in FALLBACKS
+        }
         return TakenFallbacks(**strongest, failures=[*self.failures, failure])
 
 
 def next_plan(
-    plan: Plan, device: str, setting: Setting, *, largest: int | None, unsplittable: str | None, offloadable: bool = True
+    plan: Plan,
+    device: str,
+    setting: Setting,
+    *,
+    largest: int | None,
+    unsplittable: str | None,
+    offloadable: bool = True,
 ) -> Plan | str:
-    """The plan for the next attempt, or why there is none, in words. `device`: its type, such as "cpu".
+    """The plan for the next attempt, or why there is none, in words. `device`: its type, such as
+    "cpu".
 
-    `largest`: samples of the largest microbatch; None: memory ran out before the first step. `unsplittable`: why it
-    cannot be split. `offloadable`: False if an optimizer refuses offload.
+    `largest`: samples of the largest microbatch; None: memory ran out before the first step.
+    `unsplittable`: why it cannot be split. `offloadable`: False if an optimizer refuses offload.
     """
     if setting == "stop":
         return "--out-of-memory stop allows no change of the plan"
-    if largest is not None and (found := _changed(plan, "checkpointing", "full", device)) is not None:
+    if (
+        largest is not None
+        and (found := _changed(plan, "checkpointing", "full", device)) is not None
+    ):
         return found
     if offloadable and (found := _changed(plan, "offload", True, device)) is not None:
         return found
     if largest is None:
-        return "no step had begun, so the model itself is too large; shard it over more processes (shard, tensor, pipeline)"
+        return (
+            "no step had begun, so the model itself is too large; shard it over more processes"
+            " (shard, tensor, pipeline)"
+        )
     if largest == 1:
-        return "microbatches have one sample each; shard the model over more processes (shard, tensor, pipeline), or make it smaller"
+        return (
+            "microbatches have one sample each; shard the model over more processes (shard, tensor,"
+            " pipeline), or make it smaller"
+        )
     if unsplittable is not None:
-        return f"the only fallback left is to split each microbatch, and {unsplittable}; shard the model over more processes"
+        return (
+            f"the only fallback left is to split each microbatch, and {unsplittable}; shard the"
+            " model over more processes"
+        )
     if setting == "same-bits" or (setting == "retry" and plan.numerics == "bitwise"):
         rule = "--out-of-memory same-bits" if setting == "same-bits" else "numerics=bitwise"
         return (
-            f"the only fallback left is to split each microbatch, which changes the bits from there on, and {rule} does not allow that; "
-            "allow it with --out-of-memory halve (LOCKSTEP_OUT_OF_MEMORY=halve), or shard the model over more processes"
+            "the only fallback left is to split each microbatch, which changes the bits from there"
+            f" on, and {rule} does not allow that; allow it with --out-of-memory halve"
+            " (LOCKSTEP_OUT_OF_MEMORY=halve), or shard the model over more processes"
         )
     return replace(plan, microbatch_splits=plan.microbatch_splits + 1)
 
 
 def changes(before: Plan, after: Plan) -> str:
-    """Return the fallbacks that the second plan has and the first has not, as the text of a plan."""
+    """Return the fallbacks that the second plan has and the first has not, as the text of a
+    plan."""
     names = [name for name in FALLBACKS if getattr(before, name) != getattr(after, name)]
-    return ",".join(f"{name}={'yes' if getattr(after, name) is True else getattr(after, name)}" for name in names)
+    return ",".join(
+        f"{name}={'yes' if getattr(after, name) is True else getattr(after, name)}"
+        for name in names
+    )
 
 
 def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
-    """Return the note for the error. `found`: from `next_plan`. `step`: steps done and saved; None: not saved."""
+    """Return the note for the error. `found`: from `next_plan`. `step`: steps done and saved; None:
+    not saved."""
     if isinstance(found, str):
         tried = changes(Plan(), plan)
         return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
-    start = "starts again" if step == 0 else f"resumes after step {step}" if step else "resumes from its last checkpoint, or starts again,"
-    return f"lockstep: the run in {folder} {start} with {changes(plan, found)} if the same command is given again with that run directory"
+    start = (
+        "starts again"
+        if step == 0
+        else (
+            f"resumes after step {step}"
+            if step
+            else "resumes from its last checkpoint, or starts again,"
+        )
+    )
+    return (
+        f"lockstep: the run in {folder} {start} with {changes(plan, found)} if the same command is"
+        " given again with that run directory"
+    )
 
 
 def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
-    """The failure that any rank of the run in `folder` wrote after `known` was read; None if none did."""
+    """The failure that any rank of the run in `folder` wrote after `known` was read; None if none
+    did."""
     try:
         found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
     except (OSError, UnicodeDecodeError, RunDirectoryError):
@@ -130,13 +175,20 @@ def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
 
 
 def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
-    """Name the fallback that any rank of the run in `folder` wrote after `known` was read; None if none did."""
+    """Name the fallback that any rank of the run in `folder` wrote after `known` was read; None if
+    none did."""
     last = failure_since(known, folder)
-    return f"memory ran out after step {last['step']} on rank {last['rank']}, {last['then']} from there" if last is not None else None
+    return (
+        f"memory ran out after step {last['step']} on rank {last['rank']}, {last['then']} from"
+        " there"
+        if last is not None
+        else None
+    )
 
 
 def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbacks:
-    """Return the fallbacks of the run in `folder` if it is resumed. Every rank calls it. Raises `RunDirectoryError`."""
+    """Return the fallbacks of the run in `folder` if it is resumed. Every rank calls it. Raises
+    `RunDirectoryError`."""
     text = None
     if world.rank == 0 and resumes:
         try:
@@ -187,7 +239,8 @@ class OutOfMemory(ControlHook):
     _largest: int | None = None  # Samples of the largest microbatch. None before the first loop.
     _unsplittable: str | None = None  # why no microbatch can be split
     _next: Plan | str | None = None
-    """The next plan after the error that ends the run, or why there is none. None: the error is of another kind."""
+    """The next plan after the error that ends the run, or why there is none. None: the error is of
+    another kind."""
 
     def report_change(self, run: Run) -> None:
         """Record how the plan differs from the one that was asked for, if it does."""
@@ -197,24 +250,48 @@ class OutOfMemory(ControlHook):
             return
         last, change = self.taken.failures[-1], changes(given, plan)
         reason = f"memory ran out after step {last['step']} on rank {last['rank']}: {last['error']}"
-        split = "each microbatch has random streams of its own: smaller ones have other dropout masks, and another rounding"
-        note: dict[str, Any] = {"note": split} if plan.microbatch_splits > given.microbatch_splits else {}
-        run.event("plan-changed", last["step"], reason=reason, change=change, given=str(given), plan=str(plan), **note)
+        split = (
+            "each microbatch has random streams of its own: smaller ones have other dropout masks,"
+            " and another rounding"
+        )
+        note: dict[str, Any] = (
+            {"note": split} if plan.microbatch_splits > given.microbatch_splits else {}
+        )
+        run.event(
+            "plan-changed",
+            last["step"],
+            reason=reason,
+            change=change,
+            given=str(given),
+            plan=str(plan),
+            **note,
+        )
         run.context.recorder.message(f"continues with {change}: {reason}")
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
-        """Raise `RecipeError` if the plan splits microbatches, of at most `largest` samples, that cannot be split.
-        Every rank calls it."""
+        """Raise `RecipeError` if the plan splits microbatches, of at most `largest` samples, that
+        cannot be split. Every rank calls it."""
         mine = [name for name, _ in training_batchnorms(models)]
-        layers = [name for theirs in run.context.mesh.axis("pipeline").gather_values(mine) for name in theirs]
+        layers = [
+            name
+            for theirs in run.context.mesh.axis("pipeline").gather_values(mine)
+            for name in theirs
+        ]
         if layers:
-            self._unsplittable = f"BatchNorm ({layers[0]!r}) takes its statistics over one microbatch, so half a microbatch has others"
+            self._unsplittable = (
+                f"BatchNorm ({layers[0]!r}) takes its statistics over one microbatch, so half a"
+                " microbatch has others"
+            )
         elif isinstance(data, Stream):
-            self._unsplittable = "an ls.Stream reads each microbatch from a shard of its own, so half a microbatch would have other samples"
+            self._unsplittable = (
+                "an ls.Stream reads each microbatch from a shard of its own, so half a microbatch"
+                " would have other samples"
+            )
         splits = run.context.plan.microbatch_splits
         if splits and self._unsplittable is not None:
             raise RecipeError(
-                f"microbatch_splits={splits}, and {self._unsplittable}; leave microbatch_splits out, or give a smaller microbatch"
+                f"microbatch_splits={splits}, and {self._unsplittable}; leave microbatch_splits"
+                " out, or give a smaller microbatch"
             )
         self._largest = largest
 
@@ -223,13 +300,23 @@ class OutOfMemory(ControlHook):
         if isinstance(error, Exception) and out_of_memory(error):
             largest = self._largest if run.source is not None else None
             device, why, offloadable = context.device.type, self._unsplittable, _can_offload(run)
-            found = next_plan(context.plan, device, self.setting, largest=largest, unsplittable=why, offloadable=offloadable)
+            found = next_plan(
+                context.plan,
+                device,
+                self.setting,
+                largest=largest,
+                unsplittable=why,
+                offloadable=offloadable,
+            )
             self._next = found if isinstance(found, str) else self._write(run, found, error)
             details: dict[str, Any] = (
-                {"why_not": self._next} if isinstance(self._next, str) else {"then": changes(context.plan, self._next)}
+                {"why_not": self._next}
+                if isinstance(self._next, str)
+                else {"then": changes(context.plan, self._next)}
             )
             run.event("out-of-memory", **details)
-        elif (other := failure_since(self.taken, context.run_dir)) is not None:  # rank 0 alone writes events.jsonl
+        # rank 0 alone writes events.jsonl
+        elif (other := failure_since(self.taken, context.run_dir)) is not None:
             run.event("out-of-memory", rank=other["rank"], then=other["then"])
         if self.is_restarted and (why := fallback_since(self.taken, context.run_dir)):
             request_restart(why)
@@ -237,7 +324,12 @@ class OutOfMemory(ControlHook):
     def _write(self, run: Run, plan: Plan, error: BaseException) -> Plan | str:
         """Write the plan for the next start. Returns it, or why that failed."""
         then, rank = changes(run.context.plan, plan), run.context.world.rank
-        failure = {"step": run.step, "rank": rank, "error": error_details(error)["error"], "then": then}
+        failure = {
+            "step": run.step,
+            "rank": rank,
+            "error": error_details(error)["error"],
+            "then": then,
+        }
         try:
             self.taken.with_plan(plan, failure).write(run.context.run_dir / FILE)
         except OSError as problem:
@@ -245,6 +337,14 @@ class OutOfMemory(ControlHook):
         return plan
 
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:
-        """Add to the error what the user can do. `saved`: the last step was saved after the error."""
+        """Add to the error what the user can do. `saved`: the last step was saved after the
+        error."""
         if self._next is not None:
-            error.add_note(advice(run.context.plan, self._next, folder=run.context.run_dir, step=run.step if saved else None))
+            error.add_note(
+                advice(
+                    run.context.plan,
+                    self._next,
+                    folder=run.context.run_dir,
+                    step=run.step if saved else None,
+                )
+            )

@@ -1,5 +1,5 @@
-"""The hook that compares checksums of the replicas, and so finds flipped bits and changed models. It compares the state
-of users' hooks too, which is alike on all ranks."""
+"""The hook that compares checksums of the replicas, and so finds flipped bits and changed models.
+It compares the state of users' hooks too, which is alike on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 
 class ReplicaAudit(ControlHook):
-    """Compares the replicas: the ranks whose positions on the mesh differ on the `replicate` axis only."""
+    """Compares the replicas: the ranks whose positions on the mesh differ on the `replicate` axis
+    only."""
 
     def __init__(self, *, every: int, hooks: Sequence[Hook]) -> None:
         """`every`: steps from one comparison to the next; 0: never. `hooks`: the user's."""
@@ -42,8 +43,9 @@ class ReplicaAudit(ControlHook):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Compare now, if not yet done after this step. Every rank calls it. Raises `DivergenceError` on all if any
-        replicas differ, `CheckpointError` if the state of a hook does."""
+        """Compare now, if not yet done after this step. Every rank calls it. Raises
+        `DivergenceError` on all if any replicas differ, `CheckpointError` if the state of a hook
+        does."""
         self._unsaved.tell(run)
         mesh = run.context.mesh
         for module in run.modules:
@@ -64,22 +66,28 @@ class ReplicaAudit(ControlHook):
             raise DivergenceError(self._message(run.step, mesh, list(state), sums, differs))
         self._agreed = run.step
 
-    def _message(self, step: int, mesh: Mesh, names: Sequence[str], sums: Tensor, differs: bool) -> str:
+    def _message(
+        self, step: int, mesh: Mesh, names: Sequence[str], sums: Tensor, differs: bool
+    ) -> str:
         """The same words on every rank."""
         replicas = mesh.axis("replicate")
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
         ranks = replicas.gather_values(mesh.world.rank)
-        mine = difference(names, dict(zip(ranks, everyone.tolist(), strict=True))) if differs else ""
+        mine = (
+            difference(names, dict(zip(ranks, everyone.tolist(), strict=True))) if differs else ""
+        )
         found = next(text for text in mesh.world.gather_values(mine) if text)
         return (
-            f"replicas differ after step {step}, and were the same after step {self._agreed}: {found}; a bit of memory has flipped, or a "
-            "machine computes wrong results, or a script changed the model on some ranks only; replicas are compared before each "
-            "save: the same command resumes from the last one; leave out a machine that is named again"
+            f"replicas differ after step {step}, and were the same after step {self._agreed}:"
+            f" {found}; a bit of memory has flipped, or a machine computes wrong results, or a"
+            " script changed the model on some ranks only; replicas are compared before each save:"
+            " the same command resumes from the last one; leave out a machine that is named again"
         )
 
 
 def _checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the checksum of each, on the CPU, where optimizers keep some of their state, such as the step."""
+    """Return the checksum of each, on the CPU, where optimizers keep some of their state, such as
+    the step."""
     sums = [checksum(tensor) for tensor in tensors]
     found = torch.empty(len(sums), dtype=torch.int64)
     for device in {each.device for each in sums}:
@@ -89,27 +97,37 @@ def _checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _compare_hooks(run: Run) -> None:
-    """Compare the states of the users' hooks, of what the session was told to include, and extra states of modules."""
-    others: dict[str, Callable[[], Any]] = {name: other.state_dict for name, other in run.stateful.items() if other is not run}
+    """Compare the states of the users' hooks, of what the session was told to include, and extra
+    states of modules."""
+    others: dict[str, Callable[[], Any]] = {
+        name: other.state_dict for name, other in run.stateful.items() if other is not run
+    }
     for number, module in enumerate(run.modules):
         others[f"get_extra_state of model {number}"] = partial(extra_state, module.model)
     if run.context.world.size == 1:
         return
-    stage = run.context.mesh.axis("pipeline").rank  # a stage has the state of its own part of the model
-    everyone = run.context.world.gather_values([stage, {name: _digest(name, other) for name, other in others.items()}])
+    # a stage has the state of its own part of the model
+    stage = run.context.mesh.axis("pipeline").rank
+    everyone = run.context.world.gather_values(
+        [stage, {name: _digest(name, other) for name, other in others.items()}]
+    )
     firsts: dict[int, int] = {}
     for rank, (stage, digests) in enumerate(everyone):
         first = firsts.setdefault(stage, rank)
-        if name := next((name for name in others if digests[name] != everyone[first][1][name]), None):
+        if name := next(
+            (name for name in others if digests[name] != everyone[first][1][name]), None
+        ):
             raise CheckpointError(
-                f"after step {run.step}: the state of {name!r} differs between rank {first} and rank {rank}; a checkpoint holds one for "
-                "all ranks; change it by what is alike on all of them (run.loss, metrics, the model's parameters, session.gather(rows)), "
-                "not by a rank's own microbatches"
+                f"after step {run.step}: the state of {name!r} differs between rank {first} and"
+                f" rank {rank}; a checkpoint holds one for all ranks; change it by what is alike on"
+                " all of them (run.loss, metrics, the model's parameters, session.gather(rows)),"
+                " not by a rank's own microbatches"
             )
 
 
 def _digest(name: str, read: Callable[[], Any]) -> str:
-    """Return a hash of all that is not sharded; empty for a state that cannot be saved: the save says why."""
+    """Return a hash of all that is not sharded; empty for a state that cannot be saved: the save
+    says why."""
     tensors: dict[str, Tensor] = {}
     try:
         encoded = encode(read(), name, tensors)
@@ -121,8 +139,8 @@ def _digest(name: str, read: Callable[[], Any]) -> str:
 
 
 def difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
-    """Name the ranks that differ from the majority, and the first tensor. `sums`: rank -> checksum of each tensor.
-    Empty if all agree."""
+    """Name the ranks that differ from the majority, and the first tensor. `sums`: rank -> checksum
+    of each tensor. Empty if all agree."""
     for place, name in enumerate(names):
         counts = Counter(row[place] for row in sums.values())
         if len(counts) == 1:
@@ -134,16 +152,24 @@ def difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
             who = f"ranks {', '.join(map(str, sums))} have {len(counts)} different values of"
         else:
             one = len(others) == 1
-            who = f"rank{'' if one else 's'} {', '.join(map(str, others))} differ{'s' if one else ''} from the others in"
+            who = (
+                f"rank{'' if one else 's'} {', '.join(map(str, others))} differ{'s' if one else ''}"
+                " from the others in"
+            )
         return f"{who} {name}" + (f", the first of {several} tensors" if several > 1 else "")
     return ""
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bytes, read as 64-bit numbers (single bytes at the end): a scalar on the same device."""
+    """The sum of a tensor's bytes, read as 64-bit numbers (single bytes at the end): a scalar on
+    the same device."""
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     whole = raw.numel() // _WORD_BYTES * _WORD_BYTES
-    words = raw[:whole].view(torch.int64) if whole and raw.storage_offset() % _WORD_BYTES == 0 else raw[:whole].clone().view(torch.int64)
+    words = (
+        raw[:whole].view(torch.int64)
+        if whole and raw.storage_offset() % _WORD_BYTES == 0
+        else raw[:whole].clone().view(torch.int64)
+    )
     return words.sum() + raw[whole:].sum(dtype=torch.int64)
 
 

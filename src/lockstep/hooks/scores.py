@@ -23,10 +23,14 @@ class Scores:
     by_name: dict[CheckpointName, float] = field(default_factory=dict)
 
     def now(self, run: Run) -> float | None:
-        """Return the value that was measured after the latest step; None if none was. Raises `RecipeError` if no
-        evaluation has the metric."""
+        """Return the value that was measured after the latest step; None if none was. Raises
+        `RecipeError` if no evaluation has the metric."""
         metric = self.saving.best
-        return None if metric is None or not run.metrics else run.metric(metric, f"Saving(best={metric!r})")
+        return (
+            None
+            if metric is None or not run.metrics
+            else run.metric(metric, f"Saving(best={metric!r})")
+        )
 
     def improves(self, value: float) -> bool:
         """True if `value` is better than that of every checkpoint."""
@@ -42,17 +46,30 @@ class Scores:
         return best
 
     def best(self, run: Run, folder: Storage) -> Best | None:
-        """Return the best evaluation so far, that after the latest step included; None if there is none. `folder`: that
-        of the checkpoints."""
+        """Return the best evaluation so far, that after the latest step included; None if there is
+        none. `folder`: that of the checkpoints."""
         metric, value, name = self.saving.best, self.now(run), self.best_checkpoint()
         if metric is not None and value is not None and self.improves(value):
-            return Best(metric=metric, value=value, step=run.step, checkpoint=None, weights=str(run.dir / "model.safetensors"))
+            return Best(
+                metric=metric,
+                value=value,
+                step=run.step,
+                checkpoint=None,
+                weights=str(run.dir / "model.safetensors"),
+            )
         if metric is None or name is None:
             return None
-        return Best(metric=metric, value=self.by_name[name], step=name.step, checkpoint=str(name), weights=f"{folder}/{name}")
+        return Best(
+            metric=metric,
+            value=self.by_name[name],
+            step=name.step,
+            checkpoint=str(name),
+            weights=f"{folder}/{name}",
+        )
 
     def note(self, name: CheckpointName, run: Run) -> dict[str, Any] | None:
-        """Note the latest step's value as that of its checkpoint. Returns what the checkpoint records of it."""
+        """Note the latest step's value as that of its checkpoint. Returns what the checkpoint
+        records of it."""
         value = self.now(run)
         if value is None:
             return None
@@ -60,7 +77,8 @@ class Scores:
         return {"metric": self.saving.best, "mode": self.saving.mode, "value": value}
 
     def read(self, folder: Storage, names: Sequence[CheckpointName], world: World) -> None:
-        """Read the values of the existing checkpoints on rank 0, for all ranks. Every rank calls it."""
+        """Read the values of the existing checkpoints on rank 0, for all ranks. Every rank calls
+        it."""
         if self.saving.best is None:
             return
         found = []
@@ -70,4 +88,7 @@ class Scores:
                     score = read_manifest(folder, name).metadata.get("score")
                     if score is not None and score["metric"] == self.saving.best:
                         found.append([name.step, name.attempt, score["value"]])
-        self.by_name = {CheckpointName(step, attempt): value for step, attempt, value in world.value_of(0, found)}
+        self.by_name = {
+            CheckpointName(step, attempt): value
+            for step, attempt, value in world.value_of(0, found)
+        }

@@ -1,7 +1,9 @@
-"""The hook that finds stragglers by an all-gather of each rank's times at logging steps, and writes `ranks.jsonl`.
+"""The hook that finds stragglers by an all-gather of each rank's times at logging steps, and writes
+`ranks.jsonl`.
 
-With `assignment=measured` the same all-gather brings every rank's seconds for a microbatch, and the last step that it
-has requested from its loader: all ranks compute the same new assignment from them, for the step after that.
+With `assignment=measured` the same all-gather brings every rank's seconds for a microbatch, and the
+last step that it has requested from its loader: all ranks compute the same new assignment from
+them, for the step after that.
 """
 
 from __future__ import annotations
@@ -30,26 +32,40 @@ from lockstep.training.hook import ControlHook, Run
 from lockstep.training.microbatches import Microbatches
 
 PARTS = ("data", "compute", "hooks")
-"""The parts of a step that a rank does by itself. Collectives take as long as the slowest rank makes them."""
+"""The parts of a step that a rank does by itself. Collectives take as long as the slowest rank
+makes them."""
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
-_COLUMNS = ("step", *PARTS, "communication", "microbatches", "memory", "one_microbatch", "requested")
+_COLUMNS = (
+    "step",
+    *PARTS,
+    "communication",
+    "microbatches",
+    "memory",
+    "one_microbatch",
+    "requested",
+)
 _OF_MICROBATCHES = ("data", "compute")
 MEDIAN_OF = 16
-"""Steps over whose median a rank's seconds for a microbatch are taken; on a GPU, times between two all-gathers."""
+"""Steps over whose median a rank's seconds for a microbatch are taken; on a GPU, times between two
+all-gathers."""
 MIN_MEDIAN_OF = 3
 SLOWDOWN = 1.15  # A rank is a straggler if its own work takes this many times that of the others
 MIN_SECONDS = 10.0
 MIN_WINDOWS = 3  # ranks are compared over at least so many seconds and windows
-EXCHANGE_SECONDS = 0.2  # Shortest time between two all-gathers. If logging steps come faster, some are skipped.
+# Shortest time between two all-gathers. If logging steps come faster, some are skipped.
+EXCHANGE_SECONDS = 0.2
 _RANKS_AT_ONCE = 256
-"""With n times as many ranks, all-gathers are n times rarer, so that their cost for each step stays the same."""
+"""With n times as many ranks, all-gathers are n times rarer, so that their cost for each step stays
+the same."""
 
-Times = NDArray[np.float64]  # (parts, ranks): seconds a step, between two logging steps, in the order of `PARTS`
+# (parts, ranks): seconds a step, between two logging steps, in the order of `PARTS`
+Times = NDArray[np.float64]
 
 
 class Stragglers(ControlHook):
-    """Measures where each rank's time goes, writes `ranks.jsonl`, and names ranks that have become slow."""
+    """Measures where each rank's time goes, writes `ranks.jsonl`, and names ranks that have become
+    slow."""
 
     def __init__(self) -> None:
         self._memory_bytes = 0.0
@@ -63,7 +79,9 @@ class Stragglers(ControlHook):
         self._stack.enter_context(count_torch_waits())
         context = run.context
         if accelerator.has_streams(context.device):
-            context.phases.stream = StreamTimes(partial(accelerator.event, context.device, timed=True))
+            context.phases.stream = StreamTimes(
+                partial(accelerator.event, context.device, timed=True)
+            )
         self._phases = context.phases
         mine = [socket.gethostname(), context.mesh.axis("pipeline").rank]
         self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
@@ -115,45 +133,80 @@ class Stragglers(ControlHook):
         if world.rank == 0:
             self._file = self._file or self._path.open("a", encoding="utf-8", buffering=1)
             ranks = {name: (columns[name] / steps).round(6).tolist() for name in _COLUMNS[:5]}
-            self._file.write(json.dumps({"step": run.step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}) + "\n")
+            self._file.write(
+                json.dumps(
+                    {"step": run.step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}
+                )
+                + "\n"
+            )
         self._report(run, columns, steps, seconds)
         if run.context.plan.assignment == "measured":
-            reassign(run, source, columns["one_microbatch"].tolist(), requested=int(columns["requested"].max()))
+            reassign(
+                run,
+                source,
+                columns["one_microbatch"].tolist(),
+                requested=int(columns["requested"].max()),
+            )
         longest = float(columns["step"].max()) / self._interval
-        self._interval = self._remaining = next_interval(longest, before=self._interval, ranks=len(self.hosts))
+        self._interval = self._remaining = next_interval(
+            longest, before=self._interval, ranks=len(self.hosts)
+        )
         self._restart()
         self._memory_bytes = float(columns["memory"].max())
 
     def _parts(self) -> list[float]:
-        """Seconds since the last exchange in data, compute and hooks, all without waits; and in communication."""
+        """Seconds since the last exchange in data, compute and hooks, all without waits; and in
+        communication."""
         totals, waits = self._times()
         own = [self._own(*names) for names in (("data",), _OF_COMPUTE, _OF_HOOKS)]
-        waited = sum(waits[name] - self._waited.get(name, 0.0) for name in ("data", *_OF_COMPUTE, *_OF_HOOKS))
+        waited = sum(
+            waits[name] - self._waited.get(name, 0.0) for name in ("data", *_OF_COMPUTE, *_OF_HOOKS)
+        )
         return [*own, totals["exchange"] - self._spent.get("exchange", 0.0) + waited]
 
     def _own(self, *names: str) -> float:
         """Seconds since the last exchange in these phases, without waits."""
         totals, waits = self._times()
-        return sum(totals[name] - self._spent.get(name, 0.0) - waits[name] + self._waited.get(name, 0.0) for name in names)
+        return sum(
+            totals[name] - self._spent.get(name, 0.0) - waits[name] + self._waited.get(name, 0.0)
+            for name in names
+        )
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-        """Total seconds of each phase, and of its waits for other ranks. On a GPU such waits are phases themselves."""
+        """Total seconds of each phase, and of its waits for other ranks. On a GPU such waits are
+        phases themselves."""
         stream = self._phases.stream
-        return (self._phases.totals, self._phases.waited) if stream is None else (stream.totals(), defaultdict(float))
+        return (
+            (self._phases.totals, self._phases.waited)
+            if stream is None
+            else (stream.totals(), defaultdict(float))
+        )
 
-    def _report(self, run: Run, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float) -> None:
-        """Name ranks that have become slow, by time per microbatch, since ranks may compute different numbers."""
+    def _report(
+        self, run: Run, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float
+    ) -> None:
+        """Name ranks that have become slow, by time per microbatch, since ranks may compute
+        different numbers."""
         assert self._finder is not None, "on_start has made it"
         microbatches = columns["microbatches"]
         scale = np.where(microbatches > 0, microbatches.mean() / np.maximum(microbatches, 1.0), 1.0)
-        times = np.stack([columns[part] * (1.0 if part == "hooks" else scale) / steps for part in PARTS])
+        times = np.stack(
+            [columns[part] * (1.0 if part == "hooks" else scale) / steps for part in PARTS]
+        )
         for each in self._finder.add(times, seconds):
             host = self.hosts[each.rank]
-            details = {"rank": each.rank, "host": host, "part": each.part, "seconds": each.seconds, "usual_seconds": each.usual_seconds}
+            details = {
+                "rank": each.rank,
+                "host": host,
+                "part": each.part,
+                "seconds": each.seconds,
+                "usual_seconds": each.usual_seconds,
+            }
             run.event("straggler", **details, times=round(each.times, 2))
             run.context.recorder.message(
-                f"rank {each.rank} on {host} is slow: its own work takes {each.times:.2f} times that of the others, most of it in "
-                f"{each.part} ({each.seconds * 1e3:.1f} ms a step, and {each.usual_seconds * 1e3:.1f} ms on the others)"
+                f"rank {each.rank} on {host} is slow: its own work takes {each.times:.2f} times"
+                f" that of the others, most of it in {each.part} ({each.seconds * 1e3:.1f} ms a"
+                f" step, and {each.usual_seconds * 1e3:.1f} ms on the others)"
             )
 
 
@@ -180,8 +233,9 @@ class MicrobatchPace:
 
 
 def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, requested: int) -> None:
-    """Give each rank as many microbatches as it is fast, if steps become shorter. Every rank calls it with the same
-    `seconds`, of each rank for one microbatch. `requested`: the last step that any rank has requested."""
+    """Give each rank as many microbatches as it is fast, if steps become shorter. Every rank calls
+    it with the same `seconds`, of each rank for one microbatch. `requested`: the last step that any
+    rank has requested."""
     batching, first = source.batching, requested + 1
     count = batching.max_microbatches
     found = batching.mesh.assignment.at_speeds(seconds, count)
@@ -198,13 +252,15 @@ def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, reques
 
 def next_interval(seconds: float, *, before: int, ranks: int) -> int:
     """Logging steps until the next exchange. `seconds`: from one logging step to the next."""
-    # One value says little: the first step, and a step that saves, take longer. So the interval at most doubles.
+    # One value says little: the first step, and a step that saves, take longer. So the interval at
+    # most doubles.
     wanted = EXCHANGE_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
     return max(1, min(math.ceil(wanted / max(seconds, 1e-9)), 2 * before))
 
 
 def peak_bytes(device: torch.device) -> float:
-    """The peak memory of this process: on its GPU, or if it has none, on the host; NaN if it is not known."""
+    """The peak memory of this process: on its GPU, or if it has none, on the host; NaN if it is not
+    known."""
     on_device = accelerator.peak_bytes(device)
     return on_device if on_device is not None else peak_memory_bytes()
 
@@ -227,14 +283,19 @@ class StragglerFinder:
         self._reported: set[tuple[int, str]] = set()
 
     def add(self, times: Times, seconds: float) -> list[Straggler]:
-        """Add a window that lasted `seconds`. Returns the new stragglers: one is returned again for the same part only
-        after it was not slow in between."""
+        """Add a window that lasted `seconds`. Returns the new stragglers: one is returned again for
+        the same part only after it was not slow in between."""
         self._windows.append((seconds, times))
         lengths = [seconds for seconds, _ in self._windows]
         if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:
             return []
-        found = slow(np.average([times for _, times in self._windows], axis=0, weights=lengths), self._peers)
-        while len(self._windows) > MIN_WINDOWS and sum(seconds for seconds, _ in self._windows) - self._windows[0][0] >= MIN_SECONDS:
+        found = slow(
+            np.average([times for _, times in self._windows], axis=0, weights=lengths), self._peers
+        )
+        while (
+            len(self._windows) > MIN_WINDOWS
+            and sum(seconds for seconds, _ in self._windows) - self._windows[0][0] >= MIN_SECONDS
+        ):
             self._windows.popleft()
         new = [each for each in found if (each.rank, each.part) not in self._reported]
         self._reported = {(each.rank, each.part) for each in found}
@@ -242,7 +303,8 @@ class StragglerFinder:
 
 
 def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
-    """The ranks whose own work takes longer than that of others with the same number in `peers`. Takes O(n log n)."""
+    """The ranks whose own work takes longer than that of others with the same number in `peers`.
+    Takes O(n log n)."""
     found = []
     for peer in sorted(set(peers)):
         ranks = np.flatnonzero(np.asarray(peers) == peer)
@@ -255,7 +317,15 @@ def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
         for i in np.flatnonzero(own > SLOWDOWN * usual):
             part = int(np.argmax(parts[:, i] - usual_parts[:, i]))
             factor = float(own[i] / max(usual[i], 1e-9))
-            found.append(Straggler(int(ranks[i]), PARTS[part], float(parts[part, i]), float(usual_parts[part, i]), factor))
+            found.append(
+                Straggler(
+                    int(ranks[i]),
+                    PARTS[part],
+                    float(parts[part, i]),
+                    float(usual_parts[part, i]),
+                    factor,
+                )
+            )
     return sorted(found, key=lambda each: each.rank)
 
 

@@ -15,8 +15,8 @@ from lockstep.base.torch_private import MODULE_ATTRIBUTES, own_buffers
 
 @contextmanager
 def restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Restore, on leaving, the values of each dict: which objects they are, and the contents of tensors, lists, dicts,
-    sets and deques."""
+    """Restore, on leaving, the values of each dict: which objects they are, and the contents of
+    tensors, lists, dicts, sets and deques."""
     kept = [_Attributes(attributes) for attributes in dicts]
     try:
         yield
@@ -40,7 +40,11 @@ class _Attributes:
     def __init__(self, attributes: dict[str, Any]) -> None:
         self._attributes = attributes
         self._values = dict(attributes)
-        self._contents = {name: _copied(value) for name, value in attributes.items() if name not in MODULE_ATTRIBUTES}
+        self._contents = {
+            name: _copied(value)
+            for name, value in attributes.items()
+            if name not in MODULE_ATTRIBUTES
+        }
 
     def restore(self) -> None:
         for name in self._attributes.keys() - self._values.keys():
@@ -55,7 +59,11 @@ class _Attributes:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone() if type(value) is Tensor and value.layout == torch.strided else None
+        return (
+            value.detach().clone()
+            if type(value) is Tensor and value.layout == torch.strided
+            else None
+        )
     return value.copy() if type(value) in (list, dict, set, deque) else None
 
 

@@ -10,20 +10,30 @@ from lockstep.base.errors import LaunchError
 from lockstep.plan import AXES, Plan, Size
 
 
-def count_processes(asked: str | int, plan: Plan | None, count_gpus: Callable[[], int], *, name: str) -> int:
-    """The number of processes for `asked`: a number, `auto` or `gpu`. `name`: the option's name in errors.
+def count_processes(
+    asked: str | int, plan: Plan | None, count_gpus: Callable[[], int], *, name: str
+) -> int:
+    """The number of processes for `asked`: a number, `auto` or `gpu`. `name`: the option's name in
+    errors.
 
-    `auto` is the product of the plan's axes if all of them have a size; otherwise one process per GPU, or one if there
-    is no GPU. `count_gpus` is called only if needed. Raises `LaunchError`, and `PlanError` if the plan's axes do not
-    multiply to the number.
+    `auto` is the product of the plan's axes if all of them have a size; otherwise one process per
+    GPU, or one if there is no GPU. `count_gpus` is called only if needed. Raises `LaunchError`, and
+    `PlanError` if the plan's axes do not multiply to the number.
     """
     sizes: list[Size] = [getattr(plan, axis) for axis in AXES] if plan is not None else ["auto"]
     if asked == "auto":
-        number = max(1, count_gpus()) if "auto" in sizes else math.prod(size for size in sizes if size != "auto")
+        number = (
+            max(1, count_gpus())
+            if "auto" in sizes
+            else math.prod(size for size in sizes if size != "auto")
+        )
     elif asked == "gpu":
         number = count_gpus()
         if number == 0:
-            raise LaunchError(f"{name}gpu; it starts one process per GPU, and {_why_no_gpu()}; give a number, or auto")
+            raise LaunchError(
+                f"{name}gpu; it starts one process per GPU, and {_why_no_gpu()}; give a number, or"
+                " auto"
+            )
     else:
         number = _number(asked, name)
     if plan is not None:
@@ -45,7 +55,7 @@ def _number(asked: str | int, name: str) -> int:
         number = 0
     if number < 1 or isinstance(asked, bool):
         raise LaunchError(
-            f"{name}{asked}; it is a whole number of processes, at least 1, or auto (what the plan says, or one per GPU, or 1), or "
-            "gpu (one per GPU); give one of those"
+            f"{name}{asked}; it is a whole number of processes, at least 1, or auto (what the plan"
+            " says, or one per GPU, or 1), or gpu (one per GPU); give one of those"
         )
     return number

@@ -1,4 +1,5 @@
-"""The rank of this process and the options of its run, as the launcher gives them in environment variables."""
+"""The rank of this process and the options of its run, as the launcher gives them in environment
+variables."""
 
 from __future__ import annotations
 
@@ -20,32 +21,38 @@ class Environment(RunOptions):
     rank: int
     """Rank among all processes, from 0."""
     local_rank: int
-    """Rank among the processes of this machine, from 0; the index of this process's GPU, if it sees those of all."""
+    """Rank among the processes of this machine, from 0; the index of this process's GPU, if it sees
+    those of all."""
     world_size: int
     """Processes in the run."""
     local_world_size: int
     """Processes on this machine."""
     launcher: Launcher
-    """`python`: no launcher. `torchrun`: any other that sets RANK and WORLD_SIZE. `srun`: a process per Slurm task."""
+    """`python`: no launcher. `torchrun`: any other that sets RANK and WORLD_SIZE. `srun`: a process
+    per Slurm task."""
     threads: int
-    """Intra-op threads: OMP_NUM_THREADS if it was set on purpose (torchrun sets 1 unasked), else CPUs ÷ processes."""
+    """Intra-op threads: OMP_NUM_THREADS if it was set on purpose (torchrun sets 1 unasked), else
+    CPUs ÷ processes."""
     restarts: int = 0
     """Starts of the workers after the first, because one had failed."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:
-        """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER and the variables of `RunOptions`.
+        """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER and the variables
+        of `RunOptions`.
 
-        Without any of the first four this is rank 0 of 1. If the two local ones are missing, all processes are taken to
-        be on this machine. Raises `LaunchError` if the values contradict each other.
+        Without any of the first four this is rank 0 of 1. If the two local ones are missing, all
+        processes are taken to be on this machine. Raises `LaunchError` if the values contradict
+        each other.
         """
         _not_by_mpirun(environ)
         _both_or_neither(environ, "RANK", "WORLD_SIZE")
         _both_or_neither(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if "LOCAL_RANK" in environ and "RANK" not in environ:
             raise LaunchError(
-                f"LOCAL_RANK={environ['LOCAL_RANK']} without RANK; a launcher sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; "
-                "unset LOCAL_RANK and LOCAL_WORLD_SIZE to run one process, or start the script with lockstep run"
+                f"LOCAL_RANK={environ['LOCAL_RANK']} without RANK; a launcher sets RANK,"
+                " WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; unset LOCAL_RANK and"
+                " LOCAL_WORLD_SIZE to run one process, or start the script with lockstep run"
             )
         rank = _count(environ, "RANK", 0)
         world_size = _count(environ, "WORLD_SIZE", 1)
@@ -55,8 +62,8 @@ class Environment(RunOptions):
         _below(environ, "LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
         if local_world_size > world_size:
             raise LaunchError(
-                f"LOCAL_WORLD_SIZE={local_world_size} with WORLD_SIZE={world_size}; the processes of one machine are some of all "
-                "processes; correct what sets them"
+                f"LOCAL_WORLD_SIZE={local_world_size} with WORLD_SIZE={world_size}; the processes"
+                " of one machine are some of all processes; correct what sets them"
             )
         return cls(
             rank=rank,
@@ -73,7 +80,10 @@ class Environment(RunOptions):
 def _launcher(environ: Mapping[str, str]) -> Launcher:
     name = environ.get("LOCKSTEP_LAUNCHER", "torchrun" if "RANK" in environ else "python")
     if name not in get_args(Launcher):
-        raise LaunchError(f"LOCKSTEP_LAUNCHER={name}; lockstep's launchers set it to one of {', '.join(get_args(Launcher))}; unset it")
+        raise LaunchError(
+            f"LOCKSTEP_LAUNCHER={name}; lockstep's launchers set it to one of"
+            f" {', '.join(get_args(Launcher))}; unset it"
+        )
     return cast(Launcher, name)
 
 
@@ -85,18 +95,22 @@ def _threads(environ: Mapping[str, str], local_world_size: int) -> int:
 
 
 def threads_per_process(count: int) -> int:
-    """Intra-op threads for each of `count` processes on this machine: usable CPUs ÷ processes, at least 1."""
+    """Intra-op threads for each of `count` processes on this machine: usable CPUs ÷ processes, at
+    least 1."""
     return max(1, usable_cpus() // count)
 
 
 def _not_by_mpirun(environ: Mapping[str, str]) -> None:
-    """Raise `LaunchError` if mpirun has started this process as one of several: each would train alone."""
+    """Raise `LaunchError` if mpirun has started this process as one of several: each would train
+    alone."""
     started = next((name for name in MPI_SIZES if environ.get(name, "1") != "1"), None)
     if "RANK" not in environ and started is not None:
         raise LaunchError(
-            f"{started}={environ[started]} without RANK: mpirun has started this process, and gives no address at which the processes "
-            "meet; start the script with lockstep run (one on each machine: mpirun -npernode 1 lockstep run --nnodes N --rdzv HOST:PORT "
-            "SCRIPT), or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
+            f"{started}={environ[started]} without RANK: mpirun has started this process, and gives"
+            " no address at which the processes meet; start the script with lockstep run (one on"
+            " each machine: mpirun -npernode 1 lockstep run --nnodes N --rdzv HOST:PORT SCRIPT),"
+            " or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            " for each process"
         )
 
 
@@ -104,7 +118,8 @@ def _both_or_neither(environ: Mapping[str, str], one: str, other: str) -> None:
     for given, missing in ((one, other), (other, one)):
         if given in environ and missing not in environ:
             raise LaunchError(
-                f"{given}={environ[given]} without {missing}; a launcher sets both; unset {given} to run one process, or set {missing}"
+                f"{given}={environ[given]} without {missing}; a launcher sets both; unset {given}"
+                f" to run one process, or set {missing}"
             )
 
 
@@ -115,4 +130,7 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
 
 def _below(environ: Mapping[str, str], name: str, value: int, limit_name: str, limit: int) -> None:
     if value >= limit:
-        raise LaunchError(f"{name}={value} with {limit_name}={limit}; ranks count from 0 to {limit_name} - 1; correct what sets them")
+        raise LaunchError(
+            f"{name}={value} with {limit_name}={limit}; ranks count from 0 to {limit_name} - 1;"
+            " correct what sets them"
+        )

@@ -1,4 +1,5 @@
-"""Failures of workers: the record that a worker writes, and the report that the launcher makes of all records."""
+"""Failures of workers: the record that a worker writes, and the report that the launcher makes of
+all records."""
 
 from __future__ import annotations
 
@@ -18,10 +19,15 @@ from typing import Any
 from lockstep.base.control_group import memory_limit_bytes
 from lockstep.base.errors import USER_ERROR_STATUS, LockstepError, UserError
 from lockstep.base.files import write_atomically
-from lockstep.launch.termination import HUNG_STATUS, INTERRUPTED_STATUS, PREEMPTED_STATUS, PREEMPTING
+from lockstep.launch.termination import (
+    HUNG_STATUS,
+    INTERRUPTED_STATUS,
+    PREEMPTED_STATUS,
+    PREEMPTING,
+)
 
-# Errors of a process that was healthy until another one ended or reported a failure. They are never the cause if
-# another rank has an error of another kind.
+# Errors of a process that was healthy until another one ended or reported a failure. They are never
+# the cause if another rank has an error of another kind.
 _PEER_ERRORS = {
     "CollectivesAborted",
     "DistBackendError",
@@ -35,13 +41,16 @@ _PEER_ERRORS = {
     "BrokenPipeError",
 }
 _PEER_TEXT = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|Socket closed|Timed out waiting \d+ms"
-    r"|Application timeout caused pair closure|NCCL communicator was aborted|remote process exited|failed to recv, got 0 bytes"
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|Socket"
+    r" closed|Timed out waiting \d+ms"
+    r"|Application timeout caused pair closure|NCCL communicator was aborted|remote process"
+    r" exited|failed to recv, got 0 bytes"
 )
 
 _MEMORY_ERRORS = {"MemoryError", "OutOfMemoryError"}
 _MEMORY_TEXT = re.compile(
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA (driver )?error: out of memory|Cuda failure 2 'out of memory'"
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA (driver )?error: out of"
+    r" memory|Cuda failure 2 'out of memory'"
     r"|Failed to CUDA (calloc|host alloc)|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
 )
 
@@ -74,7 +83,8 @@ class FailureRecord:
     user_error: bool
     """True for a `lockstep.base.errors.UserError`, of which only the message is shown."""
     peer_lost: bool
-    """True if the exception, or one in its chain of causes, is an error of the connection to another process."""
+    """True if the exception, or one in its chain of causes, is an error of the connection to
+    another process."""
 
     def write(self, path: Path) -> None:
         """Write the record atomically."""
@@ -102,7 +112,8 @@ class WorkerFailure:
 
     rank: int
     time: float
-    """Seconds since the epoch: the time in the record, or else when the launcher saw the end of the process."""
+    """Seconds since the epoch: the time in the record, or else when the launcher saw the end of the
+    process."""
     returncode: int
     """The exit status, or minus the number of the signal, as `subprocess` gives it."""
     record: FailureRecord | None = None
@@ -121,7 +132,9 @@ class WorkerFailure:
         """A predicate for the end of the process: "failed (exit status 1)"."""
         if self.record is None and self.returncode < 0:
             name = _signal_name(-self.returncode)
-            return f"was killed by {name}" + (f" ({_SIGNALS[name]}{_memory_limit(name)})" if name in _SIGNALS else "")
+            return f"was killed by {name}" + (
+                f" ({_SIGNALS[name]}{_memory_limit(name)})" if name in _SIGNALS else ""
+            )
         return f"failed (exit status {self.status})"
 
     @property
@@ -134,7 +147,9 @@ class WorkerFailure:
         """The rank and the reason in one line."""
         if self.lost_a_peer:
             return f"rank {self.rank} lost a peer"
-        return f"rank {self.rank} {self.end}" + (f": {self.record.title}" if self.record is not None and self.record.traceback else "")
+        return f"rank {self.rank} {self.end}" + (
+            f": {self.record.title}" if self.record is not None and self.record.traceback else ""
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,25 +166,29 @@ class Ending:
     unkillable: Sequence[int] = ()
     """Ranks that did not end in time even after SIGKILL: the kernel holds them."""
     signal: int | None = None
-    """The signal that the launcher got and passed on. Failures after it are its consequences. None: it got none."""
+    """The signal that the launcher got and passed on. Failures after it are its consequences. None:
+    it got none."""
     elsewhere: str = ""
-    """The cause that ended the run on other machines, or between this one and them. Empty if there was none."""
+    """The cause that ended the run on other machines, or between this one and them. Empty if there
+    was none."""
     has_saved: bool = False
     """True if a worker that an error or a signal ended knows that the last step is saved."""
     options_read: bool = False
     """True if a worker has read the options of the run: the script uses lockstep."""
     new_run_dir: str = ""
-    """The run directory, if the launcher chose it: the same command would choose another. Empty if one was named."""
+    """The run directory, if the launcher chose it: the same command would choose another. Empty if
+    one was named."""
 
     @property
     def first(self) -> WorkerFailure | None:
-        """The failure that caused the others: the earliest that is not the loss of a peer, or else the earliest."""
+        """The failure that caused the others: the earliest that is not the loss of a peer, or else
+        the earliest."""
         return min(self.failures, key=lambda f: (f.lost_a_peer, f.time, f.rank), default=None)
 
     @property
     def was_preempted(self) -> bool:
-        """True if all workers that were still running have saved and ended; or if a signal asked for that amid a
-        recovery, and one of them has saved what all had done."""
+        """True if all workers that were still running have saved and ended; or if a signal asked
+        for that amid a recovery, and one of them has saved what all had done."""
         if self.unkillable:
             return False
         if self.signal in PREEMPTING and self.has_saved:
@@ -196,9 +215,15 @@ class Ending:
     def _report(self) -> str:
         if self.was_preempted:
             why = _signal_name(self.signal) if self.signal is not None else "it was asked to end"
-            return f"saved and ended ({why}); the same command{_with_run_dir(self.new_run_dir)} resumes from there"
+            return (
+                f"saved and ended ({why}); the same command{_with_run_dir(self.new_run_dir)}"
+                " resumes from there"
+            )
         if self.signal is not None:
-            return f"stopped by {_signal_name(self.signal)}; {self._remaining() or 'no worker is left'}"
+            return (
+                f"stopped by {_signal_name(self.signal)};"
+                f" {self._remaining() or 'no worker is left'}"
+            )
         first = self.first
         if first is None:
             return ""
@@ -213,7 +238,16 @@ class Ending:
             head = f"{gone}; did the script leave its loop, or exit, there alone? {head}"
         body = first.record.traceback if first.record is not None else first.crash
         after = "; ".join(self._others(first))
-        return "\n".join(filter(None, (head + (":" if body else ""), body.rstrip(), f"The others: {after}." if after else "")))
+        return "\n".join(
+            filter(
+                None,
+                (
+                    head + (":" if body else ""),
+                    body.rstrip(),
+                    f"The others: {after}." if after else "",
+                ),
+            )
+        )
 
     def _others(self, first: WorkerFailure) -> Iterator[str]:
         later = sorted((f for f in self.failures if f is not first), key=lambda f: (f.time, f.rank))
@@ -232,10 +266,16 @@ class Ending:
             yield self._remaining()
 
     def _remaining(self) -> str:
-        return f"{_ranks(self.unkillable)} did not end, not even by SIGKILL: the kernel holds it" if self.unkillable else ""
+        return (
+            f"{_ranks(self.unkillable)} did not end, not even by SIGKILL: the kernel holds it"
+            if self.unkillable
+            else ""
+        )
 
 
-def failure_record(error: BaseException, frames: TracebackType | None, status: int) -> FailureRecord:
+def failure_record(
+    error: BaseException, frames: TracebackType | None, status: int
+) -> FailureRecord:
     """The record of an exception. `frames`: its traceback, beginning at the user's first frame."""
     kind = type(error)
     return FailureRecord(
@@ -250,10 +290,16 @@ def failure_record(error: BaseException, frames: TracebackType | None, status: i
 
 
 def error_details(error: BaseException) -> dict[str, Any]:
-    """The fields of the event for the error that ended a run: `error`, and for a lost peer torch's text as `detail`."""
+    """The fields of the event for the error that ended a run: `error`, and for a lost peer torch's
+    text as `detail`."""
     text = f"{type(error).__name__}: {_text(error)}"
     if lost_a_peer(error) and not isinstance(error, LockstepError):
-        return {"error": "a peer was lost: another process of this run ended, or the connection to it broke", "detail": text}
+        return {
+            "error": (
+                "a peer was lost: another process of this run ended, or the connection to it broke"
+            ),
+            "detail": text,
+        }
     return {"error": text}
 
 
@@ -263,7 +309,8 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True if the error, or one in its chain of causes, says that a device or this machine has run out of memory."""
+    """True if the error, or one in its chain of causes, says that a device or this machine has run
+    out of memory."""
     return any(_is_one_of(link, _MEMORY_ERRORS, _MEMORY_TEXT) for link in chain(error))
 
 
@@ -273,17 +320,23 @@ def exit_status(error: BaseException) -> int:
 
 
 def read_crash(path: Path) -> str:
-    """The Python stack that faulthandler wrote at a fatal signal, without lockstep's frames. Empty if there is none."""
+    """The Python stack that faulthandler wrote at a fatal signal, without lockstep's frames. Empty
+    if there is none."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return ""
-    ours = (os.path.join("lockstep", "launch", "worker.py"), "<frozen runpy>", "Extension modules: ")
+    ours = (
+        os.path.join("lockstep", "launch", "worker.py"),
+        "<frozen runpy>",
+        "Extension modules: ",
+    )
     return "\n".join(line for line in lines if not any(text in line for text in ours)).strip()
 
 
 def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
-    """The record that torch's `@record` wrote, for a script that ended without ours. None if there is none."""
+    """The record that torch's `@record` wrote, for a script that ended without ours. None if there
+    is none."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
@@ -311,7 +364,8 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_one_of(error: BaseException, names: Collection[str], text: re.Pattern[str]) -> bool:
-    """True if a class of `error` has one of `names`, or if it is a RuntimeError whose message matches `text`."""
+    """True if a class of `error` has one of `names`, or if it is a RuntimeError whose message
+    matches `text`."""
     if any(kind.__name__ in names for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and text.search(_text(error)) is not None
@@ -325,15 +379,20 @@ def _text(error: BaseException) -> str:
 
 
 def _with_run_dir(new_run_dir: str) -> str:
-    """Return the option that a command needs to find this directory again, as text to append to "the same command"."""
+    """Return the option that a command needs to find this directory again, as text to append to
+    "the same command"."""
     if not new_run_dir:
         return ""
     shown = os.path.relpath(new_run_dir)
-    return f" with --run-dir {shlex.quote(new_run_dir if shown.startswith(os.pardir) else shown)} before the script"
+    return (
+        f" with --run-dir {shlex.quote(new_run_dir if shown.startswith(os.pardir) else shown)}"
+        " before the script"
+    )
 
 
 def _memory_limit(signal_name: str) -> str:
-    """Return the control group's limit of memory, as text to append to the reason of a SIGKILL. Empty if none."""
+    """Return the control group's limit of memory, as text to append to the reason of a SIGKILL.
+    Empty if none."""
     limit = memory_limit_bytes() if signal_name == "SIGKILL" else None
     return "" if limit is None else f"; the control group's limit is {limit / 2**30:.3g} GiB"
 

@@ -23,59 +23,81 @@ NOTICE_SECONDS = 5
 STORE_SILENCE_SECONDS = 10
 """Seconds without an answer of the rendezvous' machine after which it is lost for this one."""
 STORE_SECONDS = 10
-"""Timeout of a request to the store, such as for what another machine, which may be lost, is about to write."""
+"""Timeout of a request to the store, such as for what another machine, which may be lost, is about
+to write."""
 
 
 def store_on(listener: socket.socket) -> TCPStore:
     """A store on this socket. By itself, TCPStore would listen on all interfaces."""
     address, port = listener.getsockname()[:2]
     timeout = timedelta(seconds=STORE_SECONDS)
-    return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def host_store(machines: Machines, address: str) -> TCPStore | None:
-    """A store in this process; None if the address is not this machine's, or another process hosts the store."""
+    """A store in this process; None if the address is not this machine's, or another process hosts
+    the store."""
     try:
         return store_on(socket.create_server((address, machines.port), family=family(address)))
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL and machines.node_rank == 0:
             raise LaunchError(
-                f"{machines.option}: {address} is no address of this machine, whose number is 0; the others look for number 0 there; "
-                "correct the address, or --node-rank"
+                f"{machines.option}: {address} is no address of this machine, whose number is 0;"
+                " the others look for number 0 there; correct the address, or --node-rank"
             ) from None
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
         raise LaunchError(
-            f"{machines.option}: cannot listen there ({error.strerror}); it is a free port of one of the machines; give another"
+            f"{machines.option}: cannot listen there ({error.strerror}); it is a free port of one"
+            " of the machines; give another"
         ) from None
 
 
 def connect_store(machines: Machines, address: str, own: str) -> TCPStore:
-    """A connection to the store that another machine hosts, or will host. `own`: this machine's address."""
+    """A connection to the store that another machine hosts, or will host. `own`: this machine's
+    address."""
     began = time.monotonic()
     has_said = False
     while True:
         try:
             socket.create_connection((address, machines.port), timeout=5).close()
-            return TCPStore(address, machines.port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+            return TCPStore(
+                address, machines.port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS)
+            )
         except OSError as error:
             waited = time.monotonic() - began
-            tried = f"tried {address} port {machines.port} from {own} on {interface_of(own) or 'an interface without a name'}: {error}"
+            tried = (
+                f"tried {address} port {machines.port} from {own} on"
+                f" {interface_of(own) or 'an interface without a name'}: {error}"
+            )
             if waited > JOIN_SECONDS:
                 raise LaunchError(
-                    f"nobody at {machines.option} for {JOIN_SECONDS} s ({tried}); the same command runs on that machine too, and keeps the "
-                    "rendezvous; start it there, or correct the address, or let this machine reach that port"
+                    f"nobody at {machines.option} for {JOIN_SECONDS} s ({tried}); the same command"
+                    " runs on that machine too, and keeps the rendezvous; start it there, or"
+                    " correct the address, or let this machine reach that port"
                 ) from None
             if waited > NOTICE_SECONDS and not has_said:
-                say(f"lockstep: no answer yet at {machines.option} ({tried}); goes on trying for {JOIN_SECONDS} s")
+                say(
+                    f"lockstep: no answer yet at {machines.option} ({tried}); goes on trying for"
+                    f" {JOIN_SECONDS} s"
+                )
                 has_said = True
         time.sleep(0.5)
 
 
 def set_tcp_timeouts(address: str, port: int) -> None:
-    """Have the kernel close this process's connections to a silent host after STORE_SILENCE_SECONDS.
+    """Have the kernel close this process's connections to a silent host after
+    STORE_SILENCE_SECONDS.
 
-    Torch would wait for an answer for as long as the kernel tries, a quarter of an hour, and not react to signals.
+    Torch would wait for an answer for as long as the kernel tries, a quarter of an hour, and not
+    react to signals.
     """
     if sys.platform != "linux":
         return
@@ -89,7 +111,11 @@ def set_tcp_timeouts(address: str, port: int) -> None:
         with suppress(OSError):  # not a connection, or closed by now
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as each:
-                    peer = each.getpeername() if each.family in (socket.AF_INET, socket.AF_INET6) else ("", 0)
+                    peer = (
+                        each.getpeername()
+                        if each.family in (socket.AF_INET, socket.AF_INET6)
+                        else ("", 0)
+                    )
                     if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):
                         for (level, option), value in options.items():
                             each.setsockopt(level, option, value)

@@ -1,4 +1,5 @@
-"""The machines of a run: where they meet, and the address of this one among them. Does not import torch."""
+"""The machines of a run: where they meet, and the address of this one among them. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Machines:
     host: str
     port: int
     node_rank: int | None = None
-    """The number of this machine, from 0, if it was given. None: the machines agree on numbers when they meet."""
+    """The number of this machine, from 0, if it was given. None: the machines agree on numbers when
+    they meet."""
     interface: str | None = None
     """The network interface that was asked for. None: the one that leads to the host."""
     source: str = "--rdzv"
@@ -47,32 +49,37 @@ class Machines:
 
     @classmethod
     def parse(cls, options: LaunchOptions) -> Machines | None:
-        """Read `--nnodes` (`N` or `A:B`) and the rendezvous options; None for one machine. Raises `LaunchError`."""
+        """Read `--nnodes` (`N` or `A:B`) and the rendezvous options; None for one machine. Raises
+        `LaunchError`."""
         nnodes = options.nnodes if options.nnodes is not None else "1"
         found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= least <= most:
             raise LaunchError(
-                f"--nnodes {nnodes}; it is a number of machines, N, or the least and the most, A:B with 1 <= A <= B; give one of those"
+                f"--nnodes {nnodes}; it is a number of machines, N, or the least and the most, A:B"
+                " with 1 <= A <= B; give one of those"
             )
         given = rendezvous_options(options)
         for option, value in (*given.items(), ("--interface", options.interface)):
             if most == 1 and value is not None:
                 raise LaunchError(
-                    f"{option} {value} on one machine; it is for several that meet; say how many (--nnodes 2), or leave it out"
+                    f"{option} {value} on one machine; it is for several that meet; say how many"
+                    " (--nnodes 2), or leave it out"
                 )
         if most == 1:
             return None
         if not given:
             raise LaunchError(
-                f"--nnodes {nnodes} without --rdzv; the machines meet at an address and port of one of them; give --rdzv HOST:PORT, the "
-                "same on all, or --node-rank, --master-addr and --master-port"
+                f"--nnodes {nnodes} without --rdzv; the machines meet at an address and port of one"
+                " of them; give --rdzv HOST:PORT, the same on all, or --node-rank, --master-addr"
+                " and --master-port"
             )
         host, port = _endpoint(options)
         if options.node_rank is not None and (least != most or options.node_rank >= most):
             raise LaunchError(
-                f"--node-rank {options.node_rank} with --nnodes {nnodes}; N machines have the numbers 0 to N - 1, and N is a fixed number; "
-                "correct one of them, or give --rdzv, which lets machines come and go"
+                f"--node-rank {options.node_rank} with --nnodes {nnodes}; N machines have the"
+                " numbers 0 to N - 1, and N is a fixed number; correct one of them, or give"
+                " --rdzv, which lets machines come and go"
             )
         source = "--rdzv" if options.rdzv is not None else "--master-addr"
         return cls(least, most, host, port, options.node_rank, options.interface, source)
@@ -83,14 +90,15 @@ class Machines:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise LaunchError(
-                f"{self.option}: the address of {self.host} cannot be found ({error.strerror}); it is one of the machines, by a name "
-                "or address that all of them know; correct it"
+                f"{self.option}: the address of {self.host} cannot be found ({error.strerror}); it"
+                " is one of the machines, by a name or address that all of them know; correct it"
             ) from None
         return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
 
 def rendezvous_options(options: LaunchOptions) -> dict[str, str | int]:
-    """The options of the rendezvous that were given: `--rdzv`, or the older three, and their values."""
+    """The options of the rendezvous that were given: `--rdzv`, or the older three, and their
+    values."""
     names = ("rdzv", "node_rank", "master_addr", "master_port")
     return {flag(name): value for name in names if (value := getattr(options, name)) is not None}
 
@@ -101,28 +109,39 @@ def _endpoint(options: LaunchOptions) -> tuple[str, int]:
     if options.rdzv is None:
         if options.node_rank is None or options.master_addr is None or options.master_port is None:
             raise LaunchError(
-                f"{', '.join(f'{name} {value}' for name, value in given.items())} alone; a machine is given its number (--node-rank), and "
-                "the address and a free port of number 0 (--master-addr, --master-port); give all three, or --rdzv HOST:PORT"
+                f"{', '.join(f'{name} {value}' for name, value in given.items())} alone; a machine"
+                " is given its number (--node-rank), and the address and a free port of number 0"
+                " (--master-addr, --master-port); give all three, or --rdzv HOST:PORT"
             )
         return options.master_addr, options.master_port
     if len(given) > 1:
         name, value = list(given.items())[1]
-        raise LaunchError(f"--rdzv {options.rdzv} with {name} {value}; these are two ways to say where machines meet; give one of them")
+        raise LaunchError(
+            f"--rdzv {options.rdzv} with {name} {value}; these are two ways to say where machines"
+            " meet; give one of them"
+        )
     host, _, port = options.rdzv.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise LaunchError(f"--rdzv {options.rdzv}; it is HOST:PORT, the address of one of the machines and a free port there; give both")
+        raise LaunchError(
+            f"--rdzv {options.rdzv}; it is HOST:PORT, the address of one of the machines and a free"
+            " port there; give both"
+        )
     return host, int(port)
 
 
 def address_towards(address: str, port: int) -> str:
-    """The IP address of this machine from which it reaches `address`. Sends nothing. Raises `LaunchError`."""
+    """The IP address of this machine from which it reaches `address`. Sends nothing. Raises
+    `LaunchError`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))
         except OSError as error:
-            raise LaunchError(f"no way from this machine to {address} ({error.strerror}); the machines of a run reach each other") from None
+            raise LaunchError(
+                f"no way from this machine to {address} ({error.strerror}); the machines of a run"
+                " reach each other"
+            ) from None
         return str(probe.getsockname()[0])
 
 
@@ -150,7 +169,8 @@ def address_on(interface: str) -> str:
         except OSError as error:
             why = "has no IPv4 address" if error.errno == errno.EADDRNOTAVAIL else "is not there"
             raise LaunchError(
-                f"--interface {interface} {why}; it is a network interface of this machine, by which the others reach it; those here are "
-                f"{names}; give one of them, or leave it out for that of the way to the rendezvous"
+                f"--interface {interface} {why}; it is a network interface of this machine, by"
+                f" which the others reach it; those here are {names}; give one of them, or leave it"
+                " out for that of the way to the rendezvous"
             ) from None
     return socket.inet_ntoa(found[20:24])

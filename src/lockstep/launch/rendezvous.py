@@ -1,10 +1,10 @@
 """The rendezvous of a run: on one machine, or torch's rendezvous of several.
 
-[Note: listening] On one machine everything listens on loopback alone: the store on a socket bound here, Gloo and NCCL
-by their interface variables. On several machines, the stores listen on the one address by which the machines reach each
-other, and Gloo and NCCL on its interface. A store authenticates nobody: whoever can connect may read and write it.
-Torch's rendezvous keeps pickles in its store, so that whoever can connect to the store of several machines can run code
-on them.
+[Note: listening] On one machine everything listens on loopback alone: the store on a socket bound
+here, Gloo and NCCL by their interface variables. On several machines, the stores listen on the one
+address by which the machines reach each other, and Gloo and NCCL on its interface. A store
+authenticates nobody: whoever can connect may read and write it. Torch's rendezvous keeps pickles in
+its store, so that whoever can connect to the store of several machines can run code on them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,21 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.torch_private import refresh_rendezvous_state_after, rendezvous_polls_every
-from lockstep.launch.machine_store import JOIN_SECONDS, connect_store, family, host_store, set_tcp_timeouts, store_on
+from lockstep.launch.machine_store import (
+    JOIN_SECONDS,
+    connect_store,
+    family,
+    host_store,
+    set_tcp_timeouts,
+    store_on,
+)
 from lockstep.launch.machines import Machines, address_on, address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
@@ -44,15 +54,18 @@ LOOPBACK = "127.0.0.1"
 LAST_CALL_SECONDS = 5.0
 """Seconds that the smallest number of machines waits for more, up to the largest."""
 RECOVERY_CALL_SECONDS = 0.5
-"""The same in a recovery in place: all machines come at once, and one that comes later joins then."""
+"""The same in a recovery in place: all machines come at once, and one that comes later joins
+then."""
 HEARTBEAT_SECONDS, HEARTBEATS = 0.5, 4
-"""Seconds between a machine's heartbeats, and how many must be missing until it is lost. Clocks are compared."""
+"""Seconds between a machine's heartbeats, and how many must be missing until it is lost. Clocks are
+compared."""
 SILENCE_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
 """Seconds of silence after which a machine is lost for the others."""
 STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
 """Seconds after which the list of machines is read again, and the same during a rendezvous."""
 ABLE_SECONDS = 30.0
-"""Seconds that a machine, which comes to a run that is under way, waits until it could be taken in in place."""
+"""Seconds that a machine, which comes to a run that is under way, waits until it could be taken in
+in place."""
 TRIES = 10
 """Rendezvous that may follow one another because a machine is lost in each."""
 REACH_SECONDS = 5.0
@@ -61,7 +74,8 @@ _RUN_ID = "lockstep"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of one machine: a new store on a free loopback port for each start of the workers."""
+    """The rendezvous of one machine: a new store on a free loopback port for each start of the
+    workers."""
 
     def __init__(self) -> None:
         self._run_id = f"lockstep-{secrets.token_hex(8)}"
@@ -83,8 +97,8 @@ class LoopbackRendezvous(RendezvousHandler):
         except OSError as error:  # TCPStore would try for a minute
             listener.close()
             raise LaunchError(
-                f"{LOOPBACK} cannot be reached ({error.strerror or error}); the processes of one machine meet there; bring the loopback "
-                "interface up (ip link set lo up)"
+                f"{LOOPBACK} cannot be reached ({error.strerror or error}); the processes of one"
+                " machine meet there; bring the loopback interface up (ip link set lo up)"
             ) from None
         self._store = store_on(listener)
         address = RendezvousStoreInfo(LOOPBACK, self._store.port)
@@ -129,8 +143,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     _timeout: _Timeout
 
     def __init__(self, node: Any, *rest: Any) -> None:
-        """Called by `from_backend`. Torch tells machines apart by address and process id. Containers may have both in
-        common: the address of their host, and the process id 1."""
+        """Called by `from_backend`. Torch tells machines apart by address and process id.
+        Containers may have both in common: the address of their host, and the process id 1."""
         super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
         refresh_rendezvous_state_after(self._state_holder, STATE_SECONDS)
         self.addresses = []
@@ -139,9 +153,14 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     @classmethod
     def at(cls, machines: Machines) -> ElasticRendezvous:
-        """Host the store if the address is this machine's, or else connect to it. Raises `LaunchError`."""
+        """Host the store if the address is this machine's, or else connect to it. Raises
+        `LaunchError`."""
         address = machines.resolve()
-        own = address_on(machines.interface) if machines.interface is not None else address_towards(address, machines.port)
+        own = (
+            address_on(machines.interface)
+            if machines.interface is not None
+            else address_towards(address, machines.port)
+        )
         timeout = _Timeout(join=timedelta(seconds=JOIN_SECONDS))
         try:
             hosted = host_store(machines, address)
@@ -160,7 +179,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             )
         except (DistError, RendezvousError) as error:
             raise LaunchError(
-                f"{machines.option} answers, and not as a rendezvous does ({error}); another program listens there; give another port"
+                f"{machines.option} answers, and not as a rendezvous does ({error}); another"
+                " program listens there; give another port"
             ) from error
         meeting.machines, meeting._timeout = machines, timeout
         meeting.hosts_store = hosted is not None
@@ -172,9 +192,13 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other machines. The workers get a new store each time: in torch's, a lost machine would remain."""
+        """Meet the other machines. The workers get a new store each time: in torch's, a lost
+        machine would remain."""
         if self._timeout.last_call.total_seconds() == LAST_CALL_SECONDS:
-            say(f"lockstep: waits at {self.machines.endpoint} for the machines of the run ({self.machines.count})")
+            say(
+                f"lockstep: waits at {self.machines.endpoint} for the machines of the run"
+                f" ({self.machines.count})"
+            )
         for _ in range(TRIES):
             if (found := self._meet()) is not None:
                 self._timeout.last_call = timedelta(seconds=LAST_CALL_SECONDS)
@@ -190,20 +214,34 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             except DistStoreError:
                 return None
         state = self._state_holder.state
-        self._met, self._round = sorted(state.participants, key=state.participants.__getitem__), state.round
+        self._met, self._round = (
+            sorted(state.participants, key=state.participants.__getitem__),
+            state.round,
+        )
         place = found.bootstrap_store_info
         assert place is not None
         own = self._this_node.addr
         number = found.rank if self.machines.node_rank is None else self.machines.node_rank
         try:
-            with socket.create_server((own, 0), family=family(own)) as listener:  # open until all machines have tried
-                found.store.set(f"{_RUN_ID}.listens-{found.rank}", json.dumps([own, listener.getsockname()[1]]))
-                obstacle = self._obstacle(place.master_addr, place.master_port, refusal_is_one=False)
+            # open until all machines have tried
+            with socket.create_server((own, 0), family=family(own)) as listener:
+                found.store.set(
+                    f"{_RUN_ID}.listens-{found.rank}", json.dumps([own, listener.getsockname()[1]])
+                )
+                obstacle = self._obstacle(
+                    place.master_addr, place.master_port, refusal_is_one=False
+                )
                 if obstacle is None:
-                    following = self._told(found.store, f"listens-{(found.rank + 1) % found.world_size}")
+                    following = self._told(
+                        found.store, f"listens-{(found.rank + 1) % found.world_size}"
+                    )
                     obstacle = self._obstacle(*following, refusal_is_one=True)
-                found.store.set(f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, own, obstacle]))
-                everyone = [self._told(found.store, f"machine-{each}") for each in range(found.world_size)]
+                found.store.set(
+                    f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, own, obstacle])
+                )
+                everyone = [
+                    self._told(found.store, f"machine-{each}") for each in range(found.world_size)
+                ]
         except _MachineLostError:
             return None
         check_machines(everyone)
@@ -223,9 +261,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             raise _MachineLostError
 
     def _obstacle(self, address: str, port: int, *, refusal_is_one: bool) -> str | None:
-        """The error that keeps this machine from another one's port; None if it reaches it. Each machine tries the port
-        of the workers' store, and one of the next machine: an address that only its own host reaches, as containers
-        have, is found on its way from another host.
+        """The error that keeps this machine from another one's port; None if it reaches it. Each
+        machine tries the port of the workers' store, and one of the next machine: an address that
+        only its own host reaches, as containers have, is found on its way from another host.
 
         The others wait meanwhile.
         """
@@ -239,18 +277,22 @@ class ElasticRendezvous(DynamicRendezvousHandler):
                     return None  # the network is open, and the machine is about to be lost
                 if time.monotonic() - began > REACH_SECONDS:
                     self._raise_if_lost()
-                    return f"from {self._this_node.addr} on {self.interface} to {address} port {port}: {error}"
+                    return (
+                        f"from {self._this_node.addr} on {self.interface} to {address} port {port}:"
+                        f" {error}"
+                    )
             time.sleep(0.5)
 
     def lost_machines(self) -> list[str]:
-        """Addresses of machines that left since the last meeting, or whose heartbeat stopped. Raises
-        `RendezvousError`."""
+        """Addresses of machines that left since the last meeting, or whose heartbeat stopped.
+        Raises `RendezvousError`."""
         here = Counter(node.addr for node in self._participants())
         return list((Counter(self.addresses) - here).elements())
 
     def machines_able(self, seconds: float) -> int:
-        """The number of machines of a run that is under way, and whose workers can go on in their processes if this
-        machine joins. Waits so long for them: they may be recovering. 0: there is no such run."""
+        """The number of machines of a run that is under way, and whose workers can go on in their
+        processes if this machine joins. Waits so long for them: they may be recovering. 0: there is
+        no such run."""
         until = time.monotonic() + seconds
         while True:
             count, state = len(self._participants()), self._state_holder.state
@@ -268,23 +310,30 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     def all_are_able(self) -> bool:
         """True if all machines that met last have called `note_able`, or are lost."""
         here = self._participants()
-        return self._are_able(self._round, [number for number, node in enumerate(self._met) if node in here])
+        return self._are_able(
+            self._round, [number for number, node in enumerate(self._met) if node in here]
+        )
 
     def _are_able(self, meeting: int, machines: Sequence[int]) -> bool:
         return bool(self._store.check([f"{_RUN_ID}.able-{each}-{meeting}" for each in machines]))
 
     def announce(self, why: str) -> str:
-        """Have the workers of all machines that met last leave their collectives for a recovery in place. Returns the
-        first machine's reason."""
+        """Have the workers of all machines that met last leave their collectives for a recovery in
+        place. Returns the first machine's reason."""
         return bytes(self._store.compare_set(self._key("leaves"), "", why)).decode()
 
     def announced(self) -> str | None:
         """The reason why a machine that was met last had the workers leave; None if none did."""
-        return bytes(self._store.get(self._key("leaves"))).decode() if self._store.check([self._key("leaves")]) else None
+        return (
+            bytes(self._store.get(self._key("leaves"))).decode()
+            if self._store.check([self._key("leaves")])
+            else None
+        )
 
     def wait_for_all(self) -> None:
-        """Wait until all machines that met last have called this, or are lost. Then they come to the next rendezvous
-        at the same time, and it takes RECOVERY_CALL_SECONDS instead of LAST_CALL_SECONDS. Raises `RendezvousError`."""
+        """Wait until all machines that met last have called this, or are lost. Then they come to
+        the next rendezvous at the same time, and it takes RECOVERY_CALL_SECONDS instead of
+        LAST_CALL_SECONDS. Raises `RendezvousError`."""
         if self._this_node in self._met:
             self._store.set(self._key(f"waits-{self._met.index(self._this_node)}"), "")
         while True:
@@ -307,26 +356,31 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             return found
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return store_on(socket.create_server((master_addr, master_port), family=family(master_addr)))
+        return store_on(
+            socket.create_server((master_addr, master_port), family=family(master_addr))
+        )
 
 
 def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
-    """Raise `LaunchError` unless each machine has a number of its own, and reaches the others. All machines call it.
+    """Raise `LaunchError` unless each machine has a number of its own, and reaches the others. All
+    machines call it.
 
-    `everyone`: the number and the address of each machine, and the obstacle between it and the others.
+    `everyone`: the number and the address of each machine, and the obstacle between it and the
+    others.
     """
     by_number: dict[int, str] = {}
     for number, address, obstacle in everyone:
         if obstacle is not None:
             raise LaunchError(
-                f"a machine of the run reaches the rendezvous, and not another machine (tried {obstacle}); the machines of a run reach "
-                "each other on all ports; open the way, give --interface where there is another network, or start containers with "
-                "--network=host"
+                "a machine of the run reaches the rendezvous, and not another machine (tried"
+                f" {obstacle}); the machines of a run reach each other on all ports; open the way,"
+                " give --interface where there is another network, or start containers with"
+                " --network=host"
             )
         if number in by_number:
             raise LaunchError(
-                f"--node-rank {number} at {by_number[number]} and at {address}; each machine has a number of its own, 0 to "
-                f"{len(everyone) - 1}; correct one of them"
+                f"--node-rank {number} at {by_number[number]} and at {address}; each machine has a"
+                f" number of its own, 0 to {len(everyone) - 1}; correct one of them"
             )
         by_number[number] = address
 
@@ -338,7 +392,8 @@ def _loopback_interface() -> str:
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Keep the log of torch's agent and rendezvous out of the script's output, unless LOGLEVEL is set."""
+    """Keep the log of torch's agent and rendezvous out of the script's output, unless LOGLEVEL is
+    set."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler, propagate = logging.NullHandler(), logger.propagate
     if "LOGLEVEL" not in os.environ:

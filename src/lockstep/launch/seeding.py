@@ -1,4 +1,5 @@
-"""Seeds the default generators of a worker before the user's code, so that all ranks make the same data and models.
+"""Seeds the default generators of a worker before the user's code, so that all ranks make the same
+data and models.
 
 Does not import torch or numpy: each is seeded right after the user's code imports it.
 """
@@ -21,10 +22,12 @@ SEED = 0
 HASH_SEED = {"PYTHONHASHSEED": "0"}
 """The environment in which the iteration order of a set of strings is the same in every worker."""
 SAFE_PATH = {"PYTHONSAFEPATH": "lockstep"}
-"""The environment in which Python imports nothing from the working directory, which may be anybody's (/tmp), before the
-search path is the parent's. Multiprocessing would: it starts processes with `-c`."""
+"""The environment in which Python imports nothing from the working directory, which may be
+anybody's (/tmp), before the search path is the parent's. Multiprocessing would: it starts processes
+with `-c`."""
 _RUN_NAME = "lockstep-seeding"
-_SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}  # module -> its function that seeds
+# module -> its function that seeds
+_SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
 
 
 def seed_workers_generators() -> None:
@@ -35,11 +38,11 @@ def seed_workers_generators() -> None:
 
 
 class SeedingName(str):
-    """The name of a process that multiprocessing spawns. Unpickling it in the process seeds the generators there, and
-    takes `SAFE_PATH` back.
+    """The name of a process that multiprocessing spawns. Unpickling it in the process seeds the
+    generators there, and takes `SAFE_PATH` back.
 
-    Multiprocessing unpickles the name before it imports the script, and calls nothing of ours before that. It runs this
-    file by its path: lockstep may not be importable yet.
+    Multiprocessing unpickles the name before it imports the script, and calls nothing of ours
+    before that. It runs this file by its path: lockstep may not be importable yet.
     """
 
     __slots__ = ()
@@ -59,7 +62,9 @@ class _SeedAfterImport(MetaPathFinder):
     def __init__(self, names: set[str]) -> None:
         self._names = names
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self._names:
             return None
         self._names.remove(name)
@@ -81,6 +86,7 @@ def _seed(module: ModuleType) -> None:
 
 
 if __name__ == _RUN_NAME:
-    if os.environ.items() >= SAFE_PATH.items():  # children of the user's code search as they would without lockstep
+    # children of the user's code search as they would without lockstep
+    if os.environ.items() >= SAFE_PATH.items():
         del os.environ[next(iter(SAFE_PATH))]
     seed_workers_generators()

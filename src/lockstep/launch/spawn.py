@@ -39,19 +39,22 @@ def spawn(
     plan: str | None = None,
     run_dir: str | None = None,
 ) -> T:
-    """Call `main(*args)` in `nproc` new processes of this machine, and return what it returned on rank 0.
+    """Call `main(*args)` in `nproc` new processes of this machine, and return what it returned on
+    rank 0.
 
-    `nproc="auto"`: as many as the plan's axes multiply to, if all have a size; otherwise one per GPU, or one if there
-    is no GPU. `plan` and `run_dir` apply to every run that `main` trains. The result must be picklable.
+    `nproc="auto"`: as many as the plan's axes multiply to, if all have a size; otherwise one per
+    GPU, or one if there is no GPU. `plan` and `run_dir` apply to every run that `main` trains. The
+    result must be picklable.
 
-    If `main` can be imported (it is in a file), the processes are fresh interpreters: `args` must be picklable, and a
-    script calls this under `if __name__ == "__main__":`. If it cannot (a notebook, a prompt), they are forks of this
-    process: CUDA must not be in use yet, and each computes with one thread, because a fork has none of the threads that
-    torch has started.
+    If `main` can be imported (it is in a file), the processes are fresh interpreters: `args` must
+    be picklable, and a script calls this under `if __name__ == "__main__":`. If it cannot (a
+    notebook, a prompt), they are forks of this process: CUDA must not be in use yet, and each
+    computes with one thread, because a fork has none of the threads that torch has started.
 
-    A `UserError` in any process is raised here as its own type, with its text. Any other failure is raised as
-    `WorkerError`, whose text has the traceback of the rank that failed first. On a failure the other processes are
-    stopped. Raises `LaunchError` and `PlanError` before it starts any.
+    A `UserError` in any process is raised here as its own type, with its text. Any other failure is
+    raised as `WorkerError`, whose text has the traceback of the rank that failed first. On a
+    failure the other processes are stopped. Raises `LaunchError` and `PlanError` before it starts
+    any.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # A worker that imports the script calls this again. Its parent reports that, once.
@@ -59,10 +62,19 @@ def spawn(
     _refuse_in_worker()
     refuse_on_windows("ls.spawn")
     check_run_dir(run_dir, "run_dir")
-    count = count_processes(nproc, Plan.parse(plan) if plan is not None else None, accelerator.count, name="nproc=")
+    count = count_processes(
+        nproc, Plan.parse(plan) if plan is not None else None, accelerator.count, name="nproc="
+    )
     directory = os.path.abspath(run_dir) if run_dir is not None else None
     with closing(_Starter(_start_method(main), main, args)) as starter:
-        _raise_failure(run_workers(starter.start, count=count, launcher="spawn", options=RunOptions(plan=plan, run_dir=directory)))
+        _raise_failure(
+            run_workers(
+                starter.start,
+                count=count,
+                launcher="spawn",
+                options=RunOptions(plan=plan, run_dir=directory),
+            )
+        )
         result: T = starter.result()
     return result
 
@@ -71,25 +83,33 @@ def _refuse_in_worker() -> None:
     for name in ("LOCKSTEP_LAUNCHER", "TORCHELASTIC_RUN_ID"):
         if name in os.environ:
             raise LaunchError(
-                f"ls.spawn in a process that a launcher started ({name}={os.environ[name]}); each of its processes would start more; "
-                "call the function itself here, or start the script with python"
+                f"ls.spawn in a process that a launcher started ({name}={os.environ[name]}); each"
+                " of its processes would start more; call the function itself here, or start the"
+                " script with python"
             )
 
 
 def _start_method(main: Callable[..., Any]) -> Literal["spawn", "fork"]:
-    if getattr(main, "__module__", None) != "__main__" or os.path.exists(getattr(sys.modules["__main__"], "__file__", "")):
+    if getattr(main, "__module__", None) != "__main__" or os.path.exists(
+        getattr(sys.modules["__main__"], "__file__", "")
+    ):
         return "spawn"
     if accelerator.is_initialized():
         raise LaunchError(
-            f"{main!r} is defined in a notebook or at a prompt, so that its processes are forks of this one, and a GPU is in use here; a "
-            "fork cannot use it after that; restart and call ls.spawn before anything touches a GPU, or import the function from a file"
+            f"{main!r} is defined in a notebook or at a prompt, so that its processes are forks of"
+            " this one, and a GPU is in use here; a fork cannot use it after that; restart and"
+            " call ls.spawn before anything touches a GPU, or import the function from a file"
         )
     return "fork"
 
 
 def _raise_failure(ending: Ending) -> None:
     if ending.was_preempted:
-        raise preempted(signal.SIGINT.name if ending.signal == signal.SIGINT else "its workers have saved and ended")
+        raise preempted(
+            signal.SIGINT.name
+            if ending.signal == signal.SIGINT
+            else "its workers have saved and ended"
+        )
     if ending.signal == signal.SIGINT:
         raise KeyboardInterrupt
     if ending.signal is not None:
@@ -101,8 +121,8 @@ def _raise_failure(ending: Ending) -> None:
         return
     if first.record is None and first.returncode == _UNGUARDED_STATUS:
         raise LaunchError(
-            "ls.spawn at the top level of a script; each process that it starts imports the script, and comes to ls.spawn again; put the "
-            'call under `if __name__ == "__main__":`'
+            "ls.spawn at the top level of a script; each process that it starts imports the script,"
+            ' and comes to ls.spawn again; put the call under `if __name__ == "__main__":`'
         )
     if first.record is not None and first.record.user_error:
         raise _rebuild(first.record) from None
@@ -110,13 +130,16 @@ def _raise_failure(ending: Ending) -> None:
 
 
 def _rebuild(record: FailureRecord) -> UserError:
-    """The error as it was raised in the worker: of the same class if this process knows it, with the same text."""
+    """The error as it was raised in the worker: of the same class if this process knows it, with
+    the same text."""
     module, _, name = record.kind.partition(":")
     home = sys.modules.get("__main__" if module == "__mp_main__" else module)
     found: Any = home
     for part in name.split("."):
         found = getattr(found, part, None)
-    kind: type[UserError] = found if isinstance(found, type) and issubclass(found, UserError) else UserError
+    kind: type[UserError] = (
+        found if isinstance(found, type) and issubclass(found, UserError) else UserError
+    )
     # Without __init__, whose parameters may be others than the text.
     error = kind.__new__(kind)
     error.args = (record.message,)
@@ -126,7 +149,9 @@ def _rebuild(record: FailureRecord) -> UserError:
 class _Starter:
     """Starts the workers, and receives the result of rank 0."""
 
-    def __init__(self, method: Literal["spawn", "fork"], main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, method: Literal["spawn", "fork"], main: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
         self._forked = method == "fork"
         self._context: Any = multiprocessing.get_context(method)
         self._call = SpawnedCall(main, args)
@@ -135,11 +160,14 @@ class _Starter:
     def start(self, environment: Mapping[str, str]) -> _FunctionProcess:
         receiver, sender = self._context.Pipe(duplex=False) if not self._started else (None, None)
         process = self._context.Process(
-            target=work, args=(self._call, sender, self._forked), name=SeedingName(f"rank-{environment['RANK']}")
+            target=work,
+            args=(self._call, sender, self._forked),
+            name=SeedingName(f"rank-{environment['RANK']}"),
         )
         safe = {} if "PYTHONSAFEPATH" in os.environ else SAFE_PATH
         own = {"OMP_NUM_THREADS": "1"} if self._forked else safe
-        with _environment(safe):  # this process's own tracker: with a worker's variables it would be killed with the worker
+        # this process's own tracker: with a worker's variables it would be killed with the worker
+        with _environment(safe):
             resource_tracker.ensure_running()
         try:
             with _environment({**environment, **own}), signals_blocked():
@@ -194,7 +222,8 @@ class _FunctionProcess:
 
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Add variables to the environment: a worker needs them from its start, when libraries read them."""
+    """Add variables to the environment: a worker needs them from its start, when libraries read
+    them."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:

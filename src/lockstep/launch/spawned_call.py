@@ -1,4 +1,5 @@
-"""The part of `ls.spawn` inside a worker: receive the function, call it, return its result. Does not import torch."""
+"""The part of `ls.spawn` inside a worker: receive the function, call it, return its result. Does
+not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ PASSED_ON = signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
 
 
 class SpawnedCall:
-    """The function and its arguments, on their way to a worker. Unpickled late, so that a failure is recorded."""
+    """The function and its arguments, on their way to a worker. Unpickled late, so that a failure
+    is recorded."""
 
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)
@@ -36,19 +38,25 @@ class SpawnedCall:
             return bytes(ForkingPickler.dumps(self._content))
         except Exception as error:
             raise LaunchError(
-                f"the function or its arguments cannot be sent to another process ({type(error).__name__}: {error}); both are pickled; "
-                "define the function at the top level of a file, and pass only what pickles"
+                "the function or its arguments cannot be sent to another process"
+                f" ({type(error).__name__}: {error}); both are pickled; define the function at the"
+                " top level of a file, and pass only what pickles"
             ) from error
 
     def __setstate__(self, state: bytes) -> None:
         self._content = state
 
     def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return ForkingPickler.loads(self._content) if isinstance(self._content, bytes) else self._content
+        return (
+            ForkingPickler.loads(self._content)
+            if isinstance(self._content, bytes)
+            else self._content
+        )
 
 
 def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
-    """Call the function in a new process, which starts with `PASSED_ON` blocked; its value is sent through `result`."""
+    """Call the function in a new process, which starts with `PASSED_ON` blocked; its value is sent
+    through `result`."""
     if forked:
         forget_parent()
         gc.freeze()
@@ -80,16 +88,20 @@ def forget_parent() -> None:
 
 
 def lead_session() -> None:
-    """Lead a session of its own, with Python's own handlers of `PASSED_ON`, but for signals that are ignored."""
+    """Lead a session of its own, with Python's own handlers of `PASSED_ON`, but for signals that
+    are ignored."""
     os.setsid()
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block `PASSED_ON`: a worker starts with them blocked, until it has a session and handlers of its own."""
+    """Block `PASSED_ON`: a worker starts with them blocked, until it has a session and handlers of
+    its own."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield
@@ -102,6 +114,7 @@ def _pickled(value: object) -> bytes:
         return pickle.dumps(value)
     except Exception as error:
         raise LaunchError(
-            f"the function returned a {type(value).__name__} that cannot be sent back ({type(error).__name__}: {error}); "
-            "the result of rank 0 is pickled; return something that pickles, or write it to a file"
+            f"the function returned a {type(value).__name__} that cannot be sent back"
+            f" ({type(error).__name__}: {error}); the result of rank 0 is pickled; return something"
+            " that pickles, or write it to a file"
         ) from error

@@ -1,9 +1,10 @@
 """Signals that ask a training process to save and end, or to end at once.
 
-SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask it to save and end, under every launcher: it finishes its current step first. A
-second signal asks it to end at once. If the launcher has passed a signal on, it takes a third, because the first two
-may be one request. In a process that lockstep started, SIGHUP asks to end at once too, and so does SIGTERM after
-another worker has failed. A signal that the user's code handles or ignores is left alone.
+SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask it to save and end, under every launcher: it finishes its
+current step first. A second signal asks it to end at once. If the launcher has passed a signal on,
+it takes a third, because the first two may be one request. In a process that lockstep started,
+SIGHUP asks to end at once too, and so does SIGTERM after another worker has failed. A signal that
+the user's code handles or ignores is left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from lockstep.base.system import signals
 from lockstep.launch.worker_files import is_saving, is_shutting_down, was_signal_forwarded
 
 PREEMPTED_STATUS = 75
-"""Exit status of a process that saved and ended because it was asked to: EX_TEMPFAIL, "run it again"."""
+"""Exit status of a process that saved and ended because it was asked to: EX_TEMPFAIL, "run it
+again"."""
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 """Exit status of one that was asked to by Ctrl-C."""
 HUNG_STATUS = 76
@@ -39,17 +41,20 @@ INTERRUPTED = "interrupted: saves after this step, and ends; Ctrl-C again ends a
 """The words for the first Ctrl-C."""
 
 _is_worker = False
-_unanswered: str | None = None  # a request after the last step of a training: the next one in this process answers it
+# a request after the last step of a training: the next one in this process answers it
+_unanswered: str | None = None
 
 
 def in_a_worker() -> None:
-    """Note that this process is one of lockstep's workers. Called once, before the user's code runs."""
+    """Note that this process is one of lockstep's workers. Called once, before the user's code
+    runs."""
     global _is_worker
     _is_worker = True
 
 
 class Preempted(SystemExit):
-    """The run was asked to end early, and has saved. Not an `Exception`: it ends loops that catch errors too."""
+    """The run was asked to end early, and has saved. Not an `Exception`: it ends loops that catch
+    errors too."""
 
     def __init__(self, reason: str, status: int = PREEMPTED_STATUS) -> None:
         super().__init__(status)
@@ -57,19 +62,22 @@ class Preempted(SystemExit):
 
 
 class Interrupted(Preempted, KeyboardInterrupt):
-    """The run was interrupted by Ctrl-C, and has saved. Where nothing catches it, the process ends with status 130."""
+    """The run was interrupted by Ctrl-C, and has saved. Where nothing catches it, the process ends
+    with status 130."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, INTERRUPTED_STATUS)
 
 
 def preempted(reason: str) -> Preempted:
-    """Return the exception for a run that has saved and ends, for a reason such as the name of a signal."""
+    """Return the exception for a run that has saved and ends, for a reason such as the name of a
+    signal."""
     return Interrupted(reason) if reason == signal.SIGINT.name else Preempted(reason)
 
 
 class Terminated(SystemExit):
-    """A signal asked this process to end. Not an `Exception`, so that it also ends loops that continue after errors."""
+    """A signal asked this process to end. Not an `Exception`, so that it also ends loops that
+    continue after errors."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -80,8 +88,8 @@ class Terminated(SystemExit):
 
 
 def _is_on_one_machine() -> bool:
-    """True if all ranks are on this machine, so that all lose the launcher together. On several machines the ranks of
-    the others are not to end: they go on as after the loss of a machine."""
+    """True if all ranks are on this machine, so that all lose the launcher together. On several
+    machines the ranks of the others are not to end: they go on as after the loss of a machine."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
@@ -93,10 +101,11 @@ def _is_on_one_machine() -> bool:
 class Termination:
     """A context that handles the signals of `PREEMPTING` and `ENDING`, in the main thread.
 
-    The first of `PREEMPTING` is noted in `asked`. One of `ENDING`, or a second signal, raises `Terminated`, or
-    `KeyboardInterrupt` for SIGINT; after `hold` not before the exit. One more kills the process. Signals that the
-    user's code handles or ignores are left alone. In one of lockstep's workers, the end of the launcher counts as
-    SIGTERM, and a process that runs on after `END_SECONDS` is killed.
+    The first of `PREEMPTING` is noted in `asked`. One of `ENDING`, or a second signal, raises
+    `Terminated`, or `KeyboardInterrupt` for SIGINT; after `hold` not before the exit. One more
+    kills the process. Signals that the user's code handles or ignores are left alone. In one of
+    lockstep's workers, the end of the launcher counts as SIGTERM, and a process that runs on after
+    `END_SECONDS` is killed.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
@@ -126,7 +135,12 @@ class Termination:
                 outlive_parent(END_SECONDS, SAVE_SECONDS, is_saving, _is_on_one_machine)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         global _unanswered
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._on_signal:
@@ -153,14 +167,17 @@ class Termination:
         if os.getpid() != self._process:
             self._on_signal_in_fork(number)
             return
-        is_request = self._saves and number in PREEMPTING and self._got is None and not is_shutting_down()
+        is_request = (
+            self._saves and number in PREEMPTING and self._got is None and not is_shutting_down()
+        )
         if is_request and self.asked is None:
             self.asked = signal.Signals(number).name
             if number == signal.SIGINT and not _is_worker and os.environ.get("RANK", "0") == "0":
                 tell(INTERRUPTED)
             return
         if is_request and not self._repeated and was_signal_forwarded():
-            # The same request twice: from whoever signals every process of a job, and from the launcher.
+            # The same request twice: from whoever signals every process of a job, and from the
+            # launcher.
             self._repeated = True
             return
         if number == signal.SIGINT:
@@ -170,7 +187,8 @@ class Termination:
             _take_default(number)
             return
         self._got = number
-        # The signal often goes to loader workers too. Torch's handler of SIGCHLD would raise an error for their end.
+        # The signal often goes to loader workers too. Torch's handler of SIGCHLD would raise an
+        # error for their end.
         for child in signals("SIGCHLD"):
             signal.signal(child, signal.SIG_DFL)
         if not self._held:
@@ -178,8 +196,9 @@ class Termination:
             raise Terminated(number)
 
     def _on_signal_in_fork(self, number: int) -> None:
-        """Leave the first Ctrl-C, which the terminal sends to every process of a job, to the training process: it may
-        need this one for its step. Take any other signal as a process without a handler."""
+        """Leave the first Ctrl-C, which the terminal sends to every process of a job, to the
+        training process: it may need this one for its step. Take any other signal as a process
+        without a handler."""
         if number != signal.SIGINT:
             _take_default(number)
         elif self.asked is not None:
@@ -194,7 +213,11 @@ def _take_default(number: int) -> None:
 
 def tell(text: str) -> None:
     """Print a line on stderr, in a signal handler."""
-    lines = f"\nlockstep: {text}" if sys.stderr is not None and sys.stderr.isatty() else f"lockstep: {text}"
+    lines = (
+        f"\nlockstep: {text}"
+        if sys.stderr is not None and sys.stderr.isatty()
+        else f"lockstep: {text}"
+    )
     try:
         say(lines)
     except RuntimeError:  # the signal came within a write to the same stream

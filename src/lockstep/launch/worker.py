@@ -1,13 +1,13 @@
 """A worker process: run the user's code as Python itself would, and write a record if it fails.
 
-`python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing here imports torch or
-multiprocessing before the user's code does: torch takes seconds, and multiprocessing would remember the wrong
-`__main__`.
+`python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing
+here imports torch or multiprocessing before the user's code does: torch takes seconds, and
+multiprocessing would remember the wrong `__main__`.
 
-[Note: exit] A worker does all that Python does at its end, except that it does not destroy its modules and objects.
-With a process group alive, that step aborts or waits for peers that are gone. ("terminate called without an active
-exception" in 4 of 15 runs of a DDP script that had done its work: a thread of the group asks for the interpreter when
-it is gone.)
+[Note: exit] A worker does all that Python does at its end, except that it does not destroy its
+modules and objects. With a process group alive, that step aborts or waits for peers that are gone.
+("terminate called without an active exception" in 4 of 15 runs of a DDP script that had done its
+work: a thread of the group asks for the interpreter when it is gone.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, as `__main__`. Output is line-buffered, because ranks share the terminal."""
+    """Run a script, or with `-m` a module, as `__main__`. Output is line-buffered, because ranks
+    share the terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -63,10 +64,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def begin(channel: Channel | None = None) -> Path | None:
-    """Tie this process to its launcher. Returns the path for the record of a failure, or None without a launcher.
-    `channel`: the connection to the launcher that a spare has already.
+    """Tie this process to its launcher. Returns the path for the record of a failure, or None
+    without a launcher. `channel`: the connection to the launcher that a spare has already.
 
-    Removes the launcher's variables from the environment: children of the user's code must not write in our place.
+    Removes the launcher's variables from the environment: children of the user's code must not
+    write in our place.
     """
     files = take_files(os.environ)
     if (agent := os.environ.pop(AGENT, None)) is not None:
@@ -81,7 +83,8 @@ def begin(channel: Channel | None = None) -> Path | None:
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. Writes the record first if `body` raises, or exits with a status not 0."""
+    """Call `body` and end the process. Writes the record first if `body` raises, or exits with a
+    status not 0."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()
@@ -107,7 +110,8 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
 
 
 def _write(failure: FailureRecord, path: Path) -> None:
-    """Write the record; where that fails, for lack of room for example, print what the launcher would report."""
+    """Write the record; where that fails, for lack of room for example, print what the launcher
+    would report."""
     try:
         failure.write(path)
     except OSError:
@@ -115,7 +119,8 @@ def _write(failure: FailureRecord, path: Path) -> None:
 
 
 def _call_hook(error: BaseException, frames: TracebackType | None) -> None:
-    """Call the excepthook of the user's code, as Python would. Drop what it prints: the launcher's report has it."""
+    """Call the excepthook of the user's code, as Python would. Drop what it prints: the launcher's
+    report has it."""
     with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, frames)
 
@@ -155,9 +160,17 @@ def _close_files() -> None:
         kept |= {id(stream), id(getattr(stream, "buffer", None))}
     # By type: isinstance could run an object's own code.
     layered = (_io._TextIOBase, _io._BufferedIOBase)
-    files: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), layered) and id(found) not in kept]
-    # The outer layer first: text, then what Python code lays over a file (gzip), then the file's own buffer.
-    for file in sorted(files, key=lambda found: (not isinstance(found, _io._TextIOBase), type(found).__module__ == "_io")):
+    files: list[Any] = [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), layered) and id(found) not in kept
+    ]
+    # The outer layer first: text, then what Python code lays over a file (gzip), then the file's
+    # own buffer.
+    for file in sorted(
+        files,
+        key=lambda found: (not isinstance(found, _io._TextIOBase), type(found).__module__ == "_io"),
+    ):
         with suppress(Exception):
             file.close()
 
@@ -169,7 +182,11 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
     with io.open_code(path) as file:
         source = file.read()
     note_source(path, source)
-    _execute(compile(source, path, "exec", dont_inherit=True), __file__=path, __loader__=SourceFileLoader("__main__", path))
+    _execute(
+        compile(source, path, "exec", dont_inherit=True),
+        __file__=path,
+        __loader__=SourceFileLoader("__main__", path),
+    )
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> None:
@@ -177,7 +194,14 @@ def _run_module(name: str, arguments: Sequence[str]) -> None:
     _search_first(os.getcwd())
     spec, code = _module_code(name)
     sys.argv[0] = spec.origin or name
-    _execute(code, __file__=spec.origin, __loader__=spec.loader, __spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+    _execute(
+        code,
+        __file__=spec.origin,
+        __loader__=spec.loader,
+        __spec__=spec,
+        __package__=spec.parent,
+        __cached__=spec.cached,
+    )
 
 
 def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
@@ -188,17 +212,24 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
             raise
         spec = None
     if spec is None:
-        raise LaunchError(f"no module named {name!r}; -m takes the name of a module that Python can import from here; correct the name")
+        raise LaunchError(
+            f"no module named {name!r}; -m takes the name of a module that Python can import from"
+            " here; correct the name"
+        )
     if spec.submodule_search_locations is not None:
         return _module_code(f"{name}.__main__")
     code = getattr(spec.loader, "get_code", lambda _: None)(name)
     if code is None:
-        raise LaunchError(f"the module {name!r} is not Python code; -m takes a module written in Python; name another")
+        raise LaunchError(
+            f"the module {name!r} is not Python code; -m takes a module written in Python; name"
+            " another"
+        )
     return spec, code
 
 
 def _execute(code: CodeType, **attributes: Any) -> None:
-    """Run code in a fresh `__main__`, which stays there for atexit functions, threads and pickle."""
+    """Run code in a fresh `__main__`, which stays there for atexit functions, threads and
+    pickle."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__cached__": None, **attributes})
     sys.modules["__main__"] = module

@@ -1,4 +1,5 @@
-"""Files in the launcher's temporary folder, by which a worker and its launcher tell each other how the worker ends."""
+"""Files in the launcher's temporary folder, by which a worker and its launcher tell each other how
+the worker ends."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 FILES = "LOCKSTEP_WORKER_FILES"
 """The variable that gives a worker its `WorkerFiles.stem`."""
 STARTED_BY = "LOCKSTEP_STARTED_BY"
-"""The same in all that a worker starts: by it the launcher finds what is left of a worker, in whatever session."""
+"""The same in all that a worker starts: by it the launcher finds what is left of a worker, in
+whatever session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class WorkerFiles:
     """The paths of one worker's files, and of those that all workers of a start share."""
 
     stem: Path
-    """Common beginning of the paths of this worker's own files. The shared files are in the same folder."""
+    """Common beginning of the paths of this worker's own files. The shared files are in the same
+    folder."""
 
     def _own(self, suffix: str) -> Path:
         return self.stem.with_name(f"{self.stem.name}.{suffix}")
@@ -51,7 +54,8 @@ class WorkerFiles:
 
     @property
     def saved(self) -> Path:
-        """A file that exists once the worker, which an error or a signal ends, knows that its last step is saved."""
+        """A file that exists once the worker, which an error or a signal ends, knows that its last
+        step is saved."""
         return self._own("saved")
 
     @property
@@ -61,17 +65,26 @@ class WorkerFiles:
 
     def remove_own(self) -> None:
         """Remove this worker's own files, for another process in its place."""
-        for path in (self.failure, self.torch_error, self.crash, self.saving, self.saved, self.restart_request):
+        for path in (
+            self.failure,
+            self.torch_error,
+            self.crash,
+            self.saving,
+            self.saved,
+            self.restart_request,
+        ):
             path.unlink(missing_ok=True)
 
     @property
     def shutdown(self) -> Path:
-        """A file that exists once the launcher ends all workers, because one has failed or a machine is lost."""
+        """A file that exists once the launcher ends all workers, because one has failed or a
+        machine is lost."""
         return self.stem.with_name("shutdown")
 
     @property
     def options_read(self) -> Path:
-        """A file that exists once a worker has read the options that the launcher was given for it."""
+        """A file that exists once a worker has read the options that the launcher was given for
+        it."""
         return self.stem.with_name("options-read")
 
     @property
@@ -84,9 +97,11 @@ _files: WorkerFiles | None = None
 
 
 def take_files(environ: MutableMapping[str, str]) -> WorkerFiles | None:
-    """The files of this worker; None if no launcher named any. Called once, before the user's code runs.
+    """The files of this worker; None if no launcher named any. Called once, before the user's code
+    runs.
 
-    Removes the variable from the environment: children of the user's code must not write in this worker's place.
+    Removes the variable from the environment: children of the user's code must not write in this
+    worker's place.
     """
     global _files
     stem = environ.pop(FILES, None)
@@ -115,14 +130,16 @@ def is_saving() -> bool:
 
 
 def note_saved() -> None:
-    """Tell the launcher that the last step is saved, although an error or a signal ends this process."""
+    """Tell the launcher that the last step is saved, although an error or a signal ends this
+    process."""
     if _files is not None:
         with suppress(OSError):
             _files.saved.touch()
 
 
 def request_restart(reason: str) -> None:
-    """Have the launcher restart the workers after this one's failure, without counting it against `--max-restarts`."""
+    """Have the launcher restart the workers after this one's failure, without counting it against
+    `--max-restarts`."""
     if _files is not None:
         write_atomically(_files.restart_request, reason)
 
@@ -134,13 +151,15 @@ def note_options_read() -> None:
 
 
 def write_failure(record: FailureRecord) -> None:
-    """Write the record of a failure that ends this process from a thread other than its main one."""
+    """Write the record of a failure that ends this process from a thread other than its main
+    one."""
     if _files is not None:
         record.write(_files.failure)
 
 
 def is_shutting_down() -> bool:
-    """True once the launcher ends all workers, because one has failed or a machine is lost: take no further step."""
+    """True once the launcher ends all workers, because one has failed or a machine is lost: take no
+    further step."""
     return _files is not None and _files.shutdown.exists()
 
 

@@ -1,9 +1,11 @@
-"""The worker processes of one start on this machine: which of them run, which have failed, and how they are ended.
+"""The worker processes of one start on this machine: which of them run, which have failed, and how
+they are ended.
 
-[Note: the end] A worker has failed when its process ends with a status other than 0 or its failure record is there,
-whichever is seen first. What follows takes at most PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS. First the
-launcher waits a moment for failures that come with the first; longer while all failures so far are lost peers, so that
-it does not miss the cause. Then it stops the other workers, and kills those that are still there.
+[Note: the end] A worker has failed when its process ends with a status other than 0 or its failure
+record is there, whichever is seen first. What follows takes at most PEER_FAILURES_SECONDS +
+STOP_SECONDS + KILL_SECONDS. First the launcher waits a moment for failures that come with the
+first; longer while all failures so far are lost peers, so that it does not miss the cause. Then it
+stops the other workers, and kills those that are still there.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from typing import Any, Protocol
 
 from lockstep.base.descendants import kill_all, with_marker
 from lockstep.launch import worker
-from lockstep.launch.failures import Ending, FailureRecord, WorkerFailure, read_crash, read_torch_record
+from lockstep.launch.failures import (
+    Ending,
+    FailureRecord,
+    WorkerFailure,
+    read_crash,
+    read_torch_record,
+)
 from lockstep.launch.recovery.connections import Connections
 from lockstep.launch.recovery.spare import Spare
 from lockstep.launch.termination import PREEMPTED_STATUS, SAVE_SECONDS
@@ -33,12 +41,15 @@ PEER_FAILURES_SECONDS = 3.0
 STOP_SECONDS = 3.0
 """Seconds from SIGTERM to SIGKILL for workers that are stopped because another failed."""
 HOLD_SECONDS = 300.0
-"""Seconds that a worker has, after another one is lost, to leave its step. It may be computing, or compiling."""
+"""Seconds that a worker has, after another one is lost, to leave its step. It may be computing, or
+compiling."""
 HOLD_POLL_SECONDS = 0.002
 LEAVE_SECONDS = 1.0
-"""Seconds that what workers have started has to end after them, where they all have done their work."""
+"""Seconds that what workers have started has to end after them, where they all have done their
+work."""
 KILL_SECONDS = 2.0
-"""Seconds that the launcher waits for a killed process. One that the kernel holds is left behind."""
+"""Seconds that the launcher waits for a killed process. One that the kernel holds is left
+behind."""
 
 
 class WorkerProcess(Protocol):
@@ -48,7 +59,8 @@ class WorkerProcess(Protocol):
     def pid(self) -> int: ...
 
     def poll(self) -> int | None:
-        """None while it runs; then its exit status, or minus the number of the signal that killed it."""
+        """None while it runs; then its exit status, or minus the number of the signal that killed
+        it."""
 
 
 class Signals(Protocol):
@@ -62,7 +74,8 @@ class Signals(Protocol):
 
 
 Start = Callable[[Mapping[str, str]], WorkerProcess]
-"""Starts one worker with these variables added to the environment. Called in order of local ranks."""
+"""Starts one worker with these variables added to the environment. Called in order of local
+ranks."""
 
 
 class WorkerProcesses:
@@ -76,8 +89,8 @@ class WorkerProcesses:
         not_in_place: str | None = "",
         name: str = "rank",
     ) -> None:
-        """`folder`: for the workers' files, whose names begin with `name`. `not_in_place`: why workers cannot recover
-        in place, empty if nobody has asked for it; None: they may."""
+        """`folder`: for the workers' files, whose names begin with `name`. `not_in_place`: why
+        workers cannot recover in place, empty if nobody has asked for it; None: they may."""
         self.connections = Connections(not_in_place)
         self.folder = folder
         self._name = name
@@ -97,9 +110,11 @@ class WorkerProcesses:
             self._processes[rank] = start({**environment, **self._own_variables(rank), **connected})
         return self._processes[rank].pid
 
-    def replace(self, rank: int, start: Start, environment: Mapping[str, str], spare: Spare | None) -> None:
-        """Put a new process, the spare one if there is one, in the place of the worker of this rank, which has
-        ended."""
+    def replace(
+        self, rank: int, start: Start, environment: Mapping[str, str], spare: Spare | None
+    ) -> None:
+        """Put a new process, the spare one if there is one, in the place of the worker of this
+        rank, which has ended."""
         self._shutdown = False
         self._files(rank).shutdown.unlink(missing_ok=True)
         self._files(rank).remove_own()
@@ -122,7 +137,8 @@ class WorkerProcesses:
         self.connections.by_rank |= others.connections.by_rank
 
     def kill_hanging(self) -> list[tuple[Sequence[int], Mapping[str, Any]]]:
-        """Kill the workers that a watchdog has found to hang. Returns those of other machines, with their records."""
+        """Kill the workers that a watchdog has found to hang. Returns those of other machines, with
+        their records."""
         self.connections.look()
         elsewhere: list[tuple[Sequence[int], Mapping[str, Any]]] = []
         while self.connections.hanging:
@@ -155,7 +171,9 @@ class WorkerProcesses:
         self._processes = {new[rank]: process for rank, process in self._processes.items()}
         self._stems = {new[rank]: self._files(rank).stem for rank in new}
         self._returncodes = {new[rank]: code for rank, code in self._returncodes.items()}
-        self._failures = {new[rank]: replace(failure, rank=new[rank]) for rank, failure in self._failures.items()}
+        self._failures = {
+            new[rank]: replace(failure, rank=new[rank]) for rank, failure in self._failures.items()
+        }
         self._asked = {new[rank] for rank in self._asked}
         self._stopped = {new[rank] for rank in self._stopped}
         self._preempted = {new[rank] for rank in self._preempted}
@@ -190,7 +208,11 @@ class WorkerProcesses:
         return Ending(
             failures=list(self._failures.values()),
             stopped=sorted(self._stopped - failed - self._preempted),
-            finished=sorted(rank for rank in self._returncodes if rank not in failed | self._stopped | self._preempted),
+            finished=sorted(
+                rank
+                for rank in self._returncodes
+                if rank not in failed | self._stopped | self._preempted
+            ),
             preempted=sorted(self._preempted),
             unkillable=self.running,
             has_saved=any(self._files(rank).saved.exists() for rank in self._processes),
@@ -204,7 +226,10 @@ class WorkerProcesses:
 
     def has_user_error(self) -> bool:
         """True if a worker has failed by a mistake of the user."""
-        return any(failure.record is not None and failure.record.user_error for failure in self._failures.values())
+        return any(
+            failure.record is not None and failure.record.user_error
+            for failure in self._failures.values()
+        )
 
     def have_failed(self) -> bool:
         """Note which workers have ended. True if one has failed."""
@@ -212,11 +237,14 @@ class WorkerProcesses:
         return bool(self._failures)
 
     def hold(self) -> str | None:
-        """Have the workers that run leave their collectives and wait for new ranks. Kills those that do not in time.
-        Returns why that is not possible, and None if they wait."""
+        """Have the workers that run leave their collectives and wait for new ranks. Kills those
+        that do not in time. Returns why that is not possible, and None if they wait."""
         began = time.monotonic()
         self.connections.send(self.connections.must_leave(self.running), "lost")
-        while missing := {*self.connections.must_leave(self.running), *[rank for rank in self.running if rank in self._failures]}:
+        while missing := {
+            *self.connections.must_leave(self.running),
+            *[rank for rank in self.running if rank in self._failures],
+        }:
             if self._signals.is_asked():
                 return "the run was asked to end"
             if refusal := self.connections.refusal():
@@ -235,7 +263,9 @@ class WorkerProcesses:
     @property
     def lost_in_training(self) -> Sequence[int]:
         """Those whose training had begun."""
-        return [rank for rank in self._returncodes if not self.connections.by_rank[rank].is_starting]
+        return [
+            rank for rank in self._returncodes if not self.connections.by_rank[rank].is_starting
+        ]
 
     @property
     def lost(self) -> Sequence[int]:
@@ -243,7 +273,8 @@ class WorkerProcesses:
         return list(self._returncodes)
 
     def end_after_loss(self) -> None:
-        """End the remaining workers once one has failed, or another machine is lost. They may save first."""
+        """End the remaining workers once one has failed, or another machine is lost. They may save
+        first."""
         self._shutdown = True
         self.connections.release()
         self._files(0).shutdown.touch()
@@ -256,14 +287,17 @@ class WorkerProcesses:
         for rank in self.running:
             self._asked.add(rank)
             _signal_group(self._processes[rank].pid, number)
-        self._wait(grace_seconds, until=lambda: bool(self._failures) or self._signals.is_impatient())
+        self._wait(
+            grace_seconds, until=lambda: bool(self._failures) or self._signals.is_impatient()
+        )
         if self._failures:
             self.end_after_loss()
         else:
             self.stop(signal.SIGTERM, 0.0)
 
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
-        """End every worker: signal `number` to those that run, did not fail, were not asked; SIGKILL to the rest."""
+        """End every worker: signal `number` to those that run, did not fail, were not asked;
+        SIGKILL to the rest."""
         self._look()
         self.connections.release()
         self._files(0).signal_forwarded.touch()
@@ -295,16 +329,20 @@ class WorkerProcesses:
             self._preempted.add(rank)
         if returncode == -signal.SIGTERM and rank in self._asked:
             self._stopped.add(rank)
-        if returncode == 128 + signal.SIGTERM and self._shutdown:  # it waited for a peer that is gone, and ended itself
+        # it waited for a peer that is gone, and ended itself
+        if returncode == 128 + signal.SIGTERM and self._shutdown:
             self._stopped.add(rank)
 
     def kill_what_is_left(self) -> Sequence[str]:
-        """Kill what workers that have ended by themselves have left running, if it does not end with them. Called once
-        all have ended. Returns it in words."""
+        """Kill what workers that have ended by themselves have left running, if it does not end
+        with them. Called once all have ended. Returns it in words."""
         until = time.monotonic() + LEAVE_SECONDS
         while with_marker(*self._markers(self._returncodes)) and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        return [f"{name} (process {pid})" for pid, name in self._kill_started_by(self._returncodes).items()]
+        return [
+            f"{name} (process {pid})"
+            for pid, name in self._kill_started_by(self._returncodes).items()
+        ]
 
     def _kill_started_by(self, ranks: Collection[int]) -> dict[int, str]:
         return kill_all(lambda: with_marker(*self._markers(ranks)), KILL_SECONDS)
@@ -331,7 +369,9 @@ class WorkerProcesses:
         began = time.monotonic()
         while self.running:
             only_peers = all(failure.lost_a_peer for failure in self._failures.values())
-            if time.monotonic() - began > (PEER_FAILURES_SECONDS if only_peers else FAILURES_SECONDS):
+            if time.monotonic() - began > (
+                PEER_FAILURES_SECONDS if only_peers else FAILURES_SECONDS
+            ):
                 return
             time.sleep(POLL_SECONDS)
             self._look()
@@ -350,7 +390,8 @@ class WorkerProcesses:
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:
-    """Send a signal to a worker and what it started, or to the worker alone if it does not lead a process group yet."""
+    """Send a signal to a worker and what it started, or to the worker alone if it does not lead a
+    process group yet."""
     try:
         os.killpg(leader, number)
     except ProcessLookupError:
@@ -358,7 +399,7 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 
 
 def _kill_group(leader: int) -> None:
-    """Kill the process group of a worker that has ended. Called as soon as its end is seen: later its id may be another
-    process's."""
+    """Kill the process group of a worker that has ended. Called as soon as its end is seen: later
+    its id may be another process's."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)

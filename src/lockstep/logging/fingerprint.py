@@ -1,4 +1,5 @@
-"""The fingerprint of a model: a hash of its state dict, the same for two models exactly if all bits are the same."""
+"""The fingerprint of a model: a hash of its state dict, the same for two models exactly if all bits
+are the same."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ _PIECE_BYTES = 64 << 20
 def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
     """Return the SHA-256 of all tensors of the state dict, as 64 hexadecimal digits.
 
-    Any rank may call it. If tensors are distributed (DTensor), every rank must: each tensor is gathered in turn.
+    Any rank may call it. If tensors are distributed (DTensor), every rank must: each tensor is
+    gathered in turn.
 
-    The hash runs over one record for each tensor, without separators, in the order of the names' UTF-8 bytes:
+    The hash runs over one record for each tensor, without separators, in the order of the names'
+    UTF-8 bytes:
 
     - length of the name in bytes: 8 bytes
     - name: UTF-8, as in the state dict
@@ -30,16 +33,21 @@ def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
     - number of dims: 8 bytes; 0 for a scalar
     - shape: 8 bytes for each dim
     - length of the data in bytes: 8 bytes
-    - data: row-major, no padding, each element little-endian; a complex one is its real and then its imaginary part; a
-      bool is one byte, 0 or 1
+    - data: row-major, no padding, each element little-endian; a complex one is its real and then
+      its imaginary part; a bool is one byte, 0 or 1
 
-    Every number of 8 bytes is unsigned and little-endian. Tied weights appear once under each of their names. Device,
-    strides and `requires_grad` do not change the hash; the sign of a zero and the payload of a NaN do. Entries that are
-    not tensors (a module's extra state) are left out. At most 64 MiB of a tensor are copied at a time.
+    Every number of 8 bytes is unsigned and little-endian. Tied weights appear once under each of
+    their names. Device, strides and `requires_grad` do not change the hash; the sign of a zero and
+    the payload of a NaN do. Entries that are not tensors (a module's extra state) are left out. At
+    most 64 MiB of a tensor are copied at a time.
 
     Raises `RecipeError` for a tensor without dense bytes: on the meta device, sparse or quantized.
     """
-    state = module_or_state_dict.state_dict() if isinstance(module_or_state_dict, nn.Module) else module_or_state_dict
+    state = (
+        module_or_state_dict.state_dict()
+        if isinstance(module_or_state_dict, nn.Module)
+        else module_or_state_dict
+    )
     return digest(_records(state))
 
 
@@ -51,16 +59,20 @@ def _records(state: Mapping[str, Any]) -> Iterator[TensorRecord]:
         tensor = full_tensor(value.detach())
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise RecipeError(
-                f"state dict entry {name!r} is a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}; "
-                "a fingerprint hashes dense bytes; materialise it, or make it dense"
+                f"state dict entry {name!r} is a tensor of layout {tensor.layout}, type"
+                f" {tensor.dtype}, on device {tensor.device}; a fingerprint hashes dense bytes;"
+                " materialise it, or make it dense"
             )
         size = tensor.numel() * tensor.element_size()
         data = map(_bytes, _pieces(tensor.resolve_conj().resolve_neg()))
-        yield TensorRecord(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size, data)
+        yield TensorRecord(
+            name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size, data
+        )
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the elements in row-major order, as contiguous 1-d tensors of at most `_PIECE_BYTES` each."""
+    """Yield the elements in row-major order, as contiguous 1-d tensors of at most `_PIECE_BYTES`
+    each."""
     count, limit = tensor.numel(), _PIECE_BYTES // tensor.element_size()
     if count <= limit:
         yield tensor.reshape(-1).contiguous()
@@ -69,13 +81,18 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield from (flat[start : start + limit] for start in range(0, count, limit))
     else:
         rows = limit // (count // len(tensor))
-        parts = (tensor[start : start + rows] for start in range(0, len(tensor), rows)) if rows else iter(tensor)
+        parts = (
+            (tensor[start : start + rows] for start in range(0, len(tensor), rows))
+            if rows
+            else iter(tensor)
+        )
         for part in parts:
             yield from _pieces(part)
 
 
 def _bytes(piece: Tensor) -> memoryview:
-    """Return the elements of a contiguous 1-d tensor as little-endian bytes; a copy on big-endian machines only."""
+    """Return the elements of a contiguous 1-d tensor as little-endian bytes; a copy on big-endian
+    machines only."""
     width = piece.element_size() // (2 if piece.is_complex() else 1)
     # A contiguous tensor of one element may have any stride. `view` accepts stride 1 alone.
     array = piece.cpu().as_strided(piece.shape, (1,)).view(torch.uint8).numpy()

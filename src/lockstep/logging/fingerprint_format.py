@@ -1,4 +1,5 @@
-"""The byte format that a fingerprint hashes; `lockstep.logging.fingerprint` documents it. Does not import torch."""
+"""The byte format that a fingerprint hashes; `lockstep.logging.fingerprint` documents it. Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -21,12 +22,17 @@ class TensorRecord:
 
 
 def digest(records: Iterable[TensorRecord]) -> str:
-    """Return the fingerprint, 64 hexadecimal digits. `records`: sorted by the names' UTF-8 bytes."""
+    """Return the fingerprint, 64 hexadecimal digits. `records`: sorted by the names' UTF-8
+    bytes."""
     hasher = hashlib.sha256(usedforsecurity=False)
     for record in records:
         for text in (record.name.encode(), record.dtype.encode()):
             hasher.update(struct.pack("<Q", len(text)) + text)
-        hasher.update(struct.pack(f"<{len(record.shape) + 2}Q", len(record.shape), *record.shape, record.size_bytes))
+        hasher.update(
+            struct.pack(
+                f"<{len(record.shape) + 2}Q", len(record.shape), *record.shape, record.size_bytes
+            )
+        )
         for part in record.data:
             hasher.update(part)
     return hasher.hexdigest()

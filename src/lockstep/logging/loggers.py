@@ -1,4 +1,5 @@
-"""Loggers that send a run's metrics to other services: a small protocol, Weights & Biases, and MLflow."""
+"""Loggers that send a run's metrics to other services: a small protocol, Weights & Biases, and
+MLflow."""
 
 from __future__ import annotations
 
@@ -19,22 +20,26 @@ CLOSE_TIMEOUT_SECONDS = 60.0
 
 
 class Logger(Protocol):
-    """A service that takes metrics. It is called on rank 0 alone, in a thread of its own. If a method raises, training
-    continues with one warning, and the logger is not called again."""
+    """A service that takes metrics. It is called on rank 0 alone, in a thread of its own. If a
+    method raises, training continues with one warning, and the logger is not called again."""
 
     def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        """Called before the first step, also of a resumed run. `config`: the contents of run.json."""
+        """Called before the first step, also of a resumed run. `config`: the contents of
+        run.json."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Called for each line of metrics.jsonl, without values that are not finite. `step`: optimizer steps done."""
+        """Called for each line of metrics.jsonl, without values that are not finite. `step`:
+        optimizer steps done."""
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        """Called after the run. `result`: the contents of result.json; None if the run failed or was preempted."""
+        """Called after the run. `result`: the contents of result.json; None if the run failed or
+        was preempted."""
 
 
 class WandB:
-    """Logger for Weights & Biases. The run there is named after the run directory, and is resumed with it. Needs the
-    extra `wandb`. The arguments are those of `wandb.init`: project, entity, tags, mode="offline", ..."""
+    """Logger for Weights & Biases. The run there is named after the run directory, and is resumed
+    with it. Needs the extra `wandb`. The arguments are those of `wandb.init`: project, entity,
+    tags, mode="offline", ..."""
 
     def __init__(self, **settings: Any) -> None:
         """Raises `UserError` if the package is not installed."""
@@ -46,7 +51,14 @@ class WandB:
         import wandb  # type: ignore[import-not-found]
 
         self._run = wandb.init(
-            **{"dir": run_dir, "id": run_dir.name, "name": run_dir.name, "resume": "allow", "config": dict(config)} | self._settings
+            **{
+                "dir": run_dir,
+                "id": run_dir.name,
+                "name": run_dir.name,
+                "resume": "allow",
+                "config": dict(config),
+            }
+            | self._settings
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -59,9 +71,9 @@ class WandB:
 
 
 class MLflow:
-    """Logger for MLflow. The run there is named after the run directory, and is resumed with it. Needs the extra
-    `mlflow`. `tracking_uri` and `experiment`: None for MLflow's defaults (MLFLOW_TRACKING_URI, and the experiment
-    MLFLOW_EXPERIMENT_NAME or "Default")."""
+    """Logger for MLflow. The run there is named after the run directory, and is resumed with it.
+    Needs the extra `mlflow`. `tracking_uri` and `experiment`: None for MLflow's defaults
+    (MLFLOW_TRACKING_URI, and the experiment MLFLOW_EXPERIMENT_NAME or "Default")."""
 
     def __init__(self, *, experiment: str | None = None, tracking_uri: str | None = None) -> None:
         """Raises `UserError` if the package is not installed."""
@@ -77,10 +89,20 @@ class MLflow:
         self._client = mlflow.MlflowClient(tracking_uri=self._tracking_uri)
         name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         experiment = self._client.get_experiment_by_name(name)
-        number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        number = (
+            self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        )
         path = str(run_dir)
-        found = self._client.search_runs([number], filter_string=f"tags.lockstep_run_dir = '{path}'", max_results=1)
-        run = found[0] if found else self._client.create_run(number, run_name=run_dir.name, tags={"lockstep_run_dir": path})
+        found = self._client.search_runs(
+            [number], filter_string=f"tags.lockstep_run_dir = '{path}'", max_results=1
+        )
+        run = (
+            found[0]
+            if found
+            else self._client.create_run(
+                number, run_name=run_dir.name, tags={"lockstep_run_dir": path}
+            )
+        )
         self._id = run.info.run_id
         if not found:
             for key, value in _flatten(config).items():
@@ -90,7 +112,9 @@ class MLflow:
         from mlflow.entities import Metric  # type: ignore[import-not-found]
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+        self._client.log_batch(
+            self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()]
+        )
 
     def end(self, result: Mapping[str, Any] | None) -> None:
         if result is not None:
@@ -99,9 +123,12 @@ class MLflow:
 
 
 class Loggers:
-    """A thread that calls the loggers, so that training does not wait for a service. Created on one rank; close it."""
+    """A thread that calls the loggers, so that training does not wait for a service. Created on one
+    rank; close it."""
 
-    def __init__(self, loggers: Sequence[Logger], run_dir: Path, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, loggers: Sequence[Logger], run_dir: Path, warn: Callable[[str], None]
+    ) -> None:
         """`warn`: called in that thread with the reason why a logger is dropped."""
         self._live = list(loggers)
         self._run_dir = run_dir
@@ -130,7 +157,10 @@ class Loggers:
         self._thread.join(CLOSE_TIMEOUT_SECONDS)
         if self._thread.is_alive():
             names = ", ".join(type(logger).__name__ for logger in self._live)
-            self._warn(f"{names} did not finish within {CLOSE_TIMEOUT_SECONDS:.0f} s after the end of the run; they lack the rest of it")
+            self._warn(
+                f"{names} did not finish within {CLOSE_TIMEOUT_SECONDS:.0f} s after the end of the"
+                " run; they lack the rest of it"
+            )
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -139,17 +169,27 @@ class Loggers:
                     call(logger)
                 except Exception as error:  # a failing service must not end the run
                     self._live.remove(logger)
-                    self._warn(f"{type(logger).__name__} is dropped for the rest of this run: {type(error).__name__}: {error}")
+                    self._warn(
+                        f"{type(logger).__name__} is dropped for the rest of this run:"
+                        f" {type(error).__name__}: {error}"
+                    )
 
 
 def _check_installed(module: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise UserError(f"a logger that needs {module}, which is not installed; pip install 'lockstep-train[{extra}]'")
+        raise UserError(
+            f"a logger that needs {module}, which is not installed; pip install"
+            f" 'lockstep-train[{extra}]'"
+        )
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the fields of nested mappings by their paths, such as `recipe.global_batch`."""
     found: dict[str, Any] = {}
     for key, value in config.items():
-        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= (
+            _flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return found

@@ -1,4 +1,5 @@
-"""The metrics of a run: `metrics.jsonl`, one JSON object per line, and the same numbers as TensorBoard events."""
+"""The metrics of a run: `metrics.jsonl`, one JSON object per line, and the same numbers as
+TensorBoard events."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ from lockstep.base.foreign_files import MOST_BYTES, lines_below
 from lockstep.logging.tensorboard_file import TensorBoardFile
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
-"""Keys of every line of `metrics.jsonl` besides the metrics. No metric may have one of these names."""
+"""Keys of every line of `metrics.jsonl` besides the metrics. No metric may have one of these
+names."""
 
 _FLUSH_SECONDS = 1.0
 
 
 class MetricsLog(Closing):
-    """A log in `metrics.jsonl` and a TensorBoard event file in the folder `path`. Created on one rank; close it.
-    `write` flushes at most once a second; `flush` and `close` always do. `clock` returns seconds since 1970."""
+    """A log in `metrics.jsonl` and a TensorBoard event file in the folder `path`. Created on one
+    rank; close it. `write` flushes at most once a second; `flush` and `close` always do. `clock`
+    returns seconds since 1970."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -34,8 +37,9 @@ class MetricsLog(Closing):
         self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a row of numbers or scalar CPU tensors; NaN and infinity become null, and are named in `not_finite`.
-        Raises `DataError` for a value that is not a number, and for a name of `RESERVED_NAMES`."""
+        """Write a row of numbers or scalar CPU tensors; NaN and infinity become null, and are named
+        in `not_finite`. Raises `DataError` for a value that is not a number, and for a name of
+        `RESERVED_NAMES`."""
         now = self._clock()
         self._waiting.append((step, now, _numbers(values)))
         if abs(now - self._flushed) >= _FLUSH_SECONDS:
@@ -43,7 +47,8 @@ class MetricsLog(Closing):
             self.flush()
 
     def resume(self, step: int) -> None:
-        """Remove the rows of steps after `step`, which will be repeated. Call it before the first `write`."""
+        """Remove the rows of steps after `step`, which will be repeated. Call it before the first
+        `write`."""
         name = Path(self._rows.name)
         self._rows.close()
         drop_rows_after(step, name)
@@ -54,7 +59,8 @@ class MetricsLog(Closing):
         """Write all rows to the files, so that other processes can read them."""
         waiting, self._waiting = self._waiting, []
         try:
-            for step, time_, numbers in waiting:  # formatted here, in a batch: this takes half as long as within each step
+            # formatted here, in a batch: this takes half as long as within each step
+            for step, time_, numbers in waiting:
                 self._rows.write(json.dumps(_row(step, time_, numbers)) + "\n")
                 self._events.write(step, time_, numbers)
             self._rows.flush()
@@ -75,12 +81,17 @@ class MetricsLog(Closing):
 
 def drop_rows_after(step: int, path: Path) -> None:
     """Remove the lines of steps after `step`, and incomplete lines, from a file of JSON lines."""
-    kept = [line.rstrip("\n") for line in lines_below(path.parent, path.name, MOST_BYTES) if _is_up_to(step, line)]
+    kept = [
+        line.rstrip("\n")
+        for line in lines_below(path.parent, path.name, MOST_BYTES)
+        if _is_up_to(step, line)
+    ]
     write_atomically(path, "".join(f"{line}\n" for line in kept))
 
 
 def _is_up_to(step: int, line: str) -> bool:
-    """Return True if the line is a row of one of the first `step` steps. An incomplete line, from a crash, is not."""
+    """Return True if the line is a row of one of the first `step` steps. An incomplete line, from a
+    crash, is not."""
     try:
         return bool(json.loads(line)["step"] <= step)
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -90,7 +101,9 @@ def _is_up_to(step: int, line: str) -> bool:
 def _row(step: int, now: float, numbers: dict[str, float]) -> dict[str, Any]:
     row: dict[str, Any] = {"step": step, "time": now, **numbers}
     if not all(map(math.isfinite, numbers.values())):
-        not_finite = {name: str(number) for name, number in numbers.items() if not math.isfinite(number)}
+        not_finite = {
+            name: str(number) for name, number in numbers.items() if not math.isfinite(number)
+        }
         row.update(dict.fromkeys(not_finite), not_finite=not_finite)
     return row
 
@@ -98,15 +111,23 @@ def _row(step: int, now: float, numbers: dict[str, float]) -> dict[str, Any]:
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     if not RESERVED_NAMES.isdisjoint(values):
         name = min(RESERVED_NAMES.intersection(values))
-        raise DataError(f"a metric is named {name!r}; every row of metrics.jsonl has its own {name!r}; choose another name")
-    return {name: value if type(value) is float else as_number(name, value) for name, value in values.items()}
+        raise DataError(
+            f"a metric is named {name!r}; every row of metrics.jsonl has its own {name!r}; choose"
+            " another name"
+        )
+    return {
+        name: value if type(value) is float else as_number(name, value)
+        for name, value in values.items()
+    }
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return the metric as a float. Raises `DataError` if it is neither a number nor a scalar tensor."""
+    """Return the metric as a float. Raises `DataError` if it is neither a number nor a scalar
+    tensor."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise DataError(
-            f"metric {name!r} is {value!r} (a {type(value).__name__}); a metric is a single number; reduce it, for example by mean()"
+            f"metric {name!r} is {value!r} (a {type(value).__name__}); a metric is a single number;"
+            " reduce it, for example by mean()"
         ) from None

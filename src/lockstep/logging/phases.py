@@ -32,7 +32,8 @@ class _PhaseSeconds:
 
 
 class StreamTimes:
-    """Times of the GPU's stream that a rank computes on, by phase: the host only queues work, and is ahead of it."""
+    """Times of the GPU's stream that a rank computes on, by phase: the host only queues work, and
+    is ahead of it."""
 
     def __init__(self, create_event: Callable[[], torch.Event]) -> None:
         self._create_event = create_event
@@ -80,8 +81,8 @@ class Phases:
         self._by_phase = {self.name: self._current}
 
     def enter(self, name: str, *, interrupts: bool = False, on_stream: bool = True) -> str:
-        """Enter another phase. Returns the one before. `interrupts`: that one has not ended, and is entered again.
-        `on_stream`: False for a phase of the host alone."""
+        """Enter another phase. Returns the one before. `interrupts`: that one has not ended, and is
+        entered again. `on_stream`: False for a phase of the host alone."""
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took
@@ -102,7 +103,8 @@ class Phases:
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """A phase of the host, which interrupts the present one, while its device works on what is queued."""
+        """A phase of the host, which interrupts the present one, while its device works on what is
+        queued."""
         before = self.enter(WAITING_FOR_DEVICE, interrupts=True, on_stream=False)
         try:
             yield
@@ -110,7 +112,8 @@ class Phases:
             self.enter(before, on_stream=False)
 
     def during(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items. The wait for each is a phase `name`, which interrupts the present one."""
+        """Yield the items. The wait for each is a phase `name`, which interrupts the present
+        one."""
         iterator = iter(items)
         while True:
             before = self.enter(name, interrupts=True)
@@ -125,12 +128,16 @@ class Phases:
     @property
     def totals(self) -> defaultdict[str, float]:
         """Seconds of each phase in all."""
-        return defaultdict(float, {name: taken.total for name, taken in list(self._by_phase.items())})
+        return defaultdict(
+            float, {name: taken.total for name, taken in list(self._by_phase.items())}
+        )
 
     @property
     def waited(self) -> defaultdict[str, float]:
         """Seconds of each phase that were waits for other ranks."""
-        return defaultdict(float, {name: taken.waited for name, taken in list(self._by_phase.items())})
+        return defaultdict(
+            float, {name: taken.waited for name, taken in list(self._by_phase.items())}
+        )
 
     def usual(self, name: str) -> float | None:
         """Return the longest recent duration in seconds. None if the phase has not ended yet."""

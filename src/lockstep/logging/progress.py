@@ -1,4 +1,5 @@
-"""The progress display of a run: one live line on a terminal or in a notebook, otherwise occasional lines of text."""
+"""The progress display of a run: one live line on a terminal or in a notebook, otherwise occasional
+lines of text."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _Latest = tuple[float | None, float | None, float | None, Mapping[str, float]]
 _LIVE_SECONDS = 0.1
 """Shortest time between two refreshes of the live line."""
 _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
-"""Without a terminal, the time between two lines: the shortest, the longest, and as a share of the elapsed time."""
+"""Without a terminal, the time between two lines: the shortest, the longest, and as a share of the
+elapsed time."""
 _WARM_UP_STEPS = 5
 """Fewest steps of the first interval from which the time left is estimated."""
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
@@ -29,13 +31,20 @@ _NOTEBOOK_COLUMNS = 100
 
 
 class Progress(Closing):
-    """A progress display on `stream`. Created on one rank, just before the first step; close it. On a terminal, and
-    in a notebook, its last line is kept up to date, below other output. Otherwise lines are written for the first
-    and the last step, and every 2 seconds in between, less often in long runs. There is no thread. If `stream` can
-    no longer be written to, the display ends, not the run. `total_steps` and `start` (steps done before) count
-    optimizer steps."""
+    """A progress display on `stream`. Created on one rank, just before the first step; close it. On
+    a terminal, and in a notebook, its last line is kept up to date, below other output. Otherwise
+    lines are written for the first and the last step, and every 2 seconds in between, less often in
+    long runs. There is no thread. If `stream` can no longer be written to, the display ends, not
+    the run. `total_steps` and `start` (steps done before) count optimizer steps."""
 
-    def __init__(self, total_steps: int, *, stream: TextIO, clock: Callable[[], float] = time.monotonic, start: int = 0) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        start: int = 0,
+    ) -> None:
         self._total = total_steps
         self._clock = clock
         self._began = clock()
@@ -63,7 +72,8 @@ class Progress(Closing):
         samples_per_second: float | None = None,
         extra: Mapping[str, float] | None = None,
     ) -> None:
-        """Show that `step` steps are done. A narrow terminal leaves out `extra` first, then `lr`."""
+        """Show that `step` steps are done. A narrow terminal leaves out `extra` first, then
+        `lr`."""
         now = self._clock()
         self._estimate.update(step, now)
         self._step = step
@@ -74,7 +84,9 @@ class Progress(Closing):
         elif now - self._shown_at >= self._refresh_seconds:
             self._shown_at = now
             if self._display is not None and not self._display.is_live:
-                self._refresh_seconds = min(_LONGEST_LINE_SECONDS, max(_LINE_SECONDS, _LINE_SHARE * (now - self._began)))
+                self._refresh_seconds = min(
+                    _LONGEST_LINE_SECONDS, max(_LINE_SECONDS, _LINE_SHARE * (now - self._began))
+                )
             self._show(self._estimate.time_left(self._total))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -92,7 +104,8 @@ class Progress(Closing):
             self._end()
 
     def close(self) -> None:
-        """Show the last update if it was not shown yet, and restore the terminal. A second call does nothing."""
+        """Show the last update if it was not shown yet, and restore the terminal. A second call
+        does nothing."""
         if self._has_update or (self._display is not None and self._display.is_live):
             self._show(f"after {_duration(self._clock() - self._began)}")
         self._end()
@@ -114,10 +127,10 @@ class Progress(Closing):
 
 
 class _TimeEstimate:
-    """An estimate of the time left, from the durations of steps and evaluations, which are assumed to continue alike.
-    The seconds per step are a mean in which step n has a weight proportional to n. The first interval, with the
-    warm-up, counts only until there is a second one ("~"). The excess time of an interval with an evaluation is the
-    evaluation's."""
+    """An estimate of the time left, from the durations of steps and evaluations, which are assumed
+    to continue alike. The seconds per step are a mean in which step n has a weight proportional to
+    n. The first interval, with the warm-up, counts only until there is a second one ("~"). The
+    excess time of an interval with an evaluation is the evaluation's."""
 
     def __init__(self, step: int, now: float) -> None:
         self._start = self._step = step
@@ -144,10 +157,13 @@ class _TimeEstimate:
         if self._intervals == 1:
             self._counted = 0
         self._intervals += 1
-        # Weights in proportion to n: the share of the newest `steps` of n in all is 1 - ((n - steps) / n)².
+        # Weights in proportion to n: the share of the newest `steps` of n in all is 1 - ((n -
+        # steps) / n)².
         share = 1 - (self._counted / (self._counted + steps)) ** 2
         self._seconds_per_step = (
-            seconds / steps if share == 1 else self._seconds_per_step + share * (seconds / steps - self._seconds_per_step)
+            seconds / steps
+            if share == 1
+            else self._seconds_per_step + share * (seconds / steps - self._seconds_per_step)
         )
         self._counted += steps
 
@@ -156,18 +172,32 @@ class _TimeEstimate:
             return ""
         seconds = (total - self._step) * self._seconds_per_step
         if self._last_evaluation > self._start:
-            seconds += (total - self._last_evaluation) * self._evaluation_seconds / (self._last_evaluation - self._start)
+            seconds += (
+                (total - self._last_evaluation)
+                * self._evaluation_seconds
+                / (self._last_evaluation - self._start)
+            )
         return ("~" if self._intervals == 1 else "") + f"{_duration(seconds)} left"
 
 
 _LOSS, _LR, _RATE, _TIME, _EXTRA = range(5)
 """The numbers of a line, in display order."""
-_IMPORTANCE = {_LOSS: 0, _TIME: 0, _RATE: _MIN_BAR_COLUMNS + 1, _LR: _MIN_BAR_COLUMNS + 1, _EXTRA: 2 * _MIN_BAR_COLUMNS + 1}
+_IMPORTANCE = {
+    _LOSS: 0,
+    _TIME: 0,
+    _RATE: _MIN_BAR_COLUMNS + 1,
+    _LR: _MIN_BAR_COLUMNS + 1,
+    _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
+}
 """The numbers by importance for a narrow line, and the columns that each must leave for the bar."""
 
 
 def _numbers(
-    loss: float | None, lr: float | None, samples_per_second: float | None, extra: Mapping[str, float], time_text: str
+    loss: float | None,
+    lr: float | None,
+    samples_per_second: float | None,
+    extra: Mapping[str, float],
+    time_text: str,
 ) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     if loss is not None:
@@ -180,7 +210,9 @@ def _numbers(
     if time_text:
         found.append((_TIME, time_text))
     if extra:
-        found.append((_EXTRA, "  ".join(f"{name} {_number(value)}" for name, value in extra.items())))
+        found.append(
+            (_EXTRA, "  ".join(f"{name} {_number(value)}" for name, value in extra.items()))
+        )
     return found
 
 
@@ -193,7 +225,11 @@ def _duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d}"
     minutes = round(seconds / 60)
-    return f"{minutes // 60}h {minutes % 60:02d}m" if minutes < 1440 else f"{minutes // 1440}d {minutes % 1440 // 60:02d}h"
+    return (
+        f"{minutes // 60}h {minutes % 60:02d}m"
+        if minutes < 1440
+        else f"{minutes // 1440}d {minutes % 1440 // 60:02d}h"
+    )
 
 
 class _Display(Protocol):
@@ -232,7 +268,9 @@ class _Bar:
         self._encoding = encoding
         self._width, self._columns = width, _MAX_BAR_COLUMNS
 
-    def pieces(self, step: int, total: int, parts: list[tuple[int, str]], width: int) -> list[tuple[str, str]]:
+    def pieces(
+        self, step: int, total: int, parts: list[tuple[int, str]], width: int
+    ) -> list[tuple[str, str]]:
         """The line in `width` columns: texts, each with its colour, "" for the usual one."""
         pieces = [(f"{step:>{len(str(total))}}/{total}", "")]
         room = width - len(pieces[0][0])
@@ -249,8 +287,15 @@ class _Bar:
             # The bar shrinks if a number gets longer, and does not grow back: it would flicker.
             self._columns = min(self._columns, room - 1)
             done = round(self._columns * min(1.0, step / max(1, total)))
-            pieces += [(" ", ""), (self._done * done, "cyan"), (self._left * (self._columns - done), "bright_black")]
-        return [*pieces, *(("  " + _encodable(text, self._encoding), "") for _, text in sorted(taken))]
+            pieces += [
+                (" ", ""),
+                (self._done * done, "cyan"),
+                (self._left * (self._columns - done), "bright_black"),
+            ]
+        return [
+            *pieces,
+            *(("  " + _encodable(text, self._encoding), "") for _, text in sorted(taken)),
+        ]
 
 
 class _LiveLine:
@@ -263,8 +308,14 @@ class _LiveLine:
         self._text = Text
         self._console = console
         self._bar = _Bar(console.width, console.encoding)
-        # Redirect a stream only if it goes to the terminal: `script.py > file` must still write the file.
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty())
+        # Redirect a stream only if it goes to the terminal: `script.py > file` must still write the
+        # file.
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
         self._live.start()
         console.show_cursor(True)  # a process that is killed could not restore it
 
@@ -273,15 +324,17 @@ class _LiveLine:
         self._live.update(self._text.assemble(*pieces, no_wrap=True, overflow="crop"), refresh=True)
 
     def line(self, text: str) -> None:
-        self._console.print(self._text(_encodable(text, self._console.encoding), "bold"), soft_wrap=True)
+        self._console.print(
+            self._text(_encodable(text, self._console.encoding), "bold"), soft_wrap=True
+        )
 
     def close(self) -> None:
         self._live.stop()
 
 
 class _NotebookLine:
-    """A line below a notebook's cell that a carriage return begins anew. Other output may come between: the line is
-    then repeated below it."""
+    """A line below a notebook's cell that a carriage return begins anew. Other output may come
+    between: the line is then repeated below it."""
 
     is_live = True
 
@@ -291,7 +344,9 @@ class _NotebookLine:
         self._shown = ""
 
     def status(self, step: int, total: int, parts: list[tuple[int, str]]) -> None:
-        self._write("".join(text for text, _ in self._bar.pieces(step, total, parts, _NOTEBOOK_COLUMNS)))
+        self._write(
+            "".join(text for text, _ in self._bar.pieces(step, total, parts, _NOTEBOOK_COLUMNS))
+        )
 
     def line(self, text: str) -> None:
         shown = self._shown
@@ -310,7 +365,8 @@ class _NotebookLine:
 
 
 def _terminal(stream: TextIO) -> Console | None:
-    """Return a console for a terminal that can redraw a line, else None. rich takes 80 ms to import."""
+    """Return a console for a terminal that can redraw a line, else None. rich takes 80 ms to
+    import."""
     if not stream.isatty():
         return None
     from rich.console import Console

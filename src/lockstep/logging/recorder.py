@@ -1,4 +1,5 @@
-"""The recorder of a run: run directory, logs, progress display. Only rank 0 writes; other ranks make the same calls."""
+"""The recorder of a run: run directory, logs, progress display. Only rank 0 writes; other ranks
+make the same calls."""
 
 from __future__ import annotations
 
@@ -24,23 +25,39 @@ from lockstep.comm.world import World
 from lockstep.logging.loggers import Logger, Loggers
 from lockstep.logging.metrics import RESERVED_NAMES, MetricsLog
 from lockstep.logging.progress import Progress
-from lockstep.logging.run_directory import Holder, RunDirectory, describe_environment, is_followed, note_followed
+from lockstep.logging.run_directory import (
+    Holder,
+    RunDirectory,
+    describe_environment,
+    is_followed,
+    note_followed,
+)
 from lockstep.logging.run_path import default_run_path, numbered
 from lockstep.plan import Plan
 from lockstep.saving import Resume
 
-ROW_NAMES = RESERVED_NAMES | {"loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second", "memory_bytes", "mfu"}
+ROW_NAMES = RESERVED_NAMES | {
+    "loss",
+    "lr",
+    "gradient_norm",
+    "samples_per_second",
+    "weight_per_second",
+    "memory_bytes",
+    "mfu",
+}
 """The names that the run itself writes in a line of metrics.jsonl."""
 _runs_in_launched = 0
 """The runs of this process in the launcher's directory and those numbered after it."""
 _opened: list[Path] = []
 """The run directories that this process has written, in order."""
 _goes_through_again = False
-"""True once this process has opened a run that has ended: its script is on the way to a later one."""
+"""True once this process has opened a run that has ended: its script is on the way to a later
+one."""
 
 
 class Recorder:
-    """The run directory, its logs and the progress display. Every rank makes one, at the same moment."""
+    """The run directory, its logs and the progress display. Every rank makes one, at the same
+    moment."""
 
     def __init__(
         self,
@@ -56,14 +73,16 @@ class Recorder:
         lost_holders: Sequence[Holder] = (),
         check_ended: Callable[[Mapping[str, Any]], None] = lambda recorded: None,
     ) -> None:
-        """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another machine does not have
-        it. `launched`: the launcher's, which goes first; this process's second run there is in `launched`-2, and so on.
-        Neither: a new one in `runs`. `extend`: see `RunDirectory.create`. A run that has ended is resumed at its last
-        checkpoint if the launcher has `restarted` this process, or an earlier process has gone on to another run after
-        it, or this one has resumed one before: the script, which trains several times, is on its way to a later run.
-        `check_ended`: called with run.json of a run that has ended; raises `UserError` if it is another one. `again`:
-        this process has opened the same run before. `lost_holders`: processes that have written it, and whose machine
-        is lost: rank 0 takes the directory from them."""
+        """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another
+        machine does not have it. `launched`: the launcher's, which goes first; this process's
+        second run there is in `launched`-2, and so on. Neither: a new one in `runs`. `extend`: see
+        `RunDirectory.create`. A run that has ended is resumed at its last checkpoint if the
+        launcher has `restarted` this process, or an earlier process has gone on to another run
+        after it, or this one has resumed one before: the script, which trains several times, is on
+        its way to a later run. `check_ended`: called with run.json of a run that has ended; raises
+        `UserError` if it is another one. `again`: this process has opened the same run before.
+        `lost_holders`: processes that have written it, and whose machine is lost: rank 0 takes the
+        directory from them."""
         global _runs_in_launched, _goes_through_again
         if launched is not None:
             _runs_in_launched += not again
@@ -72,12 +91,22 @@ class Recorder:
         self._open = ExitStack()
         path, failure = "", list[str]()
         if world.rank == 0:
-            wanted = Path(run_dir) if run_dir is not None else default_run_path(sys.argv[0], datetime.now())
+            wanted = (
+                Path(run_dir)
+                if run_dir is not None
+                else default_run_path(sys.argv[0], datetime.now())
+            )
             is_passed = _goes_through_again or is_followed(wanted)
             reopen = restarted or (is_passed and wanted.absolute() not in _opened)
             try:
                 self._directory = self._open.enter_context(
-                    RunDirectory.create(wanted, resume=resume != "never", extend=extend, reopen=reopen, lost_holders=lost_holders)
+                    RunDirectory.create(
+                        wanted,
+                        resume=resume != "never",
+                        extend=extend,
+                        reopen=reopen,
+                        lost_holders=lost_holders,
+                    )
                 )
                 if self._directory.has_ended:
                     _goes_through_again |= is_passed
@@ -91,7 +120,8 @@ class Recorder:
             self._open.close()
             raise getattr(lockstep.base.errors, failure[0])(failure[1])
         self.path = Path(path)
-        """The run directory; alike on all ranks, as is `attempt`: eight hexadecimal digits for this start."""
+        """The run directory; alike on all ranks, as is `attempt`: eight hexadecimal digits for this
+        start."""
         if self._directory is not None and _opened and not again:
             note_followed(_opened[-1], self.path)
         _opened.append(self.path)
@@ -118,8 +148,9 @@ class Recorder:
             missing = world.gather_values(is_there).index(False)
             self.close()
             raise RunDirectoryError(
-                f"run directory {self.path}, made by rank 0, is not there for rank {missing}, on another machine; all machines of a run "
-                "write their parts of its checkpoints there; give one on a file system that they share (--run-dir)"
+                f"run directory {self.path}, made by rank 0, is not there for rank {missing}, on"
+                " another machine; all machines of a run write their parts of its checkpoints"
+                " there; give one on a file system that they share (--run-dir)"
             )
 
     def start(
@@ -133,12 +164,18 @@ class Recorder:
         code: Mapping[str, str],
         checkpoints: str | None,
     ) -> None:
-        """Write `run.json`. `code`: digests of the recipe's functions. `checkpoints`: the folder or URL of the
-        checkpoints, if it is not the default."""
+        """Write `run.json`. `code`: digests of the recipe's functions. `checkpoints`: the folder or
+        URL of the checkpoints, if it is not the default."""
         environment = describe_environment(world.device)
         if self._directory is not None and self.is_resumed:
             self._compare_device(environment["device"], is_bitwise=plan.numerics == "bitwise")
-        self.summary = {"recipe": recipe, "seed": seed, "plan": str(plan), "world_size": world.size, "versions": environment["versions"]}
+        self.summary = {
+            "recipe": recipe,
+            "seed": seed,
+            "plan": str(plan),
+            "world_size": world.size,
+            "versions": environment["versions"],
+        }
         if self._directory is None:
             return
         self._run_json = {
@@ -148,7 +185,11 @@ class Recorder:
             "plan": {"text": str(plan), **asdict(plan)},
             "world_size": world.size,
             "launcher": launcher,
-            "checkpoints": checkpoints if checkpoints is None or "://" in checkpoints else str(Path(checkpoints).absolute()),
+            "checkpoints": (
+                checkpoints
+                if checkpoints is None or "://" in checkpoints
+                else str(Path(checkpoints).absolute())
+            ),
             "started": datetime.now().astimezone().isoformat(timespec="seconds"),
             "environment": environment,
         }
@@ -157,23 +198,42 @@ class Recorder:
             self._loggers.start(self._run_json)
 
     def _compare_device(self, now: Mapping[str, str], *, is_bitwise: bool) -> None:
-        """Record that the run was on another kind of device before: its bits are not those that it would have had."""
+        """Record that the run was on another kind of device before: its bits are not those that it
+        would have had."""
         assert self._directory is not None
         before = (self._directory.recorded().get("environment") or {}).get("device") or {}
-        changed = {name: [before[name], now[name]] for name in before if name in now and name != "type" and before[name] != now[name]}
+        changed = {
+            name: [before[name], now[name]]
+            for name in before
+            if name in now and name != "type" and before[name] != now[name]
+        }
         if not changed:
             return
         self.event("device-changed", 0, changed=changed)
         if is_bitwise:
-            words = ", ".join(f"{name} was {old} and is {new}" for name, (old, new) in changed.items())
-            self.message(f"warning: resumed on another kind of device ({words}); numerics=bitwise gives the same bits on one kind")
+            words = ", ".join(
+                f"{name} was {old} and is {new}" for name, (old, new) in changed.items()
+            )
+            self.message(
+                f"warning: resumed on another kind of device ({words}); numerics=bitwise gives the"
+                " same bits on one kind"
+            )
 
-    def update_chosen(self, recipe: Mapping[str, Any], plan: Plan, device: torch.device, auto: Mapping[str, Any]) -> None:
-        """Write `run.json` again with the values chosen for `auto` in recipe and plan. `auto`: how they were chosen."""
+    def update_chosen(
+        self, recipe: Mapping[str, Any], plan: Plan, device: torch.device, auto: Mapping[str, Any]
+    ) -> None:
+        """Write `run.json` again with the values chosen for `auto` in recipe and plan. `auto`: how
+        they were chosen."""
         self.summary |= {"recipe": recipe, "plan": str(plan)}
         if self._directory is not None:
-            self._run_json |= {"recipe": recipe, "plan": {"text": str(plan), **asdict(plan)}, "auto": auto}
-            self._directory.write_json("run.json", self._run_json | {"environment": describe_environment(device)})
+            self._run_json |= {
+                "recipe": recipe,
+                "plan": {"text": str(plan), **asdict(plan)},
+                "auto": auto,
+            }
+            self._directory.write_json(
+                "run.json", self._run_json | {"environment": describe_environment(device)}
+            )
 
     def describe(self, recipe: Mapping[str, Any]) -> None:
         """Write `run.json` again with what a script's own loop is known to learn once it begins."""
@@ -183,11 +243,15 @@ class Recorder:
             self._directory.write_json("run.json", self._run_json)
 
     def resume(self, step: int, checkpoints: str | None) -> None:
-        """Begin, or resume, after step `step`. `checkpoints`: where a checkpoint was looked for; None: nowhere."""
+        """Begin, or resume, after step `step`. `checkpoints`: where a checkpoint was looked for;
+        None: nowhere."""
         self._first_step = step
         if self.is_resumed and not step and checkpoints is not None:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)
-            self.message(f"warning: {checkpoints} has no checkpoint to resume from; the run starts again from step 0")
+            self.message(
+                f"warning: {checkpoints} has no checkpoint to resume from; the run starts again"
+                " from step 0"
+            )
         if self._directory is not None:
             self._directory.keep_result()
         if self._metrics is not None:
@@ -197,13 +261,21 @@ class Recorder:
         """Start the progress display if there is a stream for it."""
         stream = progress_stream()
         if self._directory is not None and self._progress is None and stream is not None:
-            self._progress = self._open.enter_context(Progress(total_steps, stream=stream, start=self._first_step))
+            self._progress = self._open.enter_context(
+                Progress(total_steps, stream=stream, start=self._first_step)
+            )
 
     def step(self, step: int, values: Mapping[str, float], extra: Mapping[str, float]) -> None:
         """Record a logging step. `values` has loss, lr and samples_per_second."""
         self._write(step, {**values, **extra})
         if self._progress is not None:
-            self._progress.update(step, loss=values["loss"], lr=values["lr"], samples_per_second=values["samples_per_second"], extra=extra)
+            self._progress.update(
+                step,
+                loss=values["loss"],
+                lr=values["lr"],
+                samples_per_second=values["samples_per_second"],
+                extra=extra,
+            )
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self._write(step, {f"evaluation/{name}": value for name, value in values.items()})
@@ -240,12 +312,14 @@ class Recorder:
             say(text)
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write a safetensors file. Every rank calls it: distributed tensors are gathered, one after another."""
+        """Write a safetensors file. Every rank calls it: distributed tensors are gathered, one
+        after another."""
         gathered = {}
         for key, value in state_dict.items():
             tensor = full_tensor(value)
             if self._directory is not None:
-                gathered[key] = tensor.cpu() if isinstance(tensor, Tensor) else tensor  # a GPU need not have room for all
+                # a GPU need not have room for all
+                gathered[key] = tensor.cpu() if isinstance(tensor, Tensor) else tensor
         if self._directory is not None:
             self._directory.save_tensors(name, gathered)
 
@@ -277,7 +351,8 @@ class Throughput:
             self._weight += sum(weights.values())
 
     def restart(self) -> dict[str, float]:
-        """Return the rates since the last call: samples/s, and for one weighted term its weight (tokens, say) per s."""
+        """Return the rates since the last call: samples/s, and for one weighted term its weight
+        (tokens, say) per s."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = {"samples_per_second": self._samples / seconds}

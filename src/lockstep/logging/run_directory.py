@@ -1,4 +1,5 @@
-"""The run directory: all files of one run. Only one run writes to it, and nothing of an earlier run is overwritten."""
+"""The run directory: all files of one run. Only one run writes to it, and nothing of an earlier run
+is overwritten."""
 
 from __future__ import annotations
 
@@ -32,7 +33,14 @@ from lockstep.base.version import __version__
 
 _RUN_FILE = "run.json"
 _RESULT_FILE = "result.json"
-_RUN_FILES = (_RUN_FILE, "metrics.jsonl", "ranks.jsonl", "events.jsonl", _RESULT_FILE, "model.safetensors")
+_RUN_FILES = (
+    _RUN_FILE,
+    "metrics.jsonl",
+    "ranks.jsonl",
+    "events.jsonl",
+    _RESULT_FILE,
+    "model.safetensors",
+)
 _FOLDERS = ("checkpoints", "profile", "huggingface")
 _OTHER_FILES = ("out-of-memory.json", "output.txt", "followed-by.txt")
 _PREFIXES = ("events.out.tfevents.", "hang-")
@@ -52,8 +60,8 @@ _SAVED_DTYPES = frozenset(
 
 
 class RunDirectory(Closing):
-    """A run directory that this process alone writes to. Created on one rank, by `create`; close it. A kernel lock on
-    the file `lock`, which names the holder, ends with the holder's process."""
+    """A run directory that this process alone writes to. Created on one rank, by `create`; close
+    it. A kernel lock on the file `lock`, which names the holder, ends with the holder's process."""
 
     def __init__(self, path: Path, lock: _FileLock, *, is_resumed: bool, extends: bool) -> None:
         self.path = path
@@ -66,13 +74,20 @@ class RunDirectory(Closing):
 
     @classmethod
     def create(
-        cls, path: Path, *, resume: bool = False, extend: bool = False, reopen: bool = False, lost_holders: Sequence[Holder] = ()
+        cls,
+        path: Path,
+        *,
+        resume: bool = False,
+        extend: bool = False,
+        reopen: bool = False,
+        lost_holders: Sequence[Holder] = (),
     ) -> RunDirectory:
-        """Create the folder and claim it. `resume`: allow a run in it that has not ended. `extend`: and one that has
-        ended, whose result `keep_result` gives another name. `reopen`: and one that has ended and will have the same
-        result, or, in any case, an evaluation. `lost_holders`: processes of this run on machines that it has lost, from
-        which it takes the folder. Raises `RunDirectoryError` if another run holds it, if it has files of
-        an earlier run, or if it cannot be written to."""
+        """Create the folder and claim it. `resume`: allow a run in it that has not ended. `extend`:
+        and one that has ended, whose result `keep_result` gives another name. `reopen`: and one
+        that has ended and will have the same result, or, in any case, an evaluation.
+        `lost_holders`: processes of this run on machines that it has lost, from which it takes the
+        folder. Raises `RunDirectoryError` if another run holds it, if it has files of an earlier
+        run, or if it cannot be written to."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -80,30 +95,46 @@ class RunDirectory(Closing):
             lock = _FileLock.acquire(path / _LOCK, lost_holders)
         except (FileExistsError, NotADirectoryError):
             raise RunDirectoryError(
-                f"run directory {path} is, or lies below, something that is not a folder; a run directory is a folder; choose another path"
+                f"run directory {path} is, or lies below, something that is not a folder; a run"
+                " directory is a folder; choose another path"
             ) from None
         except OSError as error:
             raise RunDirectoryError(
-                f"run directory {path} cannot be written to ({error.strerror}: {error.filename or path}); a run directory is a folder in "
-                "which files can be created and locked; choose another, or change its permissions"
+                f"run directory {path} cannot be written to ({error.strerror}:"
+                f" {error.filename or path}); a run directory is a folder in which files can be"
+                " created and locked; choose another, or change its permissions"
             ) from error
         except ValueError as error:
             raise RunDirectoryError(
-                f"run directory {str(path)!a} has a name that this system cannot write ({error}); a name is made of what its locale can "
-                f"encode ({sys.getfilesystemencoding()} here); use plain letters, or set LC_ALL=C.UTF-8"
+                f"run directory {str(path)!a} has a name that this system cannot write ({error}); a"
+                f" name is made of what its locale can encode ({sys.getfilesystemencoding()} here);"
+                " use plain letters, or set LC_ALL=C.UTF-8"
             ) from error
-        resume |= reopen and not any((path / name).exists() for name in ("checkpoints", "model.safetensors"))
+        resume |= reopen and not any(
+            (path / name).exists() for name in ("checkpoints", "model.safetensors")
+        )
         is_resumed = resume and (path / _RUN_FILE).exists()
         extends = is_resumed and extend and (path / _RESULT_FILE).exists()
-        refused = () if is_resumed and (reopen or extends) else (_RESULT_FILE,) if is_resumed else _RUN_FILES
+        refused = (
+            ()
+            if is_resumed and (reopen or extends)
+            else (_RESULT_FILE,)
+            if is_resumed
+            else _RUN_FILES
+        )
         for name in refused:
-            if (path / name).exists() and (path / name).stat().st_size:  # an empty file: its run was killed at its start
+            # an empty file: its run was killed at its start
+            if (path / name).exists() and (path / name).stat().st_size:
                 lock.release()
                 ended = " that has ended" if name == _RESULT_FILE else ""
-                remedy = "go on with more steps (--allow-change steps), choose another directory" if ended else "choose another directory"
+                remedy = (
+                    "go on with more steps (--allow-change steps), choose another directory"
+                    if ended
+                    else "choose another directory"
+                )
                 raise RunDirectoryError(
-                    f"run directory {path} already holds a run{ended} ({name}); nothing of an earlier run is overwritten; {remedy}, or "
-                    "remove this one"
+                    f"run directory {path} already holds a run{ended} ({name}); nothing of an"
+                    f" earlier run is overwritten; {remedy}, or remove this one"
                 )
         return cls(path, lock, is_resumed=is_resumed, extends=extends)
 
@@ -112,28 +143,38 @@ class RunDirectory(Closing):
         try:
             return read_object(self.path, _RUN_FILE)
         except (OSError, ValueError) as error:
-            raise RunDirectoryError(f"{self.path / _RUN_FILE} cannot be read ({error}); choose another run directory") from error
+            raise RunDirectoryError(
+                f"{self.path / _RUN_FILE} cannot be read ({error}); choose another run directory"
+            ) from error
 
     def keep_result(self) -> None:
-        """Give the result of a run that is extended another name. Called once it is known that the run can go on."""
+        """Give the result of a run that is extended another name. Called once it is known that the
+        run can go on."""
         if not self._extends:
             return
         self._extends = False
-        number = next(number for number in count(1) if not (self.path / f"result-{number}.json").exists())
+        number = next(
+            number for number in count(1) if not (self.path / f"result-{number}.json").exists()
+        )
         for name in (_RESULT_FILE, "model.safetensors"):
             if (self.path / name).exists():
-                (self.path / name).rename((self.path / name).with_stem(f"{Path(name).stem}-{number}"))
+                (self.path / name).rename(
+                    (self.path / name).with_stem(f"{Path(name).stem}-{number}")
+                )
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write JSON atomically. NaN and infinity become null, and are listed by path under `not_finite`."""
+        """Write JSON atomically. NaN and infinity become null, and are listed by path under
+        `not_finite`."""
         not_finite: dict[str, str] = {}
         row = _finite(value, "", not_finite) | ({"not_finite": not_finite} if not_finite else {})
         text = json.dumps(row, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        # surrogateescape writes back the bytes of a path or argument that the locale could not decode.
+        # surrogateescape writes back the bytes of a path or argument that the locale could not
+        # decode.
         write_atomically(self.path / name, text.encode(errors="surrogateescape"))
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write a safetensors file atomically, tied tensors under each name. Raises `RecipeError`."""
+        """Write a safetensors file atomically, tied tensors under each name. Raises
+        `RecipeError`."""
         check_tensors(state_dict)
         storages: set[int] = set()
         tensors: dict[str, torch.Tensor] = {}
@@ -149,7 +190,8 @@ class RunDirectory(Closing):
 
     @property
     def is_taken(self) -> bool:
-        """True once those processes of the run that are left have taken the directory from this one."""
+        """True once those processes of the run that are left have taken the directory from this
+        one."""
         return self._lock.is_taken
 
     @property
@@ -163,24 +205,37 @@ class RunDirectory(Closing):
 
 
 def _check_kinds(path: Path) -> None:
-    """Raise `RunDirectoryError` if a link, or anything that is neither file nor folder, stands where the run writes:
-    it would write elsewhere, or wait."""
+    """Raise `RunDirectoryError` if a link, or anything that is neither file nor folder, stands
+    where the run writes: it would write elsewhere, or wait."""
     with os.scandir(path) as entries:
         for entry in entries:
             is_folder = entry.name in _FOLDERS
-            if not is_folder and entry.name not in (*_RUN_FILES, _LOCK, *_OTHER_FILES) and not entry.name.startswith(_PREFIXES):
+            if (
+                not is_folder
+                and entry.name not in (*_RUN_FILES, _LOCK, *_OTHER_FILES)
+                and not entry.name.startswith(_PREFIXES)
+            ):
                 continue
             if not (entry.is_dir if is_folder else entry.is_file)(follow_symlinks=False):
-                found = "a link" if entry.is_symlink() else f"no {'folder' if is_folder else 'regular file'}"
-                remedy = "ls.Saving(folder=...) names a folder of checkpoints elsewhere" if entry.name == _FOLDERS[0] else "remove it"
+                found = (
+                    "a link"
+                    if entry.is_symlink()
+                    else f"no {'folder' if is_folder else 'regular file'}"
+                )
+                remedy = (
+                    "ls.Saving(folder=...) names a folder of checkpoints elsewhere"
+                    if entry.name == _FOLDERS[0]
+                    else "remove it"
+                )
                 raise RunDirectoryError(
-                    f"run directory {path} holds {entry.name}, which is {found}; a run writes to files and folders of its own there; "
-                    f"{remedy}, or choose another directory"
+                    f"run directory {path} holds {entry.name}, which is {found}; a run writes to"
+                    f" files and folders of its own there; {remedy}, or choose another directory"
                 )
 
 
 def note_followed(path: Path, by: Path) -> None:
-    """Note in the directory of a run that has ended that the script has gone on to train in another one."""
+    """Note in the directory of a run that has ended that the script has gone on to train in another
+    one."""
     with suppress(OSError):  # it may be gone
         if (path / _RESULT_FILE).exists():
             write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
@@ -192,7 +247,8 @@ def is_followed(path: Path) -> bool:
 
 
 class _FileLock:
-    """An exclusive lock on a file, held until `release` or the end of the process. The file is removed on release."""
+    """An exclusive lock on a file, held until `release` or the end of the process. The file is
+    removed on release."""
 
     _held: ClassVar[weakref.WeakSet[_FileLock]] = weakref.WeakSet()
 
@@ -203,8 +259,9 @@ class _FileLock:
 
     @classmethod
     def acquire(cls, path: Path, lost: Sequence[Holder] = ()) -> _FileLock:
-        """Raises `RunDirectoryError` if another process holds it, `OSError` if it cannot be created or locked. `lost`:
-        processes on lost machines, which may not know it yet: the file is removed from under them."""
+        """Raises `RunDirectoryError` if another process holds it, `OSError` if it cannot be created
+        or locked. `lost`: processes on lost machines, which may not know it yet: the file is
+        removed from under them."""
         while True:
             descriptor = open_below(path.parent, path.name, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -223,12 +280,18 @@ class _FileLock:
                 raise error from None
             if current:
                 return cls(path, descriptor)
-            os.close(descriptor)  # its last holder removed the file after we opened it and before we locked it
+            # its last holder removed the file after we opened it and before we locked it
+            os.close(descriptor)
 
     @property
     def is_taken(self) -> bool:
-        """True once another process has taken the lock, because this one's machine was lost for it."""
-        return self._descriptor is not None and self._path.exists() and not _is_same_file(self._path, self._descriptor)
+        """True once another process has taken the lock, because this one's machine was lost for
+        it."""
+        return (
+            self._descriptor is not None
+            and self._path.exists()
+            and not _is_same_file(self._path, self._descriptor)
+        )
 
     @property
     def holder(self) -> Holder | None:
@@ -248,7 +311,8 @@ class _FileLock:
 
     @classmethod
     def _forget_in_child(cls) -> None:
-        """Close the lock in a forked child, which would otherwise hold it after its parent has died."""
+        """Close the lock in a forked child, which would otherwise hold it after its parent has
+        died."""
         for lock in list(cls._held):
             if lock._descriptor is not None:
                 os.close(lock._descriptor)
@@ -280,11 +344,16 @@ def _holder(descriptor: int) -> Holder | None:
 def _claim(descriptor: int, path: Path) -> None:
     if os.fstat(descriptor).st_size and _holder(descriptor) is None:
         raise RunDirectoryError(
-            f"run directory {path.parent} holds a file named {path.name!r} that no run wrote; a run records its claim in that file; "
-            "choose another directory"
+            f"run directory {path.parent} holds a file named {path.name!r} that no run wrote; a run"
+            " records its claim in that file; choose another directory"
         )
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "process_ids": process_id_space(), "started": started}
+    holder = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "process_ids": process_id_space(),
+        "started": started,
+    }
     text = json.dumps(holder).encode() + b"\n"
     os.ftruncate(descriptor, 0)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -293,9 +362,14 @@ def _claim(descriptor: int, path: Path) -> None:
 
 def _in_use(descriptor: int, path: Path) -> RunDirectoryError:
     holder = _holder(descriptor)
-    who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}" if holder else "another process"
+    who = (
+        f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
+        if holder
+        else "another process"
+    )
     return RunDirectoryError(
-        f"run directory {path.parent} is in use by a live run ({who}); one run writes to a directory; choose another, or end that run first"
+        f"run directory {path.parent} is in use by a live run ({who}); one run writes to a"
+        " directory; choose another, or end that run first"
     )
 
 
@@ -305,17 +379,21 @@ def check_tensors(state_dict: Mapping[str, Any]) -> None:
         if not isinstance(value, torch.Tensor):
             found = f"a {type(value).__name__}"
         elif value.is_meta or value.layout != torch.strided or value.dtype not in _SAVED_DTYPES:
-            found = f"a tensor of layout {value.layout}, type {value.dtype}, on device {value.device}"
+            found = (
+                f"a tensor of layout {value.layout}, type {value.dtype}, on device {value.device}"
+            )
         else:
             continue
         raise RecipeError(
-            f"state dict entry {name!r} is {found}; model.safetensors holds dense tensors of integers, floats, bools and complex64; "
-            "change its type, or leave it out of the state dict (a buffer: persistent=False; get_extra_state: return a tensor)"
+            f"state dict entry {name!r} is {found}; model.safetensors holds dense tensors of"
+            " integers, floats, bools and complex64; change its type, or leave it out of the state"
+            " dict (a buffer: persistent=False; get_extra_state: return a tensor)"
         )
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return the environment of a run as JSON: versions, host, CPUs, threads, command line and `device`."""
+    """Return the environment of a run as JSON: versions, host, CPUs, threads, command line and
+    `device`."""
     return {
         "versions": {
             "lockstep": __version__,
@@ -328,7 +406,10 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "cpus_usable": usable_cpus(),
-        "threads": {"intra_op": torch.get_num_threads(), "inter_op": torch.get_num_interop_threads()},
+        "threads": {
+            "intra_op": torch.get_num_threads(),
+            "inter_op": torch.get_num_interop_threads(),
+        },
         "device": {"type": str(device), **device_kind(device)},
         "command_line": sys.orig_argv,
         "working_directory": os.getcwd(),
@@ -353,7 +434,10 @@ def device_name(device: torch.device) -> str:
 
 def _finite(value: Any, path: str, not_finite: dict[str, str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(item, f"{path}.{key}" if path else str(key), not_finite) for key, item in value.items()}
+        return {
+            key: _finite(item, f"{path}.{key}" if path else str(key), not_finite)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_finite(item, f"{path}[{index}]", not_finite) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):

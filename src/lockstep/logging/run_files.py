@@ -1,7 +1,7 @@
 """The files of a run directory, for readers who did not write them. Needs no torch.
 
-Whoever can send a folder can have written them: each is a regular file of limited size, and its values have the types
-that a run writes.
+Whoever can send a folder can have written them: each is a regular file of limited size, and its
+values have the types that a run writes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,26 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import RunDirectoryError
-from lockstep.base.foreign_files import MOST_BITS, MOST_BYTES, NUMBER, check_kinds, lines_below, read_object
+from lockstep.base.foreign_files import (
+    MOST_BITS,
+    MOST_BYTES,
+    NUMBER,
+    check_kinds,
+    lines_below,
+    read_object,
+)
 
-RUN, RESULT, METRICS, RANKS, EVENTS = "run.json", "result.json", "metrics.jsonl", "ranks.jsonl", "events.jsonl"
+RUN, RESULT, METRICS, RANKS, EVENTS = (
+    "run.json",
+    "result.json",
+    "metrics.jsonl",
+    "ranks.jsonl",
+    "events.jsonl",
+)
 _RUN_KINDS = {
     "recipe": dict, "plan": {"text": str}, "world_size": int, "checkpoints": str,
-    "environment": {"host": str, "device": {"name": str}, "command_line": list, "working_directory": str},
+    "environment": {"host": str, "device": {"name": str}, "command_line": list,
+    "working_directory": str},
 }  # fmt: skip
 _RESULT_KINDS = {
     "steps": int, "fingerprint": str, "plan": str, "world_size": int, "metrics": dict,
@@ -37,9 +51,12 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return _read(folder, RESULT, _RESULT_KINDS) if is_there(folder, RESULT) else None
 
 
-def read_rows(folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines, which all have a step. Counts invalid ones in `unreadable`, but no last line without a
-    line end: it is being written, or the run was killed while it wrote. Raises `RunDirectoryError`."""
+def read_rows(
+    folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines, which all have a step. Counts invalid ones in `unreadable`, but no
+    last line without a line end: it is being written, or the run was killed while it wrote. Raises
+    `RunDirectoryError`."""
     if not is_there(folder, name):
         return
     with readable(folder / name):
@@ -73,7 +90,8 @@ def readable(what: Path | str) -> Iterator[None]:
     except OSError as error:
         where = error.filename or what
         raise RunDirectoryError(
-            f"{where} cannot be read ({error.strerror}); a run writes regular files, and you must be allowed to read them; check it"
+            f"{where} cannot be read ({error.strerror}); a run writes regular files, and you must"
+            " be allowed to read them; check it"
         ) from error
 
 
@@ -83,7 +101,10 @@ def _read(folder: Path, name: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
         with readable(path):
             found = read_object(folder, name)
     except ValueError as error:
-        raise RunDirectoryError(f"{path} is not valid JSON ({error}); a run never writes it in part; give another run directory") from None
+        raise RunDirectoryError(
+            f"{path} is not valid JSON ({error}); a run never writes it in part; give another run"
+            " directory"
+        ) from None
     try:
         check_kinds(found, kinds)
     except ValueError as error:

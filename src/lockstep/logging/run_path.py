@@ -8,10 +8,13 @@ from pathlib import Path
 
 
 def default_run_path(script: str | None, now: datetime) -> Path:
-    """Return `runs/<script>-<date>-<time>`, with -2, -3, ... if it exists; `run` if `script` is no file."""
+    """Return `runs/<script>-<date>-<time>`, with -2, -3, ... if it exists; `run` if `script` is no
+    file."""
     stem = Path(script).stem if script and not script.startswith("-") else "run"
     first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
-    return next(path for path in (numbered(first, number) for number in count(1)) if not path.exists())
+    return next(
+        path for path in (numbered(first, number) for number in count(1)) if not path.exists()
+    )
 
 
 def numbered(path: Path, number: int) -> Path:

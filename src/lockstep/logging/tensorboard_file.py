@@ -1,7 +1,8 @@
 """TensorBoard's event files: checksummed records of the protocol buffer message `tensorflow.Event`.
 
-Sources: TensorFlow's event.proto, summary.proto and lib/io/record_writer.h. Not `torch.utils.tensorboard`, which takes
-longer to import than everything else that a run needs besides torch.
+Sources: TensorFlow's event.proto, summary.proto and lib/io/record_writer.h. Not
+`torch.utils.tensorboard`, which takes longer to import than everything else that a run needs
+besides torch.
 """
 
 from __future__ import annotations
@@ -23,17 +24,26 @@ class TensorBoardFile:
 
     def __init__(self, folder: Path, now: float) -> None:
         """`now`: seconds since 1970."""
-        self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}").open("ab")
+        self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}").open(
+            "ab"
+        )
         self._write_record(_double_field(1, now) + _text_field(3, "brain.Event:2"))
 
     def write(self, step: int, now: float, numbers: Mapping[str, float]) -> None:
         """Write the values of a step, by name."""
-        values = b"".join(_bytes_field(1, _text_field(1, name) + _float_field(2, number)) for name, number in numbers.items())
+        values = b"".join(
+            _bytes_field(1, _text_field(1, name) + _float_field(2, number))
+            for name, number in numbers.items()
+        )
         self._write_record(_double_field(1, now) + _varint_field(2, step) + _bytes_field(5, values))
 
     def resume(self, step: int, now: float) -> None:
         """Tell readers to discard the values written so far for steps after `step`."""
-        self._write_record(_double_field(1, now) + _varint_field(2, step + 1) + _bytes_field(7, _varint_field(1, _SESSION_START)))
+        self._write_record(
+            _double_field(1, now)
+            + _varint_field(2, step + 1)
+            + _bytes_field(7, _varint_field(1, _SESSION_START))
+        )
 
     def flush(self) -> None:
         self._file.flush()
@@ -57,7 +67,8 @@ def _double_field(field: int, value: float) -> bytes:
 
 
 def _float_field(field: int, value: float) -> bytes:
-    return bytes([field << 3 | 5]) + struct.pack("<f", ctypes.c_float(value).value)  # overflows to infinity
+    # overflows to infinity
+    return bytes([field << 3 | 5]) + struct.pack("<f", ctypes.c_float(value).value)
 
 
 def _varint_field(field: int, value: int) -> bytes:

@@ -1,10 +1,11 @@
 """Weights that autocast casts in every use, which FSDP2 therefore gathers in autocast's precision.
 
-The cast of a gathered weight and the gathered casts of its shards are the same bits. But autograd would keep the first
-from forward to backward, where FSDP2 cannot free it: the full model in bf16 on every rank.
+The cast of a gathered weight and the gathered casts of its shards are the same bits. But autograd
+would keep the first from forward to backward, where FSDP2 cannot free it: the full model in bf16 on
+every rank.
 
-Code beside the module's forward could use such a weight in another operation, which would get a rounded one. In the
-first backward `check_uses` finds such code.
+Code beside the module's forward could use such a weight in another operation, which would get a
+rounded one. In the first backward `check_uses` finds such code.
 """
 
 from __future__ import annotations
@@ -20,25 +21,40 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from lockstep.base.errors import PlanError
-from lockstep.base.torch_private import fsdp_parameter_group, gather_in, gathered_short, own_parameters, owners_of
+from lockstep.base.torch_private import (
+    fsdp_parameter_group,
+    gather_in,
+    gathered_short,
+    own_parameters,
+    owners_of,
+)
 
 _WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
     **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), ("weight",)),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), ("weight",)),
     nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
 }
-"""Modules of torch -> the parameters that their forwards use in matrix products and convolutions alone."""
+"""Modules of torch -> the parameters that their forwards use in matrix products and convolutions
+alone."""
 SMALL_PART = 200
-"""A weight is small if it has less than 1 / 200 of the elements of its group. A router has at most 1 / (2 h), where h
-is the width of the experts' hidden layer; the smallest projection of a large model's attention has 1 / 100."""
-VIEWS = "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze|Expand|Alias|Unbind)"
+"""A weight is small if it has less than 1 / 200 of the elements of its group. A router has at most
+1 / (2 h), where h is the width of the experts' hidden layer; the smallest projection of a large
+model's attention has 1 / 100."""
+VIEWS = (
+    "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze"
+    "|Expand|Alias|Unbind)"
+)
 """Nodes of autograd's graph that are views."""
-_OTHERS = rf"(?!({VIEWS}|Addmm|Mm|Bmm|Baddbmm|Addbmm|Addmv|Mv|Dot|Linear|\w*Convolution)Backward)\w+Backward\d"
+_PRODUCTS = r"Addmm|Mm|Bmm|Baddbmm|Addbmm|Addmv|Mv|Dot|Linear|\w*Convolution"
+_OTHERS = rf"(?!({VIEWS}|{_PRODUCTS})Backward)\w+Backward\d"
 """Torch's own operations that are no products and no views."""
-_TWO_DTYPES = r"[^\n]*(have the same dtype|should be the same|expected scalar type)[^\n]*(BFloat16|Half)[^\n]*"
+_TWO_DTYPES = (
+    r"[^\n]*(have the same dtype|should be the same|expected scalar"
+    r" type)[^\n]*(BFloat16|Half)[^\n]*"
+)
 _A_FORWARD_OF_ITS_OWN = (
-    "give the layer a class with a forward of its own, class Gate(nn.Linear): def forward(self, x): return super().forward(x), whose "
-    "weights are gathered as they are, or use replicate"
+    "give the layer a class with a forward of its own, class Gate(nn.Linear): def forward(self, x):"
+    " return super().forward(x), whose weights are gathered as they are, or use replicate"
 )
 
 
@@ -51,9 +67,9 @@ class AutocastWeights:
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Self:
-        """Find the float32 weights that autocast to `dtype` casts whenever their module computes: those of torch's
-        layers, and of `Conv1D` of transformers, whose forward is the class's own. Call it before the model's forwards
-        are changed."""
+        """Find the float32 weights that autocast to `dtype` casts whenever their module computes:
+        those of torch's layers, and of `Conv1D` of transformers, whose forward is the class's own.
+        Call it before the model's forwards are changed."""
         kinds = dict(_WEIGHTS)
         if transformers := sys.modules.get("transformers.pytorch_utils"):
             kinds[transformers.Conv1D] = ("weight",)
@@ -67,8 +83,9 @@ class AutocastWeights:
         return cls(dtype, owners)
 
     def gather_short(self, groups: Iterable[nn.Module]) -> None:
-        """Have FSDP2's groups gather these weights in `dtype`, except for those that another module uses too, and for
-        those that are small in their group: a router may be called outside of autocast."""
+        """Have FSDP2's groups gather these weights in `dtype`, except for those that another module
+        uses too, and for those that are small in their group: a router may be called outside of
+        autocast."""
         for group in groups:
             held = fsdp_parameter_group(group)
             parameters = [] if held is None else held.fsdp_params
@@ -80,9 +97,15 @@ class AutocastWeights:
 
 
 def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
-    """Raise `PlanError` if the graph of `loss` uses a weight that is gathered short in more than matrix products and
-    convolutions. It does not see into compiled code and the user's autograd functions."""
-    parameters = [each for group in groups if (held := fsdp_parameter_group(group)) for each in held.fsdp_params]
+    """Raise `PlanError` if the graph of `loss` uses a weight that is gathered short in more than
+    matrix products and convolutions. It does not see into compiled code and the user's autograd
+    functions."""
+    parameters = [
+        each
+        for group in groups
+        if (held := fsdp_parameter_group(group))
+        for each in held.fsdp_params
+    ]
     names = {id(gathered): name for name, gathered in filter(None, map(gathered_short, parameters))}
     waiting = [loss.grad_fn] if names and loss.grad_fn is not None else []
     found = set(waiting)
@@ -92,8 +115,9 @@ def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
             if (name := _name_of(following, names)) and re.match(_OTHERS, node.name()):
                 operation = node.name().partition("Backward")[0]
                 raise PlanError(
-                    f"under shard the weight {name!r} is gathered in the precision of autocast, and {operation} uses it too, which would "
-                    f"have it in float32 under other plans; {_A_FORWARD_OF_ITS_OWN}"
+                    f"under shard the weight {name!r} is gathered in the precision of autocast, and"
+                    f" {operation} uses it too, which would have it in float32 under other plans;"
+                    f" {_A_FORWARD_OF_ITS_OWN}"
                 )
             if following not in found:
                 found.add(following)
@@ -101,22 +125,31 @@ def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
 
 
 def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return what an error of torch about two dtypes means where weights are gathered short; None for another error.
-    `plan`: shards them."""
+    """Return what an error of torch about two dtypes means where weights are gathered short; None
+    for another error. `plan`: shards them."""
     if not isinstance(error, RuntimeError) or not (said := re.search(_TWO_DTYPES, str(error))):
         return None
     return PlanError(
-        f"{plan}: {said.group()}; under shard the weights of torch's layers are gathered in the precision of autocast, and one may have "
-        f"been called without it; if so, call the model within session.autocast(); to compute a layer in float32, {_A_FORWARD_OF_ITS_OWN}"
+        f"{plan}: {said.group()}; under shard the weights of torch's layers are gathered in the"
+        " precision of autocast, and one may have been called without it; if so, call the model"
+        f" within session.autocast(); to compute a layer in float32, {_A_FORWARD_OF_ITS_OWN}"
     )
 
 
 def _name_of(node: Node, names: Mapping[int, str]) -> str | None:
-    """Return the name of the weight that `node` accumulates the gradient of, or that of a view of it."""
-    while re.match(f"{VIEWS}Backward", node.name()) and (following := node.next_functions[0][0]) is not None:
+    """Return the name of the weight that `node` accumulates the gradient of, or that of a view of
+    it."""
+    while (
+        re.match(f"{VIEWS}Backward", node.name())
+        and (following := node.next_functions[0][0]) is not None
+    ):
         node = following
     return names.get(id(getattr(node, "variable", None)))
 
 
 def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    return isinstance(module, kind) and type(module).forward is kind.forward and "forward" not in vars(module)
+    return (
+        isinstance(module, kind)
+        and type(module).forward is kind.forward
+        and "forward" not in vars(module)
+    )

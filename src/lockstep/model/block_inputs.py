@@ -1,7 +1,8 @@
 """The gradients of a block's inputs, summed over their uses in the block before those elsewhere.
 
-FSDP2 has a node in autograd's graph between a block and its inputs, so under `shard` the uses of an input in the block
-are summed first. For the same bits, a bitwise run has such a node under the other plans too."""
+FSDP2 has a node in autograd's graph between a block and its inputs, so under `shard` the uses of an
+input in the block are summed first. For the same bits, a bitwise run has such a node under the
+other plans too."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from lockstep.model.repeated_inputs import RepeatedInputs
 
 
 def sum_in_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Sum the gradients of inputs within each of the `blocks` first, and within the `model`, as FSDP2 would if these
-    were its groups: those without parameters of their own are none."""
+    """Sum the gradients of inputs within each of the `blocks` first, and within the `model`, as
+    FSDP2 would if these were its groups: those without parameters of their own are none."""
     seen: set[int] = set()
     for module in (*blocks, model):
         own = {id(parameter) for parameter in module.parameters()} - seen

@@ -1,4 +1,5 @@
-"""Wrappers of a block's forward: activation checkpointing and compilation. Names, parameters and hooks stay."""
+"""Wrappers of a block's forward: activation checkpointing and compilation. Names, parameters and
+hooks stay."""
 
 from __future__ import annotations
 
@@ -18,23 +19,30 @@ from lockstep.plan import Checkpointing
 
 
 def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
-    """Checkpoint the block's activations: recompute most of them in its backward, with the same random numbers.
-    `full` keeps the block's inputs (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). `selective` also
-    keeps the results of matrix products, convolutions and attention, which are expensive to recompute (Korthikanti et
-    al., Reducing Activation Recomputation in Large Transformer Models, 2022). The forward drops the empty cache of keys
-    and values that transformers makes by default, and refuses a filled one with `RecipeError`."""
+    """Checkpoint the block's activations: recompute most of them in its backward, with the same
+    random numbers. `full` keeps the block's inputs (Chen et al., Training Deep Nets with Sublinear
+    Memory Cost, 2016). `selective` also keeps the results of matrix products, convolutions and
+    attention, which are expensive to recompute (Korthikanti et al., Reducing Activation
+    Recomputation in Large Transformer Models, 2022). The forward drops the empty cache of keys and
+    values that transformers makes by default, and refuses a filled one with `RecipeError`."""
     if isinstance(block, BatchNormBase):
-        return  # it keeps only its input anyway, and a recomputation would update its running statistics twice
+        # it keeps only its input anyway, and a recomputation would update its running statistics
+        # twice
+        return
     forward: Callable[..., Any] = block.forward
     contexts: Callable[[], tuple[Any, Any]] = (
-        noop_context_fn if mode == "full" else functools.partial(create_selective_checkpoint_contexts, _expensive())
+        noop_context_fn
+        if mode == "full"
+        else functools.partial(create_selective_checkpoint_contexts, _expensive())
     )
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args, kwargs = (tree_map(_without_cache, given, is_leaf=_is_cache) for given in (args, kwargs))
+        args, kwargs = (
+            tree_map(_without_cache, given, is_leaf=_is_cache) for given in (args, kwargs)
+        )
         tensors = [*tree_leaves((args, kwargs)), *block.parameters()]
         used = {each.device for each in tensors if isinstance(each, Tensor)}
         generators = accelerator.generators_of(list(used))
@@ -43,20 +51,25 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
             computation, recomputation = contexts()
             return computation, _DrawnAgain(generators, recomputation)
 
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=both, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=both, **kwargs
+        )
 
     block.forward = wrapped
 
 
 class _DrawnAgain:
-    """The context of a recomputation, which draws the random numbers that its forward drew; made before that. It can be
-    entered again, as `backward(retain_graph=True)` needs it.
+    """The context of a recomputation, which draws the random numbers that its forward drew; made
+    before that. It can be entered again, as `backward(retain_graph=True)` needs it.
 
-    torch itself would see to that on CUDA and XPU alone, and only for the devices of positional arguments: elsewhere,
-    as on MPS, it recomputes with other dropout masks, and says nothing (https://github.com/pytorch/pytorch/issues/127676).
+    torch itself would see to that on CUDA and XPU alone, and only for the devices of positional
+    arguments: elsewhere, as on MPS, it recomputes with other dropout masks, and says nothing
+    (https://github.com/pytorch/pytorch/issues/127676).
     """
 
-    def __init__(self, generators: Sequence[torch.Generator], context: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, generators: Sequence[torch.Generator], context: AbstractContextManager[Any]
+    ) -> None:
         self._generators, self._context = generators, context
         self._states = self._before = [each.get_state() for each in generators]
 
@@ -77,7 +90,10 @@ class _DrawnAgain:
 
 
 def _is_cache(item: Any) -> bool:
-    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(item).__mro__)
+    return any(
+        kind.__name__ == "Cache" and kind.__module__.startswith("transformers.")
+        for kind in type(item).__mro__
+    )
 
 
 def _without_cache(item: Any) -> Any:
@@ -85,32 +101,53 @@ def _without_cache(item: Any) -> Any:
         return item
     if length := item.get_seq_length():
         raise RecipeError(
-            f"a block is given a cache of {length} keys (a {type(item).__name__}) with activation checkpointing; computing the block again "
-            "would lengthen it; call the model without past_key_values and with use_cache=False, or choose checkpointing=none"
+            f"a block is given a cache of {length} keys (a {type(item).__name__}) with activation"
+            " checkpointing; computing the block again would lengthen it; call the model without"
+            " past_key_values and with use_cache=False, or choose checkpointing=none"
         )
     return None
 
 
 def error_of_compiling(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return what an error of torch means where blocks are compiled; None for another error. `plan`: compiles them."""
-    if not isinstance(error, RuntimeError) or "does not currently support double backward" not in str(error):
+    """Return what an error of torch means where blocks are compiled; None for another error.
+    `plan`: compiles them."""
+    if not isinstance(
+        error, RuntimeError
+    ) or "does not currently support double backward" not in str(error):
         return None
     return PlanError(
-        f"{plan}: torch.compile cannot differentiate a gradient (autograd.grad with create_graph=True, as in a gradient penalty or a "
-        "physics-informed network); leave compile=yes out"
+        f"{plan}: torch.compile cannot differentiate a gradient (autograd.grad with"
+        " create_graph=True, as in a gradient penalty or a physics-informed network); leave"
+        " compile=yes out"
     )
 
 
 def compile_forward(block: nn.Module, *, bitwise: bool) -> None:
-    """Compile the block's forward once for each shape, so that ranks run the same code whatever shapes came before."""
-    # fallback_random: random numbers are drawn as in uncompiled code, so that dropout has the same masks.
-    # deterministic: kernels are not chosen by their time, which would let ranks and runs sum in other orders.
-    block.forward = torch.compile(block.forward, dynamic=False, options={"fallback_random": True, "deterministic": bitwise})
+    """Compile the block's forward once for each shape, so that ranks run the same code whatever
+    shapes came before."""
+    # fallback_random: random numbers are drawn as in uncompiled code, so that dropout has the same
+    # masks. deterministic: kernels are not chosen by their time, which would let ranks and runs sum
+    # in other orders.
+    block.forward = torch.compile(
+        block.forward, dynamic=False, options={"fallback_random": True, "deterministic": bitwise}
+    )
 
 
 @functools.cache
 def _expensive() -> list[Any]:
     aten = torch.ops.aten
-    attention = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    named = ["mm", "addmm", "bmm", "baddbmm", "convolution", *(f"_scaled_dot_product_{kind}" for kind in attention)]
+    attention = (
+        "flash_attention_for_cpu",
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+    )
+    named = [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        *(f"_scaled_dot_product_{kind}" for kind in attention),
+    ]
     return [getattr(aten, name).default for name in named]

@@ -1,4 +1,5 @@
-"""A model's blocks (what a plan gathers, frees, checkpoints or compiles one at a time) and its shared parameters."""
+"""A model's blocks (what a plan gathers, frees, checkpoints or compiles one at a time) and its
+shared parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from torch.distributed.tensor import DTensor
 from lockstep.base.errors import RecipeError
 
 LARGE_FRACTION = 1 / 8
-"""If no list of modules repeats, a module with at least this fraction of all parameters is a block."""
+"""If no list of modules repeats, a module with at least this fraction of all parameters is a
+block."""
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """Return the names of the model's blocks, in the order of its modules; none lies inside another. May be empty.
-    `patterns`: `Recipe.blocks`. None: the members of the outermost lists of modules of one class (`nn.ModuleList`,
-    `nn.Sequential`), or else the modules with an eighth of all parameters; without those that share a parameter with
-    another part of the model. Raises `RecipeError` if the patterns do not name blocks."""
+    """Return the names of the model's blocks, in the order of its modules; none lies inside
+    another. May be empty. `patterns`: `Recipe.blocks`. None: the members of the outermost lists of
+    modules of one class (`nn.ModuleList`, `nn.Sequential`), or else the modules with an eighth of
+    all parameters; without those that share a parameter with another part of the model. Raises
+    `RecipeError` if the patterns do not name blocks."""
     if patterns is None:
         found = list(_repeated(model, "")) or list(_large(model, "", numel(model) * LARGE_FRACTION))
         shared = blocks_with_shared_parameters(model, found)
@@ -26,27 +29,35 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     named = _named(model, patterns)
     if shared := blocks_with_shared_parameters(model, named):
         raise RecipeError(
-            f"the recipe's block {min(shared)!r} shares a parameter with what lies outside of it; a block's parameters are gathered for it "
-            "alone; leave it out of Recipe.blocks, or name a module that holds both"
+            f"the recipe's block {min(shared)!r} shares a parameter with what lies outside of it; a"
+            " block's parameters are gathered for it alone; leave it out of Recipe.blocks, or name"
+            " a module that holds both"
         )
     return named
 
 
 def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
-    found = [outermost(matching_names(names, pattern, "the recipe's blocks have")) for pattern in patterns]
+    found = [
+        outermost(matching_names(names, pattern, "the recipe's blocks have"))
+        for pattern in patterns
+    ]
     chosen = [name for name in names if any(name in matches for matches in found)]
     check_not_nested(chosen, "blocks")
     return chosen
 
 
-def matching_names(names: Sequence[str], pattern: str, source: str, example: str = "blocks.*") -> list[str]:
-    """Return the modules' names that match, with `*` for any text. Raises `RecipeError` with `source` if none does."""
+def matching_names(
+    names: Sequence[str], pattern: str, source: str, example: str = "blocks.*"
+) -> list[str]:
+    """Return the modules' names that match, with `*` for any text. Raises `RecipeError` with
+    `source` if none does."""
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
         raise RecipeError(
-            f"{source} {pattern!r}, which matches no module of the model; modules are {', '.join(names[:12])}"
-            f"{', ...' if len(names) > 12 else ''}; give names or patterns such as {example!r}"
+            f"{source} {pattern!r}, which matches no module of the model; modules are"
+            f" {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}; give names or patterns"
+            f" such as {example!r}"
         )
     return found
 
@@ -55,11 +66,15 @@ def check_not_nested(names: Sequence[str], field: str) -> None:
     """Raise `RecipeError` if a module that `Recipe.<field>` names lies inside another one."""
     for name in names:
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
-            raise RecipeError(f"the recipe's {field} {outer!r} and {name!r} lie in one another; give the outer or the inner ones")
+            raise RecipeError(
+                f"the recipe's {field} {outer!r} and {name!r} lie in one another; give the outer or"
+                " the inner ones"
+            )
 
 
 def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> set[str]:
-    """Return the blocks with a parameter that another block, or a module outside of all blocks, has too."""
+    """Return the blocks with a parameter that another block, or a module outside of all blocks, has
+    too."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
@@ -68,7 +83,8 @@ def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> se
 
 
 def outermost(names: list[str]) -> list[str]:
-    """Return the names that lie inside no other of them ("blocks.*" also matches modules inside a block)."""
+    """Return the names that lie inside no other of them ("blocks.*" also matches modules inside a
+    block)."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
@@ -108,7 +124,8 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 
 def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
-    """Make the parameters under these names one object again: the DTensor, if one of them is a DTensor."""
+    """Make the parameters under these names one object again: the DTensor, if one of them is a
+    DTensor."""
     found = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
     for name in names:

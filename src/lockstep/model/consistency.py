@@ -1,6 +1,7 @@
-"""Checks that every rank builds the same model. Its factory may read the rank, the clock or an unseeded generator.
-The structure is compared first, because ranks with different parameters would deadlock in their collectives. Values
-are compared by checksums, under deferred initialization of one tensor at a time."""
+"""Checks that every rank builds the same model. Its factory may read the rank, the clock or an
+unseeded generator. The structure is compared first, because ranks with different parameters would
+deadlock in their collectives. Values are compared by checksums, under deferred initialization of
+one tensor at a time."""
 
 from __future__ import annotations
 
@@ -17,22 +18,34 @@ from lockstep.comm.world import World
 
 
 def check_structure(model: Any, world: World) -> None:
-    """Raise `RecipeError` on all ranks if two have different modules, parameters or buffers. Every rank calls it."""
+    """Raise `RecipeError` on all ranks if two have different modules, parameters or buffers. Every
+    rank calls it."""
     first, *others = world.gather_values(_structure(model))
     for rank, other in enumerate(others, start=1):
         if other != first:
             here, there = dict(first), dict(other)
             named = [
-                (name, f"is {_described(here.get(name))} on one and {_described(there.get(name))} on the other")
+                (
+                    name,
+                    (
+                        f"is {_described(here.get(name))} on one and {_described(there.get(name))}"
+                        " on the other"
+                    ),
+                )
                 for name in {**here, **there}
                 if here.get(name) != there.get(name)
             ]
-            moved = [(mine, "is at another place") for (mine, _), (theirs, _) in zip(first, other, strict=False) if mine != theirs]
+            moved = [
+                (mine, "is at another place")
+                for (mine, _), (theirs, _) in zip(first, other, strict=False)
+                if mine != theirs
+            ]
             raise _different(*[*named, *moved][0], 0, rank, "whatever its rank")
 
 
 def check_checksums(checksums: Mapping[str, int], world: World) -> None:
-    """Raise `RecipeError` on all ranks if two ranks have different checksums under one name. Every rank calls it."""
+    """Raise `RecipeError` on all ranks if two ranks have different checksums under one name. Every
+    rank calls it."""
     if world.size == 1:
         return
     seen: dict[str, tuple[int, int]] = {}
@@ -40,7 +53,10 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
         for name, value in found.items():
             first, before = seen.setdefault(name, (rank, value))
             if value != before:
-                rule = "with weights drawn from torch's, numpy's or python's default generator (they are seeded), not from the rank"
+                rule = (
+                    "with weights drawn from torch's, numpy's or python's default generator (they"
+                    " are seeded), not from the rank"
+                )
                 raise _different(name, "has other values", first, rank, rule)
 
 
@@ -49,7 +65,8 @@ def checksums_of(model: Any) -> dict[str, int]:
     return {
         name: checksum(tensor)
         for name, tensor in (_tensors(model) if isinstance(model, nn.Module) else ())
-        if tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or _is_lazy(tensor))
+        if tensor.layout == torch.strided
+        and not (tensor.is_meta or tensor.is_quantized or _is_lazy(tensor))
     }
 
 
@@ -69,9 +86,19 @@ def _structure(model: Any) -> list[Any]:
 
 
 def _kind(tensor: Tensor) -> list[Any]:
-    role = "buffer" if not isinstance(tensor, nn.Parameter) else "parameter" if tensor.requires_grad else "frozen parameter"
+    role = (
+        "buffer"
+        if not isinstance(tensor, nn.Parameter)
+        else "parameter"
+        if tensor.requires_grad
+        else "frozen parameter"
+    )
     shaped = tensor.layout == torch.strided and not _is_lazy(tensor)
-    return [role, str(tensor.dtype), [tensor.shape, tensor.stride()] if shaped else str(tensor.layout)]
+    return [
+        role,
+        str(tensor.dtype),
+        [tensor.shape, tensor.stride()] if shaped else str(tensor.layout),
+    ]
 
 
 def _is_lazy(tensor: Tensor) -> bool:
@@ -86,12 +113,14 @@ def _described(kind: str | list[Any] | None) -> str:
     if kind is None or isinstance(kind, str):
         return kind or "missing"
     role, dtype, form = kind
-    shaped = form if isinstance(form, str) else f"of shape {tuple(form[0])}, strides {tuple(form[1])}"
+    shaped = (
+        form if isinstance(form, str) else f"of shape {tuple(form[0])}, strides {tuple(form[1])}"
+    )
     return f"a {role}, {dtype} {shaped}"
 
 
 def _different(name: str, how: str, one: int, other: int, rule: str) -> RecipeError:
     return RecipeError(
-        f"the model is not the same on ranks {one} and {other}: {repr(name) if name else 'it'} {how}; the factory must build the same "
-        f"model in every process, {rule}"
+        f"the model is not the same on ranks {one} and {other}: {repr(name) if name else 'it'}"
+        f" {how}; the factory must build the same model in every process, {rule}"
     )

@@ -1,6 +1,7 @@
-"""Naive model parallelism: each layer of one process is on one of its devices, and activations move between them.
-Consecutive layers share a device. Everything else stays on the first device, `home`, together with the batches and the
-model's output. A layer's output moves to `home`, unless it is the input of the next layer, as in a list of layers."""
+"""Naive model parallelism: each layer of one process is on one of its devices, and activations move
+between them. Consecutive layers share a device. Everything else stays on the first device, `home`,
+together with the batches and the model's output. A layer's output moves to `home`, unless it is the
+input of the next layer, as in a list of layers."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from torch import Tensor, nn
 
 from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
-from lockstep.base.torch_private import apply_to_own_tensors, own_buffers, own_modules, own_parameters
+from lockstep.base.torch_private import (
+    apply_to_own_tensors,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
 from lockstep.model.blocks import blocks_of, blocks_with_shared_parameters, tensors_of
 from lockstep.model.pipeline.stages import balanced
 
@@ -29,25 +35,31 @@ class PlacedLayer:
 
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
-    """Return the devices for the layers, `home` first; on a CPU all are the CPU. Raises `PlanError`."""
+    """Return the devices for the layers, `home` first; on a CPU all are the CPU. Raises
+    `PlanError`."""
     if not accelerator.is_accelerator(home):
         return [home] * count
     there = accelerator.count()
     if there < count:
         raise PlanError(
-            f"split over {count} devices and {there} GPUs; each device is a GPU of its own; split over {there}, or hide the GPUs "
-            f"({accelerator.how_to_hide()}) to compute on the CPU"
+            f"split over {count} devices and {there} GPUs; each device is a GPU of its own; split"
+            f" over {there}, or hide the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
         )
     return [torch.device(home.type, number) for number in range(count)]
 
 
-def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]) -> list[PlacedLayer]:
+def layers_of(
+    model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]
+) -> list[PlacedLayer]:
     """Return the layers that can be placed, in order; may be empty. `patterns`: `Recipe.blocks`.
-    With `patterns` or without `parts` they are the blocks, else the sequential parts (or the members of a part that is
-    an `nn.Sequential` and no block); none shares a parameter with another part of the model. Raises `RecipeError`."""
+    With `patterns` or without `parts` they are the blocks, else the sequential parts (or the
+    members of a part that is an `nn.Sequential` and no block); none shares a parameter with another
+    part of the model. Raises `RecipeError`."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
-        names = [name for part in parts for name in _members(model.get_submodule(part), part, blocks)]
+        names = [
+            name for part in parts for name in _members(model.get_submodule(part), part, blocks)
+        ]
         shared = blocks_with_shared_parameters(model, names)
         return [
             PlacedLayer(name, after is not None and after not in shared)
@@ -55,37 +67,55 @@ def layers_of(model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[
             if name not in shared
         ]
     lists = [name.rpartition(".")[0] for name in blocks]
-    chained = [isinstance(model.get_submodule(each), nn.ModuleList | nn.Sequential) for each in lists]
-    return [PlacedLayer(name, chained[i] and lists[i] in lists[i + 1 : i + 2]) for i, name in enumerate(blocks)]
+    chained = [
+        isinstance(model.get_submodule(each), nn.ModuleList | nn.Sequential) for each in lists
+    ]
+    return [
+        PlacedLayer(name, chained[i] and lists[i] in lists[i + 1 : i + 2])
+        for i, name in enumerate(blocks)
+    ]
 
 
-def device_indices(names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]) -> list[int]:
-    """Return the index of each layer's device, ascending. `wanted`: `Plan.split`. Raises `RecipeError`.
-    `rest_bytes`: bytes on the first device that belong to no layer; they count when bytes are balanced."""
+def device_indices(
+    names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]
+) -> list[int]:
+    """Return the index of each layer's device, ascending. `wanted`: `Plan.split`. Raises
+    `RecipeError`. `rest_bytes`: bytes on the first device that belong to no layer; they count when
+    bytes are balanced."""
     listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" or "none"
     if isinstance(wanted, tuple):
         if sum(wanted) != len(names):
             raise RecipeError(
-                f"split={'+'.join(map(str, wanted))} places {sum(wanted)} layers, and the model has {len(names)} ({listed}); the numbers "
-                "add up to them; correct the plan, or name the layers in Recipe.blocks"
+                f"split={'+'.join(map(str, wanted))} places {sum(wanted)} layers, and the model has"
+                f" {len(names)} ({listed}); the numbers add up to them; correct the plan, or name"
+                " the layers in Recipe.blocks"
             )
         return [device for device, count in enumerate(wanted) for _ in range(count)]
     if len(names) < wanted:
         raise RecipeError(
-            f"split={wanted} and a model of {len(names)} layers that can be placed ({listed}); each device needs one at least; use fewer "
-            "devices, or name smaller parts in Recipe.blocks (one that shares a parameter with another part stays with it)"
+            f"split={wanted} and a model of {len(names)} layers that can be placed ({listed}); each"
+            " device needs one at least; use fewer devices, or name smaller parts in Recipe.blocks"
+            " (one that shares a parameter with another part stays with it)"
         )
     runs = balanced([nbytes[0] + rest_bytes, *nbytes[1:]], wanted)
     return [device for device, run in enumerate(runs) for _ in run]
 
 
-def split(model: nn.Module, layers: Sequence[PlacedLayer], devices: Sequence[torch.device], wanted: int | tuple[int, ...]) -> None:
-    """Move every parameter and buffer to its device, and wrap the forwards to move activations. `wanted`: `Plan.split`.
-    Raises `RecipeError`, also from the forward, if code between layers uses tensors of two devices."""
+def split(
+    model: nn.Module,
+    layers: Sequence[PlacedLayer],
+    devices: Sequence[torch.device],
+    wanted: int | tuple[int, ...],
+) -> None:
+    """Move every parameter and buffer to its device, and wrap the forwards to move activations.
+    `wanted`: `Plan.split`. Raises `RecipeError`, also from the forward, if code between layers uses
+    tensors of two devices."""
     names = [layer.name for layer in layers]
     modules = [model.get_submodule(name) for name in names]
     nbytes = [sum(tensor.nbytes for tensor in tensors_of(module)) for module in modules]
-    numbers = device_indices(names, nbytes, sum(tensor.nbytes for tensor in tensors_of(model)) - sum(nbytes), wanted)
+    numbers = device_indices(
+        names, nbytes, sum(tensor.nbytes for tensor in tensors_of(model)) - sum(nbytes), wanted
+    )
     _check_shared(names, modules, numbers)
     home = devices[0]
     inside = {id(module) for layer in modules for module in layer.modules()}
@@ -101,9 +131,12 @@ def split(model: nn.Module, layers: Sequence[PlacedLayer], devices: Sequence[tor
     _explain(model)
 
 
-def move_tensors(value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None) -> Any:
-    """Return `value` with the tensors in its tuples, lists and mappings on `device`; the same object if nothing moves.
-    `copies` gets each list and mapping that was copied, with its members."""
+def move_tensors(
+    value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None
+) -> Any:
+    """Return `value` with the tensors in its tuples, lists and mappings on `device`; the same
+    object if nothing moves. `copies` gets each list and mapping that was copied, with its
+    members."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -118,7 +151,9 @@ def move_tensors(value: Any, device: torch.device, copies: list[tuple[Any, list[
     if isinstance(value, tuple):
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     copied: Any = copy.copy(value)
-    for place, part in zip(value if isinstance(value, Mapping) else range(len(parts)), parts, strict=True):
+    for place, part in zip(
+        value if isinstance(value, Mapping) else range(len(parts)), parts, strict=True
+    ):
         copied[place] = part
     if copies is not None:
         copies.append((copied, parts))
@@ -126,7 +161,11 @@ def move_tensors(value: Any, device: torch.device, copies: list[tuple[Any, list[
 
 
 def _members(part: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]:
-    if name in blocks or not isinstance(part, nn.Sequential) or type(part).forward is not nn.Sequential.forward:
+    if (
+        name in blocks
+        or not isinstance(part, nn.Sequential)
+        or type(part).forward is not nn.Sequential.forward
+    ):
         yield name
         return
     for child_name, child in own_modules(part).items():
@@ -134,33 +173,45 @@ def _members(part: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]
             yield from _members(child, f"{name}.{child_name}", blocks)
 
 
-def _check_shared(names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]) -> None:
-    """Raise `RecipeError` if a buffer would be on two devices. (A module with a shared parameter is no layer.)"""
+def _check_shared(
+    names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]
+) -> None:
+    """Raise `RecipeError` if a buffer would be on two devices. (A module with a shared parameter is
+    no layer.)"""
     holders: dict[int, int] = {}
     for place, module in enumerate(modules):
         for tensor in tensors_of(module):
             first = holders.setdefault(id(tensor), place)
             if numbers[first] != numbers[place]:
                 raise RecipeError(
-                    f"the layers {names[first]!r} and {names[place]!r} share a buffer of shape {tuple(tensor.shape)}, and are placed on "
-                    "two devices; give each its own, or place them together: split=3+5 places so many layers on each device"
+                    f"the layers {names[first]!r} and {names[place]!r} share a buffer of shape"
+                    f" {tuple(tensor.shape)}, and are placed on two devices; give each its own, or"
+                    " place them together: split=3+5 places so many layers on each device"
                 )
 
 
-def _compute_on(module: nn.Module, device: torch.device, home: torch.device, *, comes_home: bool) -> None:
+def _compute_on(
+    module: nn.Module, device: torch.device, home: torch.device, *, comes_home: bool
+) -> None:
     forward: Callable[..., Any] = module.forward
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         copies: list[tuple[Any, list[Any]]] = []
-        args, kwargs = move_tensors(args, device, copies), {name: move_tensors(value, device, copies) for name, value in kwargs.items()}
+        args, kwargs = (
+            move_tensors(args, device, copies),
+            {name: move_tensors(value, device, copies) for name, value in kwargs.items()},
+        )
         with _current_device(device, home):
             output = forward(*args, **kwargs)
         for copied, members in copies:
-            if not _identical(list(copied.values()) if isinstance(copied, Mapping) else copied, members):
+            if not _identical(
+                list(copied.values()) if isinstance(copied, Mapping) else copied, members
+            ):
                 raise RecipeError(
-                    f"the forward of a {type(module).__name__} changed a {type(copied).__name__} that it was given, of which split had "
-                    "made a copy on another device, and the change would be lost; have it return what it adds"
+                    f"the forward of a {type(module).__name__} changed a {type(copied).__name__}"
+                    " that it was given, of which split had made a copy on another device, and the"
+                    " change would be lost; have it return what it adds"
                 )
         return move_tensors(output, home) if comes_home else output
 
@@ -168,12 +219,15 @@ def _compute_on(module: nn.Module, device: torch.device, home: torch.device, *, 
 
 
 def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        mine is theirs for mine, theirs in zip(one, other, strict=True)
+    )
 
 
 @contextmanager
 def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
-    """Make `device` the current GPU, with a generator that continues `home`'s sequence, as on a single GPU."""
+    """Make `device` the current GPU, with a generator that continues `home`'s sequence, as on a
+    single GPU."""
     if device == home or not accelerator.is_accelerator(device):
         yield
         return
@@ -195,9 +249,11 @@ def _explain(model: nn.Module) -> None:
             if "same device" not in str(error):
                 raise
             raise RecipeError(
-                f"the model is split, and its code uses tensors of two devices ({str(error).splitlines()[0]}); what a member of a list of "
-                "layers returns stays on its device for the next member; write other.to(x.device) where the two meet, name larger parts in "
-                "Recipe.blocks, and register a layer's own tensors as buffers"
+                "the model is split, and its code uses tensors of two devices"
+                f" ({str(error).splitlines()[0]}); what a member of a list of layers returns stays"
+                " on its device for the next member; write other.to(x.device) where the two meet,"
+                " name larger parts in Recipe.blocks, and register a layer's own tensors as"
+                " buffers"
             ) from error
 
     model.forward = explained

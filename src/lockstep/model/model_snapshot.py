@@ -1,4 +1,5 @@
-"""A snapshot of what a model and its optimizers are made of, by which a change between two steps is found."""
+"""A snapshot of what a model and its optimizers are made of, by which a change between two steps is
+found."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from lockstep.model.shard import reshard
 
 
 class ModelSnapshot:
-    """The modules of a model, their modes, their parameters, which of these are trainable, and the optimizers' groups.
+    """The modules of a model, their modes, their parameters, which of these are trainable, and the
+    optimizers' groups.
 
-    A change on one rank alone would make its gradients other ones than the other ranks', without an error.
+    A change on one rank alone would make its gradients other ones than the other ranks', without an
+    error.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -30,7 +33,9 @@ class ModelSnapshot:
         self._modes = [module.training for module in self._modules]
         # The modules' own dicts: reading them costs little, and shows what is in them now.
         self._owned: list[dict[str, Any]] = [
-            dictionary for module in self._modules for dictionary in (own_modules(module), own_parameters(module))
+            dictionary
+            for module in self._modules
+            for dictionary in (own_modules(module), own_parameters(module))
         ]
         self._members = self._members_now()
         parameters = dict(model.named_parameters())
@@ -38,63 +43,82 @@ class ModelSnapshot:
         self._parameters = list(parameters.values())
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
         self._grouped = self._grouped_now()
-        self._sharded = {name: parameter for name, parameter in parameters.items() if is_distributed(parameter)}
+        self._sharded = {
+            name: parameter for name, parameter in parameters.items() if is_distributed(parameter)
+        }
         self._storages = self._storages_now()
 
     def begin_loop(self, world: World) -> None:
-        """Take the modes as they are before the first step of a loop. Every rank calls it. Raises `RecipeError` on all
-        ranks if modules are in training mode on one and not on another."""
+        """Take the modes as they are before the first step of a loop. Every rank calls it. Raises
+        `RecipeError` on all ranks if modules are in training mode on one and not on another."""
         self._modes = [module.training for module in self._modules]
-        evaluating = [name for name, training in zip(self._names, self._modes, strict=True) if not training]
+        evaluating = [
+            name for name, training in zip(self._names, self._modes, strict=True) if not training
+        ]
         first, *others = world.gather_values(evaluating)
         for rank, other in enumerate(others, start=1):
             if other != first:
                 name = min(set(first) ^ set(other))
                 raise RecipeError(
-                    f"module {name!r} is in {_mode(name not in first)} mode on rank 0 and in {_mode(name not in other)} mode on rank "
-                    f"{rank}; "
-                    "each rank computes a part of every batch, so all have one mode; call train() or eval() on every rank"
+                    f"module {name!r} is in {_mode(name not in first)} mode on rank 0 and in"
+                    f" {_mode(name not in other)} mode on rank {rank}; each rank computes a part of"
+                    " every batch, so all have one mode; call train() or eval() on every rank"
                 )
 
     def check(self) -> list[str]:
-        """Restore the modules' modes, and return the names of those that were in another one. Raises `RecipeError` if
-        anything else has changed."""
+        """Restore the modules' modes, and return the names of those that were in another one.
+        Raises `RecipeError` if anything else has changed."""
         self.check_parts()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
-            place = next(i for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True)) if now is not then)
+            place = next(
+                i
+                for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True))
+                if now is not then
+            )
             raise RecipeError(
-                f"parameter {self._parameter_names[place]!r} has requires_grad={trainable[place]} and had {self._trainable[place]} when "
-                "the model was prepared, or since run.freeze; ranks sum the gradients of what was trainable then; call "
-                "run.freeze(name) or run.unfreeze(name) in a hook, on every rank"
+                f"parameter {self._parameter_names[place]!r} has requires_grad={trainable[place]}"
+                f" and had {self._trainable[place]} when the model was prepared, or since"
+                " run.freeze; ranks sum the gradients of what was trainable then; call"
+                " run.freeze(name) or run.unfreeze(name) in a hook, on every rank"
             )
         if [module.training for module in self._modules] == self._modes:
             return []
         return self._restore_modes()
 
     def check_parts(self) -> None:
-        """Raise `RecipeError` if the model has other modules or parameters, or an optimizer other groups."""
+        """Raise `RecipeError` if the model has other modules or parameters, or an optimizer other
+        groups."""
         if self._members_now() != self._members:
             reshard(self._model)  # a forward of the script's own may have left parameters gathered
             if self._members_now() != self._members:
                 raise RecipeError(
-                    f"{self._replaced()} was replaced after the model was prepared; ranks sum the gradients of the parameters that the "
-                    "model had then; make the model in its factory as it is to be trained, and change values in place: "
-                    "with torch.no_grad(): parameter.copy_(value)"
+                    f"{self._replaced()} was replaced after the model was prepared; ranks sum the"
+                    " gradients of the parameters that the model had then; make the model in its"
+                    " factory as it is to be trained, and change values in place: with"
+                    " torch.no_grad(): parameter.copy_(value)"
                 )
         if (storages := self._storages_now()) != self._storages:
-            name = next(name for name, now, then in zip(self._sharded, storages, self._storages, strict=True) if now != then)
+            name = next(
+                name
+                for name, now, then in zip(self._sharded, storages, self._storages, strict=True)
+                if now != then
+            )
             raise RecipeError(
-                f"parameter {name!r} was given other values by parameter.data = value, which changes nothing of what is trained: the plan "
-                "splits it over ranks, and each rank's part stayed as it was; change values in place: with torch.no_grad(): "
-                "parameter.copy_(other), where other is a parameter too, or parameter.copy_(torch.distributed.tensor.distribute_tensor("
-                "value, parameter.device_mesh, parameter.placements)), where value is a whole tensor"
+                f"parameter {name!r} was given other values by parameter.data = value, which"
+                " changes nothing of what is trained: the plan splits it over ranks, and each"
+                " rank's part stayed as it was; change values in place: with torch.no_grad():"
+                " parameter.copy_(other), where other is a parameter too, or"
+                " parameter.copy_(torch.distributed.tensor.distribute_tensor(value,"
+                " parameter.device_mesh, parameter.placements)), where value is a whole tensor"
             )
         if (grouped := self._grouped_now()) != self._grouped:
             raise RecipeError(
-                f"the optimizer has {sum(map(len, grouped))} parameters in {len(grouped)} groups, and had "
-                f"{sum(map(len, self._grouped))} in {len(self._grouped)} when it was built; ranks sum the gradients of what it had then; "
-                "give it all parameters where it is built; for those to be trained later, call run.freeze and run.unfreeze in a hook"
+                f"the optimizer has {sum(map(len, grouped))} parameters in {len(grouped)} groups,"
+                f" and had {sum(map(len, self._grouped))} in {len(self._grouped)} when it was"
+                " built; ranks sum the gradients of what it had then; give it all parameters where"
+                " it is built; for those to be trained later, call run.freeze and run.unfreeze in"
+                " a hook"
             )
 
     def note_trainable(self) -> None:
@@ -113,16 +137,25 @@ class ModelSnapshot:
         return list(map(id, chain.from_iterable(map(dict.values, self._owned))))
 
     def _storages_now(self) -> list[int]:
-        return [storage_address(parameter.untyped_storage()) for parameter in self._sharded.values()]
+        return [
+            storage_address(parameter.untyped_storage()) for parameter in self._sharded.values()
+        ]
 
     def _grouped_now(self) -> list[list[int]]:
-        return [list(map(id, group["params"])) for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [
+            list(map(id, group["params"]))
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
 
     def _replaced(self) -> str:
         """Name the first module or parameter that is not the one of the snapshot."""
         then = iter(self._members)
         for name, module in zip(self._names, self._modules, strict=True):
-            for kind, own in (("module", own_modules(module)), ("parameter", own_parameters(module))):
+            for kind, own in (
+                ("module", own_modules(module)),
+                ("parameter", own_parameters(module)),
+            ):
                 for key, member in own.items():
                     if next(then, None) != id(member):
                         return f"{kind} {f'{name}.{key}'.lstrip('.')!r}"
@@ -133,9 +166,9 @@ def remark_on_modes(changed: Sequence[str], step: int) -> str:
     """Say which modules were in another mode before a step."""
     what = "the model" if "" in changed else first_few([repr(name) for name in changed])
     return (
-        f"after step {step}, set back the mode (training or evaluation) of {what}, which "
-        "had changed since the step before; a hook that calls eval() must call train() at its end; to train with another mode, set it "
-        "before the first step"
+        f"after step {step}, set back the mode (training or evaluation) of {what}, which had"
+        " changed since the step before; a hook that calls eval() must call train() at its end; to"
+        " train with another mode, set it before the first step"
     )
 
 

@@ -20,7 +20,12 @@ from lockstep.model.data_parallel import gpus_of, wrap_data_parallel
 from lockstep.model.device_split import devices_of, layers_of, split
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.pipeline import STAGES_PER_RANK, Pipeline
-from lockstep.model.pipeline.stages import SharedParameter, Stages, keep_only_parts, sequential_parts
+from lockstep.model.pipeline.stages import (
+    SharedParameter,
+    Stages,
+    keep_only_parts,
+    sequential_parts,
+)
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.shard import shard, shard_parts
 from lockstep.model.tensor.apply import tensor_parallel
@@ -30,7 +35,8 @@ from lockstep.plan import Plan
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects that run a parallelized model. `shared_parameters`: those that several ranks of the pipeline hold."""
+    """The objects that run a parallelized model. `shared_parameters`: those that several ranks of
+    the pipeline hold."""
 
     streams: ModuleRandomStreams | None
     """None if the model's sequential parts are not known."""
@@ -49,31 +55,49 @@ def parallelize(
     tensor: Mapping[str, str] | None,
     stages: Sequence[str] | None,
 ) -> Parallelized:
-    """Change the model in place so that this rank holds and computes its part of the plan. Every rank calls it.
-    `autocast_dtype`: None without autocast. `begin`: seeds the generators with a key. `blocks`, `tensor`, `stages`: as
-    in `Recipe`. Raises `RecipeError`."""
+    """Change the model in place so that this rank holds and computes its part of the plan. Every
+    rank calls it. `autocast_dtype`: None without autocast. `begin`: seeds the generators with a
+    key. `blocks`, `tensor`, `stages`: as in `Recipe`. Raises `RecipeError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
     streams = ModuleRandomStreams(model, parts, begin) if parts else None
-    styles = tensor_styles(model, tensor, mesh.axis("tensor").size) if mesh.axis("tensor").size > 1 else {}
+    styles = (
+        tensor_styles(model, tensor, mesh.axis("tensor").size)
+        if mesh.axis("tensor").size > 1
+        else {}
+    )
     pipeline: Pipeline | None = None
     shared: Sequence[SharedParameter] = ()
     roots = [""]
     if mesh.axis("pipeline").size > 1:
-        split_stages = Stages.split(model, stages, ranks=mesh.axis("pipeline").size, per_rank=STAGES_PER_RANK[plan.schedule])
+        split_stages = Stages.split(
+            model, stages, ranks=mesh.axis("pipeline").size, per_rank=STAGES_PER_RANK[plan.schedule]
+        )
         assert streams is not None, "Stages.split refuses a model without sequential parts"
         check_stage_parts(styles, split_stages.parts)
         shards = mesh.axis("shard") if mesh.axis("shard").size > 1 else None
-        pipeline = Pipeline(model, split_stages, mesh.axis("pipeline"), streams, schedule=plan.schedule, shards=shards)
+        pipeline = Pipeline(
+            model,
+            split_stages,
+            mesh.axis("pipeline"),
+            streams,
+            schedule=plan.schedule,
+            shards=shards,
+        )
         shared = split_stages.shared_parameters
         roots = _keep_own_stages(initial, split_stages, mesh)
         block_names = _blocks_within(roots, block_names)
-        styles = {name: style for name, style in styles.items() if any(f"{name}.".startswith(f"{root}.") for root in roots)}
+        styles = {
+            name: style
+            for name, style in styles.items()
+            if any(f"{name}.".startswith(f"{root}.") for root in roots)
+        }
     layers = layers_of(model, blocks, parts) if plan.split != 1 else []
 
     sharded = mesh.axis("shard").size > 1
-    # The gradients of a weight that is used twice are added in the precision in which it was gathered.
+    # The gradients of a weight that is used twice are added in the precision in which it was
+    # gathered.
     short_dtype = autocast_dtype if sharded and plan.numerics == "fast" else None
     short = None if short_dtype is None else AutocastWeights.of(model, short_dtype)
     materialize = partial(initial.materialize, device=mesh.world.device)
@@ -84,9 +108,20 @@ def parallelize(
     if plan.numerics == "bitwise" and not sharded:
         sum_in_blocks(model, map(model.get_submodule, block_names))
     if sharded:
-        options: dict[str, Any] = {"offload": plan.offload, "materialize": materialize, "short": short}
+        options: dict[str, Any] = {
+            "offload": plan.offload,
+            "materialize": materialize,
+            "short": short,
+        }
         options["keep_casts"] = autocast_dtype is None  # then there are none
-        _shard(model, mesh, block_names, roots if pipeline is not None else None, free=plan.sharding == "full", **options)
+        _shard(
+            model,
+            mesh,
+            block_names,
+            roots if pipeline is not None else None,
+            free=plan.sharding == "full",
+            **options,
+        )
     materialize(model)
     if plan.split != 1:
         split(model, layers, devices_of(mesh.world.device, plan.split_devices), plan.split)
@@ -96,10 +131,12 @@ def parallelize(
 
 
 def check_devices(plan: Plan, home: torch.device) -> None:
-    """Raise `PlanError` if this process lacks the devices that the plan needs. `home`: the first of them."""
+    """Raise `PlanError` if this process lacks the devices that the plan needs. `home`: the first of
+    them."""
     if plan.offload and home.type == "cpu":
         raise PlanError(
-            "offload=yes on a CPU; it keeps on the CPU what a GPU has no room for; parameters are on the CPU already; leave offload=yes out"
+            "offload=yes on a CPU; it keeps on the CPU what a GPU has no room for; parameters are"
+            " on the CPU already; leave offload=yes out"
         )
     devices_of(home, plan.split_devices)
     if plan.data_parallel != 1:
@@ -110,7 +147,8 @@ def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[
     """Remove the tensors of other ranks' stages. Return the parts that this rank holds."""
     pipeline = mesh.axis("pipeline")
     own = stages.parts_on_rank(pipeline.rank)
-    if pipeline.size == mesh.world.size:  # no other rank computes the values of these stages, so one checks another's
+    # no other rank computes the values of these stages, so one checks another's
+    if pipeline.size == mesh.world.size:
         initial.compute_checksums(stages.parts_on_rank((pipeline.rank + 1) % pipeline.size))
     keep_only_parts(initial.module, own)
     return own
@@ -122,11 +160,20 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
         if plan.compile:
             compile_forward(block, bitwise=plan.numerics == "bitwise")
         if plan.checkpointing != "none":
-            # Compiled code writes results in place, and uses its own buffers instead of results that were kept.
+            # Compiled code writes results in place, and uses its own buffers instead of results
+            # that were kept.
             checkpoint_activations(block, "full" if plan.compile else plan.checkpointing)
 
 
-def _shard(model: nn.Module, mesh: Mesh, blocks: Sequence[str], roots: Sequence[str] | None, *, free: bool, **options: Any) -> None:
+def _shard(
+    model: nn.Module,
+    mesh: Mesh,
+    blocks: Sequence[str],
+    roots: Sequence[str] | None,
+    *,
+    free: bool,
+    **options: Any,
+) -> None:
     """Shard the whole model, or each of the parts `roots` that this rank of a pipeline holds."""
     if roots is None:
         shard(model, mesh, blocks, free_after_forward=free, **options)
@@ -140,5 +187,7 @@ def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
     found = []
     for part in parts:
         held = any(part.startswith(f"{block}.") for block in blocks)
-        found += [part] if held else [block for block in blocks if f"{block}.".startswith(f"{part}.")]
+        found += (
+            [part] if held else [block for block in blocks if f"{block}.".startswith(f"{part}.")]
+        )
     return found

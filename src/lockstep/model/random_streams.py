@@ -1,10 +1,12 @@
-"""Random streams of modules: each sequential part draws from its own stream, so dropout does not depend on the rank.
+"""Random streams of modules: each sequential part draws from its own stream, so dropout does not
+depend on the rank.
 
-[Note: streams] A part's stream starts when the part before it ends, so `torch.utils.checkpoint`, which saves the
-generator's state for the recomputation, always saves that of the part's own stream. A recomputation draws what the
-forward drew, even if forwards of other microbatches ran between the two, as in a pipeline. If several parts are
-checkpointed together, their recomputation starts the streams of the later ones too: the forward records which stream
-(identified by its generator's seed) follows which."""
+[Note: streams] A part's stream starts when the part before it ends, so `torch.utils.checkpoint`,
+which saves the generator's state for the recomputation, always saves that of the part's own stream.
+A recomputation draws what the forward drew, even if forwards of other microbatches ran between the
+two, as in a pipeline. If several parts are checkpointed together, their recomputation starts the
+streams of the later ones too: the forward records which stream (identified by its generator's seed)
+follows which."""
 
 from __future__ import annotations
 
@@ -34,13 +36,17 @@ REMEMBERED = 2**16
 
 
 class ModuleRandomStreams:
-    """The random streams of a model's sequential parts, under every plan, so that one process has a pipeline's masks.
-    Call `start` or `set_position` before each microbatch's forward. The first part draws from `key(*position)`, part i
-    from `key(*position, i, n)` in the model's n-th forward of this microbatch, and code after the last of P parts (the
-    loss) from `key(*position, P, n)`. If no part can draw, everything draws from `key(*position)`."""
+    """The random streams of a model's sequential parts, under every plan, so that one process has a
+    pipeline's masks. Call `start` or `set_position` before each microbatch's forward. The first
+    part draws from `key(*position)`, part i from `key(*position, i, n)` in the model's n-th forward
+    of this microbatch, and code after the last of P parts (the loss) from `key(*position, P, n)`.
+    If no part can draw, everything draws from `key(*position)`."""
 
-    def __init__(self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]) -> None:
-        """`parts`: from `stages.sequential_parts`. `begin`: seeds the default generators with a key."""
+    def __init__(
+        self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]
+    ) -> None:
+        """`parts`: from `stages.sequential_parts`. `begin`: seeds the default generators with a
+        key."""
         self._begin = begin
         self._position: tuple[int, ...] | None = None
         modules = [model.get_submodule(name) for name in parts]
@@ -54,10 +60,15 @@ class ModuleRandomStreams:
         for place, module in enumerate(modules):
             self._places.setdefault(id(module), []).append(place)
         once = {id(module): module for module in modules}
-        self._handles = [module.register_forward_hook(self._ended) for module in once.values()] if self._several else []
+        self._handles = (
+            [module.register_forward_hook(self._ended) for module in once.values()]
+            if self._several
+            else []
+        )
 
     def start(self, position: tuple[int, ...], part: int = 0) -> None:
-        """Start the stream of `part` in a microbatch's first forward. `part`: the first one of a pipeline's stage."""
+        """Start the stream of `part` in a microbatch's first forward. `part`: the first one of a
+        pipeline's stage."""
         self.set_position(position)
         self._begin(key(*position, part, 0) if part and self._several else key(*position))
 
@@ -67,7 +78,8 @@ class ModuleRandomStreams:
         self._calls.clear()
 
     def stop(self) -> None:
-        """Do not touch the generators until the next `start`: for forwards that belong to no microbatch."""
+        """Do not touch the generators until the next `start`: for forwards that belong to no
+        microbatch."""
         self._position = None
 
     def close(self) -> None:
@@ -97,6 +109,8 @@ class ModuleRandomStreams:
 
 def _may_draw(part: nn.Module) -> bool:
     return any(
-        not type(module).__module__.startswith("torch.nn.modules.") or isinstance(module, DRAWING) or "forward" in module.__dict__
+        not type(module).__module__.startswith("torch.nn.modules.")
+        or isinstance(module, DRAWING)
+        or "forward" in module.__dict__
         for module in part.modules()
     )

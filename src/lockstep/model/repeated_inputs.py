@@ -19,10 +19,12 @@ class _SameAs:
 
 
 class RepeatedInputs:
-    """Hooks of a block that leave a tensor one object. FSDP2 makes a new tensor of each input: `query is key` would be
-    False, for which nn.MultiheadAttention computes other bits, and other modules something else.
+    """Hooks of a block that leave a tensor one object. FSDP2 makes a new tensor of each input:
+    `query is key` would be False, for which nn.MultiheadAttention computes other bits, and other
+    modules something else.
 
-    Create it before the block is sharded and install it afterwards, so that its hooks run around FSDP2's.
+    Create it before the block is sharded and install it afterwards, so that its hooks run around
+    FSDP2's.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -41,7 +43,11 @@ class RepeatedInputs:
         leaves, structure = tree_flatten((arguments, keywords))
         first: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and first.setdefault(id(leaf), place) != place:
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.requires_grad
+                and first.setdefault(id(leaf), place) != place
+            ):
                 leaves[place] = _SameAs(first[id(leaf)])
                 self._stands_in = True
         return tree_unflatten(leaves, structure) if self._stands_in else None
@@ -51,4 +57,7 @@ class RepeatedInputs:
             return None
         self._stands_in = False
         leaves, structure = tree_flatten((arguments, keywords))
-        return tree_unflatten([leaves[leaf.place] if isinstance(leaf, _SameAs) else leaf for leaf in leaves], structure)
+        return tree_unflatten(
+            [leaves[leaf.place] if isinstance(leaf, _SameAs) else leaf for leaf in leaves],
+            structure,
+        )

@@ -1,10 +1,11 @@
-"""Running statistics of BatchNorm that do not depend on the assignment of microbatches to ranks (law 2).
+"""Running statistics of BatchNorm that do not depend on the assignment of microbatches to ranks
+(law 2).
 
-Each microbatch's forward updates scratch buffers. The update of a running statistic r by one microbatch is
-r -> keep * r + gain: every rank gathers (keep, gain) of all microbatches and applies them in the microbatches' order,
-so the buffers are equal on all ranks and at any world size. Those declared as self-updating are updated from the first
-microbatch. Changes of others are refused: in the same step if torch counts the change; through `.data`, at steps
-where bits are compared."""
+Each microbatch's forward updates scratch buffers. The update of a running statistic r by one
+microbatch is r -> keep * r + gain: every rank gathers (keep, gain) of all microbatches and applies
+them in the microbatches' order, so the buffers are equal on all ranks and at any world size. Those
+declared as self-updating are updated from the first microbatch. Changes of others are refused: in
+the same step if torch counts the change; through `.data`, at steps where bits are compared."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(slots=True)
 class _ScratchBuffers:
-    """The buffers of one BatchNorm module, and the scratch buffers that replace them during a microbatch."""
+    """The buffers of one BatchNorm module, and the scratch buffers that replace them during a
+    microbatch."""
 
     module: BatchNormBase
     kept: dict[str, Tensor]
@@ -33,12 +35,15 @@ class _ScratchBuffers:
     @classmethod
     def of(cls, module: BatchNormBase) -> _ScratchBuffers:
         kept = {name: own_buffers(module)[name] for name in BUFFERS}
-        scratch = cls(module, {name: buffer for name, buffer in kept.items() if buffer is not None}, {})
+        scratch = cls(
+            module, {name: buffer for name, buffer in kept.items() if buffer is not None}, {}
+        )
         scratch.renew()
         return scratch
 
     def renew(self) -> None:
-        """Make new scratch buffers. They are not zeroed in place, because autograd has saved those of the forward."""
+        """Make new scratch buffers. They are not zeroed in place, because autograd has saved those
+        of the forward."""
         self.taken = {name: torch.zeros_like(buffer) for name, buffer in self.kept.items()}
 
     def swap_in(self, module: nn.Module, _: Any) -> None:
@@ -49,7 +54,8 @@ class _ScratchBuffers:
         own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
-        """Return (keep, calls, gains of mean and variance...) of this microbatch, and renew the scratch buffers."""
+        """Return (keep, calls, gains of mean and variance...) of this microbatch, and renew the
+        scratch buffers."""
         calls = self.taken["num_batches_tracked"].double()
         momentum = self.module.momentum
         gains = torch.cat([self.taken["running_mean"], self.taken["running_var"]]).double()
@@ -60,7 +66,8 @@ class _ScratchBuffers:
         return torch.cat([torch.stack([keep, calls]), gains])
 
     def apply(self, rows: Tensor, gate: Tensor | None) -> None:
-        """Update the module's buffers from `rows` (microbatches, 2 + 2 features), in order, unless `gate` is False."""
+        """Update the module's buffers from `rows` (microbatches, 2 + 2 features), in order, unless
+        `gate` is False."""
         mean, variance = self.kept["running_mean"], self.kept["running_var"]
         rows, gate = rows.to(mean.device), gate if gate is None else gate.to(mean.device)
         running = torch.cat([mean, variance]).double()
@@ -69,7 +76,9 @@ class _ScratchBuffers:
             keep, calls, gain = row[0], row[1], row[2:]
             if self.module.momentum is None:
                 seen = tracked.double()
-                running = torch.where(calls > 0, (running * seen + gain) / (seen + calls).clamp(min=1), running)
+                running = torch.where(
+                    calls > 0, (running * seen + gain) / (seen + calls).clamp(min=1), running
+                )
             else:
                 running = keep * running + gain
             tracked += (calls if gate is None else calls * gate).to(tracked.dtype)
@@ -80,22 +89,36 @@ class _ScratchBuffers:
 
 
 class RunningStatistics:
-    """One model's buffers. Every rank calls `begin` before a step, `note_microbatch` after a forward, and `commit`."""
+    """One model's buffers. Every rank calls `begin` before a step, `note_microbatch` after a
+    forward, and `commit`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
-        modules = [m for m in model.modules() if isinstance(m, BatchNormBase) and m.running_mean is not None]
+        modules = [
+            m
+            for m in model.modules()
+            if isinstance(m, BatchNormBase) and m.running_mean is not None
+        ]
         self._scratches = [_ScratchBuffers.of(module) for module in modules]
-        self._hooks = [scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches]
-        self._hooks += [scratch.module.register_forward_hook(scratch.swap_out, always_call=True) for scratch in self._scratches]
+        self._hooks = [
+            scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches
+        ]
+        self._hooks += [
+            scratch.module.register_forward_hook(scratch.swap_out, always_call=True)
+            for scratch in self._scratches
+        ]
         self._rows: list[Tensor] = []
         self._updating = [
-            SelfUpdatingBuffers(prefix, module, names) for prefix, module in model.named_modules() if (names := self_updating(module))
+            SelfUpdatingBuffers(prefix, module, names)
+            for prefix, module in model.named_modules()
+            if (names := self_updating(module))
         ]
         self._hooks += [hook for updating in self._updating for hook in updating.hooks]
         handled = [each.kept for each in self._scratches] + [each.kept for each in self._updating]
         ours = {id(buffer) for kept in handled for buffer in kept.values()}
-        self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
+        self._others = {
+            name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours
+        }
         self._places = {
             name: (own, key)
             for prefix, module in model.named_modules()
@@ -106,7 +129,10 @@ class RunningStatistics:
         """The dict that holds each of the other buffers, and its key there."""
         named = dict(model.named_parameters())
         self._watched = [*self._others.values(), *named.values()]
-        self._names = [*(f"buffer {name!r}" for name in self._others), *(f"parameter {name!r}" for name in named)]
+        self._names = [
+            *(f"buffer {name!r}" for name in self._others),
+            *(f"parameter {name!r}" for name in named),
+        ]
         self._world = mesh.world
         self._compares = self._world.any(bool(self._others or self._updating))
         self.begin(compare=False)
@@ -119,18 +145,27 @@ class RunningStatistics:
         """Save the state of all that a forward must not change, before the first forward of a step.
         `compare`: also copy the buffers' bits, to find changes that torch does not count."""
         if self._others:  # one may have been replaced since the last step
-            self._others |= {name: buffer for name, (own, key) in self._places.items() if (buffer := own.get(key)) is not None}
+            self._others |= {
+                name: buffer
+                for name, (own, key) in self._places.items()
+                if (buffer := own.get(key)) is not None
+            }
             self._watched[: len(self._others)] = self._others.values()
         self._versions = versions(self._watched)
-        self._bits = {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
+        self._bits = (
+            {name: _bits(buffer) for name, buffer in self._others.items()} if compare else {}
+        )
         for updating in self._updating:
             updating.begin()
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Record the updates of the forward that has just ended, not those of a recomputation in the backward."""
+        """Record the updates of the forward that has just ended, not those of a recomputation in
+        the backward."""
         if self._scratches:
-            self._rows.append(torch.cat([scratch.row().to(self._world.device) for scratch in self._scratches]))
+            self._rows.append(
+                torch.cat([scratch.row().to(self._world.device) for scratch in self._scratches])
+            )
         for updating in self._updating:
             updating.note_microbatch()
 
@@ -142,54 +177,83 @@ class RunningStatistics:
             updating.discard()
 
     def check(self, *, compare: bool) -> None:
-        """Raise `RecipeError` if a forward has changed a parameter, a buffer that is not BatchNorm's, or the shape of a
-        self-updating one.
-        `compare`: as in `begin`; then every rank of the run calls it, and all ranks raise alike."""
+        """Raise `RecipeError` if a forward has changed a parameter, a buffer that is not
+        BatchNorm's, or the shape of a self-updating one. `compare`: as in `begin`; then every rank
+        of the run calls it, and all ranks raise alike."""
         changed = self._changed()
         if compare and self._compares:
-            found = self._world.gather_rows(torch.tensor([changed is not None]), [1] * self._world.size)
+            found = self._world.gather_rows(
+                torch.tensor([changed is not None]), [1] * self._world.size
+            )
             if found.any():
-                changed = next(each for each in self._world.gather_values(changed) if each is not None)
+                changed = next(
+                    each for each in self._world.gather_values(changed) if each is not None
+                )
         if changed is not None and changed.startswith("shape"):
             raise RecipeError(
-                f"the model's forward changed the {changed}; a buffer in self_updating_buffers keeps its shape, which all ranks know; give "
-                "it the shape that it ends with: where the first forward sets it, run the model once on an example in the model's factory; "
-                "where it grows, register its largest size, and keep the number of rows in use in another buffer"
+                f"the model's forward changed the {changed}; a buffer in self_updating_buffers"
+                " keeps its shape, which all ranks know; give it the shape that it ends with:"
+                " where the first forward sets it, run the model once on an example in the model's"
+                " factory; where it grows, register its largest size, and keep the number of rows"
+                " in use in another buffer"
             )
         if changed is not None:
-            where = "forward" if changed.startswith("buffer") else "forward, or a hook of its backward,"
+            where = (
+                "forward" if changed.startswith("buffer") else "forward, or a hook of its backward,"
+            )
             raise RecipeError(
-                f"the model's {where} changed its {changed}; microbatches are computed on different ranks, so it would "
-                "depend on the number of processes; update it outside the forward, between steps, in a hook's after_step for instance; or "
-                "name a buffer in self_updating_buffers of its module, which updates it once a step, from the first microbatch"
+                f"the model's {where} changed its {changed}; microbatches are computed on different"
+                " ranks, so it would depend on the number of processes; update it outside the"
+                " forward, between steps, in a hook's after_step for instance; or name a buffer in"
+                " self_updating_buffers of its module, which updates it once a step, from the"
+                " first microbatch"
             )
 
     def _changed(self) -> str | None:
         """Describe the first tensor that has changed since `begin`; None if nothing has changed."""
         found = versions(self._watched)
         if found != self._versions:
-            return next(name for name, now, then in zip(self._names, found, self._versions, strict=True) if now != then)
+            return next(
+                name
+                for name, now, then in zip(self._names, found, self._versions, strict=True)
+                if now != then
+            )
         for name, (own, key) in self._places.items():
             if own.get(key) is not self._others[name]:
                 return f"buffer {name!r}"
         for name, bits in self._bits.items():
             if not torch.equal(bits, _bits(self._others[name])):
                 return f"buffer {name!r}"
-        return next((reshaped for updating in self._updating if (reshaped := updating.reshaped()) is not None), None)
+        return next(
+            (
+                reshaped
+                for updating in self._updating
+                if (reshaped := updating.reshaped()) is not None
+            ),
+            None,
+        )
 
     def commit(self, count: int, *, apply: bool | Tensor) -> None:
-        """Gather the updates of all `count` microbatches, and apply them if the step was applied. Every rank calls it.
-        `apply`: True if the step was applied; a scalar tensor if a GPU decides."""
+        """Gather the updates of all `count` microbatches, and apply them if the step was applied.
+        Every rank calls it. `apply`: True if the step was applied; a scalar tensor if a GPU
+        decides."""
         for updating in self._updating:
             updating.commit(self.mesh, count, apply=apply)
         if not self._scratches:
             return
         widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
-        mine = torch.stack(self._rows) if self._rows else torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
+        mine = (
+            torch.stack(self._rows)
+            if self._rows
+            else torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
+        )
         self._rows = []
-        everyone = self.mesh.in_order(mine, count)[:: self.mesh.assignment.slices or 1]  # all slices of a microbatch say the same
+        # all slices of a microbatch say the same
+        everyone = self.mesh.in_order(mine, count)[:: self.mesh.assignment.slices or 1]
         if apply is not False:
-            for scratch, rows in zip(self._scratches, torch.split(everyone, widths, dim=1), strict=True):
+            for scratch, rows in zip(
+                self._scratches, torch.split(everyone, widths, dim=1), strict=True
+            ):
                 scratch.apply(rows, None if apply is True else apply)
 
 
@@ -198,4 +262,11 @@ def _bits(tensor: Tensor) -> Tensor:
     part = to_local(tensor)
     if part.layout != torch.strided or part.is_quantized:
         return torch.empty(0, dtype=torch.uint8)
-    return part.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return (
+        part.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+        .view(torch.uint8)
+    )

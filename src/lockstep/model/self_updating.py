@@ -1,7 +1,9 @@
-"""Buffers that a module updates in its forward: the vectors of `spectral_norm`, the codes of a vector quantizer.
+"""Buffers that a module updates in its forward: the vectors of `spectral_norm`, the codes of a
+vector quantizer.
 
-They are updated once a step, from the first microbatch, so they do not depend on the number of processes or the
-assignment of microbatches (law 2). Every microbatch's forward begins with the values from before the step.
+They are updated once a step, from the first microbatch, so they do not depend on the number of
+processes or the assignment of microbatches (law 2). Every microbatch's forward begins with the
+values from before the step.
 """
 
 from __future__ import annotations
@@ -22,27 +24,33 @@ ATTRIBUTE = "self_updating_buffers"
 
 
 def self_updating(module: nn.Module) -> Sequence[str]:
-    """Return the names of the module's own buffers that its forward updates. Raises `RecipeError`."""
+    """Return the names of the module's own buffers that its forward updates. Raises
+    `RecipeError`."""
     names = list(getattr(module, ATTRIBUTE, ()))
     if type(module).__name__ == "_SpectralNorm":  # torch.nn.utils.parametrizations.spectral_norm
-        names += [name for name in ("_u", "_v") if own_buffers(module).get(name) is not None]  # a vector needs none
+        # a vector needs none
+        names += [name for name in ("_u", "_v") if own_buffers(module).get(name) is not None]
     for hook in forward_pre_hooks(module):
         if isinstance(hook, SpectralNorm):  # torch.nn.utils.spectral_norm
             names += [f"{hook.name}_u", f"{hook.name}_v"]
     for name in names:
         if own_buffers(module).get(name) is None:
             raise RecipeError(
-                f"{type(module).__name__}.{ATTRIBUTE} names {name!r}, and it has no such buffer of its own; name buffers that it registers"
+                f"{type(module).__name__}.{ATTRIBUTE} names {name!r}, and it has no such buffer of"
+                " its own; name buffers that it registers"
             )
     return names
 
 
 class SelfUpdatingBuffers:
-    """The buffers of one module. Each call of its forward in a microbatch gets a copy, which that call may change."""
+    """The buffers of one module. Each call of its forward in a microbatch gets a copy, which that
+    call may change."""
 
     def __init__(self, prefix: str, module: nn.Module, names: Sequence[str]) -> None:
         self._prefix = f"{prefix}." if prefix else ""
-        self.kept: dict[str, Tensor] = {name: buffer for name in names if (buffer := own_buffers(module)[name]) is not None}
+        self.kept: dict[str, Tensor] = {
+            name: buffer for name in names if (buffer := own_buffers(module)[name]) is not None
+        }
         self._first: dict[str, Tensor] | None = None
         self.discard()
         # Before the hooks of spectral_norm, which updates its buffers in one.
@@ -52,7 +60,8 @@ class SelfUpdatingBuffers:
         ]
 
     def discard(self) -> None:
-        """Begin the next microbatch's forward, or a recomputation, with the values from before the step."""
+        """Begin the next microbatch's forward, or a recomputation, with the values from before the
+        step."""
         self._taken: dict[str, Tensor] | None = None
 
     def begin(self) -> None:
@@ -67,17 +76,29 @@ class SelfUpdatingBuffers:
         self.discard()
 
     def reshaped(self) -> str | None:
-        """Describe a buffer whose shape this rank's first microbatch has changed. None if there is none."""
+        """Describe a buffer whose shape this rank's first microbatch has changed. None if there is
+        none."""
         for name, updated in (self._first or {}).items():
             if updated.shape != self.kept[name].shape:
-                return f"shape of its buffer {self._prefix + name!r} from {tuple(self.kept[name].shape)} to {tuple(updated.shape)}"
+                return (
+                    f"shape of its buffer {self._prefix + name!r} from"
+                    f" {tuple(self.kept[name].shape)} to {tuple(updated.shape)}"
+                )
         return None
 
     def commit(self, mesh: Mesh, count: int, *, apply: bool | Tensor) -> None:
         """Take over the updates of the first of all `count` microbatches. Every rank calls it."""
-        owner = next(rank for rank, indices in enumerate(mesh.assignment.indices_by_rank(count)) if 0 in indices)
+        owner = next(
+            rank
+            for rank, indices in enumerate(mesh.assignment.indices_by_rank(count))
+            if 0 in indices
+        )
         for name, buffer in self.kept.items():
-            updated = buffer.clone() if self._first is None else self._first[name].to(buffer.dtype).contiguous()
+            updated = (
+                buffer.clone()
+                if self._first is None
+                else self._first[name].to(buffer.dtype).contiguous()
+            )
             mesh.data.broadcast(updated, owner)
             if isinstance(apply, Tensor):
                 updated = torch.where(apply.to(buffer.device), updated, buffer)

@@ -1,4 +1,5 @@
-"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state. `FsdpReducer` reduces the gradients."""
+"""The `shard` axis: FSDP2 shards parameters, gradients and optimizer state. `FsdpReducer` reduces
+the gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from lockstep.model.repeated_inputs import RepeatedInputs
 from lockstep.model.skipped_blocks import SkippedBlockGuard
 from lockstep.model.weight_casts import drop_casts
 
-SHARDED = re.compile(r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor and DTensor")
+SHARDED = re.compile(
+    r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor"
+    r" and DTensor"
+)
 """Errors of torch where user code meets sharded parameters."""
 CHANGED_INPUT = re.compile(r"RegisterPostBackwardFunction is a view and is being modified inplace")
 
@@ -31,7 +35,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def reset_after_error(model: nn.Module) -> None:
-    """Restore the sharded parameters, and what FSDP2 knows of the present step, after a forward that has failed."""
+    """Restore the sharded parameters, and what FSDP2 knows of the present step, after a forward
+    that has failed."""
     for group in fsdp_groups(model):
         if is_fsdp_root(group):
             group.reset_iter_state()
@@ -39,8 +44,8 @@ def reset_after_error(model: nn.Module) -> None:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """All-gather the parameters while entered: the modules then hold the tensors that forwards use. Every rank enters
-    it."""
+    """All-gather the parameters while entered: the modules then hold the tensors that forwards use.
+    Every rank enters it."""
     groups = fsdp_groups(model)
     for group in groups:
         group.unshard()
@@ -61,21 +66,24 @@ def shard(
     short: AutocastWeights | None,
     keep_casts: bool,
 ) -> None:
-    """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank calls it.
-    `free_after_forward`: free a block's all-gathered parameters after its forward and all-gather them again for its
-    backward. `free_root`: the same for parameters outside the blocks; useless for a whole model, whose backward begins
-    with them. `offload`: shards and their gradients are in the CPU's memory. `materialize`: called with a module just
-    before it is sharded, so that no rank holds more than one full block beside its shards. `short`: weights that are
-    gathered in autocast's precision. Raises `RecipeError`."""
+    """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank
+    calls it. `free_after_forward`: free a block's all-gathered parameters after its forward and
+    all-gather them again for its backward. `free_root`: the same for parameters outside the blocks;
+    useless for a whole model, whose backward begins with them. `offload`: shards and their
+    gradients are in the CPU's memory. `materialize`: called with a module just before it is
+    sharded, so that no rank holds more than one full block beside its shards. `short`: weights that
+    are gathered in autocast's precision. Raises `RecipeError`."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
-                f"the parameter {name!r} is a scalar, which FSDP2 cannot shard; give it one dim, torch.zeros(1), or choose replicate"
+                f"the parameter {name!r} is a scalar, which FSDP2 cannot shard; give it one dim,"
+                " torch.zeros(1), or choose replicate"
             )
         if not parameter.is_contiguous():
             raise RecipeError(
-                f"the parameter {name!r} is not contiguous (strides {parameter.stride()}), and FSDP2 shards contiguous rows; make "
-                "it contiguous in the model, nn.Parameter(value.contiguous()), or choose replicate"
+                f"the parameter {name!r} is not contiguous (strides {parameter.stride()}), and"
+                " FSDP2 shards contiguous rows; make it contiguous in the model,"
+                " nn.Parameter(value.contiguous()), or choose replicate"
             )
     assert mesh.torch_mesh is not None
     axis = mesh.torch_mesh["shard"]
@@ -87,7 +95,9 @@ def shard(
     for module in modules:
         materialize(module)
         inputs = RepeatedInputs(module)
-        fully_shard(module, mesh=axis, reshard_after_forward=free_after_forward, offload_policy=policy)
+        fully_shard(
+            module, mesh=axis, reshard_after_forward=free_after_forward, offload_policy=policy
+        )
         inputs.install()
     materialize(model)
     inputs = RepeatedInputs(model)
@@ -104,53 +114,71 @@ def shard(
 
 
 def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise `RecipeError` if trained parameters that FSDP2 would gather together have two dtypes."""
+    """Raise `RecipeError` if trained parameters that FSDP2 would gather together have two
+    dtypes."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: set[int] = set()
     for group in (*blocks, model):
-        own = [parameter for parameter in group.parameters() if id(parameter) not in seen and parameter.requires_grad]
+        own = [
+            parameter
+            for parameter in group.parameters()
+            if id(parameter) not in seen and parameter.requires_grad
+        ]
         seen.update(map(id, own))
         for parameter in own:
             if parameter.dtype != own[0].dtype:
                 raise RecipeError(
-                    f"the parameter {names[id(own[0])]!r} is {own[0].dtype} and {names[id(parameter)]!r} is {parameter.dtype}; FSDP2 sums "
-                    "the gradients of a block in one tensor; name modules of one dtype in Recipe.blocks, which are called in every "
-                    "forward and between which the others have one dtype too, give all parameters one dtype, or choose replicate"
+                    f"the parameter {names[id(own[0])]!r} is {own[0].dtype} and"
+                    f" {names[id(parameter)]!r} is {parameter.dtype}; FSDP2 sums the gradients of a"
+                    " block in one tensor; name modules of one dtype in Recipe.blocks, which are"
+                    " called in every forward and between which the others have one dtype too,"
+                    " give all parameters one dtype, or choose replicate"
                 )
 
 
-def shard_parts(model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]], **how: Any) -> None:
-    """Shard each of these parts, which are called separately. `parts`: name -> its blocks. `how`: as in `shard`.
-    Raises `RecipeError` if two parts have a shared parameter."""
+def shard_parts(
+    model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]], **how: Any
+) -> None:
+    """Shard each of these parts, which are called separately. `parts`: name -> its blocks. `how`:
+    as in `shard`. Raises `RecipeError` if two parts have a shared parameter."""
     shared = shared_names(model)
     for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
         if len(holders) > 1:
             raise RecipeError(
-                f"the stages {holders[0]!r} and {holders[1]!r} share the parameter {names[0]!r} and are on one rank of the pipeline; "
-                "they would be sharded apart; put both into one module, or choose another schedule or size of the pipeline"
+                f"the stages {holders[0]!r} and {holders[1]!r} share the parameter {names[0]!r} and"
+                " are on one rank of the pipeline; they would be sharded apart; put both into one"
+                " module, or choose another schedule or size of the pipeline"
             )
     for name, blocks in parts.items():
         part = model.get_submodule(name)
         if any(True for _ in part.parameters()):
-            shard(part, mesh, [block.removeprefix(f"{name}.") for block in blocks if block != name], **how)
+            shard(
+                part,
+                mesh,
+                [block.removeprefix(f"{name}.") for block in blocks if block != name],
+                **how,
+            )
     for names in shared:
         share_parameter(model, names)
 
 
 def error_of_sharding(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return what an error of torch means where parameters are sharded; None for another error. `plan`: shards them."""
+    """Return what an error of torch means where parameters are sharded; None for another error.
+    `plan`: shards them."""
     if isinstance(error, RuntimeError) and CHANGED_INPUT.search(str(error)):
         return PlanError(
-            f"{plan}: a block changes its input in place, as with nn.ReLU(inplace=True) as its first layer; FSDP2 has a node of autograd's "
-            "graph there, and torch refuses such a change; leave inplace out, or use replicate"
+            f"{plan}: a block changes its input in place, as with nn.ReLU(inplace=True) as its"
+            " first layer; FSDP2 has a node of autograd's graph there, and torch refuses such a"
+            " change; leave inplace out, or use replicate"
         )
     if not isinstance(error, RuntimeError) or not (found := SHARDED.search(str(error))):
         return None
     return PlanError(
-        f"{plan}: {found.group()}; outside of the forward of their module parameters are sharded (DTensors), and the graph has others, "
-        "which are gathered: compute with weights in their module's forward alone, and differentiate by the loss or by inputs; for "
-        "gradients of weights, functional_call and weights of one module in another, use replicate"
+        f"{plan}: {found.group()}; outside of the forward of their module parameters are sharded"
+        " (DTensors), and the graph has others, which are gathered: compute with weights in their"
+        " module's forward alone, and differentiate by the loss or by inputs; for gradients of"
+        " weights, functional_call and weights of one module in another, use replicate"
     )
 
 
@@ -160,7 +188,8 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def modules_of(group: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose parameters FSDP2 gathers with the group's: all in it that belong to no inner group."""
+    """Yield the modules whose parameters FSDP2 gathers with the group's: all in it that belong to
+    no inner group."""
     yield group
     for child in group.children():
         if not isinstance(child, FSDPModule):

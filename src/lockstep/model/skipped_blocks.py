@@ -1,9 +1,11 @@
-"""A guard for blocks that a forward skips: every rank runs all blocks, in one order, on every microbatch.
+"""A guard for blocks that a forward skips: every rank runs all blocks, in one order, on every
+microbatch.
 
-FSDP2 gathers a block's parameters when the block runs. If only some ranks skip a block, their collectives no longer
-match: they deadlock or corrupt data. So the guard calls the skipped block with an identity as its forward, and FSDP2's
-hooks run in the forward and in the backward; the gradient of its parameters is zero. The order of the blocks is then
-known, so on a CPU the guard gathers the next block while the present one computes, as FSDP2 does itself on a GPU."""
+FSDP2 gathers a block's parameters when the block runs. If only some ranks skip a block, their
+collectives no longer match: they deadlock or corrupt data. So the guard calls the skipped block
+with an identity as its forward, and FSDP2's hooks run in the forward and in the backward; the
+gradient of its parameters is zero. The order of the blocks is then known, so on a CPU the guard
+gathers the next block while the present one computes, as FSDP2 does itself on a GPU."""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ from lockstep.base.torch_private import tree_flatten, tree_unflatten
 
 
 class SkippedBlockGuard:
-    """Create it before the model is sharded and install it afterwards, so that its hooks run outside FSDP2's."""
+    """Create it before the model is sharded and install it afterwards, so that its hooks run
+    outside FSDP2's."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
-        """`blocks`: in their order. `gathers_ahead`: gather a block's parameters when the block before it runs."""
+        """`blocks`: in their order. `gathers_ahead`: gather a block's parameters when the block
+        before it runs."""
         self._model = model
         self._blocks = list(blocks)
         self._gathers_ahead = gathers_ahead
@@ -44,7 +48,8 @@ class SkippedBlockGuard:
             first = place >= self._next
             skipped, self._next = range(self._next, place), max(self._next, place + 1)
             changed = self._pass_through(skipped, (arguments, keywords)) if skipped else None
-            if first and self._gathers_ahead:  # gathered blocks run in this forward, before weights can change
+            # gathered blocks run in this forward, before weights can change
+            if first and self._gathers_ahead:
                 for block in self._blocks[place : place + 2]:
                     block.unshard(async_op=True)
             return changed
@@ -62,8 +67,9 @@ class SkippedBlockGuard:
         place = next((place for place in tensors if leaves[place].requires_grad), None)
         if place is None and torch.is_grad_enabled():
             raise RecipeError(
-                f"a forward left out block {skipped[0]} of {len(self._blocks)} before anything that has a gradient; with sharded "
-                "parameters every rank must gather every block; call the first block in every forward, or name others in Recipe.blocks"
+                f"a forward left out block {skipped[0]} of {len(self._blocks)} before anything that"
+                " has a gradient; with sharded parameters every rank must gather every block; call"
+                " the first block in every forward, or name others in Recipe.blocks"
             )
         passed = tensor = leaves[tensors[0] if place is None else place]
         self._passing_through = True

@@ -1,10 +1,12 @@
-"""SyncBatchNorm: every microbatch is split over the data ranks, with statistics over all of its slices (law 2).
+"""SyncBatchNorm: every microbatch is split over the data ranks, with statistics over all of its
+slices (law 2).
 
-All ranks compute their slices of microbatch 0 together, then those of microbatch 1, and so on; outputs and gradients
-are those of one process. Each layer exchanges (mean, variance, number of values) in the forward and two sums a channel
-in the backward, so every rank must run the same layers in the same order: a layer in a branch that only some ranks
-take deadlocks until the process group's timeout. Nothing is split or exchanged outside of a step's microbatches.
-A slice has its own random numbers (only here do dropout masks and a random `collate` depend on the number of ranks) and
+All ranks compute their slices of microbatch 0 together, then those of microbatch 1, and so on;
+outputs and gradients are those of one process. Each layer exchanges (mean, variance, number of
+values) in the forward and two sums a channel in the backward, so every rank must run the same
+layers in the same order: a layer in a branch that only some ranks take deadlocks until the process
+group's timeout. Nothing is split or exchanged outside of a step's microbatches. A slice has its own
+random numbers (only here do dropout masks and a random `collate` depend on the number of ranks) and
 its own loss, the mean or the sum over its samples."""
 
 from __future__ import annotations
@@ -26,20 +28,23 @@ from lockstep.plan import Plan
 
 
 class SyncBatchNormExchange:
-    """The ranks with which all SyncBatchNorm layers of a session exchange statistics. A copy of a model shares it."""
+    """The ranks with which all SyncBatchNorm layers of a session exchange statistics. A copy of a
+    model shares it."""
 
     def __init__(self) -> None:
         self.world: World | None = None
         """The ranks that a microbatch is split over; None if it is not split."""
         self.is_dummy: bool | None = None
-        """True while this rank computes a dummy instead of a slice, False for a slice; None outside of microbatches."""
+        """True while this rank computes a dummy instead of a slice, False for a slice; None outside
+        of microbatches."""
 
     def __deepcopy__(self, _: Any) -> SyncBatchNormExchange:
         return self
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's layer with a forward that also works on CPUs and has its statistics over all slices of a microbatch."""
+    """Torch's layer with a forward that also works on CPUs and has its statistics over all slices
+    of a microbatch."""
 
     _exchange: SyncBatchNormExchange
 
@@ -49,10 +54,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             unsplit: Tensor = BatchNormBase.forward(self, input)
             return unsplit
         self._check_input_dim(input)
-        output, mean, variance, number = _Normalise.apply(input, self.weight, self.bias, self.eps, exchange.world, exchange.is_dummy)  # type: ignore[no-untyped-call]
-        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+        output, mean, variance, number = _Normalise.apply(
+            input, self.weight, self.bias, self.eps, exchange.world, exchange.is_dummy
+        )  # type: ignore[no-untyped-call]
+        if (
+            self.running_mean is not None
+            and self.running_var is not None
+            and self.num_batches_tracked is not None
+        ):
             self.num_batches_tracked.add_(1)
-            factor = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            factor = (
+                1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            )
             unbiased = variance * (number / (number - 1))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
@@ -66,33 +79,46 @@ def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
         if isinstance(module, nn.SyncBatchNorm):
             if module.process_group is not None:
                 raise RecipeError(
-                    f"the SyncBatchNorm {name!r} has a process_group; its statistics are a whole microbatch's, and the plan says which "
-                    "processes split it; leave process_group out"
+                    f"the SyncBatchNorm {name!r} has a process_group; its statistics are a whole"
+                    " microbatch's, and the plan says which processes split it; leave"
+                    " process_group out"
                 )
             kind = type(module)
             if not issubclass(kind, SyncBatchNorm):
-                module.__class__ = SyncBatchNorm if kind is nn.SyncBatchNorm else type(kind.__name__, (kind, SyncBatchNorm), {})
+                module.__class__ = (
+                    SyncBatchNorm
+                    if kind is nn.SyncBatchNorm
+                    else type(kind.__name__, (kind, SyncBatchNorm), {})
+                )
             module._exchange = exchange  # type: ignore[assignment]
 
 
-def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, microbatch: int) -> Mesh:
-    """Return the mesh, with microbatches split over its data ranks if a model has a SyncBatchNorm in training mode.
-    Every rank calls it. Raises `RecipeError` if other settings do not allow the split."""
-    mine = [(name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm)) for name, layer in training_batchnorms(models)]
+def split_microbatches(
+    models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, microbatch: int
+) -> Mesh:
+    """Return the mesh, with microbatches split over its data ranks if a model has a SyncBatchNorm
+    in training mode. Every rank calls it. Raises `RecipeError` if other settings do not allow the
+    split."""
+    mine = [
+        (name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm))
+        for name, layer in training_batchnorms(models)
+    ]
     layers = [layer for theirs in mesh.axis("pipeline").gather_values(mine) for layer in theirs]
     if mesh.data.size == 1 or not any(split for *_, split in layers):
         return mesh
     ranks = f"SyncBatchNorm on {mesh.data.size} data ranks"
     if plan.numerics == "bitwise":
         raise RecipeError(
-            f"numerics=bitwise with {ranks}; it splits each sum over a microbatch over the ranks, so rounding depends on their "
-            "number; use numerics=fast, or plain BatchNorm, whose statistics are one microbatch's at any number of processes too"
+            f"numerics=bitwise with {ranks}; it splits each sum over a microbatch over the ranks,"
+            " so rounding depends on their number; use numerics=fast, or plain BatchNorm, whose"
+            " statistics are one microbatch's at any number of processes too"
         )
     for name, kind, split in layers:
         if not split:
             raise RecipeError(
-                f"{name!r} is a {kind}, beside {ranks}; microbatches are split for those, and it would see slices, which "
-                "depend on the number of processes; convert all with nn.SyncBatchNorm.convert_sync_batchnorm(model), or put it in eval mode"
+                f"{name!r} is a {kind}, beside {ranks}; microbatches are split for those, and it"
+                " would see slices, which depend on the number of processes; convert all with"
+                " nn.SyncBatchNorm.convert_sync_batchnorm(model), or put it in eval mode"
             )
     return mesh.split(min(microbatch, mesh.data.size))
 
@@ -100,15 +126,28 @@ def split_microbatches(models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, m
 def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNormBase]]:
     """Return the names and layers of BatchNorm, SyncBatchNorm too, in training mode."""
     named = [item for model in models for item in model.named_modules()]
-    return [(name, module) for name, module in named if isinstance(module, BatchNormBase) and module.training]
+    return [
+        (name, module)
+        for name, module in named
+        if isinstance(module, BatchNormBase) and module.training
+    ]
 
 
 class _Normalise(torch.autograd.Function):
-    """BatchNorm of one slice by its microbatch's statistics. Returns (output, mean, variance, values a channel).
-    The last three, in float64 and without gradient, are for the running statistics; the variance is uncorrected."""
+    """BatchNorm of one slice by its microbatch's statistics. Returns (output, mean, variance,
+    values a channel). The last three, in float64 and without gradient, are for the running
+    statistics; the variance is uncorrected."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, world: World, is_dummy: bool) -> Any:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        world: World,
+        is_dummy: bool,
+    ) -> Any:
         channels, kind = x.shape[1], torch.float64 if x.dtype is torch.float64 else torch.float32
         values = 0 if is_dummy else x.numel() // channels
         mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
@@ -120,8 +159,9 @@ class _Normalise(torch.autograd.Function):
         number = numbers.sum()
         if values < 2 and number < 2:
             raise RecipeError(
-                f"a SyncBatchNorm was given {tuple(x.shape)} of a microbatch that has one value a channel; a variance takes two; "
-                "choose a microbatch that leaves no rest of one sample"
+                f"a SyncBatchNorm was given {tuple(x.shape)} of a microbatch that has one value a"
+                " channel; a variance takes two; choose a microbatch that leaves no rest of one"
+                " sample"
             )
         mean = (numbers * means).sum(0) / number
         variance = (numbers * (variances + (means - mean) ** 2)).sum(0) / number
@@ -129,7 +169,12 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, variance, number)
         ctx.mark_non_differentiable(mean, variance, number)
         scale, shift = (None if each is None else each.to(kind) for each in (weight, bias))
-        return functional.batch_norm(x, mean.to(kind), variance.to(kind), scale, shift, eps=eps), mean, variance, number
+        return (
+            functional.batch_norm(x, mean.to(kind), variance.to(kind), scale, shift, eps=eps),
+            mean,
+            variance,
+            number,
+        )
 
     @staticmethod
     @once_differentiable
@@ -139,7 +184,16 @@ class _Normalise(torch.autograd.Function):
         scale = torch.ones_like(mean, dtype=kind) if weight is None else weight.to(kind)
         mean, variance, wide = mean.to(kind), variance.to(kind), x.to(kind)
         with_fixed_statistics, for_scale, for_shift = torch.ops.aten.native_batch_norm_backward(
-            gradient.to(kind), wide, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            gradient.to(kind),
+            wide,
+            scale,
+            mean,
+            variance,
+            None,
+            None,
+            False,
+            ctx.eps,
+            [True, True, True],
         )
         sums = torch.stack([for_scale, for_shift]).double()
         if ctx.is_dummy:

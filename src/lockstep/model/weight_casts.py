@@ -1,8 +1,10 @@
-"""Casts of gathered weights that autograd does not keep: it casts the weight again in the backward, to the same bits.
+"""Casts of gathered weights that autograd does not keep: it casts the weight again in the backward,
+to the same bits.
 
-A product under autocast saves the cast of its weight for its backward, where FSDP2 cannot free it: the full model in
-bf16 on every rank. After the forward of a block this module replaces each such cast by the way to make it from the
-weight, which FSDP2 gathers again for the block's backward. All else that autograd has saved stays as it is.
+A product under autocast saves the cast of its weight for its backward, where FSDP2 cannot free it:
+the full model in bf16 on every rank. After the forward of a block this module replaces each such
+cast by the way to make it from the weight, which FSDP2 gathers again for the block's backward. All
+else that autograd has saved stays as it is.
 """
 
 from __future__ import annotations
@@ -39,16 +41,33 @@ View = Callable[[Tensor], Tensor]
 
 
 def drop_casts(group: nn.Module, *, is_root: bool) -> None:
-    """Have autograd not keep casts of the weights of one of FSDP2's groups from forward to backward. `is_root`: the
-    group of the parameters in no block; what its forward computes before its last block is not looked at."""
+    """Have autograd not keep casts of the weights of one of FSDP2's groups from forward to
+    backward. `is_root`: the group of the parameters in no block; what its forward computes before
+    its last block is not looked at."""
     parameters = fsdp_parameter_group(group)
     compared: set[str] = set()
 
     def after_forward(_: nn.Module, __: Any, output: Any) -> None:
-        outputs: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        held = [(gathered(each), each) for each in parameters.fsdp_params] if parameters is not None and outputs else []
-        if weights := {id(weight): name_of(each) for weight, each in held if weight is not None and _may_be_cast(weight)}:
-            is_end = (lambda node: BLOCK in node.metadata) if is_root else partial(begins_forward_of, parameters)
+        outputs: list[Any] = [
+            leaf.grad_fn
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+        ]
+        held = (
+            [(gathered(each), each) for each in parameters.fsdp_params]
+            if parameters is not None and outputs
+            else []
+        )
+        if weights := {
+            id(weight): name_of(each)
+            for weight, each in held
+            if weight is not None and _may_be_cast(weight)
+        }:
+            is_end = (
+                (lambda node: BLOCK in node.metadata)
+                if is_root
+                else partial(begins_forward_of, parameters)
+            )
             drop_from_graph(list(outputs), weights, is_end, compared)
         if not is_root:
             for node in outputs:
@@ -62,9 +81,15 @@ def _may_be_cast(weight: Tensor) -> bool:
     return weight.dim() > 1 and weight.dtype is torch.float32 and not is_distributed(weight)
 
 
-def drop_from_graph(waiting: list[Any], weights: Mapping[int, str], is_end: Callable[[Any], bool], compared: set[str]) -> None:
-    """Drop the casts of the weights from the graph between these nodes and those that `is_end`. `weights`: the name of
-    each, by its id. `compared`: names of weights whose casts need no comparison any more; the backward adds to them."""
+def drop_from_graph(
+    waiting: list[Any],
+    weights: Mapping[int, str],
+    is_end: Callable[[Any], bool],
+    compared: set[str],
+) -> None:
+    """Drop the casts of the weights from the graph between these nodes and those that `is_end`.
+    `weights`: the name of each, by its id. `compared`: names of weights whose casts need no
+    comparison any more; the backward adds to them."""
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -81,7 +106,11 @@ def drop_from_graph(waiting: list[Any], weights: Mapping[int, str], is_end: Call
         for saved, tensor in saved_tensors(node) if uses_cast else ():
             if (cast := _Cast.of(tensor, weights)) is not None:
                 name = weights[id(cast.weight)]
-                make = _Cast.again if name in compared else partial(_again_and_compared, _sum_of_bits(tensor), name, compared)
+                make = (
+                    _Cast.again
+                    if name in compared
+                    else partial(_again_and_compared, _sum_of_bits(tensor), name, compared)
+                )
                 saved.register_hooks(partial(_in_its_place, cast), make)
 
 
@@ -90,27 +119,33 @@ def _in_its_place(cast: _Cast, tensor: Tensor) -> _Cast:
 
 
 def _again_and_compared(expected: Tensor, name: str, compared: set[str], cast: _Cast) -> Tensor:
-    """Return the cast, made again. Raises `PlanError` if it is not what the forward has computed with."""
+    """Return the cast, made again. Raises `PlanError` if it is not what the forward has computed
+    with."""
     again = cast.again()
     if again.untyped_storage().nbytes():
         if not torch.equal(_sum_of_bits(again), expected):
             raise PlanError(
-                f"under shard the backward casts the weight {name!r} to {cast.dtype} again, to other values than in the forward: the cast, "
-                f"or the weight after it, has been changed through .data, which autograd does not see; change it within torch.no_grad() "
-                f"and without .data, and the cast is kept (cast.copy_(quantized)), or use replicate"
+                f"under shard the backward casts the weight {name!r} to {cast.dtype} again, to"
+                " other values than in the forward: the cast, or the weight after it, has been"
+                " changed through .data, which autograd does not see; change it within"
+                " torch.no_grad() and without .data, and the cast is kept (cast.copy_(quantized)),"
+                " or use replicate"
             )
         compared.add(name)
     return again
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    bits = tensor.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    bits = tensor.detach().view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
     return bits.sum(dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A view of the cast of a view of a gathered weight. `views`: what the weight is seen through before the cast."""
+    """A view of the cast of a view of a gathered weight. `views`: what the weight is seen through
+    before the cast."""
 
     weight: Tensor
     views: tuple[View, ...]
@@ -121,7 +156,8 @@ class _Cast:
 
     @classmethod
     def of(cls, tensor: Tensor, weights: Mapping[int, str]) -> _Cast | None:
-        """Return how to make `tensor` again; None if it is not a cast of one of these weights, or has been changed."""
+        """Return how to make `tensor` again; None if it is not a cast of one of these weights, or
+        has been changed."""
         cast = base_of(tensor)
         if type(cast.grad_fn).__name__ != CAST or version(cast) or is_distributed(cast):
             return None
@@ -136,10 +172,27 @@ class _Cast:
         weight = getattr(node, "variable", None)
         if weight is None or id(weight) not in weights or weight.dtype is cast.dtype:
             return None
-        made = cls(weight, tuple(reversed(views)), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        made = cls(
+            weight,
+            tuple(reversed(views)),
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
         # FSDP2 has freed the weight's memory by now.
-        again = made._seen(torch.empty_strided(weight.shape, weight.stride(), device="meta")).to(tensor.dtype) if views else weight
-        laid_out_alike = (again.shape, again.stride(), weight.device) == (cast.shape, cast.stride(), cast.device)
+        again = (
+            made._seen(torch.empty_strided(weight.shape, weight.stride(), device="meta")).to(
+                tensor.dtype
+            )
+            if views
+            else weight
+        )
+        laid_out_alike = (again.shape, again.stride(), weight.device) == (
+            cast.shape,
+            cast.stride(),
+            cast.device,
+        )
         return made if laid_out_alike else None
 
     def _seen(self, source: Tensor) -> Tensor:
@@ -148,12 +201,19 @@ class _Cast:
         return source
 
     def again(self) -> Tensor:
-        """Return the cast of the weight, as far as its memory is there: a backward unpacks what it does not use too."""
+        """Return the cast of the weight, as far as its memory is there: a backward unpacks what it
+        does not use too."""
         if not self.weight.untyped_storage().nbytes():
-            freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.weight.device)
+            freed = torch.empty_strided(
+                self.size, self.stride, dtype=self.dtype, device=self.weight.device
+            )
             freed.untyped_storage().resize_(0)
             return freed
-        return self._seen(self.weight.detach()).to(self.dtype).as_strided(self.size, self.stride, self.offset)
+        return (
+            self._seen(self.weight.detach())
+            .to(self.dtype)
+            .as_strided(self.size, self.stride, self.offset)
+        )
 
 
 @cache
@@ -162,7 +222,8 @@ def _is_cast_or_view(kind: Any) -> bool:
 
 
 def _view_of(node: Any, place: int) -> View | None:
-    """Return the view of which `node` is the backward of output `place`; None if it is that of something else."""
+    """Return the view of which `node` is the backward of output `place`; None if it is that of
+    something else."""
     match type(node).__name__.rstrip("0123456789"):
         case "ViewBackward" | "UnsqueezeBackward" | "SqueezeBackward" | "AliasBackward":
             return partial(torch.Tensor.view, size=output_shape(node, place))
@@ -171,19 +232,36 @@ def _view_of(node: Any, place: int) -> View | None:
         case "TBackward":
             return torch.t
         case "TransposeBackward":
-            return partial(torch.transpose, dim0=saved_value(node, "dim0"), dim1=saved_value(node, "dim1"))
+            return partial(
+                torch.transpose, dim0=saved_value(node, "dim0"), dim1=saved_value(node, "dim1")
+            )
         case "PermuteBackward":
             return partial(torch.permute, dims=saved_value(node, "dims"))
         case "SelectBackward":
-            return partial(torch.select, dim=saved_value(node, "dim"), index=saved_value(node, "index"))
+            return partial(
+                torch.select, dim=saved_value(node, "dim"), index=saved_value(node, "index")
+            )
         case "UnbindBackward":
             return partial(torch.select, dim=saved_value(node, "dim"), index=place)
         case "SliceBackward":
-            return partial(torch.ops.aten.slice, **{name: saved_value(node, name) for name in ("dim", "start", "end", "step")})
+            return partial(
+                torch.ops.aten.slice,
+                **{name: saved_value(node, name) for name in ("dim", "start", "end", "step")},
+            )
         case "SplitBackward":
-            return partial(_part, sizes=saved_value(node, "split_size"), dim=saved_value(node, "dim"), place=place)
+            return partial(
+                _part,
+                sizes=saved_value(node, "split_size"),
+                dim=saved_value(node, "dim"),
+                place=place,
+            )
         case "SplitWithSizesBackward":
-            return partial(_part, sizes=saved_value(node, "split_sizes"), dim=saved_value(node, "dim"), place=place)
+            return partial(
+                _part,
+                sizes=saved_value(node, "split_sizes"),
+                dim=saved_value(node, "dim"),
+                place=place,
+            )
     return None
 
 

@@ -15,7 +15,8 @@ from lockstep.planner.prediction import Budget, Prediction, budget
 from lockstep.planner.search import Outcome, closest
 
 HOURS_BETWEEN_FAILURES = 50_000.0
-"""Those of one device: 419 failures in 54 days on 16,384 GPUs (arXiv 2407.21783, "The Llama 3 Herd of Models")."""
+"""Those of one device: 419 failures in 54 days on 16,384 GPUs (arXiv 2407.21783, "The Llama 3 Herd
+of Models")."""
 SAVE_SECONDS = 10.0
 """Time that a checkpoint holds up training, if it is written in the background."""
 RESTART_SECONDS = 300.0
@@ -32,12 +33,30 @@ LIMITS = {
     "loader": "loader",
 }
 """Names of limits. A mesh axis stands for its communication."""
-HEAD = ("plan", "step", "80% of such plans", "samples/s", "memory", "limited by", "twice the network")
+HEAD = (
+    "plan",
+    "step",
+    "80% of such plans",
+    "samples/s",
+    "memory",
+    "limited by",
+    "twice the network",
+)
 
 
 LEFT = ("devices", "plan", "limited by")
 """Columns of text; the others are of numbers."""
-SIDE_BY_SIDE = ("devices", "plan", "step", "80% of such plans", "samples/s", "memory", "limited by", "days", "cost")
+SIDE_BY_SIDE = (
+    "devices",
+    "plan",
+    "step",
+    "80% of such plans",
+    "samples/s",
+    "memory",
+    "limited by",
+    "days",
+    "cost",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +88,8 @@ class Forecast:
         price_per_hour: float | None,
         remarks: Sequence[str] = (),
     ) -> Forecast:
-        """Return the forecast. `tokens`: to train on; None: the recipe's steps. `price_per_hour`: of a device."""
+        """Return the forecast. `tokens`: to train on; None: the recipe's steps. `price_per_hour`:
+        of a device."""
         return cls(
             script=script,
             target=f"{cluster.count} x {cluster.device.name}",
@@ -85,14 +105,21 @@ class Forecast:
     @property
     def fitting(self) -> list[Prediction]:
         """The plans that fit, the fastest first."""
-        return [each.prediction for each in self.outcomes if each.prediction is not None and each.reason is None]
+        return [
+            each.prediction
+            for each in self.outcomes
+            if each.prediction is not None and each.reason is None
+        ]
 
     @property
     def title(self) -> str:
         """The headline."""
         refused = sum(each.is_refused for each in self.outcomes)
         others = f", and {refused} cannot be run" if refused else ""
-        return f"{self.script} on {self.target}: {len(self.fitting)} of {len(self.outcomes) - refused} plans fit{others}"
+        return (
+            f"{self.script} on {self.target}: {len(self.fitting)} of {len(self.outcomes) - refused}"
+            f" plans fit{others}"
+        )
 
     def bounds(self, prediction: Prediction) -> tuple[float, float]:
         """The seconds between which 80% of measured steps were, where others were predicted."""
@@ -104,8 +131,17 @@ class Forecast:
             low, high = self.bounds(each)
             faster = each.seconds / each.seconds_with_twice["network"]
             yield (
-                *(each.plan, duration(each.seconds), f"{duration(low)} to {duration(high)}", f"{each.samples / each.seconds:.3g}"),
-                *(size(each.needed_bytes), limit_in_words(each.limit), f"{faster:.2f} times as fast"),
+                *(
+                    each.plan,
+                    duration(each.seconds),
+                    f"{duration(low)} to {duration(high)}",
+                    f"{each.samples / each.seconds:.3g}",
+                ),
+                *(
+                    size(each.needed_bytes),
+                    limit_in_words(each.limit),
+                    f"{faster:.2f} times as fast",
+                ),
             )
 
     def lines(self, most: int) -> Iterator[str]:
@@ -115,14 +151,21 @@ class Forecast:
             return
         best = self.fitting[0]
         yield f"{best.plan}: {', '.join(self._parts(best))}"
-        causes = ", ".join(f"{cause} {size(each)}" for cause, each in list(best.peak.by_cause.items())[:5])
+        causes = ", ".join(
+            f"{cause} {size(each)}" for cause, each in list(best.peak.by_cause.items())[:5]
+        )
         where = f"memory of rank {best.peak.rank}, at its peak in {best.peak.moment}"
         yield f"{where}: {causes}; with what libraries take and a margin: {size(best.needed_bytes)}"
         gains = {what: best.seconds / seconds for what, seconds in best.seconds_with_twice.items()}
-        yield "; ".join(f"twice the {what}: {gain:.2f} times as fast" for what, gain in gains.items())
+        yield "; ".join(
+            f"twice the {what}: {gain:.2f} times as fast" for what, gain in gains.items()
+        )
         rate = self.loader_rate(best)
         each = _rate(rate / self.devices_per_node)
-        yield f"the loader must deliver {_rate(rate)} samples/s on each machine ({each} in each of its processes)"
+        yield (
+            f"the loader must deliver {_rate(rate)} samples/s on each machine ({each} in each of"
+            " its processes)"
+        )
         yield from self._budget(best)
         if best.note is not None:
             yield f"note: {best.note}"
@@ -138,14 +181,20 @@ class Forecast:
     def _nothing_fits(self) -> Iterator[str]:
         nearest = closest(self.outcomes)
         if nearest is not None and nearest.prediction is not None:
-            causes = ", ".join(f"{cause} {size(each)}" for cause, each in list(nearest.prediction.peak.by_cause.items())[:4])
+            causes = ", ".join(
+                f"{cause} {size(each)}"
+                for cause, each in list(nearest.prediction.peak.by_cause.items())[:4]
+            )
             yield f"no plan fits; {nearest.plan} comes closest: it {nearest.reason} ({causes})"
             yield "more devices, a smaller microbatch, or devices with more memory would do"
-        yield from (f"not {each}" for each in struck([each for each in self.outcomes if each is not nearest]))
+        yield from (
+            f"not {each}"
+            for each in struck([each for each in self.outcomes if each is not nearest])
+        )
 
     def loader_rate(self, prediction: Prediction) -> float:
-        """The samples that the loaders of all processes of a machine must deliver in a second. Processes that compute
-        parts of the same samples, as on the tensor axis, load them each."""
+        """The samples that the loaders of all processes of a machine must deliver in a second.
+        Processes that compute parts of the same samples, as on the tensor axis, load them each."""
         plan = Plan.parse(prediction.plan).resolve(self.devices)
         data = int(plan.replicate or 1) * int(plan.shard or 1)
         return prediction.samples / prediction.seconds / data * self.devices_per_node
@@ -179,16 +228,29 @@ class Forecast:
         found = self.budget(best)
         if found is None:
             if self.tokens is not None:
-                yield "days for a number of tokens: the recipe has no Recipe.weight, which counts them"
+                yield (
+                    "days for a number of tokens: the recipe has no Recipe.weight, which counts"
+                    " them"
+                )
             return
         low, high = self.interval.low, self.interval.high
-        cost = "" if found.cost is None else f", costs {found.cost:,.0f} ({found.cost * low:,.0f} to {found.cost * high:,.0f})"
+        cost = (
+            ""
+            if found.cost is None
+            else f", costs {found.cost:,.0f} ({found.cost * low:,.0f} to {found.cost * high:,.0f})"
+        )
         what = f"{self.tokens:.3g} tokens" if self.tokens is not None else f"{best.steps} steps"
         if not found.goodput:
-            yield f"{what}: never; of {self.devices:,} devices one fails before the others have started again (goodput 0)"
+            yield (
+                f"{what}: never; of {self.devices:,} devices one fails before the others have"
+                " started again (goodput 0)"
+            )
             return
         days = f"{_days(found.days)} ({_days(found.days * low)} to {_days(found.days * high)})"
-        yield f"{what}: {days}, {found.device_hours:,.1f} device-hours{cost}; goodput {found.goodput:.3f}"
+        yield (
+            f"{what}: {days}, {found.device_hours:,.1f} device-hours{cost}; goodput"
+            f" {found.goodput:.3f}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON."""
@@ -205,7 +267,11 @@ class Forecast:
             return {"plan": outcome.plan, "fits": False, "reason": outcome.reason}
         found = self.budget(outcome.prediction)
         low, high = self.bounds(outcome.prediction)
-        told = {name: _finite(value) for name, value in self._budget_json(found).items()} if found else None
+        told = (
+            {name: _finite(value) for name, value in self._budget_json(found).items()}
+            if found
+            else None
+        )
         rate = self.loader_rate(outcome.prediction)
         known = {"reason": outcome.reason, "seconds_low": low, "seconds_high": high, "budget": told}
         return {**outcome.prediction.as_json(), **known, "loader_samples_per_second_per_node": rate}
@@ -222,12 +288,15 @@ def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
         days = cost = ""
         if (found := each.budget(best)) is not None and found.goodput:
             days = f"{_days(found.days * low)} to {_days(found.days * high)}"
-            cost = "" if found.cost is None else f"{found.cost * low:,.0f} to {found.cost * high:,.0f}"
+            cost = (
+                "" if found.cost is None else f"{found.cost * low:,.0f} to {found.cost * high:,.0f}"
+            )
         yield each.target, *row[:6], days, cost
 
 
 def struck(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield why plans were struck out, each reason once: a mistake of the recipe is the same under many plans."""
+    """Yield why plans were struck out, each reason once: a mistake of the recipe is the same under
+    many plans."""
     plans: dict[str | None, list[str]] = {}
     for outcome in outcomes:
         plans.setdefault(outcome.reason, []).append(outcome.plan)

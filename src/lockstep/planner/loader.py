@@ -1,4 +1,5 @@
-"""The loader: how long a process of this machine needs for a sample, and what a step takes with it."""
+"""The loader: how long a process of this machine needs for a sample, and what a step takes with
+it."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ class LoaderTime:
 
     @classmethod
     def measured(cls, recipe: Recipe, folder: Path, seconds: float) -> LoaderTime:
-        """Load microbatches with the recipe's own data and `collate`, in a fork of this process, for so many seconds.
-        Raises `RecipeError` if that fails, or if the first takes longer than `PATIENCE_SECONDS`."""
+        """Load microbatches with the recipe's own data and `collate`, in a fork of this process,
+        for so many seconds. Raises `RecipeError` if that fails, or if the first takes longer than
+        `PATIENCE_SECONDS`."""
         path = folder / "loader.json"
         own = os.getpid()
         process = os.fork()
@@ -63,9 +65,12 @@ class LoaderTime:
             raise _cannot_load(f"failed with {told}")
         return cls(told, f"a process loads {1 / told:,.4g} samples/s here")
 
-    def added_to(self, prediction: Prediction, plan: Plan, *, processes: int, cores: float) -> Prediction:
-        """Return the prediction with the loader of each process. Without workers the process loads before it computes;
-        with workers the slower of the two counts. `cores`: those that all processes share."""
+    def added_to(
+        self, prediction: Prediction, plan: Plan, *, processes: int, cores: float
+    ) -> Prediction:
+        """Return the prediction with the loader of each process. Without workers the process loads
+        before it computes; with workers the slower of the two counts. `cores`: those that all
+        processes share."""
         noted = replace(prediction, note="; ".join(filter(None, (prediction.note, self.note))))
         own, samples = cores / processes, prediction.microbatch * prediction.microbatches
         workers = plan.workers if isinstance(plan.workers, int) else max(1, int(own))
@@ -80,7 +85,10 @@ class LoaderTime:
             noted,
             seconds=max(prediction.seconds, loading) if workers else prediction.seconds + loading,
             by_limit=dict(sorted(by_limit.items(), key=lambda each: -each[1])),
-            seconds_with_twice={name: max(each + added, loading) for name, each in prediction.seconds_with_twice.items()},
+            seconds_with_twice={
+                name: max(each + added, loading)
+                for name, each in prediction.seconds_with_twice.items()
+            },
         )
 
 
@@ -97,12 +105,19 @@ def _ends(process: int, seconds: float) -> bool:
 
 
 def _cannot_load(why: str) -> RecipeError:
-    return RecipeError(f"loading a microbatch of Recipe.data {why}; a plan is made from one; correct the dataset, or `collate`")
+    return RecipeError(
+        f"loading a microbatch of Recipe.data {why}; a plan is made from one; correct the dataset,"
+        " or `collate`"
+    )
 
 
 def _loaded(recipe: Recipe, seconds: float) -> float:
     """Load for some time. Returns the seconds of a sample."""
-    size = recipe.microbatch if isinstance(recipe.microbatch, int) else min(recipe.global_batch or 1, MOST_SAMPLES)
+    size = (
+        recipe.microbatch
+        if isinstance(recipe.microbatch, int)
+        else min(recipe.global_batch or 1, MOST_SAMPLES)
+    )
     loaded, began = 0, time.perf_counter()
     for microbatch in _microbatches(recipe, size):
         loaded += microbatch.size
@@ -114,9 +129,25 @@ def _loaded(recipe: Recipe, seconds: float) -> float:
 def _microbatches(recipe: Recipe, size: int) -> Iterator[Microbatch]:
     """Yield microbatches of `size` samples without end."""
     in_step = -(-(recipe.global_batch or size) // size)
-    spans = (Span(step=number // in_step, index=number % in_step, start=number * size, stop=(number + 1) * size) for number in count())
+    spans = (
+        Span(
+            step=number // in_step,
+            index=number % in_step,
+            start=number * size,
+            stop=(number + 1) * size,
+        )
+        for number in count()
+    )
     if isinstance(recipe.data, Stream):
-        stream = StreamLoader(recipe.data, collate=recipe.collate, seed=recipe.seed, device=torch.device("cpu"))
+        stream = StreamLoader(
+            recipe.data, collate=recipe.collate, seed=recipe.seed, device=torch.device("cpu")
+        )
         return stream.fetch(spans, microbatches=in_step, positions={})
-    loader = Loader(recipe.data, collate=recipe.collate, seed=recipe.seed, ahead=size, device=torch.device("cpu"))
+    loader = Loader(
+        recipe.data,
+        collate=recipe.collate,
+        seed=recipe.seed,
+        ahead=size,
+        device=torch.device("cpu"),
+    )
     return loader.fetch(spans)

@@ -7,7 +7,9 @@ from typing import Literal
 
 Kind = Literal["matmul", "convolution", "attention", "memory"]
 Phase = Literal["forward", "backward", "recompute", "update", "other"]
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"
+]
 
 ALIGNED = 128
 """Bytes of a line of a device's memory."""
@@ -26,13 +28,14 @@ class Operation:
     bytes: int
     """Bytes read and written."""
     shape: tuple[int, ...] = ()
-    """matmul: (batch, m, n, k). attention: (batch × heads, queries, keys, head dim). convolution: (groups, m, n, k)
-    of the forward's matrix product. Else empty."""
+    """matmul: (batch, m, n, k). attention: (batch × heads, queries, keys, head dim). convolution:
+    (groups, m, n, k) of the forward's matrix product. Else empty."""
     phase: Phase = "other"
     name: str = ""
     """Torch's name of it, such as `aten.mm`."""
     aligned_bytes: int = ALIGNED
-    """matmul: the power of two, at most 128, that divides the bytes of each row of both operands and of the result."""
+    """matmul: the power of two, at most 128, that divides the bytes of each row of both operands
+    and of the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +46,18 @@ class Collective:
     ranks: int
     """Size of its group."""
     stride: int
-    """Distance of neighbours in the group, in ranks: with `ranks`, it says which links the collective crosses."""
+    """Distance of neighbours in the group, in ranks: with `ranks`, it says which links the
+    collective crosses."""
     bytes: int
-    """Bytes of the full tensor: of what all_reduce sums, what all_gather returns, and what reduce_scatter is given.
-    all_to_all: what this rank gives. broadcast, send: the message."""
+    """Bytes of the full tensor: of what all_reduce sums, what all_gather returns, and what
+    reduce_scatter is given. all_to_all: what this rank gives. broadcast, send: the message."""
     axis: str = ""
     phase: Phase = "other"
 
 
 def sent_bytes(collective: Collective) -> int:
-    """The bytes that one rank sends at least, by the ring algorithms; for `broadcast` and `send` the message."""
+    """The bytes that one rank sends at least, by the ring algorithms; for `broadcast` and `send`
+    the message."""
     n, total = collective.ranks, collective.bytes
     match collective.kind:
         case "all_reduce":

@@ -10,7 +10,8 @@ from typing import Any
 from lockstep.plan import AXES, Plan
 
 MARGIN = 0.08
-"""Part of a device's memory that a plan must leave free: fragmentation, and what libraries take as they run."""
+"""Part of a device's memory that a plan must leave free: fragmentation, and what libraries take as
+they run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,13 @@ class Prediction:
             "capacity_bytes": self.capacity_bytes,
             "overhead_bytes": self.overhead_bytes,
             "memory": [
-                {"rank": each.rank, "bytes": each.bytes, "by_cause": dict(each.by_cause), "moment": each.moment} for each in self.memory
+                {
+                    "rank": each.rank,
+                    "bytes": each.bytes,
+                    "by_cause": dict(each.by_cause),
+                    "moment": each.moment,
+                }
+                for each in self.memory
             ],
             "sent_bytes": dict(self.sent_bytes),
             "note": self.note,
@@ -103,7 +110,8 @@ class Prediction:
         """Read what `as_json` returned."""
         derived = ("fits", "limit", "needed_bytes", "memory")
         return cls(
-            **{name: value for name, value in told.items() if name not in derived}, memory=[RankPeak(**each) for each in told["memory"]]
+            **{name: value for name, value in told.items() if name not in derived},
+            memory=[RankPeak(**each) for each in told["memory"]],
         )
 
 
@@ -111,7 +119,9 @@ def text(plan: Plan) -> str:
     """Return a plan as a user writes it, without axes of one process."""
     axes = [f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) != 1]
     rest = [part for part in str(plan).split(",") if part.split("=")[0] not in AXES]
-    return ",".join([*(axes or ["replicate=1"]), *(part for part in rest if part != "numerics=fast")])
+    return ",".join(
+        [*(axes or ["replicate=1"]), *(part for part in rest if part != "numerics=fast")]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +145,18 @@ def budget(
     save_seconds: float,
     restart_seconds: float,
 ) -> Budget:
-    """Return the budget of a training of `steps`. `hours_between_failures`: of one device. Checkpoints are as often as
-    is best: Young, "A first order approximation to the optimum checkpoint interval", 1974."""
+    """Return the budget of a training of `steps`. `hours_between_failures`: of one device.
+    Checkpoints are as often as is best: Young, "A first order approximation to the optimum
+    checkpoint interval", 1974."""
     rate = devices / (hours_between_failures * 3600)
-    # At the interval √(2 × save_seconds / rate), saving takes as long as the steps that a failure loses.
+    # At the interval √(2 × save_seconds / rate), saving takes as long as the steps that a failure
+    # loses.
     goodput = max(0.0, 1 - math.sqrt(2 * save_seconds * rate) - rate * restart_seconds)
     total = math.inf if goodput == 0 else seconds * steps / goodput
     hours = total * devices / 3600
-    return Budget(days=total / 86400, device_hours=hours, cost=None if price_per_hour is None else hours * price_per_hour, goodput=goodput)
+    return Budget(
+        days=total / 86400,
+        device_hours=hours,
+        cost=None if price_per_hour is None else hours * price_per_hour,
+        goodput=goodput,
+    )

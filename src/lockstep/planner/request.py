@@ -1,4 +1,5 @@
-"""The request of `lockstep plan` to the process that runs the script, and the files with its answer."""
+"""The request of `lockstep plan` to the process that runs the script, and the files with its
+answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The search among the legal plans for a number of devices. Pure: `evaluate` predicts plans, several at once."""
+"""The search among the legal plans for a number of devices. Pure: `evaluate` predicts plans,
+several at once."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ LESS_MEMORY: tuple[dict[str, Any], ...] = (
     {"checkpointing": "full", "microbatch_splits": 2},
     {"checkpointing": "full", "offload": True},
 )
-"""Changes of a plan that does not fit, in the order in which they are tried. Each takes less memory and more time."""
+"""Changes of a plan that does not fit, in the order in which they are tried. Each takes less memory
+and more time."""
 SMALLER: tuple[dict[str, Any], ...] = tuple({"microbatch_splits": splits} for splits in (1, 2, 4))
-"""Those that are tried before, if the recipe leaves the microbatch to the plan: nothing is computed twice."""
+"""Those that are tried before, if the recipe leaves the microbatch to the plan: nothing is computed
+twice."""
 FILLED = 4
 """Microbatches for each stage of a pipeline, if the recipe leaves the microbatch to the plan."""
 SCHEDULED = 3
@@ -30,7 +33,8 @@ SCHEDULES = ("interleaved", "zero-bubble")
 REFINED = 2
 """Plans, the fastest first, that are tried with each of `REFINEMENTS`."""
 REFINEMENTS: tuple[dict[str, Any], ...] = ({"sharding": "gradients"}, {"compile": True})
-"""Changes that may make a plan faster. The later ones are tried on the results of the earlier ones too."""
+"""Changes that may make a plan faster. The later ones are tried on the results of the earlier ones
+too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +51,32 @@ class Outcome:
     @property
     def seconds(self) -> float:
         """Those of a step; infinite if the plan cannot be run."""
-        return float("inf") if self.prediction is None or self.reason is not None else self.prediction.seconds
+        return (
+            float("inf")
+            if self.prediction is None or self.reason is not None
+            else self.prediction.seconds
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as JSON."""
         prediction = self.prediction and self.prediction.as_json()
-        return {"plan": self.plan, "prediction": prediction, "reason": self.reason, "is_refused": self.is_refused}
+        return {
+            "plan": self.plan,
+            "prediction": prediction,
+            "reason": self.reason,
+            "is_refused": self.is_refused,
+        }
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Outcome:
         """Read what `as_json` returned."""
         prediction = told["prediction"] and Prediction.from_json(told["prediction"])
-        return cls(plan=told["plan"], prediction=prediction, reason=told["reason"], is_refused=told["is_refused"])
+        return cls(
+            plan=told["plan"],
+            prediction=prediction,
+            reason=told["reason"],
+            is_refused=told["is_refused"],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +88,8 @@ class Space:
     samples: int
     """Samples of a global batch."""
     microbatch: int | None
-    """Samples of a microbatch. None: the plan chooses; each data rank has one, which the plan may split."""
+    """Samples of a microbatch. None: the plan chooses; each data rank has one, which the plan may
+    split."""
     is_splittable: bool
     """False if no microbatch can be split."""
     is_compilable: bool
@@ -79,7 +98,8 @@ class Space:
     """Bytes of the model's parameters and gradients."""
     capacity_bytes: int | None
     stages: int
-    """Most stages of a pipeline. 0 or 1: none can be made, and one pipeline alone is tried, which says why."""
+    """Most stages of a pipeline. 0 or 1: none can be made, and one pipeline alone is tried, which
+    says why."""
 
     @property
     def microbatches(self) -> int:
@@ -88,7 +108,8 @@ class Space:
 
     @property
     def usable_devices(self) -> int:
-        """The most devices that data parallelism alone can use, in whole nodes if they are more than one."""
+        """The most devices that data parallelism alone can use, in whole nodes if they are more
+        than one."""
         most = min(self.devices, self.microbatches)
         return most if most < self.devices_per_node else most - most % self.devices_per_node
 
@@ -96,24 +117,34 @@ class Space:
         """Say why no plan uses all devices, and what to change."""
         size = self.microbatch or 1
         enough = f"global_batch={self.devices * size}"
-        smaller = f", or microbatch={self.samples // self.devices}" if self.devices <= self.samples else ""
+        smaller = (
+            f", or microbatch={self.samples // self.devices}"
+            if self.devices <= self.samples
+            else ""
+        )
         return (
-            f"no plan can use {self.devices} devices: a step has {self.microbatches} microbatches (global_batch={self.samples}, "
-            f"microbatch={size}), and each data rank needs one; planned for {self.usable_devices}; to use all, give {enough}{smaller}"
+            f"no plan can use {self.devices} devices: a step has {self.microbatches} microbatches"
+            f" (global_batch={self.samples}, microbatch={size}), and each data rank needs one;"
+            f" planned for {self.usable_devices}; to use all, give {enough}{smaller}"
         )
 
     def most_splits(self, plan: Plan) -> int:
         """Return how often each microbatch of a plan can be halved."""
         data = int(plan.replicate or 1) * int(plan.shard or 1)
-        return int(math.log2(max(1, self.microbatch or self.samples // data))) if self.is_splittable else 0
+        return (
+            int(math.log2(max(1, self.microbatch or self.samples // data)))
+            if self.is_splittable
+            else 0
+        )
 
 
 Evaluate = Callable[[Sequence[Plan]], Sequence[Outcome]]
 
 
 def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
-    """Return the outcome of each plan that was considered, the fastest that fits first. A plan that fits is not tried
-    with less memory; one whose parameters alone do not fit is not tried at all, unless no other has fewer."""
+    """Return the outcome of each plan that was considered, the fastest that fits first. A plan that
+    fits is not tried with less memory; one whose parameters alone do not fit is not tried at all,
+    unless no other has fewer."""
     outcomes: list[Outcome] = []
     plans = list(layouts(space))
     smallest = min((_held_bytes(plan, space) for plan in plans), default=0)
@@ -130,28 +161,40 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
 
 
 def layouts(space: Space) -> Iterator[Plan]:
-    """Yield a plan for each way to lay out all devices on the axes. Tensor parallelism stays inside a node; parameters
-    are sharded over all data ranks, over those of a node, or not at all."""
+    """Yield a plan for each way to lay out all devices on the axes. Tensor parallelism stays inside
+    a node; parameters are sharded over all data ranks, over those of a node, or not at all."""
     for tensor in _divisors(space.devices):
         if tensor > space.devices_per_node or space.devices_per_node % tensor:
             continue
         for pipeline in _divisors(space.devices // tensor):
-            if pipeline > max(1, space.stages) and (tensor > 1 or pipeline != _divisors(space.devices)[1]):
+            if pipeline > max(1, space.stages) and (
+                tensor > 1 or pipeline != _divisors(space.devices)[1]
+            ):
                 continue
             data = space.devices // tensor // pipeline
             if data > space.microbatches:
                 continue
             near = max(1, space.devices_per_node // tensor)
-            for shard in sorted({1, data} | ({near} if data % near == 0 and near < data else set())):
+            for shard in sorted(
+                {1, data} | ({near} if data % near == 0 and near < data else set())
+            ):
                 plan = Plan(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
-                fills = math.ceil(math.log2(FILLED * pipeline)) if space.microbatch is None and pipeline > 1 else 0
+                fills = (
+                    math.ceil(math.log2(FILLED * pipeline))
+                    if space.microbatch is None and pipeline > 1
+                    else 0
+                )
                 yield replace(plan, microbatch_splits=min(fills, space.most_splits(plan)))
 
 
 def closest(outcomes: Sequence[Outcome]) -> Outcome | None:
     """Return the plan that needs the least memory, if none fits."""
     predicted = [each for each in outcomes if each.prediction is not None]
-    return min(predicted, key=lambda each: each.prediction.needed_bytes if each.prediction else 0, default=None)
+    return min(
+        predicted,
+        key=lambda each: each.prediction.needed_bytes if each.prediction else 0,
+        default=None,
+    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -159,26 +202,36 @@ def _divisors(number: int) -> list[int]:
 
 
 def _held_bytes(plan: Plan, space: Space) -> int:
-    return space.state_bytes // (int(plan.shard or 1) * int(plan.tensor or 1) * int(plan.pipeline or 1))
+    return space.state_bytes // (
+        int(plan.shard or 1) * int(plan.tensor or 1) * int(plan.pipeline or 1)
+    )
 
 
 def _too_large(plan: Plan, space: Space) -> str | None:
     held = _held_bytes(plan, space)
     if space.capacity_bytes is None or held <= space.capacity_bytes:
         return None
-    return f"parameters and gradients alone need {held / 1e9:.0f} GB of the {space.capacity_bytes / 1e9:.0f} GB"
+    return (
+        f"parameters and gradients alone need {held / 1e9:.0f} GB of the"
+        f" {space.capacity_bytes / 1e9:.0f} GB"
+    )
 
 
 def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -> Iterator[Outcome]:
-    """Evaluate the plans, and those that do not fit again with each change that takes less memory, until they do. One
-    whose parameters, gradients and optimizer state alone do not fit is tried again only if no other plan fits."""
+    """Evaluate the plans, and those that do not fit again with each change that takes less memory,
+    until they do. One whose parameters, gradients and optimizer state alone do not fit is tried
+    again only if no other plan fits."""
     remaining, one_fits = list(plans), False
     for change in ({}, *(SMALLER if space.microbatch is None else ()), *LESS_MEMORY):
         able = [plan for plan in remaining if _splits(plan, change, space)]
         tried = [changed for plan in able for changed in _changed(plan, change)]
         outcomes = evaluate(tried)
         yield from outcomes
-        too_large = [(plan, each.prediction) for plan, each in zip(tried, outcomes, strict=True) if each.prediction and each.reason]
+        too_large = [
+            (plan, each.prediction)
+            for plan, each in zip(tried, outcomes, strict=True)
+            if each.prediction and each.reason
+        ]
         waiting = [plan for plan in remaining if plan not in able]
         remaining = [*waiting, *(plan for plan, prediction in too_large if _may_fit(prediction))]
         one_fits |= any(outcome.reason is None for outcome in outcomes)
@@ -190,13 +243,18 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
 
 def _splits(plan: Plan, change: dict[str, Any], space: Space) -> bool:
     """True if a change splits no microbatch, or splits the plan's into smaller ones."""
-    return "microbatch_splits" not in change or plan.microbatch_splits < change["microbatch_splits"] <= space.most_splits(plan)
+    return "microbatch_splits" not in change or plan.microbatch_splits < change[
+        "microbatch_splits"
+    ] <= space.most_splits(plan)
 
 
 def _may_fit(prediction: Prediction) -> bool:
     """True if what no checkpointing can free leaves room."""
     held = sum(prediction.peak.by_cause.get(cause, 0) for cause in (*ON_HOST, "communication"))
-    return prediction.capacity_bytes is None or held + prediction.overhead_bytes < prediction.capacity_bytes
+    return (
+        prediction.capacity_bytes is None
+        or held + prediction.overhead_bytes < prediction.capacity_bytes
+    )
 
 
 def _scheduled(outcomes: Sequence[Outcome]) -> Iterator[Plan]:
@@ -214,7 +272,9 @@ def _refined(outcomes: Sequence[Outcome], change: dict[str, Any]) -> Iterator[Pl
 
 def _fastest(outcomes: Sequence[Outcome], count: int) -> list[Plan]:
     """The fastest plans that fit."""
-    ranked = sorted((each for each in outcomes if each.reason is None), key=lambda each: each.seconds)
+    ranked = sorted(
+        (each for each in outcomes if each.reason is None), key=lambda each: each.seconds
+    )
     return [Plan.parse(each.plan) for each in ranked[:count]]
 
 

@@ -1,4 +1,5 @@
-"""Simulates a step from its traces, event by event: streams, groups of ranks, and messages between pipeline stages."""
+"""Simulates a step from its traces, event by event: streams, groups of ranks, and messages between
+pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lockstep.planner.operations import Collective, Operation
-from lockstep.planner.trace import Await, AwaitEvent, Communicate, Compute, Item, Mark, RecordEvent, TracedStep
+from lockstep.planner.trace import (
+    Await,
+    AwaitEvent,
+    Communicate,
+    Compute,
+    Item,
+    Mark,
+    RecordEvent,
+    TracedStep,
+)
 
 PIPELINE = "pipeline"
 PADDED = 16
@@ -20,7 +30,8 @@ ON_DEVICE = (*COMPUTED, "launches", "bubble")
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Seconds of Python and torch: what they take before a kernel or a collective is on its stream."""
+    """Seconds of Python and torch: what they take before a kernel or a collective is on its
+    stream."""
 
     kernel: float = 0.0
     """Seconds of each kernel."""
@@ -45,7 +56,8 @@ class Costs:
     processes: int = 1
     """Processes of the run that share the cores."""
     load: float = 1.0
-    """Microbatches of all processes, as a part of what they would be if each had as many as the one with the most."""
+    """Microbatches of all processes, as a part of what they would be if each had as many as the one
+    with the most."""
     cores: float = math.inf
     """Number of processes that compute at full speed at the same time."""
     slice_seconds: float = 0.0
@@ -56,9 +68,10 @@ class Costs:
         return self.processes * self.load / self.cores
 
     def lateness(self, seconds: float) -> float:
-        """Return the seconds by which the last process is later than if all shared the cores evenly, where each
-        computes for so many (evenly shared), and then waits for all. A process waits for whole time slices of others:
-        where all need less than a slice, they come in turns, as many as there are processes to a core, rounded up."""
+        """Return the seconds by which the last process is later than if all shared the cores
+        evenly, where each computes for so many (evenly shared), and then waits for all. A process
+        waits for whole time slices of others: where all need less than a slice, they come in turns,
+        as many as there are processes to a core, rounded up."""
         if (shared := self.processes_per_core) <= 1:
             return 0.0
         return min(seconds * (math.ceil(shared) / shared - 1), self.slice_seconds / 2)
@@ -70,8 +83,9 @@ class StepTime:
 
     seconds: float
     by_limit: dict[str, float]
-    """Seconds of the slowest rank by what they go to: `matmul`, `attention`, `convolution`, `memory`, `launches`,
-    `bubble`, and the name of a mesh axis for communication that nothing overlaps."""
+    """Seconds of the slowest rank by what they go to: `matmul`, `attention`, `convolution`,
+    `memory`, `launches`, `bubble`, and the name of a mesh axis for communication that nothing
+    overlaps."""
     overlapped_seconds: float = 0.0
     """Seconds of communication that runs beside computation."""
     marks: dict[str, float] = field(default_factory=dict)
@@ -109,7 +123,8 @@ class _Rank:
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
     latest: tuple[str, float] = ("launches", 0.0)
-    """Kind and seconds of the default stream's latest kernel, or axis and seconds of its latest wait."""
+    """Kind and seconds of the default stream's latest kernel, or axis and seconds of its latest
+    wait."""
     communication: float = 0.0
     computed: float = 0.0
     """Seconds that the host has computed since it last met the other ranks in a collective."""
@@ -140,10 +155,14 @@ class Simulation:
         seconds = max(rank.end for rank in self._ranks)
         spent = dict(slowest.spent)
         if not self._costs.is_synchronous:
-            spent["launches"] = spent.get("launches", 0.0) + max(0.0, slowest.host - slowest.device_end)
+            spent["launches"] = spent.get("launches", 0.0) + max(
+                0.0, slowest.host - slowest.device_end
+            )
         spent["bubble"] = spent.get("bubble", 0.0) + max(0.0, seconds - sum(spent.values()))
         waited = sum(each for name, each in spent.items() if name not in ON_DEVICE)
-        by_limit = {name: each for name, each in sorted(spent.items(), key=lambda each: -each[1]) if each}
+        by_limit = {
+            name: each for name, each in sorted(spent.items(), key=lambda each: -each[1]) if each
+        }
         return StepTime(seconds, by_limit, max(0.0, slowest.communication - waited), slowest.marks)
 
     def _advance(self, rank: _Rank) -> bool:
@@ -173,7 +192,8 @@ class Simulation:
         return True
 
     def _work(self, rank: _Rank, seconds: float, stream: int = 0) -> None:
-        """Let the host compute beside kernels. If it is the device too, that computes nothing meanwhile."""
+        """Let the host compute beside kernels. If it is the device too, that computes nothing
+        meanwhile."""
         rank.host += seconds
         if self._costs.is_synchronous:
             rank.streams[stream] += seconds
@@ -194,8 +214,9 @@ class Simulation:
             rank.computed += seconds
 
     def _count_as_launches(self, rank: _Rank, idle: float) -> None:
-        """Count the time that the stream was idle, because the host had not launched the next kernel yet, as launches;
-        and the kernel or wait before too: the host was busy meanwhile, and a faster device would gain nothing."""
+        """Count the time that the stream was idle, because the host had not launched the next
+        kernel yet, as launches; and the kernel or wait before too: the host was busy meanwhile, and
+        a faster device would gain nothing."""
         kind, seconds = rank.latest
         rank.spent[kind] -= seconds
         rank.spent["launches"] += idle + seconds
@@ -234,7 +255,9 @@ class Simulation:
         rank.host = launched
         start = max(ready, rank.groups[item.group])
         if not self._costs.is_synchronous:
-            rank.late[item.number] = max(0.0, launched - max(rank.streams[item.stream], rank.groups[item.group]))
+            rank.late[item.number] = max(
+                0.0, launched - max(rank.streams[item.stream], rank.groups[item.group])
+            )
         rank.groups[item.group] = start + seconds
         rank.communication += seconds
         rank.ends[item.number] = start + seconds, axis
@@ -265,35 +288,57 @@ class Simulation:
 
 
 def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
-    """Return the time of a step. `traces`: one of each stage's rank, in order; one alone without a pipeline. A trace
-    may stand for the ranks after it: give it again, and its messages go to the neighbours of its place."""
+    """Return the time of a step. `traces`: one of each stage's rank, in order; one alone without a
+    pipeline. A trace may stand for the ranks after it: give it again, and its messages go to the
+    neighbours of its place."""
     first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
-    ranks = [_Rank(place, trace.items, place - first[id(trace)]) for place, trace in enumerate(traces)]
+    ranks = [
+        _Rank(place, trace.items, place - first[id(trace)]) for place, trace in enumerate(traces)
+    ]
     return _on_cores(Simulation(ranks, _sharing(costs, len(ranks))).run(), ranks, costs)
 
 
 def _sharing(costs: Costs, stages: int) -> Costs:
-    """The costs where the processes that always compute together, those of one stage, share the cores."""
+    """The costs where the processes that always compute together, those of one stage, share the
+    cores."""
     slower = max(1.0, costs.processes_per_core / stages)
     if slower == 1:
         return costs
     marks = {name: seconds * slower for name, seconds in costs.host.marks.items()}
-    return replace(costs, operation=lambda each: costs.operation(each) * slower, host=replace(costs.host, marks=marks))
+    return replace(
+        costs,
+        operation=lambda each: costs.operation(each) * slower,
+        host=replace(costs.host, marks=marks),
+    )
 
 
 def _on_cores(step: StepTime, ranks: Sequence[_Rank], costs: Costs) -> StepTime:
-    """The step if there are too few cores for all stages at a time: no shorter than the cores need for all work."""
+    """The step if there are too few cores for all stages at a time: no shorter than the cores need
+    for all work."""
     slower = max(1.0, costs.processes_per_core / len(ranks))
-    work = sum(seconds for rank in ranks for name, seconds in rank.spent.items() if name in (*COMPUTED, "launches"))
+    work = sum(
+        seconds
+        for rank in ranks
+        for name, seconds in rank.spent.items()
+        if name in (*COMPUTED, "launches")
+    )
     least = work / slower * costs.processes_per_core / len(ranks)
     if least <= step.seconds:
         return step
-    return replace(step, seconds=least, by_limit={**step.by_limit, "bubble": step.by_limit.get("bubble", 0.0) + least - step.seconds})
+    return replace(
+        step,
+        seconds=least,
+        by_limit={
+            **step.by_limit,
+            "bubble": step.by_limit.get("bubble", 0.0) + least - step.seconds,
+        },
+    )
 
 
 def fused(trace: TracedStep) -> TracedStep:
-    """Return the trace with each run of kernels that only move bytes made one, as torch.compile makes them. It moves as
-    many bytes as the largest of them. Operands of products are padded to whole rows."""
+    """Return the trace with each run of kernels that only move bytes made one, as torch.compile
+    makes them. It moves as many bytes as the largest of them. Operands of products are padded to
+    whole rows."""
     items: list[Item] = []
     for item in trace.items:
         last = items[-1] if items else None
@@ -306,24 +351,40 @@ def fused(trace: TracedStep) -> TracedStep:
 
 def _padded(item: Compute) -> Compute:
     operation = item.operation
-    return item if operation.aligned_bytes >= PADDED else replace(item, operation=replace(operation, aligned_bytes=PADDED))
+    return (
+        item
+        if operation.aligned_bytes >= PADDED
+        else replace(item, operation=replace(operation, aligned_bytes=PADDED))
+    )
 
 
 def _fuses(one: Compute, other: Compute) -> bool:
     kinds = {one.operation.kind, other.operation.kind}
-    return kinds == {"memory"} and one.stream == other.stream and one.operation.phase == other.operation.phase != "update"
+    return (
+        kinds == {"memory"}
+        and one.stream == other.stream
+        and one.operation.phase == other.operation.phase != "update"
+    )
 
 
 def repeated(trace: TracedStep, microbatches: int) -> TracedStep:
     """Return the trace of a step of `microbatches`, from one of three: the second is repeated."""
-    starts = [place for place, item in enumerate(trace.items) if isinstance(item, Mark) and item.name == "microbatch"]
+    starts = [
+        place
+        for place, item in enumerate(trace.items)
+        if isinstance(item, Mark) and item.name == "microbatch"
+    ]
     if len(starts) >= microbatches:
         return trace
     assert len(starts) == 3, "a shorter step is traced with three microbatches"
     _, second, third = starts
     middle = trace.items[second:third]
     beyond = 1 + max([0, *(_number(item) or 0 for item in trace.items)])
-    own = {(type(item) in (RecordEvent, AwaitEvent), _number(item)) for item in middle if isinstance(item, Communicate | RecordEvent)}
+    own = {
+        (type(item) in (RecordEvent, AwaitEvent), _number(item))
+        for item in middle
+        if isinstance(item, Communicate | RecordEvent)
+    }
     items = list(trace.items[:third])
     for copy in range(1, microbatches - 2):
         items += [_renumbered(item, copy * beyond, own) for item in middle]

@@ -1,4 +1,5 @@
-"""The trace of a step on one rank: what is put on the device's streams, in order, and what is in memory."""
+"""The trace of a step on one rank: what is put on the device's streams, in order, and what is in
+memory."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from typing import Literal
 
 from lockstep.planner.operations import Collective, Operation, sent_bytes
 
-Cause = Literal["parameters", "gradients", "optimizer", "activations", "logits", "gathered", "communication", "temporary", "data"]
+Cause = Literal[
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "gathered",
+    "communication",
+    "temporary",
+    "data",
+]
 ON_HOST: tuple[Cause, ...] = ("parameters", "gradients", "optimizer")
 """Causes of memory that CPU offload keeps on the host."""
 DEFAULT_STREAM = 0
@@ -63,8 +74,9 @@ class AwaitEvent:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in the program: `microbatch` before each, `dispatch` before what DTensor makes of an operation on it,
-    `reduced` at each gradient that DDP's hooks get, `update` before the optimizer, `end`."""
+    """A place in the program: `microbatch` before each, `dispatch` before what DTensor makes of an
+    operation on it, `reduced` at each gradient that DDP's hooks get, `update` before the optimizer,
+    `end`."""
 
     name: str
 
@@ -96,7 +108,11 @@ class TracedStep:
 
     def collectives(self) -> list[Collective]:
         """The collectives, in the order in which they begin. Of a message, the sender has it."""
-        return [item.collective for item in self.items if isinstance(item, Communicate) and not item.receives]
+        return [
+            item.collective
+            for item in self.items
+            if isinstance(item, Communicate) and not item.receives
+        ]
 
     def sent_bytes(self) -> dict[str, int]:
         """The bytes that this rank sends in the step, by kind of collective and mesh axis."""
@@ -108,14 +124,23 @@ class TracedStep:
 
 def offloaded(trace: TracedStep) -> TracedStep:
     """Return the trace with only what is on the device under CPU offload."""
-    return replace(trace, allocations=[each for each in trace.allocations if trace.causes[each.number] not in ON_HOST])
+    return replace(
+        trace,
+        allocations=[
+            each for each in trace.allocations if trace.causes[each.number] not in ON_HOST
+        ],
+    )
 
 
 def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> TracedStep:
-    """Return the trace with the memory of a step of `count` microbatches, from one of `traced`. What each microbatch
-    leaves in memory until the last backward grows with their number: torch's schedules with several stages to a rank
-    keep what they have sent."""
-    backward = [place for place, item in enumerate(trace.items) if isinstance(item, Compute) and item.operation.phase == "backward"]
+    """Return the trace with the memory of a step of `count` microbatches, from one of `traced`.
+    What each microbatch leaves in memory until the last backward grows with their number: torch's
+    schedules with several stages to a rank keep what they have sent."""
+    backward = [
+        place
+        for place, item in enumerate(trace.items)
+        if isinstance(item, Compute) and item.operation.phase == "backward"
+    ]
     if count == traced or not backward:
         return trace
     born, died, sizes = dict[int, int](), dict[int, int](), dict[int, int]()
@@ -124,13 +149,23 @@ def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> Traced
             born[each.number], sizes[each.number] = each.at, each.bytes
         elif each.bytes < 0:
             died[each.number] = each.at
-    start = next(place for place, item in enumerate(trace.items) if isinstance(item, Mark) and item.name == "microbatch")
+    start = next(
+        place
+        for place, item in enumerate(trace.items)
+        if isinstance(item, Mark) and item.name == "microbatch"
+    )
     alike: dict[tuple[Cause, int], list[int]] = defaultdict(list)
     for number, place in born.items():
-        if start < place <= backward[-1] < died.get(number, len(trace.items)) and trace.causes[number] not in ON_HOST:
+        if (
+            start < place <= backward[-1] < died.get(number, len(trace.items))
+            and trace.causes[number] not in ON_HOST
+        ):
             alike[trace.causes[number], sizes[number]].append(number)
     kept = {number for several in alike.values() if len(several) >= traced for number in several}
-    grown = [replace(each, bytes=each.bytes * count // traced) if each.number in kept else each for each in trace.allocations]
+    grown = [
+        replace(each, bytes=each.bytes * count // traced) if each.number in kept else each
+        for each in trace.allocations
+    ]
     return replace(trace, allocations=grown)
 
 

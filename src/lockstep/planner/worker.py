@@ -1,4 +1,5 @@
-"""Runs in the script's process, in the place of `ls.train`: predicts plans, each in a fork, and ends the process."""
+"""Runs in the script's process, in the place of `ls.train`: predicts plans, each in a fork, and
+ends the process."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ MOST_COPIES = 8
 def train(recipe: Recipe) -> None:
     """Predict the plans of the request for this recipe, and end the process."""
     request = PlanRequest.read(os.environ)
-    tempfile.tempdir = request.folder  # which the command removes, however this process and its forks end
+    # which the command removes, however this process and its forks end
+    tempfile.tempdir = request.folder
     evaluation = _Evaluation(recipe, request)
     ended = Ended()
     if request.plans:
@@ -53,21 +55,29 @@ class _Evaluation:
         self._recipe, self._request = recipe, request
         self._machine = machine_at(request.target, request.memory_bytes)
         self._known: dict[str, Outcome] = {}
-        loader = LoaderTime.measured(recipe, Path(request.folder), MEASURED_SECONDS if request.is_here else 0.0)
+        loader = LoaderTime.measured(
+            recipe, Path(request.folder), MEASURED_SECONDS if request.is_here else 0.0
+        )
         self._loader = loader if request.is_here else None
 
     def search(self) -> Ended:
-        """Search all plans; those for fewer devices if a step has too few microbatches and nothing else is legal."""
+        """Search all plans; those for fewer devices if a step has too few microbatches and nothing
+        else is legal."""
         space = self.space()
         if self._searched(space) or self._request.is_here or space.usable_devices == space.devices:
             return Ended()
         cluster = self._machine.cluster.of(space.usable_devices)
         self._machine = Machine.of(cluster, self._request.memory_bytes)
         fewer = replace(space, devices=cluster.count, devices_per_node=cluster.devices_per_node)
-        return Ended(devices=cluster.count, why=space.why_fewer()) if self._searched(fewer) else Ended()
+        return (
+            Ended(devices=cluster.count, why=space.why_fewer())
+            if self._searched(fewer)
+            else Ended()
+        )
 
     def _searched(self, space: Space) -> bool:
-        """Search, and report what is found. Returns True if a plan can be run, whatever the memory."""
+        """Search, and report what is found. Returns True if a plan can be run, whatever the
+        memory."""
         outcomes = search(space, self.evaluate)
         self.report([each for each in outcomes if each.prediction is None])
         return not all(each.is_refused for each in outcomes)
@@ -95,7 +105,10 @@ class _Evaluation:
         while waiting or running:
             while waiting and len(running) < self._request.slots:
                 plan = waiting.pop(0)
-                path = Path(self._request.folder) / f"plan-{len(self._known) + len(found) + len(running)}-{os.getpid()}.json"
+                path = (
+                    Path(self._request.folder)
+                    / f"plan-{len(self._known) + len(found) + len(running)}-{os.getpid()}.json"
+                )
                 running[self._fork(plan, path)] = plan, path
             process, status = os.wait()
             if process in running:
@@ -114,7 +127,11 @@ class _Evaluation:
         try:
             outcome = self._with_loader(_predicted(self._recipe, plan, self._machine), plan)
         except BaseException as error:
-            outcome = Outcome(plan=text(plan), reason=f"it could not be traced: {error_with_line(error)}", is_refused=True)
+            outcome = Outcome(
+                plan=text(plan),
+                reason=f"it could not be traced: {error_with_line(error)}",
+                is_refused=True,
+            )
         try:
             path.write_text(json.dumps(outcome.as_json()), encoding="utf-8")
         finally:
@@ -124,14 +141,18 @@ class _Evaluation:
         if self._loader is None or outcome.prediction is None:
             return outcome
         costs = self._machine.costs
-        loaded = self._loader.added_to(outcome.prediction, plan, processes=costs.processes, cores=costs.cores)
+        loaded = self._loader.added_to(
+            outcome.prediction, plan, processes=costs.processes, cores=costs.cores
+        )
         return replace(outcome, prediction=loaded)
 
     def _read(self, plan: Plan, path: Path, status: int) -> Outcome:
         try:
             outcome = Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
-            reason = f"the process that traced it ended with status {os.waitstatus_to_exitcode(status)}"
+            reason = (
+                f"the process that traced it ended with status {os.waitstatus_to_exitcode(status)}"
+            )
             return Outcome(plan=text(plan), reason=reason, is_refused=True)
         path.unlink()
         return outcome
@@ -158,7 +179,11 @@ def _predicted(recipe: Recipe, plan: Plan, machine: Machine) -> Outcome:
             prediction = replace(predict(recipe, plan, machine, is_fake=False), note=note)
     except UserError as error:
         return Outcome(plan=text(plan), reason=f"{type(error).__name__}: {error}", is_refused=True)
-    return Outcome(plan=text(plan), prediction=prediction, reason=None if prediction.fits else _why_not(prediction))
+    return Outcome(
+        plan=text(plan),
+        prediction=prediction,
+        reason=None if prediction.fits else _why_not(prediction),
+    )
 
 
 def available_bytes() -> int:
@@ -168,4 +193,7 @@ def available_bytes() -> int:
 
 def _why_not(prediction: Prediction) -> str:
     peak, capacity = prediction.peak, prediction.capacity_bytes or 0
-    return f"needs {size(prediction.needed_bytes)} of {size(capacity)}, on rank {peak.rank} in {peak.moment}"
+    return (
+        f"needs {size(prediction.needed_bytes)} of {size(capacity)}, on rank {peak.rank} in"
+        f" {peak.moment}"
+    )

@@ -27,26 +27,34 @@ def _is_number(value: Any) -> bool:
 def check_count(name: str, value: Any, unit: str) -> None:
     """Raises `RecipeError` unless `value` is a whole number of at least 1."""
     if not _is_int(value) or value < 1:
-        raise RecipeError(f"{name}={value!r}; it counts {unit} and must be a whole number of at least 1")
+        raise RecipeError(
+            f"{name}={value!r}; it counts {unit} and must be a whole number of at least 1"
+        )
 
 
 def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless both count samples, and `microbatch` is None or not the larger. `of`: a prefix."""
+    """Raises `RecipeError` unless both count samples, and `microbatch` is None or not the larger.
+    `of`: a prefix."""
     check_count(f"{of}global_batch", global_batch, "samples")
     if microbatch is None:
         return
     check_count(f"{of}microbatch", microbatch, "samples")
     if microbatch > global_batch:
         raise RecipeError(
-            f"microbatch={microbatch} is larger than global_batch={global_batch}; a global batch is made of whole "
-            f"microbatches; give microbatch={global_batch} or less, or a larger global_batch"
+            f"microbatch={microbatch} is larger than global_batch={global_batch}; a global batch is"
+            f" made of whole microbatches; give microbatch={global_batch} or less, or a larger"
+            " global_batch"
         )
 
 
 def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless exactly one is given, a whole number of at least 1. `of`: prefix of names."""
+    """Raises `RecipeError` unless exactly one is given, a whole number of at least 1. `of`: prefix
+    of names."""
     if (steps is None) == (epochs is None):
-        raise RecipeError(f"steps={steps} and epochs={epochs}; a recipe has one length; give exactly one of the two")
+        raise RecipeError(
+            f"steps={steps} and epochs={epochs}; a recipe has one length; give exactly one of"
+            " the two"
+        )
     if steps is not None:
         check_count(f"{of}steps", steps, "steps")
     if epochs is not None:
@@ -54,31 +62,46 @@ def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
 
 
 def check_drop_last(value: Any, epochs: Any, samples: int | None, global_batch: int) -> None:
-    """Raises `RecipeError` unless `value` is a bool, and if True, there are epochs of at least one full batch.
-    `samples`: of an epoch; None: that is not known yet."""
+    """Raises `RecipeError` unless `value` is a bool, and if True, there are epochs of at least one
+    full batch. `samples`: of an epoch; None: that is not known yet."""
     if not isinstance(value, bool):
-        raise RecipeError(f"drop_last={value!r}; it is True to leave out the last batch of an epoch if it is short, or False")
+        raise RecipeError(
+            f"drop_last={value!r}; it is True to leave out the last batch of an epoch if it is"
+            " short, or False"
+        )
     if value and epochs is None:
-        raise RecipeError("drop_last=True without epochs; with steps, a batch may span two epochs, so none is short; leave it out")
+        raise RecipeError(
+            "drop_last=True without epochs; with steps, a batch may span two epochs, so none is"
+            " short; leave it out"
+        )
     if value and samples is not None and samples < global_batch:
         raise RecipeError(
-            f"drop_last=True with {samples} samples and global_batch={global_batch}; the only batch of each epoch is short, so nothing "
-            "would be left; give a smaller global_batch, or drop_last=False"
+            f"drop_last=True with {samples} samples and global_batch={global_batch}; the only batch"
+            " of each epoch is short, so nothing would be left; give a smaller global_batch, or"
+            " drop_last=False"
         )
 
 
 def check_clip_norm(value: Any) -> None:
     """Raises `RecipeError` unless `value` is positive and finite, or None."""
     if value is not None and not (_is_number(value) and 0 < value < math.inf):
-        raise RecipeError(f"clip_norm={value!r}; a maximum norm is positive and finite; None turns clipping off")
+        raise RecipeError(
+            f"clip_norm={value!r}; a maximum norm is positive and finite; None turns clipping off"
+        )
 
 
 def check_precision(value: Any) -> None:
     """Raises `RecipeError` unless `value` is one of `Precision`."""
     if value == "auto":
-        raise RecipeError("precision='auto' in a loop of your own; only ls.train has a loss to measure with; give a precision: 'fp32'")
+        raise RecipeError(
+            "precision='auto' in a loop of your own; only ls.train has a loss to measure with; give"
+            " a precision: 'fp32'"
+        )
     if value not in get_args(Precision):
-        raise RecipeError(f"precision={value!r}; known are {', '.join(get_args(Precision))}, and with ls.train auto")
+        raise RecipeError(
+            f"precision={value!r}; known are {', '.join(get_args(Precision))}, and with ls.train"
+            " auto"
+        )
 
 
 def check_compression(value: Any) -> None:
@@ -86,22 +109,31 @@ def check_compression(value: Any) -> None:
     if value in COMPRESSIONS:
         return
     if not isinstance(value, str) or value.partition(":")[0] != "powersgd":
-        raise RecipeError(f"gradient_compression={value!r}; known are {', '.join(COMPRESSIONS)} and powersgd:RANK, such as powersgd:4")
+        raise RecipeError(
+            f"gradient_compression={value!r}; known are {', '.join(COMPRESSIONS)} and"
+            " powersgd:RANK, such as powersgd:4"
+        )
     if powersgd_rank(value) is None:
         raise RecipeError(
-            f"gradient_compression={value!r}; the rank of powersgd is a whole number of at least 1 after a colon; "
-            "a higher rank is more exact and sends more bytes; write for example gradient_compression='powersgd:4'"
+            f"gradient_compression={value!r}; the rank of powersgd is a whole number of at least 1"
+            " after a colon; a higher rank is more exact and sends more bytes; write for example"
+            " gradient_compression='powersgd:4'"
         )
 
 
 def powersgd_rank(gradient_compression: str) -> int | None:
     """The rank in `powersgd:RANK`; None for any other text."""
     word, _, rank = gradient_compression.partition(":")
-    return int(rank) if word == "powersgd" and rank.isascii() and rank.isdecimal() and int(rank) else None
+    return (
+        int(rank)
+        if word == "powersgd" and rank.isascii() and rank.isdecimal() and int(rank)
+        else None
+    )
 
 
 def keeps_rest(gradient_compression: str) -> bool:
-    """True if the compression has error feedback: what one step does not send is added to the next step's gradient."""
+    """True if the compression has error feedback: what one step does not send is added to the next
+    step's gradient."""
     return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
 
 
@@ -112,15 +144,18 @@ def check_seed(value: Any) -> None:
 
 
 def check_factory(name: str, value: Any, *, remedy: str) -> None:
-    """Raises `RecipeError` unless `value` is a function; a module or an optimizer is what a function should make."""
+    """Raises `RecipeError` unless `value` is a function; a module or an optimizer is what a
+    function should make."""
     if hasattr(value, "state_dict") and not isinstance(value, type):
         raise RecipeError(
-            f"{name} is a {type(value).__name__}, not a function that makes one; every process builds its own, after seeding and as the "
-            f"plan lays it out; give a function: {remedy}"
+            f"{name} is a {type(value).__name__}, not a function that makes one; every process"
+            f" builds its own, after seeding and as the plan lays it out; give a function: {remedy}"
         )
     check_callable(name, value, optional=False)
 
 
 def check_callable(name: str, value: Any, *, optional: bool) -> None:
     if not callable(value) and not (optional and value is None):
-        raise RecipeError(f"{name} is {in_words(value)}; it must be a function{' or None' if optional else ''}")
+        raise RecipeError(
+            f"{name} is {in_words(value)}; it must be a function{' or None' if optional else ''}"
+        )

@@ -1,5 +1,5 @@
-"""Digests of the code of a recipe's functions, by which a resumed run, and each process that joins one, finds out
-that one was edited. Needs no torch."""
+"""Digests of the code of a recipe's functions, by which a resumed run, and each process that joins
+one, finds out that one was edited. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,44 +14,63 @@ from typing import Any
 from lockstep.base.contents import CodeReader, Part, attributes, digest_parts, is_users
 from lockstep.recipe.recipe import Recipe
 
-FIELDS = ("model", "loss", "optimizer", "inputs", "weight", "collate", "schedule", "sampler", "batch_sampler")
+FIELDS = (
+    "model",
+    "loss",
+    "optimizer",
+    "inputs",
+    "weight",
+    "collate",
+    "schedule",
+    "sampler",
+    "batch_sampler",
+)
 MOST_BYTES = 2**26
 """The largest tensor or array that is read whole. Of a larger one, both ends are."""
 _PARTS = 64
 
 Digests = Mapping[str, Mapping[str, str]]
-"""For each function of a recipe, by its field, the digests of its code and of the values that it uses, by their
-names."""
+"""For each function of a recipe, by its field, the digests of its code and of the values that it
+uses, by their names."""
 
 
 def code_of(recipe: Recipe) -> dict[str, str]:
-    """Return one digest of each function of the recipe, which does not depend on what is in objects that the function
-    passes on, such as all arguments of the script. They differ between versions of Python."""
+    """Return one digest of each function of the recipe, which does not depend on what is in objects
+    that the function passes on, such as all arguments of the script. They differ between versions
+    of Python."""
     return {name: digest(function) for name, function in _functions(recipe).items()}
 
 
 def code_and_objects_of(recipe: Recipe) -> Digests:
-    """Return the digests of each function of the recipe, with those of what is in objects that it uses."""
+    """Return the digests of each function of the recipe, with those of what is in objects that it
+    uses."""
     return {name: parts(function, objects=True) for name, function in _functions(recipe).items()}
 
 
 def _functions(recipe: Recipe) -> dict[str, Any]:
     found = {name: getattr(recipe, name) for name in FIELDS if getattr(recipe, name) is not None}
     batch_loss = recipe.batch_loss
-    return found if batch_loss is None else {**found, "batch_loss": [batch_loss.collect, batch_loss.compute]}
+    return (
+        found
+        if batch_loss is None
+        else {**found, "batch_loss": [batch_loss.collect, batch_loss.compute]}
+    )
 
 
 def parts(function: Any, *, objects: bool = False) -> dict[str, str]:
-    """Return the digests of a function's code, and of the values that it closes over, has as defaults or reads from its
-    module; likewise of the user's functions and classes that it uses. Line numbers and docstrings do not count. Of
-    trained parameters dtype and shape count. `objects`: what is in objects of the user's classes, in dataclasses and
-    namespaces counts too; of other objects the class."""
+    """Return the digests of a function's code, and of the values that it closes over, has as
+    defaults or reads from its module; likewise of the user's functions and classes that it uses.
+    Line numbers and docstrings do not count. Of trained parameters dtype and shape count.
+    `objects`: what is in objects of the user's classes, in dataclasses and namespaces counts too;
+    of other objects the class."""
     return digest_parts(_RecipeReader(objects).parts(function), _PARTS)[0]
 
 
 def digest(function: Any) -> str:
     """Return one digest of all `parts` of a function."""
-    return hashlib.blake2b(repr(sorted(parts(function).items())).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        repr(sorted(parts(function).items())).encode(), digest_size=8
+    ).hexdigest()
 
 
 class _RecipeReader(CodeReader):
@@ -63,8 +82,12 @@ class _RecipeReader(CodeReader):
         yield from self.read(type(value), path)
         own, is_users_own = attributes(value), is_users(type(value).__module__)
         if isinstance(value, _module_class()):
-            own = {name: part for name, part in own.items() if not name.startswith("_")} | _parts_of_module(value)
-        elif not self._objects or not (is_users_own or is_dataclass(value) or isinstance(value, Namespace | SimpleNamespace)):
+            own = {
+                name: part for name, part in own.items() if not name.startswith("_")
+            } | _parts_of_module(value)
+        elif not self._objects or not (
+            is_users_own or is_dataclass(value) or isinstance(value, Namespace | SimpleNamespace)
+        ):
             own = {}
         for name, part in own.items():
             yield from self.read(part, f"{path}.{name}")
@@ -78,9 +101,17 @@ class _RecipeReader(CodeReader):
 
 def _parts_of_module(module: Any) -> dict[str, Any]:
     """Return the parameters, buffers and modules that an `nn.Module` has itself, by name."""
-    modules = {name: each for name, each in module.named_modules(remove_duplicate=False) if name and "." not in name}
+    modules = {
+        name: each
+        for name, each in module.named_modules(remove_duplicate=False)
+        if name and "." not in name
+    }
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-    return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False)), **modules}
+    return {
+        **dict(parameters),
+        **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+        **modules,
+    }
 
 
 def _module_class() -> type | tuple[()]:

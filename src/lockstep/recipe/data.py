@@ -15,25 +15,30 @@ from lockstep.recipe.stream_sources import EveryNth, Files, HuggingFaceStream
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Data without a length or without random access, in logical shards whose number does not depend on the world size.
+    """Data without a length or without random access, in logical shards whose number does not
+    depend on the world size.
 
-    The ranks that compute a shard's microbatches read it from beginning to end, then again as its next epoch. Each
-    sample is thus seen exactly once in each epoch of its shard. With M microbatches in a global batch, microbatch i of
-    step s reads from shard i + M * (s mod (shards / M)). A resumed run continues at each shard's position and reads at
-    most `window` samples of it again.
+    The ranks that compute a shard's microbatches read it from beginning to end, then again as its
+    next epoch. Each sample is thus seen exactly once in each epoch of its shard. With M
+    microbatches in a global batch, microbatch i of step s reads from shard i + M * (s mod (shards /
+    M)). A resumed run continues at each shard's position and reads at most `window` samples of it
+    again.
 
-    The default generators of Python, NumPy and torch are seeded by (seed, epoch, shard, sample) before each sample is
-    requested. Raises `RecipeError`.
+    The default generators of Python, NumPy and torch are seeded by (seed, epoch, shard, sample)
+    before each sample is requested. Raises `RecipeError`.
     """
 
     open: Callable[[int, int, int], Iterable[Any]]
-    """(shard, epoch, start) -> an iterable of the shard's samples in that epoch, without the first `start`. The samples
-    and their order must depend on shard and epoch only. A source that cannot seek reads and discards the first `start`
-    samples. `start` is 0 unless a run is resumed, else a multiple of `window` or the shard's end."""
+    """(shard, epoch, start) -> an iterable of the shard's samples in that epoch, without the first
+    `start`. The samples and their order must depend on shard and epoch only. A source that cannot
+    seek reads and discards the first `start` samples. `start` is 0 unless a run is resumed, else a
+    multiple of `window` or the shard's end."""
     shards: int = field(kw_only=True)
-    """Number of logical shards, a multiple of the microbatches in a global batch. `open` gets 0 to `shards` - 1."""
+    """Number of logical shards, a multiple of the microbatches in a global batch. `open` gets 0 to
+    `shards` - 1."""
     window: int = field(kw_only=True, default=1)
-    """Samples in the shuffle buffer of a shard. A process holds one for each shard that it reads. 1: no shuffle."""
+    """Samples in the shuffle buffer of a shard. A process holds one for each shard that it reads.
+    1: no shuffle."""
 
     def __post_init__(self) -> None:
         check_callable("Stream.open", self.open, optional=False)
@@ -50,83 +55,112 @@ class Stream:
         counts: Sequence[int] | None = None,
         window: int = 1,
     ) -> Stream:
-        """A stream of files with any numbers of samples, balanced: the lengths of shards differ by at most one sample.
+        """A stream of files with any numbers of samples, balanced: the lengths of shards differ by
+        at most one sample.
 
-        `paths`: in the same order in every process. `read`: (path, start) -> an iterable of the file's samples without
-        the first `start`. `counts`: samples of each file; None: each process counts them once, by reading all files.
-        Raises `RecipeError` and `DataError`.
+        `paths`: in the same order in every process. `read`: (path, start) -> an iterable of the
+        file's samples without the first `start`. `counts`: samples of each file; None: each process
+        counts them once, by reading all files. Raises `RecipeError` and `DataError`.
         """
         check_callable("Stream.files(read)", read, optional=False)
-        found = [sum(1 for _ in read(path, 0)) for path in paths] if counts is None else list(counts)
+        found = (
+            [sum(1 for _ in read(path, 0)) for path in paths] if counts is None else list(counts)
+        )
         if len(found) != len(paths) or min(found, default=0) < 0 or sum(found) < shards:
             raise DataError(
-                f"Stream.files with {len(paths)} files of {sum(found)} samples, {len(found)} counts and shards={shards}; there is a count "
-                "for each file, and each shard has at least one sample; correct the counts, or give fewer shards"
+                f"Stream.files with {len(paths)} files of {sum(found)} samples, {len(found)} counts"
+                f" and shards={shards}; there is a count for each file, and each shard has at least"
+                " one sample; correct the counts, or give fewer shards"
             )
         return cls(Files(list(paths), read, found, shards), shards=shards, window=window)
 
     @classmethod
     def of(cls, data: Iterable[Any], *, shards: int = 1, window: int = 1) -> Stream:
-        """A stream of an iterable dataset: Hugging Face streaming, torch's `IterableDataset`, WebDataset.
+        """A stream of an iterable dataset: Hugging Face streaming, torch's `IterableDataset`,
+        WebDataset.
 
-        It must not be split by rank or worker, and each iteration, or each after the same `set_epoch`, must give the
-        same samples. A dataset of Hugging Face is split and sought by its own `shard` and `skip`; of any other, each
-        shard reads all samples and keeps every `shards`-th, and a resumed run reads again from the beginning. Raises
-        `DataError`.
+        It must not be split by rank or worker, and each iteration, or each after the same
+        `set_epoch`, must give the same samples. A dataset of Hugging Face is split and sought by
+        its own `shard` and `skip`; of any other, each shard reads all samples and keeps every
+        `shards`-th, and a resumed run reads again from the beginning. Raises `DataError`.
         """
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-            raise DataError(f"Stream.of({type(data).__name__}), which has a length and random access; give it as data itself")
+            raise DataError(
+                f"Stream.of({type(data).__name__}), which has a length and random access; give it"
+                " as data itself"
+            )
         if hasattr(data, "shard") and hasattr(data, "skip"):
             available = getattr(data, "num_shards", shards)
             if available % shards:
                 raise DataError(
-                    f"Stream.of(shards={shards}) of a dataset of {available} files or parts; each shard has equally many; give a divisor "
-                    f"of {available}"
+                    f"Stream.of(shards={shards}) of a dataset of {available} files or parts; each"
+                    f" shard has equally many; give a divisor of {available}"
                 )
             return cls(HuggingFaceStream(data, shards), shards=shards, window=window)
         if not isinstance(data, Iterable):
-            raise DataError(f"Stream.of({type(data).__name__}), which cannot be iterated over; give an iterable dataset")
+            raise DataError(
+                f"Stream.of({type(data).__name__}), which cannot be iterated over; give an iterable"
+                " dataset"
+            )
         return cls(EveryNth(data, shards), shards=shards, window=window)
 
 
-def check_data(name: str, value: Any, *, global_batch: int, microbatch: int | Literal["auto"] | None, epochs: int | None) -> None:
-    """Raises `DataError` or `RecipeError` unless `value` is a map-style dataset, or a `Stream` for the batches."""
+def check_data(
+    name: str,
+    value: Any,
+    *,
+    global_batch: int,
+    microbatch: int | Literal["auto"] | None,
+    epochs: int | None,
+) -> None:
+    """Raises `DataError` or `RecipeError` unless `value` is a map-style dataset, or a `Stream` for
+    the batches."""
     if not isinstance(value, Stream):
         check_dataset(name, value)
         return
     if epochs is not None:
-        raise RecipeError(f"epochs={epochs} with an ls.Stream; a stream has no length, so epochs cannot be counted; give steps=")
+        raise RecipeError(
+            f"epochs={epochs} with an ls.Stream; a stream has no length, so epochs cannot be"
+            " counted; give steps="
+        )
     if microbatch is None or microbatch == "auto":
         raise RecipeError(
-            f"microbatch={microbatch} with an ls.Stream; each microbatch reads from its own shards, so the number of microbatches "
-            f"must be fixed; give a microbatch, for example microbatch={max(1, global_batch // 8)}"
+            f"microbatch={microbatch} with an ls.Stream; each microbatch reads from its own shards,"
+            " so the number of microbatches must be fixed; give a microbatch, for example"
+            f" microbatch={max(1, global_batch // 8)}"
         )
     count = -(-global_batch // microbatch)
     if value.shards % count:
         raise RecipeError(
-            f"an ls.Stream of shards={value.shards} with {count} microbatches in a global batch (global_batch={global_batch}, "
-            f"microbatch={microbatch}); each microbatch reads from equally many shards, so shards must be a multiple of "
-            f"{count}; write shards={-(-value.shards // count) * count}"
+            f"an ls.Stream of shards={value.shards} with {count} microbatches in a global batch"
+            f" (global_batch={global_batch}, microbatch={microbatch}); each microbatch reads from"
+            f" equally many shards, so shards must be a multiple of {count}; write"
+            f" shards={-(-value.shards // count) * count}"
         )
 
 
-def check_samplers(sampler: Any, batch_sampler: Any, data: Any, global_batch: Any, microbatch: Any) -> None:
-    """Raises `RecipeError` unless a `batch_sampler` stands instead of both batch sizes, and samplers have a dataset."""
+def check_samplers(
+    sampler: Any, batch_sampler: Any, data: Any, global_batch: Any, microbatch: Any
+) -> None:
+    """Raises `RecipeError` unless a `batch_sampler` stands instead of both batch sizes, and
+    samplers have a dataset."""
     check_callable("sampler", sampler, optional=True)
     check_callable("batch_sampler", batch_sampler, optional=True)
     if batch_sampler is None:
         if global_batch is None:
             raise RecipeError(
-                "global_batch is None; it counts the samples in one optimizer step over all ranks; give one, or a batch_sampler"
+                "global_batch is None; it counts the samples in one optimizer step over all ranks;"
+                " give one, or a batch_sampler"
             )
     elif (global_batch, microbatch, sampler) != (None, None, None):
         raise RecipeError(
-            f"batch_sampler with global_batch={global_batch}, microbatch={microbatch} or a sampler; it makes the batches and the "
-            "microbatches; leave these out"
+            f"batch_sampler with global_batch={global_batch}, microbatch={microbatch} or a sampler;"
+            " it makes the batches and the microbatches; leave these out"
         )
     if (sampler or batch_sampler) is not None and (data is None or isinstance(data, Stream)):
         raise RecipeError(
-            "a sampler without a map-style dataset; its indices are those of data[i]; leave it out, and sample in Stream.open"
+            "a sampler without a map-style dataset; its indices are those of data[i]; leave it out,"
+            " and sample in Stream.open"
         )
 
 
@@ -134,14 +168,20 @@ def check_dataset(name: str, value: Any) -> None:
     """Raises `DataError` unless `value` is a map-style dataset with at least one sample."""
     if hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
         raise DataError(
-            f"{name} is a {type(value).__name__}; lockstep makes the batches, so that they do not depend on the processes; give "
-            "data=loader.dataset, global_batch= and microbatch= for its batch size, collate=loader.collate_fn if it has its own, "
-            "sampler= for its sampler, and workers=N in the plan for its num_workers"
+            f"{name} is a {type(value).__name__}; lockstep makes the batches, so that they do not"
+            " depend on the processes; give data=loader.dataset, global_batch= and microbatch= for"
+            " its batch size, collate=loader.collate_fn if it has its own, sampler= for its"
+            " sampler, and workers=N in the plan for its num_workers"
         )
-    if not hasattr(value, "__len__") or not (hasattr(value, "__getitem__") or hasattr(value, "__getitems__")):
+    if not hasattr(value, "__len__") or not (
+        hasattr(value, "__getitem__") or hasattr(value, "__getitems__")
+    ):
         raise DataError(
-            f"{name} is a {type(value).__name__}; it must be a map-style dataset, with len(data) and data[i]; "
-            "for data without a length or without random access, give an ls.Stream"
+            f"{name} is a {type(value).__name__}; it must be a map-style dataset, with len(data)"
+            " and data[i]; for data without a length or without random access, give an ls.Stream"
         )
     if len(value) == 0:
-        raise DataError(f"{name} is empty (its len() is 0); training needs at least one sample; check the path or the filter that made it")
+        raise DataError(
+            f"{name} is empty (its len() is 0); training needs at least one sample; check the path"
+            " or the filter that made it"
+        )

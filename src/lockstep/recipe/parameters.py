@@ -1,7 +1,8 @@
-"""Hyper-parameters of a script: `param` declares one, and `--set`, a search or the run that is resumed gives its value.
+"""Hyper-parameters of a script: `param` declares one, and `--set`, a search or the run that is
+resumed gives its value.
 
-All parameters are asked for before the first recipe is made: their values are part of it. `declared` has those of this
-process.
+All parameters are asked for before the first recipe is made: their values are part of it.
+`declared` has those of this process.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ Value = bool | int | float | str | None
 T = TypeVar("T", bool, int, float, str, None)
 
 ASSIGNMENTS = "LOCKSTEP_SET"
-"""The variable with the values that `--set` or a search gives, as JSON: a list of texts `name=value`."""
+"""The variable with the values that `--set` or a search gives, as JSON: a list of texts
+`name=value`."""
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A hyper-parameter as the script declares it. Raises `RecipeError` if its default, bounds or choices contradict
-    each other."""
+    """A hyper-parameter as the script declares it. Raises `RecipeError` if its default, bounds or
+    choices contradict each other."""
 
     name: str
     default: Value
@@ -48,40 +50,75 @@ class Parameter:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise RecipeError(f"ls.param({self.name!r}, ...); a name is letters, digits, '_', '.' and '-'; choose such a name")
+            raise RecipeError(
+                f"ls.param({self.name!r}, ...); a name is letters, digits, '_', '.' and '-'; choose"
+                " such a name"
+            )
         if not isinstance(self.default, bool | int | float | str | None):
-            raise self._error(f"has the default {self.default!r}; it is a bool, int, float, str or None")
+            raise self._error(
+                f"has the default {self.default!r}; it is a bool, int, float, str or None"
+            )
         if self.choices:
             self._check_choices()
         elif self.low is not None or self.high is not None:
             self._check_bounds()
         elif self.log or self.step is not None:
-            raise self._error("has log or step, and no bounds; both are of values between low and high; give low= and high=")
+            raise self._error(
+                "has log or step, and no bounds; both are of values between low and high; give low="
+                " and high="
+            )
         self.check(self.default, "default")
 
     def _check_choices(self) -> None:
         if self.low is not None or self.high is not None or self.log or self.step is not None:
             raise self._error("has choices and bounds; it has the one or the other; leave one out")
         if not all(isinstance(each, bool | int | float | str | None) for each in self.choices):
-            raise self._error(f"has the choices {list(self.choices)}; each is a bool, int, float, str or None")
-        if min(len({str(each) for each in self.choices}), len(set(self.choices))) < len(self.choices):
-            raise self._error(f"has the choices {list(self.choices)}; two of them are equal, or equal as text for --set; give each once")
+            raise self._error(
+                f"has the choices {list(self.choices)}; each is a bool, int, float, str or None"
+            )
+        if min(len({str(each) for each in self.choices}), len(set(self.choices))) < len(
+            self.choices
+        ):
+            raise self._error(
+                f"has the choices {list(self.choices)}; two of them are equal, or equal as text for"
+                " --set; give each once"
+            )
 
     def _check_bounds(self) -> None:
         if self.low is None or self.high is None:
             raise self._error("has one bound; a search needs both; give low= and high=")
-        if any(isinstance(each, bool) or not isinstance(each, int | float) for each in (self.low, self.high, self.default)):
-            raise self._error(f"has bounds and the default {self.default!r}; all three are numbers; give choices= for others")
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise self._error(f"has low={self.low} and high={self.high}; low is less than high, and both are finite")
-        if self.step is not None and not (isinstance(self.step, int | float) and 0 < self.step <= self.high - self.low):
-            raise self._error(f"has step={self.step!r}; it is more than 0 and at most high - low = {self.high - self.low}")
-        if self.is_int and any(each is not None and each != int(each) for each in (self.low, self.high, self.step)):
+        if any(
+            isinstance(each, bool) or not isinstance(each, int | float)
+            for each in (self.low, self.high, self.default)
+        ):
             raise self._error(
-                f"has the whole default {self.default}, and bounds or a step that are not; write {self.default}.0, or whole numbers"
+                f"has bounds and the default {self.default!r}; all three are numbers; give choices="
+                " for others"
+            )
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise self._error(
+                f"has low={self.low} and high={self.high}; low is less than high, and both are"
+                " finite"
+            )
+        if self.step is not None and not (
+            isinstance(self.step, int | float) and 0 < self.step <= self.high - self.low
+        ):
+            raise self._error(
+                f"has step={self.step!r}; it is more than 0 and at most high - low ="
+                f" {self.high - self.low}"
+            )
+        if self.is_int and any(
+            each is not None and each != int(each) for each in (self.low, self.high, self.step)
+        ):
+            raise self._error(
+                f"has the whole default {self.default}, and bounds or a step that are not; write"
+                f" {self.default}.0, or whole numbers"
             )
         if self.log and (self.low <= 0 or self.step is not None):
-            raise self._error(f"has log=True with low={self.low}, step={self.step}; log needs low > 0, and no step; change one")
+            raise self._error(
+                f"has log=True with low={self.low}, step={self.step}; log needs low > 0, and no"
+                " step; change one"
+            )
 
     @property
     def is_int(self) -> bool:
@@ -95,35 +132,58 @@ class Parameter:
 
     @property
     def values(self) -> Sequence[Value] | None:
-        """All values, if they are countable: the choices, or those of whole numbers or with a step."""
+        """All values, if they are countable: the choices, or those of whole numbers or with a
+        step."""
         if self.choices:
             return self.choices
-        if self.low is None or self.high is None or self.log or (self.step is None and not self.is_int):
+        if (
+            self.low is None
+            or self.high is None
+            or self.log
+            or (self.step is None and not self.is_int)
+        ):
             return None
         if self.is_int:
             return range(int(self.low), int(self.high) + 1, int(self.step or 1))
         assert self.step is not None, "else they are not countable"
-        low, high, step = (Decimal(str(each)) for each in (self.low, self.high, self.step))  # 3 * 0.1 > 0.3
+        # 3 * 0.1 > 0.3
+        low, high, step = (Decimal(str(each)) for each in (self.low, self.high, self.step))
         return [float(low + number * step) for number in range(int((high - low) / step) + 1)]
 
     def check(self, value: Value, source: str) -> None:
         """Raise `RecipeError` for a value that the parameter cannot have. `source`: who gave it."""
         if isinstance(value, float) and not math.isfinite(value):
-            raise self._error(f"has the value {value!r} ({source}); a value is finite; give a number, or None for no value")
-        if self.choices and not any(value == each and type(value) is type(each) for each in self.choices):
-            raise self._error(f"has the value {value!r} ({source}); its choices are {', '.join(map(repr, self.choices))}")
+            raise self._error(
+                f"has the value {value!r} ({source}); a value is finite; give a number, or None for"
+                " no value"
+            )
+        if self.choices and not any(
+            value == each and type(value) is type(each) for each in self.choices
+        ):
+            raise self._error(
+                f"has the value {value!r} ({source}); its choices are"
+                f" {', '.join(map(repr, self.choices))}"
+            )
         if self.low is None or self.high is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not self.low <= value <= self.high
+        ):
             raise self._error(
-                f"has the value {value!r} ({source}); it is a number from {self.low} to {self.high}; change it, or the bounds"
+                f"has the value {value!r} ({source}); it is a number from {self.low} to"
+                f" {self.high}; change it, or the bounds"
             )
 
     def read(self, text: str, source: str) -> Value:
-        """Return the value that a text gives. Raises `RecipeError` if it cannot be one. `source`: who gave it."""
+        """Return the value that a text gives. Raises `RecipeError` if it cannot be one. `source`:
+        who gave it."""
         value: Value
         if self.choices:
-            same = [each for each in self.choices if text == str(each)] or [each for each in self.choices if _same(text, each)]
+            same = [each for each in self.choices if text == str(each)] or [
+                each for each in self.choices if _same(text, each)
+            ]
             value = same[0] if same else text
         elif isinstance(self.default, bool):
             if text.lower() not in ("true", "false", "1", "0"):
@@ -134,7 +194,10 @@ class Parameter:
                 value = int(text) if self.is_int else float(text)
             except ValueError:
                 kind = "a whole number" if self.is_int else "a number"
-                raise self._error(f"has the value {text!r} ({source}); it is {kind}, as its default {self.default} is") from None
+                raise self._error(
+                    f"has the value {text!r} ({source}); it is {kind}, as its default"
+                    f" {self.default} is"
+                ) from None
         else:
             value = None if self.default is None and text == "None" else text
         self.check(value, source)
@@ -142,7 +205,10 @@ class Parameter:
 
     def describe(self) -> dict[str, Any]:
         """The declaration as JSON."""
-        return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in self.__slots__}
+        return {
+            name: list(value) if isinstance(value := getattr(self, name), tuple) else value
+            for name in self.__slots__
+        }
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Parameter:
@@ -158,7 +224,11 @@ def _same(text: str, choice: Value) -> bool:
     if isinstance(choice, bool) and text.lower() == str(choice).lower():
         return True
     try:
-        return isinstance(choice, int | float) and not isinstance(choice, bool) and float(text) == choice
+        return (
+            isinstance(choice, int | float)
+            and not isinstance(choice, bool)
+            and float(text) == choice
+        )
     except ValueError:
         return False
 
@@ -173,19 +243,32 @@ def param(
     step: float | None = None,
     choices: Sequence[T] | None = None,
 ) -> T:
-    """Return the value of a hyper-parameter: of `--set name=value`, of the trial of a search, of the run that is
-    resumed, or else `default`. The same on every rank.
+    """Return the value of a hyper-parameter: of `--set name=value`, of the trial of a search, of
+    the run that is resumed, or else `default`. The same on every rank.
 
-    - `low`, `high`: bounds, both inclusive. `choices`: all values, instead. With neither, a search leaves it alone.
+    - `low`, `high`: bounds, both inclusive. `choices`: all values, instead. With neither, a search
+      leaves it alone.
     - `log`: a search samples its logarithm. `step`: distance between values.
     - An int `default` makes it a whole number.
 
-    Called on every rank, before the `Recipe` is made; the values are in `run.json`. Raises `RecipeError` for values
-    that contradict each other, for a parameter declared twice in two ways, and after the recipe was made.
+    Called on every rank, before the `Recipe` is made; the values are in `run.json`. Raises
+    `RecipeError` for values that contradict each other, for a parameter declared twice in two ways,
+    and after the recipe was made.
     """
     if choices is not None and len(choices) == 0:
-        raise RecipeError(f"ls.param({name!r}, ..., choices={choices!r}); give at least one value, or leave choices out")
-    declaration = Parameter(name=name, default=default, low=low, high=high, log=log, step=step, choices=tuple(choices or ()))
+        raise RecipeError(
+            f"ls.param({name!r}, ..., choices={choices!r}); give at least one value, or leave"
+            " choices out"
+        )
+    declaration = Parameter(
+        name=name,
+        default=default,
+        low=low,
+        high=high,
+        log=log,
+        step=step,
+        choices=tuple(choices or ()),
+    )
     value: Any = declared.add(declaration, os.environ)
     return value  # type: ignore[no-any-return]
 
@@ -203,15 +286,20 @@ class Declared:
         """Return the parameter's value. Raises `RecipeError`."""
         name, before = parameter.name, self.parameters.get(parameter.name)
         if before is not None and before != parameter:
-            changed = [f"{key}={old!r} and {new!r}" for key, new in parameter.describe().items() if (old := before.describe()[key]) != new]
+            changed = [
+                f"{key}={old!r} and {new!r}"
+                for key, new in parameter.describe().items()
+                if (old := before.describe()[key]) != new
+            ]
             raise RecipeError(
-                f"the parameter {name!r} is asked for twice, with {', '.join(changed)}; it has one declaration; ask for it once"
+                f"the parameter {name!r} is asked for twice, with {', '.join(changed)}; it has one"
+                " declaration; ask for it once"
             )
         if before is None:
             if self.is_closed:
                 raise RecipeError(
-                    f"ls.param({name!r}, ...) after the recipe was made; values of parameters are part of the recipe; ask for all of them "
-                    "before ls.Recipe(...)"
+                    f"ls.param({name!r}, ...) after the recipe was made; values of parameters are"
+                    " part of the recipe; ask for all of them before ls.Recipe(...)"
                 )
             self.values[name] = _value(parameter, environ)
             self.parameters[name] = parameter
@@ -222,13 +310,15 @@ class Declared:
         self.is_closed = True
 
     def check_all_used(self, environ: Mapping[str, str]) -> None:
-        """Raise `RecipeError` if `--set` has given a value to a parameter that the script does not have."""
+        """Raise `RecipeError` if `--set` has given a value to a parameter that the script does not
+        have."""
         unknown = [name for name in given_values(environ) if name not in self.parameters]
         if unknown:
             there = ", ".join(self.parameters) or "none"
             raise RecipeError(
-                f"--set {unknown[0]}=..., or a search's value for it, and the script has not asked for it before its recipe; it has asked "
-                f"for {there}; correct the name, or call ls.param whatever other values are"
+                f"--set {unknown[0]}=..., or a search's value for it, and the script has not asked"
+                f" for it before its recipe; it has asked for {there}; correct the name, or call"
+                " ls.param whatever other values are"
             )
 
     def describe(self) -> list[dict[str, Any]]:
@@ -241,17 +331,23 @@ declared = Declared()
 
 def given_values(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the texts that `--set` has given, by name. Raises `RecipeError`."""
-    return dict(map(split_assignment, read_assignments(environ.get(ASSIGNMENTS) or "[]", ASSIGNMENTS)))
+    return dict(
+        map(split_assignment, read_assignments(environ.get(ASSIGNMENTS) or "[]", ASSIGNMENTS))
+    )
 
 
 def read_assignments(text: str, name: str) -> tuple[str, ...]:
-    """Return the texts in the value of a variable called `name`. Raises `RecipeError` if it is not a list of them."""
+    """Return the texts in the value of a variable called `name`. Raises `RecipeError` if it is not
+    a list of them."""
     try:
         found = json.loads(text)
     except ValueError:
         found = None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise RecipeError(f'{name}={text!r}; it is a JSON list of texts: ["lr=1e-3"]; correct what sets it, or unset it')
+        raise RecipeError(
+            f'{name}={text!r}; it is a JSON list of texts: ["lr=1e-3"]; correct what sets it, or'
+            " unset it"
+        )
     return tuple(found)
 
 
@@ -264,13 +360,16 @@ def split_assignment(text: str) -> tuple[str, str]:
 
 
 def saved_values(run_dir: Path) -> dict[str, Value]:
-    """Return the values with which the run in a directory was started. Empty if there is none, or it had none."""
+    """Return the values with which the run in a directory was started. Empty if there is none, or
+    it had none."""
     try:
         found = read_object(run_dir, "run.json")["recipe"]["parameters"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     values = found.items() if isinstance(found, dict) else ()
-    return {name: value for name, value in values if _NAME.fullmatch(name) and isinstance(value, Value)}
+    return {
+        name: value for name, value in values if _NAME.fullmatch(name) and isinstance(value, Value)
+    }
 
 
 def _value(parameter: Parameter, environ: Mapping[str, str]) -> Value:

@@ -1,6 +1,7 @@
 """The recipe: everything that decides what is learned.
 
-It never names a rank, a world size, a device or a host. How it is executed is a `lockstep.plan.Plan`.
+It never names a rank, a world size, a device or a host. How it is executed is a
+`lockstep.plan.Plan`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A loss term: the sum over one microbatch of what `Recipe.weight` counts, which is its denominator.
+    """A loss term: the sum over one microbatch of what `Recipe.weight` counts, which is its
+    denominator.
 
-    If the loss is a dict of terms, `weight` returns a dict too, with the denominator of each `Sum` by its name.
+    If the loss is a dict of terms, `weight` returns a dict too, with the denominator of each `Sum`
+    by its name.
     """
 
     total: Tensor
@@ -56,36 +59,40 @@ class Loss:
     total: Tensor
     """Scalar tensor with a gradient: the sum over this microbatch."""
     weight: Tensor | float
-    """Scalar without a gradient, at least 0: the number of items (tokens, for example) that `total` sums over."""
+    """Scalar without a gradient, at least 0: the number of items (tokens, for example) that `total`
+    sums over."""
 
 
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A metric that is a mean: Σ values / number of values over the evaluation data. Each sample counts once."""
+    """A metric that is a mean: Σ values / number of values over the evaluation data. Each sample
+    counts once."""
 
     values: Callable[[Any, Any], Tensor]
-    """(output, batch), or without `Recipe.inputs` (model, batch), -> a tensor with a value per sample (or token)."""
+    """(output, batch), or without `Recipe.inputs` (model, batch), -> a tensor with a value per
+    sample (or token)."""
 
 
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A metric that is not a mean over samples (AUC, F1), or a `Recipe.batch_loss`: computed from what was collected
-    for all samples, in their order."""
+    """A metric that is not a mean over samples (AUC, F1), or a `Recipe.batch_loss`: computed from
+    what was collected for all samples, in their order."""
 
     collect: Callable[[Any, Any], tuple[Tensor, ...]]
-    """(output, batch) -> tensors whose first dim is the samples of this microbatch. Called with (model, batch) if the
-    recipe has no `inputs`."""
+    """(output, batch) -> tensors whose first dim is the samples of this microbatch. Called with
+    (model, batch) if the recipe has no `inputs`."""
     compute: Callable[..., Any]
-    """(*tensors) -> value. Called on every rank with the collected tensors of all samples: of the evaluation data, on
-    the CPU; of the global batch, on the rank's device."""
+    """(*tensors) -> value. Called on every rank with the collected tensors of all samples: of the
+    evaluation data, on the CPU; of the global batch, on the rank's device."""
 
 
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """An evaluation on data that the model does not learn from. Every sample counts exactly once at any world size.
+    """An evaluation on data that the model does not learn from. Every sample counts exactly once at
+    any world size.
 
     Raises `RecipeError` and `DataError`.
     """
@@ -93,31 +100,35 @@ class Evaluation:
     data: Any
     """A map-style dataset. It is read in order; a random sample is the same in every evaluation."""
     every: int | Literal["epoch"] | None = None
-    """Steps between evaluations, or "epoch": after each epoch. None: only after the last step, which is always
-    evaluated."""
+    """Steps between evaluations, or "epoch": after each epoch. None: only after the last step,
+    which is always evaluated."""
     metrics: Mapping[str, Mean | Gathered] = field(default_factory=dict)
-    """Name -> metric. Its functions get (output, batch), or without `Recipe.inputs` (model, batch). The loss is always
-    measured, as `loss`."""
+    """Name -> metric. Its functions get (output, batch), or without `Recipe.inputs` (model, batch).
+    The loss is always measured, as `loss`."""
     microbatch: int | None = None
     """Samples in one forward. None: `Recipe.microbatch`; 1 with a `batch_sampler`."""
     collate: Callable[[list[Any]], Any] | None = None
-    """(samples) -> batch. None: torch's `default_collate`. `Recipe.collate`, which may augment, is not used: give a
-    function that only pads to both."""
+    """(samples) -> batch. None: torch's `default_collate`. `Recipe.collate`, which may augment, is
+    not used: give a function that only pads to both."""
     loss: Callable[[Any, Any], Any] | None = None
-    """The loss to measure, called as `Recipe.loss` is: a scalar, an `ls.Loss`, or a dict of scalars; `Recipe.weight`
-    does not count. None: `Recipe.loss`."""
+    """The loss to measure, called as `Recipe.loss` is: a scalar, an `ls.Loss`, or a dict of
+    scalars; `Recipe.weight` does not count. None: `Recipe.loss`."""
     weights: Literal["current", "average"] = "current"
-    """The weights to measure: the model's own, or the moving average of the run's `ls.ExponentialMovingAverage`."""
+    """The weights to measure: the model's own, or the moving average of the run's
+    `ls.ExponentialMovingAverage`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.data, Stream):
             raise DataError(
-                "Evaluation.data is an ls.Stream; an evaluation counts each sample exactly once, so its data must have a length; "
-                "read the samples into a list"
+                "Evaluation.data is an ls.Stream; an evaluation counts each sample exactly once, so"
+                " its data must have a length; read the samples into a list"
             )
         check_dataset("Evaluation.data", self.data)
         if isinstance(self.every, str) and self.every != "epoch":
-            raise RecipeError(f"Evaluation.every={self.every!r}; give a number of steps, 'epoch', or None for one evaluation at the end")
+            raise RecipeError(
+                f"Evaluation.every={self.every!r}; give a number of steps, 'epoch', or None for one"
+                " evaluation at the end"
+            )
         if self.every is not None and self.every != "epoch":
             check_count("Evaluation.every", self.every, "steps")
         if self.microbatch is not None:
@@ -125,18 +136,26 @@ class Evaluation:
         check_callable("Evaluation.collate", self.collate, optional=True)
         check_callable("Evaluation.loss", self.loss, optional=True)
         if self.weights not in ("current", "average"):
-            raise RecipeError(f"Evaluation.weights={self.weights!r}; it is 'current', or 'average' with an ls.ExponentialMovingAverage")
+            raise RecipeError(
+                f"Evaluation.weights={self.weights!r}; it is 'current', or 'average' with an"
+                " ls.ExponentialMovingAverage"
+            )
         for name, metric in self.metrics.items():
             if not isinstance(metric, Mean | Gathered):
                 raise RecipeError(
-                    f"Evaluation.metrics[{name!r}] is {in_words(metric)}; a metric is ls.Mean(values) if it is a mean over samples "
-                    "(accuracy), or ls.Gathered(collect, compute) if it is not (AUC, F1)"
+                    f"Evaluation.metrics[{name!r}] is {in_words(metric)}; a metric is"
+                    " ls.Mean(values) if it is a mean over samples (accuracy), or"
+                    " ls.Gathered(collect, compute) if it is not (AUC, F1)"
                 )
             if not isinstance(name, str):
-                raise RecipeError(f"Evaluation.metrics has a metric named {in_words(name)}; a name is a str; name it {str(name)!r}")
+                raise RecipeError(
+                    f"Evaluation.metrics has a metric named {in_words(name)}; a name is a str; name"
+                    f" it {str(name)!r}"
+                )
             if name == "loss" or name.startswith("loss/"):
                 raise RecipeError(
-                    f"Evaluation.metrics has a metric named {name!r}; that name belongs to the recipe's loss or a term; choose another"
+                    f"Evaluation.metrics has a metric named {name!r}; that name belongs to the"
+                    " recipe's loss or a term; choose another"
                 )
 
 
@@ -146,28 +165,43 @@ class Weights:
     """Pretrained weights that replace the initial values of a model. Raises `RecipeError`."""
 
     path: str
-    """A .safetensors file; a Hugging Face folder, with model.safetensors or model.safetensors.index.json, or that
-    index; or a torch.save file (.pt, .pth, .bin, .ckpt) with a state dict, or nested dicts, whose keys are then joined
-    by dots."""
+    """A .safetensors file; a Hugging Face folder, with model.safetensors or
+    model.safetensors.index.json, or that index; or a torch.save file (.pt, .pth, .bin, .ckpt) with
+    a state dict, or nested dicts, whose keys are then joined by dots."""
     names: Mapping[str, str | None] = field(default_factory=dict)
-    """Names in the file -> names in the model, or None to skip the tensor. `*` stands for any text, once on each side:
-    {"module.*": "*"}. The first matching pattern counts; names that match none are unchanged."""
+    """Names in the file -> names in the model, or None to skip the tensor. `*` stands for any text,
+    once on each side: {"module.*": "*"}. The first matching pattern counts; names that match none
+    are unchanged."""
     missing: Literal["refuse", "keep"] = "refuse"
-    """Tensors of the model that the file lacks are an error (`refuse`) or keep their initial values (`keep`)."""
+    """Tensors of the model that the file lacks are an error (`refuse`) or keep their initial values
+    (`keep`)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
-            raise RecipeError(f"Weights({self.path!r}); it takes the path of a file or of a Hugging Face folder as a str")
+            raise RecipeError(
+                f"Weights({self.path!r}); it takes the path of a file or of a Hugging Face folder"
+                " as a str"
+            )
         if self.missing not in ("refuse", "keep"):
-            raise RecipeError(f"Weights(missing={self.missing!r}); it is 'refuse', or 'keep' to keep the model's initial values")
+            raise RecipeError(
+                f"Weights(missing={self.missing!r}); it is 'refuse', or 'keep' to keep the model's"
+                " initial values"
+            )
         if not isinstance(self.names, Mapping):
-            raise RecipeError(f"Weights(names={self.names!r}); it maps names in the file to names in the model: {{'module.*': '*'}}")
+            raise RecipeError(
+                f"Weights(names={self.names!r}); it maps names in the file to names in the model:"
+                " {'module.*': '*'}"
+            )
         for theirs, ours in self.names.items():
             if not isinstance(theirs, str) or not isinstance(ours, str | None):
-                raise RecipeError(f"Weights.names has {theirs!r}: {ours!r}; a name is a str, and None skips a tensor")
+                raise RecipeError(
+                    f"Weights.names has {theirs!r}: {ours!r}; a name is a str, and None skips a"
+                    " tensor"
+                )
             if theirs.count("*") > 1 or (ours is not None and theirs.count("*") != ours.count("*")):
                 raise RecipeError(
-                    f"Weights.names has {theirs!r}: {ours!r}; `*` is the same text on both sides; write it once on each, or on neither"
+                    f"Weights.names has {theirs!r}: {ours!r}; `*` is the same text on both sides;"
+                    " write it once on each, or on neither"
                 )
 
     @classmethod
@@ -176,130 +210,180 @@ class Weights:
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, str | PathLike):
-            raise RecipeError(f"weights is {in_words(given)}; it is a path, ls.Weights(path, names=..., missing=...), or None")
+            raise RecipeError(
+                f"weights is {in_words(given)}; it is a path, ls.Weights(path, names=...,"
+                " missing=...), or None"
+            )
         return cls(fspath(given))
 
 
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """All that decides what is learned: model, loss, data, batches, optimizer, precision, seed, length, evaluation.
+    """All that decides what is learned: model, loss, data, batches, optimizer, precision, seed,
+    length, evaluation.
 
-    Values are checked here; what needs a model or a batch is checked when training starts. Raises `RecipeError` and
-    `DataError`.
+    Values are checked here; what needs a model or a batch is checked when training starts. Raises
+    `RecipeError` and `DataError`.
     """
 
     model: Callable[[], Any]
-    """() -> torch.nn.Module. Called on every rank after seeding, so that all ranks start with the same values."""
+    """() -> torch.nn.Module. Called on every rank after seeding, so that all ranks start with the
+    same values."""
     data: Any
-    """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`, which needs `microbatch` and `steps`. If the
-    dataset has `__getitems__(indices)`, it is called once for a microbatch; a list that it returns is collated,
-    anything else is the batch."""
+    """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`, which needs `microbatch`
+    and `steps`. If the dataset has `__getitems__(indices)`, it is called once for a microbatch; a
+    list that it returns is collated, anything else is the batch."""
     loss: Callable[[Any, Any], Any] | None = None
-    """(output, batch) -> a scalar tensor, a `Sum`, or a dict of them. Without `inputs`: (model, batch) -> one of these,
-    or a `Loss`. A scalar is the mean over this microbatch's samples. Give this or `batch_loss`."""
+    """(output, batch) -> a scalar tensor, a `Sum`, or a dict of them. Without `inputs`: (model,
+    batch) -> one of these, or a `Loss`. A scalar is the mean over this microbatch's samples. Give
+    this or `batch_loss`."""
     batch_loss: Gathered | None = None
-    """A loss that compares samples with each other: `compute` gets the rows that `collect` has given for all samples of
-    the global batch, and returns a scalar tensor. Each microbatch is computed twice, and memory is one microbatch's."""
+    """A loss that compares samples with each other: `compute` gets the rows that `collect` has
+    given for all samples of the global batch, and returns a scalar tensor. Each microbatch is
+    computed twice, and memory is one microbatch's."""
     optimizer: Callable[[Any], Any]
-    """(model) -> a torch optimizer, or a list of them. Every trainable parameter belongs to exactly one."""
+    """(model) -> a torch optimizer, or a list of them. Every trainable parameter belongs to exactly
+    one."""
     global_batch: int | None = None
     """Samples in one optimizer step, over all ranks. None only with `batch_sampler`."""
     microbatch: int | Literal["auto"] | None = None
-    """Samples in one forward and backward. None: one microbatch per rank; dropout then depends on the plan. `auto`: the
-    fastest size, measured at the start of the run; a resumed run keeps it."""
+    """Samples in one forward and backward. None: one microbatch per rank; dropout then depends on
+    the plan. `auto`: the fastest size, measured at the start of the run; a resumed run keeps it."""
     steps: int | None = None
     """Number of optimizer steps. Batches may span two epochs. Give this or `epochs`."""
     epochs: int | None = None
     """Number of passes over the data. The last batch of each may be short. Give this or `steps`."""
     drop_last: bool = False
-    """With `epochs`: leave out the last batch of each epoch if it is short. Which samples it has changes from epoch to
-    epoch."""
+    """With `epochs`: leave out the last batch of each epoch if it is short. Which samples it has
+    changes from epoch to epoch."""
     sampler: Callable[[int, int], Any] | None = None
-    """(epoch, seed) -> the indices of an epoch's samples, in order: weighted, balanced, a curriculum. Epochs have one
-    length. A pure function; the default generators are seeded by both before it is called. None: each sample once an
-    epoch, in a keyed order. See `ls.samplers`."""
+    """(epoch, seed) -> the indices of an epoch's samples, in order: weighted, balanced, a
+    curriculum. Epochs have one length. A pure function; the default generators are seeded by both
+    before it is called. None: each sample once an epoch, in a keyed order. See `ls.samplers`."""
     batch_sampler: Callable[[int, int], Any] | None = None
-    """(epoch, seed) -> the global batches of an epoch, each a list of microbatches, each a list of indices; as
-    `sampler`, instead of `global_batch` and `microbatch`. All epochs have equally many batches."""
+    """(epoch, seed) -> the global batches of an epoch, each a list of microbatches, each a list of
+    indices; as `sampler`, instead of `global_batch` and `microbatch`. All epochs have equally many
+    batches."""
     inputs: Callable[[Any], Any] | None = None
     """(batch) -> the model's arguments: a tuple, a dict of keyword arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
-    """(collated batch on the CPU) -> the denominator of a `Sum`: a number. For a dict of terms: a dict with the
-    denominator of each `Sum` by its name; terms that are plain scalars have none."""
+    """(collated batch on the CPU) -> the denominator of a `Sum`: a number. For a dict of terms: a
+    dict with the denominator of each `Sum` by its name; terms that are plain scalars have none."""
     collate: Callable[[list[Any]], Any] | None = None
-    """(samples) -> batch, for training alone; see `Evaluation.collate`. None: torch's `default_collate`."""
+    """(samples) -> batch, for training alone; see `Evaluation.collate`. None: torch's
+    `default_collate`."""
     schedule: Callable[[Any], Any] | None = None
-    """(step) -> multiplier of all learning rates, a pure function; or (optimizer) -> a torch LRScheduler. A
-    ReduceLROnPlateau follows the evaluations' `loss`, or the metric of `ls.OnMetric`. None: constant rates."""
+    """(step) -> multiplier of all learning rates, a pure function; or (optimizer) -> a torch
+    LRScheduler. A ReduceLROnPlateau follows the evaluations' `loss`, or the metric of
+    `ls.OnMetric`. None: constant rates."""
     clip_norm: float | None = None
-    """Maximum norm of the whole gradient; a larger gradient is scaled down to it. None: no clipping."""
+    """Maximum norm of the whole gradient; a larger gradient is scaled down to it. None: no
+    clipping."""
     precision: Precision | Literal["auto"] = "fp32"
-    """Precision of the forward: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling). Parameters keep their
-    dtype. `auto`: the fastest that the device supports in hardware, measured at the start of the run; a resumed run
-    keeps it."""
+    """Precision of the forward: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling).
+    Parameters keep their dtype. `auto`: the fastest that the device supports in hardware, measured
+    at the start of the run; a resumed run keeps it."""
     gradient_compression: str = "none"
-    """Compression of gradients between replicas, for slow networks: `none`, `bf16`, `fp16`, `int8` or `powersgd:RANK`.
-    On more than one process, compression changes what is learned."""
+    """Compression of gradients between replicas, for slow networks: `none`, `bf16`, `fp16`, `int8`
+    or `powersgd:RANK`. On more than one process, compression changes what is learned."""
     seed: int = 0
-    """Seed of all random numbers (initial weights, sample order, augmentation, dropout): 0 to 2**63 - 1."""
+    """Seed of all random numbers (initial weights, sample order, augmentation, dropout): 0 to 2**63
+    - 1."""
     blocks: Sequence[str] | None = None
-    """Names of the modules that a plan wraps one by one for FSDP2, activation checkpointing or compilation; `*` stands
-    for any text: `["blocks.*"]`. None: the members of every list of modules of one class."""
+    """Names of the modules that a plan wraps one by one for FSDP2, activation checkpointing or
+    compilation; `*` stands for any text: `["blocks.*"]`. None: the members of every list of modules
+    of one class."""
     tensor: Mapping[str, str] | None = None
-    """Tensor-parallel plan: module name -> style, such as `colwise` or `rowwise`; `*` in a name stands for any text.
-    None: the model's own `tensor_plan`, or that of a Hugging Face model."""
+    """Tensor-parallel plan: module name -> style, such as `colwise` or `rowwise`; `*` in a name
+    stands for any text. None: the model's own `tensor_plan`, or that of a Hugging Face model."""
     stages: Sequence[str] | None = None
-    """Names of the modules that a pipeline may be cut between; `*` stands for any text: `["embedding", "blocks.*",
-    "head"]`. The forward calls them in this order, each with the output of the one before. Each has its own random
-    stream. None: the members of an `nn.Sequential`; other models cannot be pipelined."""
+    """Names of the modules that a pipeline may be cut between; `*` stands for any text:
+    `["embedding", "blocks.*", "head"]`. The forward calls them in this order, each with the output
+    of the one before. Each has its own random stream. None: the members of an `nn.Sequential`;
+    other models cannot be pipelined."""
     weights: Weights | str | PathLike[str] | None = None
-    """Pretrained weights to start from, or just their path. None: the initial values that `model` gives."""
+    """Pretrained weights to start from, or just their path. None: the initial values that `model`
+    gives."""
     evaluation: Evaluation | Mapping[str, Evaluation] | None = None
-    """Evaluation during and after training; several by name, whose metrics are then called `name/loss` and so on. None:
-    no evaluation."""
+    """Evaluation during and after training; several by name, whose metrics are then called
+    `name/loss` and so on. None: no evaluation."""
 
     def __post_init__(self) -> None:
         check_factory("Recipe.model", self.model, remedy="model=lambda: Net()")
-        check_factory("Recipe.optimizer", self.optimizer, remedy="optimizer=lambda model: torch.optim.AdamW(model.parameters())")
+        check_factory(
+            "Recipe.optimizer",
+            self.optimizer,
+            remedy="optimizer=lambda model: torch.optim.AdamW(model.parameters())",
+        )
         self._check_loss()
         for name in ("inputs", "weight", "collate", "schedule"):
             check_callable(f"Recipe.{name}", getattr(self, name), optional=True)
         microbatch = None if self.microbatch == "auto" else self.microbatch
         if isinstance(microbatch, str):
-            raise RecipeError(f"Recipe.microbatch={microbatch!r}; give a number of samples, 'auto' to have it measured, or None")
-        check_samplers(self.sampler, self.batch_sampler, self.data, self.global_batch, self.microbatch)
+            raise RecipeError(
+                f"Recipe.microbatch={microbatch!r}; give a number of samples, 'auto' to have it"
+                " measured, or None"
+            )
+        check_samplers(
+            self.sampler, self.batch_sampler, self.data, self.global_batch, self.microbatch
+        )
         check_length(self.steps, self.epochs, of="Recipe.")
         if self.global_batch is None:
             check_dataset("Recipe.data", self.data)
         else:
             check_batch(self.global_batch, microbatch, of="Recipe.")
-            check_data("Recipe.data", self.data, global_batch=self.global_batch, microbatch=self.microbatch, epochs=self.epochs)
+            check_data(
+                "Recipe.data",
+                self.data,
+                global_batch=self.global_batch,
+                microbatch=self.microbatch,
+                epochs=self.epochs,
+            )
             is_counted = self.sampler is None and not isinstance(self.data, Stream)
-            check_drop_last(self.drop_last, self.epochs, len(self.data) if is_counted else None, self.global_batch)
+            check_drop_last(
+                self.drop_last,
+                self.epochs,
+                len(self.data) if is_counted else None,
+                self.global_batch,
+            )
         check_clip_norm(self.clip_norm)
         if self.precision != "auto":
             check_precision(self.precision)
         check_compression(self.gradient_compression)
         check_seed(self.seed)
         for kind, names in (("blocks", self.blocks), ("stages", self.stages)):
-            if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
-                raise RecipeError(f"{kind}={names!r}; it must be a list of module names or patterns, such as ['blocks.*'], or None")
+            if names is not None and (
+                isinstance(names, str) or not all(isinstance(name, str) for name in names)
+            ):
+                raise RecipeError(
+                    f"{kind}={names!r}; it must be a list of module names or patterns, such as"
+                    " ['blocks.*'], or None"
+                )
         if self.tensor is not None and not isinstance(self.tensor, Mapping):
-            raise RecipeError(f"tensor is {in_words(self.tensor)}; it maps patterns of module names to styles: {{'*.up': 'colwise'}}")
+            raise RecipeError(
+                f"tensor is {in_words(self.tensor)}; it maps patterns of module names to styles:"
+                " {'*.up': 'colwise'}"
+            )
         Weights.of(self.weights)
         if not isinstance(self.evaluation, Evaluation | Mapping | None):
             raise RecipeError(
-                f"evaluation is {in_words(self.evaluation)}; give ls.Evaluation(data=..., every=..., metrics=...), several by name "
-                "{'valid': ls.Evaluation(...)}, or None"
+                f"evaluation is {in_words(self.evaluation)}; give ls.Evaluation(data=...,"
+                " every=..., metrics=...), several by name {'valid': ls.Evaluation(...)}, or"
+                " None"
             )
-        for name, evaluation in self.evaluation.items() if isinstance(self.evaluation, Mapping) else ():
+        for name, evaluation in (
+            self.evaluation.items() if isinstance(self.evaluation, Mapping) else ()
+        ):
             if not isinstance(evaluation, Evaluation):
-                raise RecipeError(f"evaluation[{name!r}] is {in_words(evaluation)}; give an ls.Evaluation under each name")
+                raise RecipeError(
+                    f"evaluation[{name!r}] is {in_words(evaluation)}; give an ls.Evaluation under"
+                    " each name"
+                )
             if not isinstance(name, str) or not name or "/" in name or name == "loss":
                 raise RecipeError(
-                    f"evaluation has the name {name!r}; its metrics are called name/loss and so on; a name is a str without a slash, and "
-                    "not 'loss'; choose another"
+                    f"evaluation has the name {name!r}; its metrics are called name/loss and so on;"
+                    " a name is a str without a slash, and not 'loss'; choose another"
                 )
 
         parameters.declared.close()
@@ -309,11 +393,15 @@ class Recipe:
             check_callable("Recipe.loss", self.loss, optional=False)
             return
         if not isinstance(self.batch_loss, Gathered):
-            raise RecipeError(f"batch_loss is {in_words(self.batch_loss)}; give ls.Gathered(collect, compute), or a loss instead")
+            raise RecipeError(
+                f"batch_loss is {in_words(self.batch_loss)}; give ls.Gathered(collect, compute), or"
+                " a loss instead"
+            )
         for name in ("loss", "weight"):
             if getattr(self, name) is not None:
                 raise RecipeError(
-                    f"batch_loss and {name}; a batch loss is one number for all samples of the global batch; leave out {name}"
+                    f"batch_loss and {name}; a batch loss is one number for all samples of the"
+                    f" global batch; leave out {name}"
                 )
 
     @property
@@ -325,16 +413,26 @@ class Recipe:
 
     @property
     def evaluations(self) -> dict[str, Evaluation]:
-        """All evaluations by the prefix of their metrics: "valid/", or "" for a single one without a name."""
+        """All evaluations by the prefix of their metrics: "valid/", or "" for a single one without
+        a name."""
         if isinstance(self.evaluation, Mapping):
             return {f"{name}/": evaluation for name, evaluation in self.evaluation.items()}
         return {} if self.evaluation is None else {"": self.evaluation}
 
     def describe(self) -> dict[str, Any]:
         """The recipe as JSON. Functions and datasets are described by name and length."""
-        described = {name: _describe(getattr(self, name)) for name in self.__slots__} | {"weights": _describe(Weights.of(self.weights))}
-        patterns = {"blocks": self.blocks and list(self.blocks), "stages": self.stages and list(self.stages)}
-        return {**described, **patterns, **({"parameters": dict(values)} if (values := parameters.declared.values) else {})}
+        described = {name: _describe(getattr(self, name)) for name in self.__slots__} | {
+            "weights": _describe(Weights.of(self.weights))
+        }
+        patterns = {
+            "blocks": self.blocks and list(self.blocks),
+            "stages": self.stages and list(self.stages),
+        }
+        return {
+            **described,
+            **patterns,
+            **({"parameters": dict(values)} if (values := parameters.declared.values) else {}),
+        }
 
 
 def _describe(value: Any) -> Any:
@@ -346,5 +444,8 @@ def _describe(value: Any) -> Any:
         return {str(key): _describe(item) for key, item in value.items()}
     name = getattr(value, "__qualname__", type(value).__qualname__)
     module = getattr(value, "__module__", type(value).__module__)
-    module = "__main__" if module == "__mp_main__" else module  # the name of the script in processes that `ls.spawn` started
-    return f"{module}.{name}" + (f"[{len(value)}]" if isinstance(value, Sized) and not isinstance(value, type) else "")
+    # the name of the script in processes that `ls.spawn` started
+    module = "__main__" if module == "__mp_main__" else module
+    return f"{module}.{name}" + (
+        f"[{len(value)}]" if isinstance(value, Sized) and not isinstance(value, type) else ""
+    )

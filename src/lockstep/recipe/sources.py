@@ -1,5 +1,5 @@
-"""Digests of the source of the script and of the user's other modules, by which processes find out that they execute
-other versions of them."""
+"""Digests of the source of the script and of the user's other modules, by which processes find out
+that they execute other versions of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from lockstep.base.contents import is_users
 
 @functools.cache
 def texts() -> Mapping[str, str]:
-    """Return the source of the script, as `__main__`, and of each of the user's modules that are loaded, by its name:
-    as they are when this is first called."""
+    """Return the source of the script, as `__main__`, and of each of the user's modules that are
+    loaded, by its name: as they are when this is first called."""
     found: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         if name == "__mp_main__":  # the script too; in a process that was a spare, lockstep's own
             continue
         file = getattr(module, "__dict__", {}).get("__file__")
-        if isinstance(file, str) and is_users(name) and (lines := linecache.getlines(os.path.abspath(file))):
+        if (
+            isinstance(file, str)
+            and is_users(name)
+            and (lines := linecache.getlines(os.path.abspath(file)))
+        ):
             found[name] = "".join(lines)
     return found
 
@@ -36,13 +40,14 @@ def sources() -> dict[str, str]:
 
 
 def programs(names: Iterable[str]) -> dict[str, str]:
-    """Return the digests of these modules' `texts` without comments, docstrings and line numbers. Slower: it parses
-    them."""
+    """Return the digests of these modules' `texts` without comments, docstrings and line numbers.
+    Slower: it parses them."""
     return {name: _program(texts()[name]) for name in names if name in texts()}
 
 
 def note_source(file: str, source: bytes) -> None:
-    """Let `texts` take this as the text of the file. Called when the script is run, which may be edited then."""
+    """Let `texts` take this as the text of the file. Called when the script is run, which may be
+    edited then."""
     with suppress(SyntaxError, UnicodeDecodeError):
         text = decode_source(source)
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -54,7 +59,9 @@ def _program(text: str) -> str:
     except (SyntaxError, ValueError):  # not Python, or that of another version
         return _digest(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node, clean=False):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and ast.get_docstring(node, clean=False):
             node.body = node.body[1:]
     return _digest(ast.dump(tree))
 

@@ -1,4 +1,5 @@
-"""Sources of streams: uneven files, the streaming datasets of Hugging Face, and any iterable. Needs no torch."""
+"""Sources of streams: uneven files, the streaming datasets of Hugging Face, and any iterable. Needs
+no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Uneven files as `shards` shards whose lengths differ by at most one sample. Shard k has the samples [k * total //
-    shards, (k + 1) * total // shards) of all files one after another."""
+    """Uneven files as `shards` shards whose lengths differ by at most one sample. Shard k has the
+    samples [k * total // shards, (k + 1) * total // shards) of all files one after another."""
 
     paths: Sequence[Any]
     read: Callable[[Any, int], Iterable[Any]]
@@ -47,7 +48,8 @@ class HuggingFaceStream:
 
 @dataclass(frozen=True, slots=True)
 class EveryNth:
-    """Any iterable as `shards` shards: shard k has the samples k, k + shards, and so on. Each shard reads all of it."""
+    """Any iterable as `shards` shards: shard k has the samples k, k + shards, and so on. Each shard
+    reads all of it."""
 
     data: Iterable[Any]
     shards: int

@@ -1,4 +1,5 @@
-"""The history of a run: its metrics, the step times of its ranks, and its events, joined over resumptions. Pure."""
+"""The history of a run: its metrics, the step times of its ranks, and its events, joined over
+resumptions. Pure."""
 
 from __future__ import annotations
 
@@ -22,18 +23,24 @@ _MOST = 2**53
 """Largest number of bytes or microseconds: JavaScript knows no larger whole number."""
 _LONGEST_SECONDS = 1e9
 _BEGINS = "run-started"
-_ENDS: dict[str, RunState] = {"run-ended": "ended", "run-failed": "failed", "preempted": "preempted"}
+_ENDS: dict[str, RunState] = {
+    "run-ended": "ended",
+    "run-failed": "failed",
+    "preempted": "preempted",
+}
 
 
 @dataclass(slots=True)
 class Series:
-    """Values of a metric, in rising order of the number of steps done. A value may be NaN or infinite."""
+    """Values of a metric, in rising order of the number of steps done. A value may be NaN or
+    infinite."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Append a value. Discards values of this step and later ones, which were computed before a resumption."""
+        """Append a value. Discards values of this step and later ones, which were computed before a
+        resumption."""
         self.truncate(step)
         self.steps.append(step)
         self.values.append(value)
@@ -65,10 +72,13 @@ class Curves:
 
 @dataclass(slots=True)
 class RankTimes:
-    """Contents of `ranks.jsonl`: mean seconds per step of each phase and rank, from one logging step to the next."""
+    """Contents of `ranks.jsonl`: mean seconds per step of each phase and rank, from one logging
+    step to the next."""
 
     steps: list[int] = field(default_factory=list)
-    phases: dict[str, list[array[float]]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    phases: dict[str, list[array[float]]] = field(
+        default_factory=lambda: {phase: [] for phase in PHASES}
+    )
     """For each phase and logging step, a value for each rank. Empty if it was not measured."""
     hosts: list[str] = field(default_factory=list)
 
@@ -155,16 +165,32 @@ class RunHistory:
     def state(self) -> RunState:
         if self.result is not None:
             return "ended"
-        last = next((event.kind for event in reversed(self.events) if event.kind in _ENDS or event.kind == _BEGINS), None)
+        last = next(
+            (
+                event.kind
+                for event in reversed(self.events)
+                if event.kind in _ENDS or event.kind == _BEGINS
+            ),
+            None,
+        )
         if last in _ENDS:
             return _ENDS[last]
         return "running" if self.holder is not None and self.holder.alive else "unfinished"
 
     @property
     def attempts(self) -> list[Attempt]:
-        """One for each start of the run. A recovery in place, which opens the run again, is none."""
-        recoveries = [(event.time - seconds_of(event, "open_seconds"), event.time) for event in self.events if event.kind == "recovered"]
-        starts = [index for index, event in enumerate(self.events) if event.kind == _BEGINS and not _is_in(recoveries, event.time)]
+        """One for each start of the run. A recovery in place, which opens the run again, is
+        none."""
+        recoveries = [
+            (event.time - seconds_of(event, "open_seconds"), event.time)
+            for event in self.events
+            if event.kind == "recovered"
+        ]
+        starts = [
+            index
+            for index, event in enumerate(self.events)
+            if event.kind == _BEGINS and not _is_in(recoveries, event.time)
+        ]
         found = []
         for index, following in zip(starts, [*starts, len(self.events)][1:], strict=True):
             own = self.events[index:following]
@@ -196,7 +222,11 @@ class RunHistory:
 
     @property
     def _times(self) -> list[float]:
-        ends = (self.curves.first_time, self.curves.last_time, *(event.time for event in (*self.events[:1], *self.events[-1:])))
+        ends = (
+            self.curves.first_time,
+            self.curves.last_time,
+            *(event.time for event in (*self.events[:1], *self.events[-1:])),
+        )
         return [time for time in ends if time is not None]
 
     @property
@@ -206,7 +236,8 @@ class RunHistory:
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
-    """Join the rows of `metrics.jsonl`. If the steps go back, the run was resumed: later steps are discarded."""
+    """Join the rows of `metrics.jsonl`. If the steps go back, the run was resumed: later steps are
+    discarded."""
     found = Curves()
     for row in rows:
         step = row["step"]
@@ -226,7 +257,8 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
                 continue
             number = float(not_finite.get(name, "nan")) if value is None else float(value)
             found.series.setdefault(name, Series()).add(step, _clamp(number))
-    found.series = {name: series for name, series in found.series.items() if series.steps}  # all may be discarded
+    # all may be discarded
+    found.series = {name: series for name, series in found.series.items() if series.steps}
     return found
 
 
@@ -247,22 +279,32 @@ def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
                 rows_of_phase.pop()
         found.steps.append(row["step"])
         for phase in PHASES:
-            found.phases[phase].append(array("d", (math.nan if value is None else value for value in row["ranks"].get(phase, ()))))
+            found.phases[phase].append(
+                array(
+                    "d",
+                    (math.nan if value is None else value for value in row["ranks"].get(phase, ())),
+                )
+            )
         found.hosts = list(map(str, row.get("hosts", found.hosts)))
     return found
 
 
 def memory_profile(found: Mapping[str, Any]) -> MemoryProfile:
-    """Read `profile/memory.json`. Raises `ValueError`, `KeyError`, `TypeError` or `OverflowError` if it has another
-    form."""
-    ranks = [_rank_memory(rank, each) for rank, each in enumerate(found["ranks"]) if each is not None]
+    """Read `profile/memory.json`. Raises `ValueError`, `KeyError`, `TypeError` or `OverflowError`
+    if it has another form."""
+    ranks = [
+        _rank_memory(rank, each) for rank, each in enumerate(found["ranks"]) if each is not None
+    ]
     first, stop = found["steps"]
     return MemoryProfile((int(first), int(stop)), ranks)
 
 
 def _rank_memory(rank: int, found: Mapping[str, Any]) -> RankMemory:
     moments = [_whole(1e6 * float(second)) for second in found["seconds"]]
-    causes = {str(cause): [_whole(size) for size in sizes] for cause, sizes in found["bytes_by_cause"].items()}
+    causes = {
+        str(cause): [_whole(size) for size in sizes]
+        for cause, sizes in found["bytes_by_cause"].items()
+    }
     if not moments or not causes or any(len(sizes) != len(moments) for sizes in causes.values()):
         raise ValueError("there are causes, and each has as many sizes as there are moments")
     if moments != sorted(moments):
@@ -280,8 +322,8 @@ def _rank_memory(rank: int, found: Mapping[str, Any]) -> RankMemory:
 
 
 def _whole(number: float) -> int:
-    """Return the number, rounded. Raises `ValueError` or `OverflowError` unless it is a size or a time that charts can
-    show."""
+    """Return the number, rounded. Raises `ValueError` or `OverflowError` unless it is a size or a
+    time that charts can show."""
     if not 0 <= round(number) <= _MOST:
         raise ValueError(f"{number} is negative, or too large")
     return round(number)
@@ -300,5 +342,13 @@ def _is_in(spans: Iterable[tuple[float, float]], time: float) -> bool:
 def run_events(rows: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
     """Return the rows of `events.jsonl`, sorted by time."""
     known = ("time", "event", "step")
-    events = [RunEvent(row["time"], row["event"], row["step"], {key: row[key] for key in row if key not in known}) for row in rows]
+    events = [
+        RunEvent(
+            row["time"],
+            row["event"],
+            row["step"],
+            {key: row[key] for key in row if key not in known},
+        )
+        for row in rows
+    ]
     return sorted(events, key=lambda event: event.time)

@@ -16,7 +16,8 @@ _PARTS = (("wait", "wait"), ("open", "open"), ("again", "steps again"))
 
 
 def loss_list(run: RunHistory) -> str:
-    """Return the list; empty if there were no losses. Beyond `MAX_LOSSES`, those in the middle are only counted."""
+    """Return the list; empty if there were no losses. Beyond `MAX_LOSSES`, those in the middle are
+    only counted."""
     found = losses(run)
     if not found:
         return ""
@@ -24,8 +25,12 @@ def loss_list(run: RunHistory) -> str:
     items = [_item(number, each, run, longest) for number, each in enumerate(found, 1)]
     left_out = len(items) - MAX_LOSSES
     if left_out > 0:
-        items[MAX_LOSSES // 2 : -MAX_LOSSES // 2] = [f'<li class="note">… {left_out:,} more, in events.jsonl …</li>']
-    keys = "".join(f'<span class="key"><b class="swatch {look}"></b>{word}</span>' for look, word in _PARTS)
+        items[MAX_LOSSES // 2 : -MAX_LOSSES // 2] = [
+            f'<li class="note">… {left_out:,} more, in events.jsonl …</li>'
+        ]
+    keys = "".join(
+        f'<span class="key"><b class="swatch {look}"></b>{word}</span>' for look, word in _PARTS
+    )
     head = f'<p>{escape(summary(run))}</p><p class="legend">{keys}</p>'
     return f'<div class="card">{head}<ol class="losses">{"".join(items)}</ol></div>'
 
@@ -41,18 +46,33 @@ def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
 def how_it_went_on(loss: WorkerLoss) -> str:
     """Return whether the run recovered in place, from which state, and why if not."""
     if loss.in_place:
-        state = {"replica": "that of a replica", "image": "the image in memory"}.get(loss.state, loss.state)
+        state = {"replica": "that of a replica", "image": "the image in memory"}.get(
+            loss.state, loss.state
+        )
         return f"recovered in place, from {state} after step {format_count(loss.step)}"
     state = f"from {loss.state}" if loss.state else "from the beginning"
-    return f"restarted, {state}" + (f"; not in place: {loss.not_in_place}" if loss.not_in_place else "")
+    return f"restarted, {state}" + (
+        f"; not in place: {loss.not_in_place}" if loss.not_in_place else ""
+    )
 
 
 def times(loss: WorkerLoss) -> str:
     """Return the time that the loss took, and its parts."""
-    steps = "steps" if loss.repeated_steps is None else f"{format_count(loss.repeated_steps)} step{'s' * (loss.repeated_steps != 1)}"
-    again = f"{steps} again {_seconds(loss.repeated_seconds)}" if loss.repeated_steps != 0 else "no step again"
+    steps = (
+        "steps"
+        if loss.repeated_steps is None
+        else f"{format_count(loss.repeated_steps)} step{'s' * (loss.repeated_steps != 1)}"
+    )
+    again = (
+        f"{steps} again {_seconds(loss.repeated_seconds)}"
+        if loss.repeated_steps != 0
+        else "no step again"
+    )
     more = "" if loss.is_known else " or more"
-    return f"{format_duration(loss.seconds)}{more}: wait {_seconds(loss.wait_seconds)}, open {_seconds(loss.open_seconds)}, {again}"
+    return (
+        f"{format_duration(loss.seconds)}{more}: wait {_seconds(loss.wait_seconds)}, open"
+        f" {_seconds(loss.open_seconds)}, {again}"
+    )
 
 
 def _item(number: int, loss: WorkerLoss, run: RunHistory, longest: float) -> str:
@@ -62,7 +82,9 @@ def _item(number: int, loss: WorkerLoss, run: RunHistory, longest: float) -> str
         when += f", step {format_count(loss.step + loss.repeated_steps)}"
     sizes = (loss.wait_seconds, loss.open_seconds, loss.repeated_seconds)
     bars = "".join(
-        f'<b class="{look}" style="width:{100 * size / longest:.2f}%"></b>' for (look, _), size in zip(_PARTS, sizes, strict=True) if size
+        f'<b class="{look}" style="width:{100 * size / longest:.2f}%"></b>'
+        for (look, _), size in zip(_PARTS, sizes, strict=True)
+        if size
     )
     lost, then = escape(what_was_lost(loss, run.ranks.hosts)), escape(how_it_went_on(loss))
     took = f'<div class="took" aria-hidden="true">{bars}</div><small>{times(loss)}</small>'

@@ -14,7 +14,8 @@ from lockstep.report.scale import format_count, format_duration
 _Progress = Sequence[tuple[float, int]]
 """Times, rising, and the optimizer steps done then."""
 _NO_LOSS = frozenset({"preempted", "out-of-memory"})
-"""A start after one of these follows from no loss: another machine joined, or the plan was changed."""
+"""A start after one of these follows from no loss: another machine joined, or the plan was
+changed."""
 
 _MOST_STEPS = 2**53
 
@@ -24,13 +25,15 @@ class WorkerLoss:
     """A loss after which the run went on. None: the run did not record it."""
 
     time: float
-    """When it was seen, in seconds since 1970. If that was not recorded: the time of the last record before it."""
+    """When it was seen, in seconds since 1970. If that was not recorded: the time of the last
+    record before it."""
     reason: str
     in_place: bool
     not_in_place: str = ""
     """Why all had to start again, if the run was to recover in place; else empty."""
     state: str
-    """Source of the state: replica, image, the name of a checkpoint, or empty if the run began with step 0 again."""
+    """Source of the state: replica, image, the name of a checkpoint, or empty if the run began with
+    step 0 again."""
     step: int
     """The optimizer steps done in that state."""
     wait_seconds: float | None
@@ -64,14 +67,21 @@ class WorkerLoss:
 def losses(run: RunHistory) -> list[WorkerLoss]:
     """Return the losses after which the run went on, in their order."""
     places = [place for place, event in enumerate(run.events) if event.kind == "run-started"]
-    starts = [run.events[place:following] for place, following in zip(places, [*places, len(run.events)][1:], strict=False)]
-    progress = sorted([*run.curves.progress, *((event.time, event.step) for event in run.events if event.step)])
+    starts = [
+        run.events[place:following]
+        for place, following in zip(places, [*places, len(run.events)][1:], strict=False)
+    ]
+    progress = sorted(
+        [*run.curves.progress, *((event.time, event.step) for event in run.events if event.step)]
+    )
     found = []
     for before, after, following in zip(starts, starts[1:], [*starts[2:], []], strict=False):
         own = _between(progress, before[0].time, following[0].time if following else math.inf)
         loss = _loss(before, after, _between(own, -math.inf, after[0].time))
         if loss is not None:
-            found.append(replace(loss, repeated_seconds=_repetition(loss, own, goes_on=not following)))
+            found.append(
+                replace(loss, repeated_seconds=_repetition(loss, own, goes_on=not following))
+            )
     return found
 
 
@@ -80,7 +90,10 @@ def summary(run: RunHistory) -> str:
     found = losses(run)
     if not found:
         return ""
-    in_place, others = [each for each in found if each.in_place], [each for each in found if not each.in_place]
+    in_place, others = (
+        [each for each in found if each.in_place],
+        [each for each in found if not each.in_place],
+    )
     parts = [f"{len(in_place)} recovered in place in {_durations(in_place)}"] if in_place else []
     parts += [f"{_count(len(others), 'restart')} ({_durations(others)})"] if others else []
     again = sum(each.repeated_steps or 0 for each in found)
@@ -94,7 +107,9 @@ def _count(number: int, one: str, several: str = "") -> str:
 
 
 def _durations(found: Sequence[WorkerLoss]) -> str:
-    texts = [format_duration(each.seconds) + ("" if each.is_known else " or more") for each in found]
+    texts = [
+        format_duration(each.seconds) + ("" if each.is_known else " or more") for each in found
+    ]
     if len(texts) > 3:
         least, most = (pick(found, key=lambda each: each.seconds) for pick in (min, max))
         return f"{format_duration(least.seconds)} to {format_duration(most.seconds)}"
@@ -105,8 +120,11 @@ def _between(progress: _Progress, begin: float, end: float) -> _Progress:
     return progress[bisect_left(progress, (begin, 0)) : bisect_left(progress, (end, 0))]
 
 
-def _loss(before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress) -> WorkerLoss | None:
-    """Return the loss between two starts, without the time of the repeated steps; None if there was none.
+def _loss(
+    before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress
+) -> WorkerLoss | None:
+    """Return the loss between two starts, without the time of the repeated steps; None if there was
+    none.
 
     `progress`: that of the start before.
     """
@@ -121,25 +139,36 @@ def _loss(before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Prog
             step=recovered.step,
             wait_seconds=wait,
             open_seconds=opening,
-            repeated_steps=repeated if type(repeated) is int and 0 <= repeated < _MOST_STEPS else None,
+            repeated_steps=(
+                repeated if type(repeated) is int and 0 <= repeated < _MOST_STEPS else None
+            ),
         )
     if (restarted := _first(after, "restarted")) is not None and _first(before, *_NO_LOSS) is None:
         return _restart(restarted, before, after, progress)
     return None
 
 
-def _restart(restarted: RunEvent, before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress) -> WorkerLoss:
+def _restart(
+    restarted: RunEvent, before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress
+) -> WorkerLoss:
     started, resumed, failed = after[0].time, _first(after, "resumed"), _first(before, "run-failed")
     opened = resumed or restarted
     state = str(resumed.details.get("checkpoint", "")) if resumed is not None else ""
-    saved = [event.details.get("checkpoint") for event in before if event.kind == "checkpoint-saved"]
+    saved = [
+        event.details.get("checkpoint") for event in before if event.kind == "checkpoint-saved"
+    ]
     seen: tuple[float, int] | None = None
     if failed is not None:
         seen = failed.time, failed.step
-    elif state and state not in saved and progress:  # rank 0, which writes the events, was lost; another one saved what it had
+    # rank 0, which writes the events, was lost; another one saved what it had
+    elif state and state not in saved and progress:
         seen = min(started, _time_of(opened.step, progress)), opened.step
     return WorkerLoss(
-        time=max([before[-1].time, *(time for time, _ in progress[-1:])]) if seen is None else seen[0],
+        time=(
+            max([before[-1].time, *(time for time, _ in progress[-1:])])
+            if seen is None
+            else seen[0]
+        ),
         reason=str(restarted.details.get("reason", "")),
         in_place=False,
         not_in_place=str(restarted.details.get("not_in_place", "")),
@@ -152,7 +181,8 @@ def _restart(restarted: RunEvent, before: Sequence[RunEvent], after: Sequence[Ru
 
 
 def _repetition(loss: WorkerLoss, progress: _Progress, *, goes_on: bool) -> float | None:
-    """Return the seconds that the repeated steps took. None if that is not known, or they are not done.
+    """Return the seconds that the repeated steps took. None if that is not known, or they are not
+    done.
 
     `goes_on`: this was the latest start.
     """
@@ -167,7 +197,9 @@ def _repetition(loss: WorkerLoss, progress: _Progress, *, goes_on: bool) -> floa
 
 def _time_of(step: int, progress: _Progress) -> float:
     """Return when that many steps were done, on the line through the two nearest records."""
-    place = next((place for place, (_, done) in enumerate(progress) if done >= step), len(progress) - 1)
+    place = next(
+        (place for place, (_, done) in enumerate(progress) if done >= step), len(progress) - 1
+    )
     (earlier, first), (later, last) = progress[max(0, place - 1)], progress[place]
     return later if last <= first else earlier + (later - earlier) * (step - first) / (last - first)
 

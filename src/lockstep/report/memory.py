@@ -26,9 +26,18 @@ def memory_charts(runs: Sequence[RunHistory]) -> list[Chart]:
             sizes = list(rank.bytes_by_cause.values())
             total = [sum(column) for column in zip(*sizes, strict=True)]
             lines = [_curve("all", 0, rank, total)]
-            lines += [_curve(cause, colour, rank, each) for colour, (cause, each) in enumerate(rank.bytes_by_cause.items(), 1)]
-            title = f"{run.name}: memory of rank {rank.rank}" if len(runs) > 1 else f"memory of rank {rank.rank}"
-            found.append(Chart(title=title, lines=lines, unit="bytes", from_zero=True, microseconds=last))
+            lines += [
+                _curve(cause, colour, rank, each)
+                for colour, (cause, each) in enumerate(rank.bytes_by_cause.items(), 1)
+            ]
+            title = (
+                f"{run.name}: memory of rank {rank.rank}"
+                if len(runs) > 1
+                else f"memory of rank {rank.rank}"
+            )
+            found.append(
+                Chart(title=title, lines=lines, unit="bytes", from_zero=True, microseconds=last)
+            )
     return found
 
 
@@ -42,7 +51,8 @@ def _curve(name: str, colour: int, rank: RankMemory, values: Sequence[int]) -> C
 
 
 def memory_tables(runs: Sequence[RunHistory]) -> str:
-    """Return each run's memory at the peak by rank, and the largest allocations of the rank with the highest."""
+    """Return each run's memory at the peak by rank, and the largest allocations of the rank with
+    the highest."""
     found = []
     for index, run in enumerate(runs):
         if run.memory is not None and run.memory.ranks:
@@ -53,7 +63,9 @@ def memory_tables(runs: Sequence[RunHistory]) -> str:
 
 def _peaks(profile: MemoryProfile) -> str:
     causes = list(profile.ranks[0].bytes_by_cause)
-    heads = "".join(f'<th class="number" scope="col">{escape(name)}</th>' for name in ("all", *causes))
+    heads = "".join(
+        f'<th class="number" scope="col">{escape(name)}</th>' for name in ("all", *causes)
+    )
     rows = []
     for rank in profile.ranks:
         sizes = [rank.peak_bytes, *(rank.at_peak.get(cause, 0) for cause in causes)]
@@ -69,10 +81,14 @@ def _peaks(profile: MemoryProfile) -> str:
 def _largest(profile: MemoryProfile) -> str:
     highest = max(profile.ranks, key=lambda rank: rank.peak_bytes)
     rows = [
-        f'<tr><td class="number">{format_number(size, "bytes")}</td><td>{escape(cause)}</td><td>{escape(name)}</td></tr>'
+        "<tr><td"
+        f' class="number">{format_number(size, "bytes")}</td><td>{escape(cause)}</td><td>{escape(name)}</td></tr>'
         for size, cause, name in highest.largest
     ]
-    head = '<tr><th class="number" scope="col">size</th><th scope="col">cause</th><th scope="col">tensor, module or operator</th></tr>'
+    head = (
+        '<tr><th class="number" scope="col">size</th><th scope="col">cause</th><th'
+        ' scope="col">tensor, module or operator</th></tr>'
+    )
     return _card(f"The largest at the peak of rank {highest.rank}", head, rows)
 
 

@@ -11,8 +11,26 @@ from typing import Any
 from lockstep.base.container import process_id_space
 from lockstep.base.errors import RunDirectoryError
 from lockstep.base.foreign_files import MOST_BITS, read_object
-from lockstep.logging.run_files import EVENTS, METRICS, RANKS, RUN, is_there, read_metadata, read_result, read_rows, readable
-from lockstep.report.history import LockHolder, MemoryProfile, RunHistory, curves, memory_profile, rank_times, run_events
+from lockstep.logging.run_files import (
+    EVENTS,
+    METRICS,
+    RANKS,
+    RUN,
+    is_there,
+    read_metadata,
+    read_result,
+    read_rows,
+    readable,
+)
+from lockstep.report.history import (
+    LockHolder,
+    MemoryProfile,
+    RunHistory,
+    curves,
+    memory_profile,
+    rank_times,
+    run_events,
+)
 
 _LATEST_TIME_SECONDS = 2.5e11
 """Latest valid time, in seconds since 1970: the year 9892."""
@@ -23,19 +41,25 @@ _MEMORY = "profile/memory.json"
 
 
 def read_runs(paths: Sequence[str]) -> list[RunHistory]:
-    """Read several run directories. Raises `RunDirectoryError` if one is invalid, unreadable, or given twice."""
+    """Read several run directories. Raises `RunDirectoryError` if one is invalid, unreadable, or
+    given twice."""
     folders: dict[Path, str] = {}
     for path in paths:
         folder = Path(path).resolve()
         if folder in folders:
-            raise RunDirectoryError(f"{path} and {folders[folder]} are the same run directory; give each once")
+            raise RunDirectoryError(
+                f"{path} and {folders[folder]} are the same run directory; give each once"
+            )
         folders[folder] = path
         _check(path)
-    return [read_run(folder, name) for folder, name in zip(folders, _names(list(folders)), strict=True)]
+    return [
+        read_run(folder, name) for folder, name in zip(folders, _names(list(folders)), strict=True)
+    ]
 
 
 def read_run(folder: Path, name: str) -> RunHistory:
-    """Read one run directory. A missing file counts as empty. `name`: the run's name on the page."""
+    """Read one run directory. A missing file counts as empty. `name`: the run's name on the
+    page."""
     unreadable: dict[str, int] = {}
 
     def rows(file: str, fits: Callable[[Mapping[str, Any]], bool]) -> Iterator[dict[str, Any]]:
@@ -71,7 +95,10 @@ def _is_ranks_row(row: Mapping[str, Any]) -> bool:
     return (
         isinstance(hosts, list)
         and all(isinstance(host, str) for host in hosts)
-        and all(isinstance(each, list) and all(value is None or _is_number(value) for value in each) for each in lists)
+        and all(
+            isinstance(each, list) and all(value is None or _is_number(value) for value in each)
+            for each in lists
+        )
     )
 
 
@@ -91,17 +118,32 @@ def _check(path: str) -> None:
     with readable(path):
         folder = Path(path)
         if not folder.exists():
-            raise RunDirectoryError(f"{path} does not exist; a report needs run directories; give one that a run has written to")
+            raise RunDirectoryError(
+                f"{path} does not exist; a report needs run directories; give one that a run has"
+                " written to"
+            )
         if not folder.is_dir():
-            raise RunDirectoryError(f"{path} is a file; a report needs run directories; give the folder that contains it")
+            raise RunDirectoryError(
+                f"{path} is a file; a report needs run directories; give the folder that"
+                " contains it"
+            )
         if not (folder / RUN).is_file():
             inside = sorted(found.parent.name for found in folder.glob(f"*/{RUN}"))
-            remedy = f"give one of those in it, {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''}" if inside else "give another"
-            raise RunDirectoryError(f"{path} is not a run directory: it has no {RUN}, which a run writes when it starts; {remedy}")
+            remedy = (
+                "give one of those in it,"
+                f" {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''}"
+                if inside
+                else "give another"
+            )
+            raise RunDirectoryError(
+                f"{path} is not a run directory: it has no {RUN}, which a run writes when it"
+                f" starts; {remedy}"
+            )
 
 
 def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
-    """Read the memory of the profiled steps. Counts its one line in `unreadable` if that is invalid."""
+    """Read the memory of the profiled steps. Counts its one line in `unreadable` if that is
+    invalid."""
     if not is_there(folder, _MEMORY):
         return None
     try:
@@ -113,7 +155,8 @@ def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
 
 
 def _holder(folder: Path) -> LockHolder | None:
-    """Return the process that holds the directory. Trying the lock could refuse a run that starts at that moment."""
+    """Return the process that holds the directory. Trying the lock could refuse a run that starts
+    at that moment."""
     try:
         values = read_object(folder, "lock", 4096)
         pid, host = values["pid"], str(values["host"])
@@ -121,11 +164,14 @@ def _holder(folder: Path) -> LockHolder | None:
         return None
     if type(pid) is not int or not 0 < pid < _MOST_PROCESS_ID:
         return None
-    return LockHolder(pid, host, _is_alive(pid) if values.get("process_ids") == process_id_space() else None)
+    return LockHolder(
+        pid, host, _is_alive(pid) if values.get("process_ids") == process_id_space() else None
+    )
 
 
 def _is_alive(pid: int) -> bool | None:
-    """True if there is such a process on this machine; None on Windows, where asking could interrupt it."""
+    """True if there is such a process on this machine; None on Windows, where asking could
+    interrupt it."""
     if sys.platform == "win32":
         return None
     try:

@@ -1,5 +1,5 @@
-"""Runs that repeat one recipe with another seed or other data, such as folds, and the mean of what they measured.
-Pure."""
+"""Runs that repeat one recipe with another seed or other data, such as folds, and the mean of what
+they measured. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ OTHERWISE = frozenset({"seed", "data", "fold"})
 METRICS = 400
 """Most metrics of a group that are shown."""
 
-_NOT_LEARNED = frozenset({"lr", "gradient_norm", "samples_per_second", "weight_per_second", "mfu", "memory_bytes"})
+_NOT_LEARNED = frozenset(
+    {"lr", "gradient_norm", "samples_per_second", "weight_per_second", "mfu", "memory_bytes"}
+)
 NOTE = (
-    "The last value of each run: mean ± sample standard deviation (divided by n − 1). Grouped are runs that have ended, with other models "
-    "bit for bit, whose recorded recipe, plan and highest learning rate are the same; seed, data and fold may differ. Functions "
-    "are recorded by name."
+    "The last value of each run: mean ± sample standard deviation (divided by n − 1). Grouped are"
+    " runs that have ended, with other models bit for bit, whose recorded recipe, plan and highest"
+    " learning rate are the same; seed, data and fold may differ. Functions are recorded by name."
 )
 
 
@@ -40,7 +42,8 @@ class Group:
         return f"{len(self.runs)} runs"
 
     def statistics(self) -> dict[str, tuple[float, float]]:
-        """Return the mean and the sample standard deviation of each metric; NaN if a value is not finite."""
+        """Return the mean and the sample standard deviation of each metric; NaN if a value is not
+        finite."""
         return {name: _statistics(values) for name, values in self.values.items()}
 
 
@@ -50,7 +53,9 @@ def groups(runs: Sequence[RunHistory]) -> list[Group]:
     for run in runs:
         if run.state == "ended" and isinstance(recipe := run.metadata.get("recipe"), Mapping):
             identity = _without(recipe), run.plan, _highest_rate(run)
-            found.setdefault(repr(identity), {}).setdefault((run.result or {}).get("fingerprint") or id(run), run)
+            found.setdefault(repr(identity), {}).setdefault(
+                (run.result or {}).get("fingerprint") or id(run), run
+            )
     return [_group(list(several.values())) for several in found.values() if len(several) > 1]
 
 
@@ -58,10 +63,15 @@ def _group(runs: list[RunHistory]) -> Group:
     values = {
         name: [run.curves.series[name].values[-1] for run in runs]
         for name in runs[0].curves.series
-        if name not in _NOT_LEARNED and not name.startswith("lr/") and all(name in run.curves.series for run in runs)
+        if name not in _NOT_LEARNED
+        and not name.startswith("lr/")
+        and all(name in run.curves.series for run in runs)
     }
     best = [(run.result or {}).get("best") or {} for run in runs]
-    if all(isinstance(each.get("value"), float) and each.get("metric") == best[0].get("metric") for each in best):
+    if all(
+        isinstance(each.get("value"), float) and each.get("metric") == best[0].get("metric")
+        for each in best
+    ):
         values[f"best {best[0].get('metric')}"] = [each["value"] for each in best]
     return Group(runs, values)
 
@@ -88,7 +98,8 @@ def table(found: Sequence[Group]) -> str:
     if not found:
         return ""
     heads = "".join(
-        f'<th scope="col" class="number">{each.title} <small title="{escape(_names(each))}">{escape(_few(each))}</small></th>'
+        f'<th scope="col" class="number">{each.title} <small'
+        f' title="{escape(_names(each))}">{escape(_few(each))}</small></th>'
         for each in found
     )
     statistics = [each.statistics() for each in found]
@@ -98,7 +109,10 @@ def table(found: Sequence[Group]) -> str:
         cells = "".join(f'<td class="number">{_text(each.get(name))}</td>' for each in statistics)
         rows.append(f'<tr><th scope="row">{escape(name.replace("/", " "))}</th>{cells}</tr>')
     body = f'<thead><tr><th scope="col"></th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody>'
-    return f'<div class="wide card means"><table>{body}</table></div><p class="note">{escape(NOTE)}</p>'
+    return (
+        f'<div class="wide card means"><table>{body}</table></div><p'
+        f' class="note">{escape(NOTE)}</p>'
+    )
 
 
 def as_json(found: Sequence[Group]) -> list[dict[str, Any]]:
@@ -106,7 +120,10 @@ def as_json(found: Sequence[Group]) -> list[dict[str, Any]]:
     return [
         {
             "runs": [run.name for run in each.runs],
-            "metrics": {name: {"mean": middle, "sample_std": deviation} for name, (middle, deviation) in each.statistics().items()},
+            "metrics": {
+                name: {"mean": middle, "sample_std": deviation}
+                for name, (middle, deviation) in each.statistics().items()
+            },
         }
         for each in found
     ]
@@ -116,7 +133,9 @@ def summary_lines(found: Sequence[Group]) -> list[str]:
     """Return a line of plain text for each group, for a terminal."""
     lines = []
     for each in found:
-        texts = [f"{name.replace('/', ' ')} {_text(pair)}" for name, pair in each.statistics().items()]
+        texts = [
+            f"{name.replace('/', ' ')} {_text(pair)}" for name, pair in each.statistics().items()
+        ]
         lines.append(f"{each.title} ({_few(each)}), mean ± sample std: {first_few(texts)}")
     return lines
 
@@ -133,4 +152,8 @@ def _text(pair: tuple[float, float] | None) -> str:
     if pair is None:
         return "–"
     middle, deviation = pair
-    return "not finite" if math.isnan(middle) else f"{format_number(middle)} ± {format_number(deviation)}"
+    return (
+        "not finite"
+        if math.isnan(middle)
+        else f"{format_number(middle)} ± {format_number(deviation)}"
+    )

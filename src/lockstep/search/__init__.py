@@ -1,1 +1,2 @@
-"""Many trainings at once: hyper-parameter search, sweeps and population-based training, on Optuna."""
+"""Many trainings at once: hyper-parameter search, sweeps and population-based training, on
+Optuna."""

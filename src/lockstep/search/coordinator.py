@@ -1,4 +1,5 @@
-"""The loop of a search: fills the slots of the machine with trials, answers their reports, and notes how they end."""
+"""The loop of a search: fills the slots of the machine with trials, answers their reports, and
+notes how they end."""
 
 from __future__ import annotations
 
@@ -60,8 +61,15 @@ class Search:
         processes: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """`processes`: of each trial. `on_end`: called with the number of each trial that has ended."""
-        self._request, self._storage, self._parent, self._processes, self._on_end = request, storage, parent, processes, on_end
+        """`processes`: of each trial. `on_end`: called with the number of each trial that has
+        ended."""
+        self._request, self._storage, self._parent, self._processes, self._on_end = (
+            request,
+            storage,
+            parent,
+            processes,
+            on_end,
+        )
         self.proposals = Proposals(request, storage)
         self._free = list(slots)
         self._running: dict[int, RunningTrial] = {}
@@ -72,12 +80,15 @@ class Search:
         self._ended_by: str | None = None
         self._signals = 0
         self._looked = self._claims_from = 0.0
-        self._until = None if request.timeout_seconds is None else time.monotonic() + request.timeout_seconds
+        self._until = (
+            None if request.timeout_seconds is None else time.monotonic() + request.timeout_seconds
+        )
         self._ends_early = False
 
     def run(self) -> str | None:
-        """Run trials until all are made, the time is over, or a signal asks to end. Returns what has ended it early:
-        the name of the signal, or `--timeout`. Raises the error of a script that is at fault."""
+        """Run trials until all are made, the time is over, or a signal asks to end. Returns what
+        has ended it early: the name of the signal, or `--timeout`. Raises the error of a script
+        that is at fault."""
         with self._handling_signals(), reachable(self._storage.url):
             while True:
                 self._storage.note_wanted(self.proposals.wanted)
@@ -87,7 +98,9 @@ class Search:
                 for key, _ in self._selector.select(POLL_SECONDS):
                     if key.fileobj is self._parent.channel:
                         self._on_ended()
-                    elif (running := self._running.get(key.data)) is not None and running.channel is key.fileobj:
+                    elif (
+                        running := self._running.get(key.data)
+                    ) is not None and running.channel is key.fileobj:
                         self._on_message(running)
                 self._end_in_time()
         if self._error is not None:
@@ -121,7 +134,9 @@ class Search:
         if done is not None:
             self._finish(claimed, done)
             return
-        is_probe = not self.proposals.are_known and (claimed.number > 0 or self.proposals.need_probe)
+        is_probe = not self.proposals.are_known and (
+            claimed.number > 0 or self.proposals.need_probe
+        )
         self._start(claimed, self._free.pop(0), is_probe=is_probe)
 
     def _start(self, claimed: ClaimedTrial, slot: TrialSlot, *, is_probe: bool) -> None:
@@ -131,7 +146,11 @@ class Search:
         request = TrialRequest(
             metric=self._request.metric,
             can_be_pruned=self._request.pruner != "none",
-            until=self.proposals.population.until(claimed.number) if self._is_member(is_probe) else None,
+            until=(
+                self.proposals.population.until(claimed.number)
+                if self._is_member(is_probe)
+                else None
+            ),
         )
         environment = {**slot.variables(os.environ), **request.variables()}
         if is_probe:
@@ -154,11 +173,17 @@ class Search:
         values = {} if is_probe else self.proposals.values(claimed)
         assignments = (*given.set, *(f"{name}={value}" for name, value in values.items()))
         folder = str(self._storage.run_dir(claimed.number).absolute())
-        options = replace(given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments)
+        options = replace(
+            given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments
+        )
         if not self._is_member(is_probe):
             return options
         self._go_on_from_parent(claimed)
-        return replace(options, save_every=str(self.proposals.population.segment), allow_change=options.allow_change | CHANGEABLE)
+        return replace(
+            options,
+            save_every=str(self.proposals.population.segment),
+            allow_change=options.allow_change | CHANGEABLE,
+        )
 
     def _is_member(self, is_probe: bool) -> bool:
         """True for a trial of a population, whose parameters are known."""
@@ -193,8 +218,8 @@ class Search:
         return True
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
-        """Note a trial's parameters, and, of the first trial, those of the search; refuse it if it is of another
-        script."""
+        """Note a trial's parameters, and, of the first trial, those of the search; refuse it if it
+        is of another script."""
         try:
             for name in ("every", "steps"):
                 self._storage.note(name, message[name])
@@ -210,14 +235,18 @@ class Search:
             self._stop(error)
             return
         if not running.is_probe:
-            self.proposals.values(running.claimed)  # of the first trial, which began before they were known
+            # of the first trial, which began before they were known
+            self.proposals.values(running.claimed)
             running.claimed.trial.set_user_attr("values", message["values"])
         running.channel.send("answer", refused=None)
 
     def _on_ended(self) -> None:
         message = self._parent.channel.receive()
         if message is None:
-            raise LaunchError("the process that starts the trials has ended; was it killed? the same command goes on")
+            raise LaunchError(
+                "the process that starts the trials has ended; was it killed? the same command"
+                " goes on"
+            )
         running = self._running.pop(message["number"])
         while self._on_message(running):
             pass  # what it said last
@@ -234,7 +263,8 @@ class Search:
             name, _, text = str(outcome.reason).partition(": ")
             self._stop(getattr(errors, name)(text))
         if self._ends_early and outcome.state == "failed":
-            outcome = TrialOutcome(state="running")  # by the signal that ends the search, or by a mistake that no trial can mend
+            # by the signal that ends the search, or by a mistake that no trial can mend
+            outcome = TrialOutcome(state="running")
         self._finish(running.claimed, outcome)
 
     def _after_probe(self, running: RunningTrial) -> None:
@@ -252,8 +282,9 @@ class Search:
             folder = self._storage.run_dir(claimed.number)
             self._stop(
                 LaunchError(
-                    f"the script is at fault: no trial has succeeded, and several have failed alike: {outcome.reason}; correct the script; "
-                    f"what the last one printed is in {folder / 'output.txt'}"
+                    "the script is at fault: no trial has succeeded, and several have failed"
+                    f" alike: {outcome.reason}; correct the script; what the last one printed is in"
+                    f" {folder / 'output.txt'}"
                 )
             )
 
@@ -273,7 +304,10 @@ class Search:
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:
         """Have the trials save and end at the first signal, and end at once at the second."""
-        before = {number: signal.getsignal(number) for number in signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")}
+        before = {
+            number: signal.getsignal(number)
+            for number in signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+        }
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, partial(self._on_signal))

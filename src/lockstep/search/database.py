@@ -25,9 +25,16 @@ from lockstep.base.foreign_files import open_below
 from lockstep.base.urls import without_password
 from lockstep.search.results import Direction
 
-_LOCKS = {"postgresql": "SELECT pg_advisory_lock(('x' || :name)::bit(64)::bigint)", "mysql": "SELECT GET_LOCK(:name, 1000000)"}
+_LOCKS = {
+    "postgresql": "SELECT pg_advisory_lock(('x' || :name)::bit(64)::bigint)",
+    "mysql": "SELECT GET_LOCK(:name, 1000000)",
+}
 """Waits for a lock that the database releases when the connection ends."""
-_PACKAGES = {"MySQLdb": "mysqlclient", "psycopg": "'psycopg[binary]'", "psycopg2": "psycopg2-binary"}
+_PACKAGES = {
+    "MySQLdb": "mysqlclient",
+    "psycopg": "'psycopg[binary]'",
+    "psycopg2": "psycopg2-binary",
+}
 """Which package has a module, where their names differ."""
 _CONNECT_SECONDS = 10
 
@@ -35,47 +42,78 @@ _CONNECT_SECONDS = 10
 def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
     """Return the study, made if it is not there. Raises `LaunchError`."""
     is_sqlite = parsed(url).get_backend_name() == "sqlite"
-    arguments: dict[str, Any] = {"connect_args": _connect_arguments(parsed(url)), **({} if is_sqlite else {"pool_pre_ping": True})}
+    arguments: dict[str, Any] = {
+        "connect_args": _connect_arguments(parsed(url)),
+        **({} if is_sqlite else {"pool_pre_ping": True}),
+    }
     with _studies(url):
         return optuna.create_study(
-            study_name=name, storage=RDBStorage(url, engine_kwargs=arguments), direction=direction, load_if_exists=True
+            study_name=name,
+            storage=RDBStorage(url, engine_kwargs=arguments),
+            direction=direction,
+            load_if_exists=True,
         )
 
 
 def existing_study(url: str, name: str) -> optuna.Study:
-    """Return a study in a database that the user named, to be read: no table is made. Raises `LaunchError`."""
+    """Return a study in a database that the user named, to be read: no table is made. Raises
+    `LaunchError`."""
     address = parsed(url)
     if address.get_backend_name() == "sqlite" and address.database:
         return study_in_file(Path(address.database).resolve(), name)
     with _studies(url):
         arguments = _connect_arguments(address)
-        _check_schema(url, set(inspect(create_engine(address, poolclass=NullPool, connect_args=arguments)).get_table_names()))
-        storage = RDBStorage(url, engine_kwargs={"connect_args": arguments}, skip_table_creation=True)
+        _check_schema(
+            url,
+            set(
+                inspect(
+                    create_engine(address, poolclass=NullPool, connect_args=arguments)
+                ).get_table_names()
+            ),
+        )
+        storage = RDBStorage(
+            url, engine_kwargs={"connect_args": arguments}, skip_table_creation=True
+        )
         return optuna.load_study(study_name=name, storage=storage)
 
 
 def study_in_file(path: Path, name: str) -> optuna.Study:
-    """Return a study in an SQLite file, to be read. The file may come from others: it must hold tables alone, and is
-    opened for reading. Raises `LaunchError`."""
+    """Return a study in an SQLite file, to be read. The file may come from others: it must hold
+    tables alone, and is opened for reading. Raises `LaunchError`."""
 
     def connect() -> sqlite3.Connection:
         os.close(open_below(path.parent, path.name))
-        return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60, check_same_thread=False)
+        return sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60, check_same_thread=False
+        )
 
     with _studies(str(path)):
         with closing(connect()) as connection:
-            found = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE type != 'index'").fetchall()
-        if strange := [name for kind, name, sql in found if kind != "table" or "VIRTUAL" in str(sql).upper()]:
-            raise LaunchError(f"{path} holds {strange[0]!r}, which is no table; a search writes tables only; it is not read")
+            found = connection.execute(
+                "SELECT type, name, sql FROM sqlite_master WHERE type != 'index'"
+            ).fetchall()
+        if strange := [
+            name for kind, name, sql in found if kind != "table" or "VIRTUAL" in str(sql).upper()
+        ]:
+            raise LaunchError(
+                f"{path} holds {strange[0]!r}, which is no table; a search writes tables only; it"
+                " is not read"
+            )
         _check_schema(str(path), {table for _, table, _ in found})
-        storage = RDBStorage("sqlite://", engine_kwargs={"creator": connect}, skip_table_creation=True)
+        storage = RDBStorage(
+            "sqlite://", engine_kwargs={"creator": connect}, skip_table_creation=True
+        )
         return optuna.load_study(study_name=name, storage=storage)
 
 
 def _check_schema(url: str, tables: set[str]) -> None:
-    """Raise `LaunchError` unless these are the tables of a search: Optuna would write in a database without them."""
+    """Raise `LaunchError` unless these are the tables of a search: Optuna would write in a database
+    without them."""
     if not {"studies", "trials", "version_info", "alembic_version"} <= tables:
-        raise LaunchError(f"{without_password(url)} holds no search; it may be another file or database; give the one it was made in")
+        raise LaunchError(
+            f"{without_password(url)} holds no search; it may be another file or database; give the"
+            " one it was made in"
+        )
 
 
 @contextmanager
@@ -87,17 +125,22 @@ def _studies(url: str) -> Iterator[None]:
         with reachable(url):
             yield
     except KeyError:
-        raise LaunchError(f"{shown} does not have that search; it may be another file or database; give the one it was made in") from None
+        raise LaunchError(
+            f"{shown} does not have that search; it may be another file or database; give the one"
+            " it was made in"
+        ) from None
     except RuntimeError as error:  # tables of another version of Optuna
-        raise LaunchError(f"--storage {shown} cannot be used: {' '.join(str(error).split())}") from error
+        raise LaunchError(
+            f"--storage {shown} cannot be used: {' '.join(str(error).split())}"
+        ) from error
 
 
 @contextmanager
 def alone(url: str, name: str) -> Iterator[None]:
     """Keep other searches of the study `name` in this database waiting. Raises `LaunchError`.
 
-    Nothing less keeps two searches from taking one trial: neither SQLite's transactions, nor a lock of the trial's row,
-    since whose it is stands in another row.
+    Nothing less keeps two searches from taking one trial: neither SQLite's transactions, nor a lock
+    of the trial's row, since whose it is stands in another row.
     """
     address = parsed(url)
     backend = "mysql" if address.get_backend_name() == "mariadb" else address.get_backend_name()
@@ -107,7 +150,9 @@ def alone(url: str, name: str) -> Iterator[None]:
     elif backend in _LOCKS:
         digest = blake2b(f"lockstep {name}".encode(), digest_size=8).hexdigest()
         with reachable(url):
-            connection = create_engine(address, poolclass=NullPool, connect_args=_connect_arguments(address)).connect()
+            connection = create_engine(
+                address, poolclass=NullPool, connect_args=_connect_arguments(address)
+            ).connect()
             connection.execute(text(_LOCKS[backend]), {"name": digest})
         try:
             yield
@@ -155,16 +200,25 @@ def _connect_arguments(address: URL) -> dict[str, Any]:
 
 def _without_driver(url: str, error: ModuleNotFoundError) -> LaunchError:
     package = _PACKAGES.get(str(error.name), error.name)
-    return LaunchError(f"--storage {without_password(url)} needs the module {error.name}; install it: pip install {package}")
+    return LaunchError(
+        f"--storage {without_password(url)} needs the module {error.name}; install it: pip install"
+        f" {package}"
+    )
 
 
 def _unreachable(url: str, error: BaseException) -> LaunchError:
-    found = error if isinstance(error, OSError) or hasattr(error, "orig") else error.__cause__ or error
-    text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(getattr(found, "orig", None) or found)
+    found = (
+        error if isinstance(error, OSError) or hasattr(error, "orig") else error.__cause__ or error
+    )
+    text = (
+        f"{error.strerror}: {error.filename}"
+        if isinstance(error, OSError)
+        else str(getattr(found, "orig", None) or found)
+    )
     cause = text.strip().partition("\n")[0]
     return LaunchError(
-        f"--storage {without_password(url)} cannot be reached: {cause}; correct the address, or start the database; the same command "
-        "goes on"
+        f"--storage {without_password(url)} cannot be reached: {cause}; correct the address, or"
+        " start the database; the same command goes on"
     )
 
 
@@ -175,8 +229,9 @@ def parsed(url: str) -> URL:
         address.get_dialect()
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise LaunchError(
-            f"--storage {without_password(url)!r}; it is the URL of a database: sqlite:///search.db, postgresql://user@host/name or "
-            "mysql://user@host/name; correct it"
+            f"--storage {without_password(url)!r}; it is the URL of a database:"
+            " sqlite:///search.db, postgresql://user@host/name or mysql://user@host/name;"
+            " correct it"
         ) from error
     except ModuleNotFoundError as error:
         raise _without_driver(url, error) from error

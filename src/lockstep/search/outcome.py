@@ -1,5 +1,5 @@
-"""The outcome of a trial, from what its processes left behind; and when failures are the script's. Pure but for
-reading files."""
+"""The outcome of a trial, from what its processes left behind; and when failures are the script's.
+Pure but for reading files."""
 
 from __future__ import annotations
 
@@ -58,22 +58,33 @@ def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
 
 
 def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
-    """Return the outcome of a trial whose launcher has ended with `status`: minus the number of the signal that killed
-    it, if one did."""
+    """Return the outcome of a trial whose launcher has ended with `status`: minus the number of the
+    signal that killed it, if one did."""
     ending = LaunchEnding.read(folder)
     if status == 0:
         done = finished_outcome(folder, metric)
-        return done or TrialOutcome(state="failed", reason="the script ended and did not train", alike="did not train")
+        return done or TrialOutcome(
+            state="failed", reason="the script ended and did not train", alike="did not train"
+        )
     if status == PREEMPTED_STATUS:
         return TrialOutcome(state="running")
     if ending is None:
-        return TrialOutcome(state="failed", reason=f"its launcher was killed by signal {-status}", alike=f"signal {-status}")
+        return TrialOutcome(
+            state="failed",
+            reason=f"its launcher was killed by signal {-status}",
+            alike=f"signal {-status}",
+        )
     name = ending.kind.rpartition(":")[2]
     first = ending.message.partition("\n")[0]
     reason = f"{name}: {first}" if name else ending.report.partition("\n")[0].rstrip(":")
     if status in (HUNG_STATUS, _KILLED) or name in _OF_THE_TRIAL:
         return TrialOutcome(state="failed", reason=reason)
-    return TrialOutcome(state="failed", reason=reason, is_mistake=name in _MISTAKES, alike=f"{status} {ending.kind} {ending.where}")
+    return TrialOutcome(
+        state="failed",
+        reason=reason,
+        is_mistake=name in _MISTAKES,
+        alike=f"{status} {ending.kind} {ending.where}",
+    )
 
 
 def _reason_of_pruning(folder: Path) -> str | None:
@@ -83,7 +94,11 @@ def _reason_of_pruning(folder: Path) -> str | None:
     except OSError:
         return None
     for line in lines:
-        if '"stopped"' in line and (event := json.loads(line)).get("event") == "stopped" and event["reason"].startswith(PRUNED):
+        if (
+            '"stopped"' in line
+            and (event := json.loads(line)).get("event") == "stopped"
+            and event["reason"].startswith(PRUNED)
+        ):
             return str(event["reason"]).removeprefix(PRUNED)
     return None
 

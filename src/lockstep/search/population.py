@@ -1,8 +1,9 @@
-"""Population-based training (Jaderberg et al. 2017, arXiv:1711.09846): each trial's parent and its values. Pure.
+"""Population-based training (Jaderberg et al. 2017, arXiv:1711.09846): each trial's parent and its
+values. Pure.
 
-A population has M members. Trial n is member n % M in generation n // M, and trains one segment of the steps. At the
-end of a generation, a member of the worst quarter goes on from the checkpoint of one of the best quarter, with its
-values changed; all others go on from their own.
+A population has M members. Trial n is member n % M in generation n // M, and trains one segment of
+the steps. At the end of a generation, a member of the worst quarter goes on from the checkpoint of
+one of the best quarter, with its values changed; all others go on from their own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,19 @@ FACTORS = (0.8, 1.2)
 """A number is multiplied by one of these."""
 RESAMPLED = 0.25
 """Probability that a value that is one of several choices is drawn anew."""
-CHANGEABLE = frozenset({"parameters", "model", "loss", "inputs", "weight", "collate", "optimizer", "schedule", "clip_norm"})
+CHANGEABLE = frozenset(
+    {
+        "parameters",
+        "model",
+        "loss",
+        "inputs",
+        "weight",
+        "collate",
+        "optimizer",
+        "schedule",
+        "clip_norm",
+    }
+)
 """Fields of the recipe that may use parameters whose values change in mid-training."""
 
 
@@ -37,24 +50,27 @@ class Population:
 
     @classmethod
     def of(cls, *, trials: int, members: int, steps: int | None, every: int | None) -> Population:
-        """Return the generations for so many `trials`. `steps`: of the whole training. `every`: steps from one
-        evaluation to the next. Raises `LaunchError` if they do not fit."""
+        """Return the generations for so many `trials`. `steps`: of the whole training. `every`:
+        steps from one evaluation to the next. Raises `LaunchError` if they do not fit."""
         if steps is None or every is None:
             raise LaunchError(
-                "--sampler pbt on a recipe whose steps, or steps from one evaluation to the next, are not known; members are compared in "
-                "mid-training; give Recipe(steps=...) and ls.Evaluation(every=...)"
+                "--sampler pbt on a recipe whose steps, or steps from one evaluation to the next,"
+                " are not known; members are compared in mid-training; give Recipe(steps=...) and"
+                " ls.Evaluation(every=...)"
             )
         if members < 2 or trials % members:
             raise LaunchError(
-                f"--trials {trials} with --population {members}; each generation has one trial for each member, and there are at least two "
-                f"of these; give a multiple, such as --trials {max(2, trials // members) * members}"
+                f"--trials {trials} with --population {members}; each generation has one trial for"
+                " each member, and there are at least two of these; give a multiple, such as"
+                f" --trials {max(2, trials // members) * members}"
             )
         generations = trials // members
         segment = steps // generations // every * every
         if not segment:
             raise LaunchError(
-                f"{generations} generations in {steps} steps, with an evaluation every {every}; each generation has at least one; give "
-                "fewer --trials, a larger --population, or more evaluations"
+                f"{generations} generations in {steps} steps, with an evaluation every {every};"
+                " each generation has at least one; give fewer --trials, a larger --population, or"
+                " more evaluations"
             )
         return cls(members=members, generations=generations, segment=segment)
 
@@ -68,32 +84,58 @@ class Population:
         return None if generation == self.generations - 1 else self.segment * (generation + 1)
 
     def ready(self, results: SearchResults) -> int:
-        """Return how many trials may have begun: those of the generations whose parents have ended."""
-        ended = {trial.number for trial in results.trials if trial.state not in ("waiting", "running")}
+        """Return how many trials may have begun: those of the generations whose parents have
+        ended."""
+        ended = {
+            trial.number for trial in results.trials if trial.state not in ("waiting", "running")
+        }
         done = 0
-        while done < self.generations and ended.issuperset(range(done * self.members, (done + 1) * self.members)):
+        while done < self.generations and ended.issuperset(
+            range(done * self.members, (done + 1) * self.members)
+        ):
             done += 1
         return (done + 1) * self.members
 
     def parent(self, number: int, results: SearchResults, seed: int) -> int | None:
-        """Return the trial from whose checkpoint a trial goes on. None: in the first generation, from none. Raises
-        `LaunchError` if no trial of the generation before has succeeded."""
+        """Return the trial from whose checkpoint a trial goes on. None: in the first generation,
+        from none. Raises `LaunchError` if no trial of the generation before has succeeded."""
         generation = self.generation(number)
         if generation == 0:
             return None
         before = range((generation - 1) * self.members, generation * self.members)
-        done = [trial for trial in results.trials if trial.number in before and trial.state == "complete" and trial.value is not None]
-        ranked = [trial.number for trial in sorted(done, key=lambda trial: (results.sign * (trial.value or 0.0), trial.number))]
+        done = [
+            trial
+            for trial in results.trials
+            if trial.number in before and trial.state == "complete" and trial.value is not None
+        ]
+        ranked = [
+            trial.number
+            for trial in sorted(
+                done, key=lambda trial: (results.sign * (trial.value or 0.0), trial.number)
+            )
+        ]
         if not ranked:
-            raise LaunchError(f"no member of generation {generation - 1} has succeeded; the next one goes on from their checkpoints")
+            raise LaunchError(
+                f"no member of generation {generation - 1} has succeeded; the next one goes on from"
+                " their checkpoints"
+            )
         part = max(1, self.members // PART)
         own = number - self.members
-        is_replaced = own not in ranked or (len(ranked) > part and own in ranked[self.members - part :])
+        is_replaced = own not in ranked or (
+            len(ranked) > part and own in ranked[self.members - part :]
+        )
         return self._random(number, seed).choice(ranked[:part]) if is_replaced else own
 
-    def values(self, number: int, parent: int, given: Mapping[str, Value], parameters: Sequence[Parameter], seed: int) -> dict[str, Value]:
-        """Return the values of a trial whose `parent` had those `given`: the same, or changed ones after another
-        member's."""
+    def values(
+        self,
+        number: int,
+        parent: int,
+        given: Mapping[str, Value],
+        parameters: Sequence[Parameter],
+        seed: int,
+    ) -> dict[str, Value]:
+        """Return the values of a trial whose `parent` had those `given`: the same, or changed ones
+        after another member's."""
         if parent == number - self.members:
             return {each.name: given[each.name] for each in parameters}
         chance = self._random(number, seed, "values")

@@ -15,13 +15,17 @@ from lockstep.search.warm_parent import PARENT, LaunchRequest
 
 
 class WarmParent:
-    """The process that forks the launchers of trials. Started at once; it is ready when it has imported torch."""
+    """The process that forks the launchers of trials. Started at once; it is ready when it has
+    imported torch."""
 
     def __init__(self) -> None:
         """Raises `LaunchError` where a process cannot be forked so."""
         ends = open_channel()
         if ends is None:
-            raise LaunchError(f"lockstep search on {sys.platform}; its trials are forks of one process, on Linux; run it there")
+            raise LaunchError(
+                f"lockstep search on {sys.platform}; its trials are forks of one process, on Linux;"
+                " run it there"
+            )
         self.channel, theirs = ends
         with theirs:
             environment = {**os.environ, **HASH_SEED, PARENT: str(os.getpid()), **variables(theirs)}
@@ -35,12 +39,14 @@ class WarmParent:
         self._gpus: int | None = None
 
     def gpus(self) -> int:
-        """Return the number of GPUs here. Waits until torch is imported. Raises `LaunchError` if that fails."""
+        """Return the number of GPUs here. Waits until torch is imported. Raises `LaunchError` if
+        that fails."""
         if self._gpus is None:
             message = self.channel.receive()
             if message is None:
                 raise LaunchError(
-                    f"torch cannot be imported by {sys.executable}; what that process said stands above; mend its installation"
+                    f"torch cannot be imported by {sys.executable}; what that process said stands"
+                    " above; mend its installation"
                 )
             self._gpus = int(message["gpus"])
         return self._gpus

@@ -29,8 +29,12 @@ class Proposals:
         if self._request.sweep or self._parameters or not (found := self._storage.parameters):
             return
         self._parameters = found
-        self._storage.study.sampler = sampler_of(self._request.sampler, seed=self._request.seed, given=self._given)
-        self._storage.study.pruner = pruner_of(self._request.pruner, self._storage.fact("every"), self._storage.fact("steps"))
+        self._storage.study.sampler = sampler_of(
+            self._request.sampler, seed=self._request.seed, given=self._given
+        )
+        self._storage.study.pruner = pruner_of(
+            self._request.pruner, self._storage.fact("every"), self._storage.fact("steps")
+        )
 
     @property
     def are_known(self) -> bool:
@@ -45,20 +49,23 @@ class Proposals:
 
     @property
     def searched(self) -> list[Parameter]:
-        """The parameters that are sampled: those with bounds or choices that `--set` does not fix."""
+        """The parameters that are sampled: those with bounds or choices that `--set` does not
+        fix."""
         self._look()
         fixed = {text.partition("=")[0] for text in self._request.launch.set}
         return [each for each in self._parameters if each.is_searched and each.name not in fixed]
 
     def check(self) -> None:
-        """Raise `LaunchError` if there is nothing to search, or the generations of a population do not fit, and
-        `RecipeError` if a grid is endless."""
+        """Raise `LaunchError` if there is nothing to search, or the generations of a population do
+        not fit, and `RecipeError` if a grid is endless."""
         if self._request.sweep:
             return
         if not self.searched:
             raise LaunchError(
-                f"the script has no parameter to search: {', '.join(each.name for each in self._parameters) or 'none at all'}; a search "
-                'samples those with bounds or choices; write lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2, log=True) before the recipe'
+                "the script has no parameter to search:"
+                f" {', '.join(each.name for each in self._parameters) or 'none at all'}; a search"
+                ' samples those with bounds or choices; write lr = ls.param("lr", 3e-4,'
+                " low=1e-5, high=1e-2, log=True) before the recipe"
             )
         if self._request.sampler == "grid":
             grid_of(self.searched)
@@ -70,7 +77,11 @@ class Proposals:
         """Trials of the whole search."""
         self._look()
         is_grid = self._request.sampler == "grid" and bool(self._parameters)
-        limits = (self._request.trials, len(self._request.combinations), len(grid_of(self.searched)) if is_grid else None)
+        limits = (
+            self._request.trials,
+            len(self._request.combinations),
+            len(grid_of(self.searched)) if is_grid else None,
+        )
         return min(filter(None, limits), default=1)
 
     @property
@@ -92,9 +103,12 @@ class Proposals:
         return self.population.parent(number, self._storage.results(), self._request.seed)
 
     def values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
-        """Return the values of a trial; none for the first, which has the defaults, before the parameters are known."""
+        """Return the values of a trial; none for the first, which has the defaults, before the
+        parameters are known."""
         if self._request.sweep:
-            distributions: dict[str, BaseDistribution] = {name: CategoricalDistribution(texts) for name, texts in self._request.sweep}
+            distributions: dict[str, BaseDistribution] = {
+                name: CategoricalDistribution(texts) for name, texts in self._request.sweep
+            }
         else:
             distributions = {each.name: distribution_of(each) for each in self.searched}
         return self._storage.suggest(claimed, distributions)
@@ -106,6 +120,10 @@ class Proposals:
         if self._request.sampler == "grid":
             return grid_of(self.searched)[number]
         if self._request.sampler == "pbt" and (parent := self.parent(number)) is not None:
-            given: Sequence[Mapping[str, Value]] = [trial.parameters for trial in self._storage.results().trials]
-            return self.population.values(number, parent, given[parent], self.searched, self._request.seed)
+            given: Sequence[Mapping[str, Value]] = [
+                trial.parameters for trial in self._storage.results().trials
+            ]
+            return self.population.values(
+                number, parent, given[parent], self.searched, self._request.seed
+            )
         return {each.name: each.default for each in self.searched} if number == 0 else None

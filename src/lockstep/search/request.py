@@ -1,4 +1,5 @@
-"""The request for a search, with the checked options of `lockstep search` and `lockstep sweep`; and for a trial."""
+"""The request for a search, with the checked options of `lockstep search` and `lockstep sweep`; and
+for a trial."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class SearchRequest:
 
     @property
     def combinations(self) -> list[tuple[str, ...]]:
-        """The assignments of each trial of a sweep, as `--set` takes them; the last name changes the fastest."""
+        """The assignments of each trial of a sweep, as `--set` takes them; the last name changes
+        the fastest."""
         texts = [[f"{name}={value}" for value in values] for name, values in self.sweep]
         return list(itertools.product(*texts)) if texts else []
 
@@ -72,7 +74,11 @@ class SearchRequest:
             "metric": self.metric,
             "direction": self.direction,
             "set": sorted(self.launch.set),
-            "population": f"{self.trials} trials, {self.population} members" if self.sampler == "pbt" else None,
+            "population": (
+                f"{self.trials} trials, {self.population} members"
+                if self.sampler == "pbt"
+                else None
+            ),
             "sweep": [f"{name}={','.join(values)}" for name, values in self.sweep],
         }
 
@@ -92,35 +98,50 @@ class TrialRequest:
 
 
 def check_storage(url: str | None) -> None:
-    """Raise `LaunchError` for the URL of a database with a password in it: every user of a machine sees the list of
-    processes."""
+    """Raise `LaunchError` for the URL of a database with a password in it: every user of a machine
+    sees the list of processes."""
     if url is not None and has_password(url):
         raise LaunchError(
-            f"--storage {without_password(url)} has a password in it, and every user of this machine sees command lines; a password is "
-            "read from a file or a variable of your own; leave it out: PostgreSQL reads PGPASSWORD or ~/.pgpass, MySQL the option file in "
-            "?read_default_file=/home/me/.my.cnf"
+            f"--storage {without_password(url)} has a password in it, and every user of this"
+            " machine sees command lines; a password is read from a file or a variable of your"
+            " own; leave it out: PostgreSQL reads PGPASSWORD or ~/.pgpass, MySQL the option file"
+            " in ?read_default_file=/home/me/.my.cnf"
         )
 
 
 def direction_of(metric: str, mode: str | None) -> Direction:
-    """Return the direction for `--mode`. Raises `LaunchError` if neither it nor the metric's name tells."""
+    """Return the direction for `--mode`. Raises `LaunchError` if neither it nor the metric's name
+    tells."""
     if mode is not None:
         return "minimize" if mode == "min" else "maximize"
     if metric.rpartition("/")[2] == "loss" or "loss/" in metric:
         return "minimize"
-    raise LaunchError(f"--metric {metric} without --mode; only of a loss it is known that less is better; give --mode min, or --mode max")
+    raise LaunchError(
+        f"--metric {metric} without --mode; only of a loss it is known that less is better; give"
+        " --mode min, or --mode max"
+    )
 
 
 def sweep_of(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return names and values of `--set lr=1e-3,3e-3` given several times. Raises `LaunchError`, `RecipeError`."""
+    """Return names and values of `--set lr=1e-3,3e-3` given several times. Raises `LaunchError`,
+    `RecipeError`."""
     if not texts:
-        raise LaunchError("a sweep without --set; it trains with each combination of values; give --set lr=1e-3,3e-3")
+        raise LaunchError(
+            "a sweep without --set; it trains with each combination of values; give --set"
+            " lr=1e-3,3e-3"
+        )
     found: dict[str, list[str]] = {}
     for text in texts:
         name, values = split_assignment(text)
         if name in found:
-            raise LaunchError(f"--set {name} is given twice; all its values are one list: --set {name}={','.join(found[name])},{values}")
+            raise LaunchError(
+                f"--set {name} is given twice; all its values are one list: --set"
+                f" {name}={','.join(found[name])},{values}"
+            )
         found[name] = values.split(",")
         if len(set(found[name])) < len(found[name]):
-            raise LaunchError(f"--set {text} has a value twice; each combination is one trial; give each value once")
+            raise LaunchError(
+                f"--set {text} has a value twice; each combination is one trial; give each value"
+                " once"
+            )
     return list(found.items())

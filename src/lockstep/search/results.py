@@ -1,4 +1,5 @@
-"""The trials of a search as values: what they were given, what became of them, and the best of them. Pure."""
+"""The trials of a search as values: what they were given, what became of them, and the best of
+them. Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class TrialResult:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that it took: without interruptions, if they are known. None: it has not ended."""
+        """Seconds that it took: without interruptions, if they are known. None: it has not
+        ended."""
         if self.started is None or self.ended is None:
             return None
         return self.ended - self.started if self.ran is None else self.ran
@@ -75,7 +77,11 @@ class SearchResults:
     @property
     def ranked(self) -> list[TrialResult]:
         """The complete trials whose value is finite, the best first."""
-        done = [trial for trial in self.trials if trial.state == "complete" and _finite(trial.value) is not None]
+        done = [
+            trial
+            for trial in self.trials
+            if trial.state == "complete" and _finite(trial.value) is not None
+        ]
         return sorted(done, key=lambda trial: (self.sign * (trial.value or 0.0), trial.number))
 
     @property
@@ -86,10 +92,15 @@ class SearchResults:
     @property
     def varied(self) -> list[str]:
         """Names of the parameters that are searched, or differ between trials."""
-        names = dict.fromkeys([*self.searched, *(name for trial in self.trials for name in trial.parameters)])
+        names = dict.fromkeys(
+            [*self.searched, *(name for trial in self.trials for name in trial.parameters)]
+        )
         searched = set(self.searched)
         return [
-            name for name in names if name in searched or len({repr(t.parameters[name]) for t in self.trials if name in t.parameters}) > 1
+            name
+            for name in names
+            if name in searched
+            or len({repr(t.parameters[name]) for t in self.trials if name in t.parameters}) > 1
         ]
 
     @property
@@ -102,9 +113,14 @@ class SearchResults:
         return sum(trial.state in states for trial in self.trials)
 
     def best_over_time(self) -> list[tuple[float, float, int]]:
-        """Return each improvement: the second at which the trial ended, its value, and its number."""
+        """Return each improvement: the second at which the trial ended, its value, and its
+        number."""
         found: list[tuple[float, float, int]] = []
-        done = [(trial.ended, trial.number, trial.value) for trial in self.ranked if trial.ended is not None]
+        done = [
+            (trial.ended, trial.number, trial.value)
+            for trial in self.ranked
+            if trial.ended is not None
+        ]
         for ended, number, value in sorted(done):
             if value is not None and (not found or self.sign * value < self.sign * found[-1][1]):
                 found.append((ended, value, number))
@@ -112,10 +128,20 @@ class SearchResults:
 
     def check_kinds(self) -> None:
         """Raise `TypeError` for values of other types than a search writes."""
-        texts = [self.name, self.script, self.metric, *(text for each in self.trials for text in (each.run_dir, each.reason or ""))]
+        texts = [
+            self.name,
+            self.script,
+            self.metric,
+            *(text for each in self.trials for text in (each.run_dir, each.reason or "")),
+        ]
         numbers = [number for each in self.trials for number in (each.parent or 0, each.ran or 0.0)]
         values = [value for each in self.trials for value in each.parameters.values()]
-        for found, kind in ((texts, str), (numbers, (int, float)), (values, Value), ([self.wanted], int)):
+        for found, kind in (
+            (texts, str),
+            (numbers, (int, float)),
+            (values, Value),
+            ([self.wanted], int),
+        ):
             if wrong := [value for value in found if not isinstance(value, kind)]:
                 raise TypeError(f"{wrong[0]!r:.40} in the place of {kind}")
         if self.direction not in get_args(Direction):
@@ -125,7 +151,8 @@ class SearchResults:
         """The results as JSON. Values that are not finite are None."""
         best = self.best
         return {
-            "name": self.name, "script": self.script, "metric": self.metric, "direction": self.direction, "wanted": self.wanted,
+            "name": self.name, "script": self.script, "metric": self.metric,
+            "direction": self.direction, "wanted": self.wanted,
             "best": None if best is None else _as_json(best),
             "trials": [_as_json(trial) for trial in self.trials],
         }  # fmt: skip
@@ -135,18 +162,33 @@ class SearchResults:
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.parameters))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["number", "state", self.metric, "steps", "seconds", *names, "run_dir", "reason"])
+        writer.writerow(
+            ["number", "state", self.metric, "steps", "seconds", *names, "run_dir", "reason"]
+        )
         for trial in self.trials:
             seconds = None if trial.seconds is None else round(trial.seconds, 3)
             given = [trial.parameters.get(name) for name in names]
-            writer.writerow([trial.number, trial.state, trial.value, trial.steps, seconds, *given, trial.run_dir, trial.reason])
+            writer.writerow(
+                [
+                    trial.number,
+                    trial.state,
+                    trial.value,
+                    trial.steps,
+                    seconds,
+                    *given,
+                    trial.run_dir,
+                    trial.reason,
+                ]
+            )
         return text.getvalue()
 
 
 def _as_json(trial: TrialResult) -> dict[str, Any]:
     return {
-        "number": trial.number, "state": trial.state, "value": _finite(trial.value), "parameters": dict(trial.parameters),
-        "steps": trial.steps, "seconds": trial.seconds, "started": trial.started, "ended": trial.ended, "reason": trial.reason,
+        "number": trial.number, "state": trial.state, "value": _finite(trial.value),
+        "parameters": dict(trial.parameters),
+        "steps": trial.steps, "seconds": trial.seconds, "started": trial.started,
+        "ended": trial.ended, "reason": trial.reason,
         "run_dir": trial.run_dir, "parent": trial.parent,
         "values": {str(step): _finite(value) for step, value in sorted(trial.values.items())},
     }  # fmt: skip

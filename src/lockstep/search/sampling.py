@@ -1,7 +1,8 @@
 """Optuna's samplers and pruners, by the names of the command line, seeded anew for each trial.
 
-A sampler's generator lives in the process. So that a search which was killed goes on as it would have, each trial has a
-sampler of its own, whose seed is that of the search and the trial's number; what was sampled before is in the storage.
+A sampler's generator lives in the process. So that a search which was killed goes on as it would
+have, each trial has a sampler of its own, whose seed is that of the search and the trial's number;
+what was sampled before is in the storage.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.pruners import BasePruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, CmaEsSampler, RandomSampler, TPESampler
 from optuna.study import Study
@@ -39,21 +45,37 @@ class PerTrialSampler(BaseSampler):
         digest = blake2b(f"{self._seed}/{trial.number}/{name}".encode(), digest_size=4).digest()
         return self._make(int.from_bytes(digest, "big") >> 1)
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
         if self._given(trial.number) is not None:
             return {}
         return self._sampler(trial).infer_relative_search_space(study, trial)
 
-    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
-        return self._sampler(trial).sample_relative(study, trial, search_space) if search_space else {}
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return (
+            self._sampler(trial).sample_relative(study, trial, search_space) if search_space else {}
+        )
 
-    def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution) -> Any:
+    def sample_independent(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
         given = self._given(trial.number)
         if given is not None:
             return given[param_name]
-        return self._sampler(trial, param_name).sample_independent(study, trial, param_name, param_distribution)
+        return self._sampler(trial, param_name).sample_independent(
+            study, trial, param_name, param_distribution
+        )
 
-    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+    def after_trial(
+        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
         self._sampler(trial).after_trial(study, trial, state, values)
 
 
@@ -67,11 +89,13 @@ def sampler_of(name: SamplerName, *, seed: int, given: Given) -> BaseSampler:
 
 
 def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePruner:
-    """Return the pruner called `name`. `every`: steps from one evaluation to the next. `steps`: of a training. None: it
-    is not known."""
+    """Return the pruner called `name`. `every`: steps from one evaluation to the next. `steps`: of
+    a training. None: it is not known."""
     match name:
         case "asha":
-            return SuccessiveHalvingPruner(min_resource=first_rung(every, steps) or "auto", reduction_factor=_KEPT)
+            return SuccessiveHalvingPruner(
+                min_resource=first_rung(every, steps) or "auto", reduction_factor=_KEPT
+            )
         case "median":
             return MedianPruner()
         case "none":
@@ -79,12 +103,14 @@ def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePru
 
 
 def first_rung(every: int | None, steps: int | None) -> int | None:
-    """Return the steps after which ASHA first ends trials: those of an evaluation. None: it is not known.
+    """Return the steps after which ASHA first ends trials: those of an evaluation. None: it is not
+    known.
 
-    Two thirds end after about 1/9 of the training, and two thirds of the others after 1/3. With Optuna's defaults,
-    three quarters end after the first evaluation, however early it is: who evaluates more often would prune more. On
-    the digits classifier, evaluated after each thirtieth of the training, that left 3 or 4 of 40 trials, and one of
-    three searches missed the best by two digits.
+    Two thirds end after about 1/9 of the training, and two thirds of the others after 1/3. With
+    Optuna's defaults, three quarters end after the first evaluation, however early it is: who
+    evaluates more often would prune more. On the digits classifier, evaluated after each thirtieth
+    of the training, that left 3 or 4 of 40 trials, and one of three searches missed the best by two
+    digits.
     """
     if every is None or steps is None:
         return every
@@ -100,18 +126,25 @@ def distribution_of(parameter: Parameter) -> BaseDistribution:
     values = parameter.values
     high = parameter.high if values is None else float(values[-1] or 0)  # a step from low
     if parameter.is_int:
-        return IntDistribution(int(parameter.low), int(high), log=parameter.log, step=int(parameter.step or 1))
-    return FloatDistribution(float(parameter.low), float(high), log=parameter.log, step=parameter.step)
+        return IntDistribution(
+            int(parameter.low), int(high), log=parameter.log, step=int(parameter.step or 1)
+        )
+    return FloatDistribution(
+        float(parameter.low), float(high), log=parameter.log, step=parameter.step
+    )
 
 
 def grid_of(parameters: Sequence[Parameter]) -> list[dict[str, Value]]:
-    """Return all combinations of the parameters' values; the last parameter's change the fastest. Raises
-    `RecipeError` for one with endlessly many."""
+    """Return all combinations of the parameters' values; the last parameter's change the fastest.
+    Raises `RecipeError` for one with endlessly many."""
     for parameter in parameters:
         if parameter.values is None:
             raise RecipeError(
-                f"the parameter {parameter.name!r} with --sampler grid; a grid needs countable values; give choices= or step=, or fix it "
-                f"with --set {parameter.name}=..."
+                f"the parameter {parameter.name!r} with --sampler grid; a grid needs countable"
+                f" values; give choices= or step=, or fix it with --set {parameter.name}=..."
             )
     names = [parameter.name for parameter in parameters]
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*[parameter.values or [] for parameter in parameters])]
+    return [
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*[parameter.values or [] for parameter in parameters])
+    ]

@@ -1,4 +1,5 @@
-"""The slots of this machine: the number of trials at a time, and the GPUs and threads of each. Pure."""
+"""The slots of this machine: the number of trials at a time, and the GPUs and threads of each.
+Pure."""
 
 from __future__ import annotations
 
@@ -18,21 +19,30 @@ class TrialSlot:
     """Its GPUs, as CUDA_VISIBLE_DEVICES names them."""
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables for its processes. `environ`: those of the search, whose OMP_NUM_THREADS is kept."""
+        """Return the variables for its processes. `environ`: those of the search, whose
+        OMP_NUM_THREADS is kept."""
         threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(self.threads)}
         return threads | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
 
 
 def slots(
-    parallel: int | None, processes: int, *, cpus: int, gpus: int, visible: str | None, share_devices: bool = False
+    parallel: int | None,
+    processes: int,
+    *,
+    cpus: int,
+    gpus: int,
+    visible: str | None,
+    share_devices: bool = False,
 ) -> list[TrialSlot]:
-    """Divide the machine among trials of so many `processes`. `parallel`: at most so many trials at a time; None: as
-    many as have a GPU, or else a CPU, for each process. `visible`: CUDA_VISIBLE_DEVICES. `share_devices`: a trial may
-    have more processes than there are GPUs; it has them all. Raises `LaunchError`."""
+    """Divide the machine among trials of so many `processes`. `parallel`: at most so many trials at
+    a time; None: as many as have a GPU, or else a CPU, for each process. `visible`:
+    CUDA_VISIBLE_DEVICES. `share_devices`: a trial may have more processes than there are GPUs; it
+    has them all. Raises `LaunchError`."""
     if gpus and gpus < processes and not share_devices:
         raise LaunchError(
-            f"a trial of {processes} processes on {gpus} GPUs; each process has a GPU of its own; give a smaller --plan or --nproc, "
-            "or --share-devices, to try a plan on fewer GPUs than it needs"
+            f"a trial of {processes} processes on {gpus} GPUs; each process has a GPU of its own;"
+            " give a smaller --plan or --nproc, or --share-devices, to try a plan on fewer GPUs"
+            " than it needs"
         )
     units = gpus or cpus
     most = max(1, units // processes)
@@ -41,4 +51,7 @@ def slots(
     if not gpus:
         return [TrialSlot(threads=threads)] * count
     names = visible.split(",") if visible else [str(number) for number in range(gpus)]
-    return [TrialSlot(threads=threads, gpus=names[place * processes : (place + 1) * processes]) for place in range(count)]
+    return [
+        TrialSlot(threads=threads, gpus=names[place * processes : (place + 1) * processes])
+        for place in range(count)
+    ]

@@ -1,8 +1,9 @@
 """The trials of a search in Optuna's storage: which one is next, whose it is, and how it has ended.
 
-[Note: whose a trial is] A search that runs a trial holds a lock on a file of the search's folder, which the system
-releases however the search ends. A trial that the storage calls running, and whose lock is free, was interrupted: the
-next search of that folder resumes it. Searches of other folders, which may be on other machines, leave it alone.
+[Note: whose a trial is] A search that runs a trial holds a lock on a file of the search's folder,
+which the system releases however the search ends. A trial that the storage calls running, and whose
+lock is free, was interrupted: the next search of that folder resumes it. Searches of other folders,
+which may be on other machines, leave it alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from lockstep.base.foreign_files import check_kinds, read_object
 from lockstep.base.urls import without_password
 from lockstep.recipe.parameters import Parameter
 from lockstep.recipe.sources import other_sources
-from lockstep.search.database import alone, existing_study, opened_study, reachable, shown, study_in_file
+from lockstep.search.database import (
+    alone,
+    existing_study,
+    opened_study,
+    reachable,
+    shown,
+    study_in_file,
+)
 from lockstep.search.outcome import TrialOutcome
 from lockstep.search.request import SEARCH, SearchRequest
 from lockstep.search.results import SearchResults, State, TrialResult
@@ -37,7 +45,8 @@ from lockstep.search.results import SearchResults, State, TrialResult
 DATABASE = "search.db"
 """The SQLite file in the folder of a search without `--storage`."""
 _STATES: Mapping[TrialState, State] = {
-    TrialState.WAITING: "waiting", TrialState.RUNNING: "running", TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned",
+    TrialState.WAITING: "waiting", TrialState.RUNNING: "running", TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
 }  # fmt: skip
 _OPTUNA_STATES = {state: theirs for theirs, state in _STATES.items()}
@@ -60,8 +69,8 @@ class TrialStorage:
     """The trials of one search. Raises `LaunchError` where the storage cannot be reached."""
 
     def __init__(self, request: SearchRequest) -> None:
-        """Open the storage, and make the study in it unless it is there. Raises `RecipeError` if it is of another
-        search."""
+        """Open the storage, and make the study in it unless it is there. Raises `RecipeError` if it
+        is of another search."""
         self._request = request
         self.folder = request.folder
         self._make_folder()
@@ -78,24 +87,31 @@ class TrialStorage:
             self._identity = self._identify()
 
     def _make_folder(self) -> None:
-        """Make the folder of the search. Raises `LaunchError` where it cannot be made, and for that of a run."""
+        """Make the folder of the search. Raises `LaunchError` where it cannot be made, and for that
+        of a run."""
         if (self.folder / "run.json").exists():
-            raise LaunchError(f"--run-dir {self.folder} holds a run; a search has a folder of its own; give another one")
+            raise LaunchError(
+                f"--run-dir {self.folder} holds a run; a search has a folder of its own; give"
+                " another one"
+            )
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(
-                f"--run-dir {self.folder} cannot be made: {error.strerror}; a search writes to it; give a folder that can be"
+                f"--run-dir {self.folder} cannot be made: {error.strerror}; a search writes to it;"
+                " give a folder that can be"
             ) from error
 
     def _check_folder(self) -> dict[str, Any]:
-        """Return what the folder says. Empty if it is new. Raises `LaunchError` if it is another search's."""
+        """Return what the folder says. Empty if it is new. Raises `LaunchError` if it is another
+        search's."""
         with suppress(OSError, ValueError):
             found = read_object(self.folder, SEARCH)
             if {key: found[key] for key in self._told} != self._told:
                 raise LaunchError(
-                    f"--run-dir {self.folder} holds the search {found['name']!r} in {shown(found['storage'])}; a folder holds one search; "
-                    "give its --name and --storage, or another folder"
+                    f"--run-dir {self.folder} holds the search {found['name']!r} in"
+                    f" {shown(found['storage'])}; a folder holds one search; give its --name and"
+                    " --storage, or another folder"
                 )
             return dict(found)
         return {}
@@ -106,7 +122,9 @@ class TrialStorage:
         if identity is None:
             identity = secrets.token_hex(8)
             with replace_atomically(self.folder / SEARCH) as temporary:
-                temporary.write_text(json.dumps({**self._told, "identity": identity}), encoding="utf-8")
+                temporary.write_text(
+                    json.dumps({**self._told, "identity": identity}), encoding="utf-8"
+                )
         return str(identity)
 
     def _check_not_lost(self) -> None:
@@ -114,56 +132,75 @@ class TrialStorage:
         if "identity" in self._check_folder() and "search" not in self.study.user_attrs:
             where = self.folder / DATABASE if self._request.storage is None else shown(self.url)
             raise LaunchError(
-                f"--run-dir {self.folder} has the trials of a search, and {where} has lost it; a folder's trials are those of one search; "
-                "bring the storage back, or give another folder"
+                f"--run-dir {self.folder} has the trials of a search, and {where} has lost it; a"
+                " folder's trials are those of one search; bring the storage back, or give another"
+                " folder"
             )
 
     def _check_search(self) -> None:
         """Raise `RecipeError` if the study is of another search.
 
-        Until a trial has told its parameters there is nothing to compare: a mistake in the metric can be corrected.
+        Until a trial has told its parameters there is nothing to compare: a mistake in the metric
+        can be corrected.
         """
         identity, before = self._request.identity(), self.study.user_attrs.get("search")
         is_same_way = self.study.direction.name.lower() == self._request.direction
-        if before is None or (before != identity and "parameters" not in self.study.user_attrs and is_same_way):
+        if before is None or (
+            before != identity and "parameters" not in self.study.user_attrs and is_same_way
+        ):
             self.study.set_user_attr("search", identity)
             return
-        found = [f"{key}: {before[key]!r}, now {identity[key]!r}" for key in identity if before[key] != identity[key]]
+        found = [
+            f"{key}: {before[key]!r}, now {identity[key]!r}"
+            for key in identity
+            if before[key] != identity[key]
+        ]
         if found:
             raise RecipeError(
-                f"the search {self.study.study_name!r} in {shown(self.url)} is another one: {'; '.join(found)}; the trials of a search are "
-                "compared with each other; give what it was begun with, or begin another (--run-dir, or --name)"
+                f"the search {self.study.study_name!r} in {shown(self.url)} is another one:"
+                f" {'; '.join(found)}; the trials of a search are compared with each other; give"
+                " what it was begun with, or begin another (--run-dir, or --name)"
             )
 
     @property
     def parameters(self) -> list[Parameter] | None:
-        """The parameters of the script. None until a trial has told them. Raises `RecipeError` if that is not alike."""
-        if self._parameters is None and (found := self.study.user_attrs.get("parameters")) is not None:
+        """The parameters of the script. None until a trial has told them. Raises `RecipeError` if
+        that is not alike."""
+        if (
+            self._parameters is None
+            and (found := self.study.user_attrs.get("parameters")) is not None
+        ):
             self._check_search()  # another one that was begun at the same time may have told them
             self._parameters = [Parameter.of(each) for each in found]
         return self._parameters
 
     def note_parameters(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the parameters of the script, unless another search has. Raises `RecipeError` if that is not alike."""
+        """Keep the parameters of the script, unless another search has. Raises `RecipeError` if
+        that is not alike."""
         with alone(self.url, self._request.name):
             self._check_search()
             if "parameters" not in self.study.user_attrs:
                 self.study.set_user_attr("parameters", list(described))
 
     def check_programs(self, programs: Mapping[str, str]) -> None:
-        """Raise `RecipeError` if a trial's script is another version than that of the trials before. Until one of them
-        has a value there is nothing to compare with: a mistake in the script can be corrected."""
+        """Raise `RecipeError` if a trial's script is another version than that of the trials
+        before. Until one of them has a value there is nothing to compare with: a mistake in the
+        script can be corrected."""
         with alone(self.url, self._request.name):
             before = self.study.user_attrs.get("programs")
             if before is None or not any(
-                trial.intermediate_values or trial.value is not None for trial in self.study.get_trials(deepcopy=False)
+                trial.intermediate_values or trial.value is not None
+                for trial in self.study.get_trials(deepcopy=False)
             ):
                 self.study.set_user_attr("programs", dict(programs))
             elif changed := other_sources(before, programs):
-                names = ", ".join("the script" if name == "__main__" else f"the module {name}" for name in changed)
+                names = ", ".join(
+                    "the script" if name == "__main__" else f"the module {name}" for name in changed
+                )
                 raise RecipeError(
-                    f"{names} was edited since the search {self.study.study_name!r} began; the trials of a search are compared with each "
-                    "other; take the change back, or begin another search (--run-dir, or --name)"
+                    f"{names} was edited since the search {self.study.study_name!r} began; the"
+                    " trials of a search are compared with each other; take the change back, or"
+                    " begin another search (--run-dir, or --name)"
                 )
 
     def note_wanted(self, wanted: int) -> None:
@@ -178,19 +215,27 @@ class TrialStorage:
         claimed.trial.set_user_attr("seconds", before + seconds)
 
     def claim(self, wanted: int) -> ClaimedTrial | None:
-        """Return a trial to run, of the first `wanted`: one that was interrupted, or else a new one. None if there is
-        none."""
+        """Return a trial to run, of the first `wanted`: one that was interrupted, or else a new
+        one. None if there is none."""
         with alone(self.url, self._request.name):
             trials = self.study.get_trials(deepcopy=False)
             for trial in trials:
                 if trial.state == TrialState.RUNNING and self._is_interrupted(trial):
                     return ClaimedTrial(Trial(self.study, trial._trial_id), is_resumed=True)
             for trial in trials:
-                if trial.state == TrialState.WAITING and trial.number < wanted and self._begin(trial.number, trial._trial_id):
+                if (
+                    trial.state == TrialState.WAITING
+                    and trial.number < wanted
+                    and self._begin(trial.number, trial._trial_id)
+                ):
                     return ClaimedTrial(Trial(self.study, trial._trial_id), is_resumed=False)
             while len(trials) < wanted:
-                waiting = create_trial(state=TrialState.WAITING, user_attrs=self._attributes(len(trials)))
-                trial_id = self.study._storage.create_new_trial(self.study._study_id, template_trial=waiting)
+                waiting = create_trial(
+                    state=TrialState.WAITING, user_attrs=self._attributes(len(trials))
+                )
+                trial_id = self.study._storage.create_new_trial(
+                    self.study._study_id, template_trial=waiting
+                )
                 number = self.study._storage.get_trial(trial_id).number
                 if number < wanted and self._begin(number, trial_id):
                     return ClaimedTrial(Trial(self.study, trial_id), is_resumed=False)
@@ -201,7 +246,8 @@ class TrialStorage:
         return {"folder": self._identity, "run_dir": str(self.run_dir(number).absolute())}
 
     def _is_interrupted(self, trial: FrozenTrial) -> bool:
-        """Lock a running trial if it is of this folder and nobody runs it. Returns True if it is now this search's."""
+        """Lock a running trial if it is of this folder and nobody runs it. Returns True if it is
+        now this search's."""
         if trial.user_attrs.get("folder") != self._identity or not self._lock(trial.number):
             return False
         if self.study._storage.get_trial(trial._trial_id).state == TrialState.RUNNING:
@@ -215,7 +261,8 @@ class TrialStorage:
         if not self._lock(number):
             return False
         with suppress(optuna.exceptions.UpdateFinishedTrialError):
-            for key, value in self._attributes(number).items():  # first: a search killed in between resumes it
+            # first: a search killed in between resumes it
+            for key, value in self._attributes(number).items():
                 if storage.get_trial(trial_id).user_attrs.get(key) != value:
                     storage.set_trial_user_attr(trial_id, key, value)
             if storage.set_trial_state_values(trial_id, TrialState.RUNNING):
@@ -227,9 +274,15 @@ class TrialStorage:
         """Return a trial's run directory."""
         return self.folder / f"trial-{number:04d}"
 
-    def suggest(self, claimed: ClaimedTrial, distributions: Mapping[str, BaseDistribution]) -> dict[str, Any]:
-        """Return the values of a trial's searched parameters: those that it has already, or new ones."""
-        return {name: claimed.trial._suggest(name, distribution) for name, distribution in distributions.items()}
+    def suggest(
+        self, claimed: ClaimedTrial, distributions: Mapping[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """Return the values of a trial's searched parameters: those that it has already, or new
+        ones."""
+        return {
+            name: claimed.trial._suggest(name, distribution)
+            for name, distribution in distributions.items()
+        }
 
     def report(self, claimed: ClaimedTrial, step: int, value: float) -> bool:
         """Note the metric after a step. Returns True if the trial is to be pruned."""
@@ -252,10 +305,15 @@ class TrialStorage:
         self.release(claimed.number)
 
     def has_unfinished(self, wanted: int) -> bool:
-        """Return True if trials are left for a search of this folder: they wait, or were begun here."""
+        """Return True if trials are left for a search of this folder: they wait, or were begun
+        here."""
         trials = [trial for trial in self.study.get_trials(deepcopy=False) if trial.number < wanted]
         return len(trials) < wanted or any(
-            trial.state == TrialState.WAITING or (trial.state == TrialState.RUNNING and trial.user_attrs.get("folder") == self._identity)
+            trial.state == TrialState.WAITING
+            or (
+                trial.state == TrialState.RUNNING
+                and trial.user_attrs.get("folder") == self._identity
+            )
             for trial in trials
         )
 
@@ -298,11 +356,16 @@ def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) ->
             found.append(f"{name} is gone")
             continue
         old, new = parameter.describe(), after[name].describe()
-        found += [f"{name} has {key}={new[key]!r}, and had {old[key]!r}" for key in old if old[key] != new[key]]
+        found += [
+            f"{name} has {key}={new[key]!r}, and had {old[key]!r}"
+            for key in old
+            if old[key] != new[key]
+        ]
     if found:
         raise RecipeError(
-            f"the parameters of the script are not those of the search: {'; '.join(found)}; all trials of a search have the same "
-            "parameters; take the change back, or begin another search (--run-dir, or --name)"
+            f"the parameters of the script are not those of the search: {'; '.join(found)}; all"
+            " trials of a search have the same parameters; take the change back, or begin another"
+            " search (--run-dir, or --name)"
         )
 
 
@@ -312,7 +375,11 @@ def results_of(study: optuna.Study) -> SearchResults:
     wanted = attributes.get("wanted", 0)
     parameters = [Parameter.of(each) for each in attributes.get("parameters", [])]
     found = study.get_trials(deepcopy=False)
-    trials = [_result(trial) for trial in found if trial.number < wanted or trial.state != TrialState.WAITING]
+    trials = [
+        _result(trial)
+        for trial in found
+        if trial.number < wanted or trial.state != TrialState.WAITING
+    ]
     identity = attributes["search"]
     return SearchResults(
         name=study.study_name,
@@ -343,11 +410,12 @@ def _result(trial: FrozenTrial) -> TrialResult:
 
 
 def importance_of(study: optuna.Study) -> dict[str, float]:
-    """Return how much of the metric's variation each parameter explains, by PED-ANOVA (Watanabe et al. 2023). Empty if
-    there are too few trials."""
+    """Return how much of the metric's variation each parameter explains, by PED-ANOVA (Watanabe et
+    al. 2023). Empty if there are too few trials."""
     if len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])) < 2:
         return {}
-    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # imports scikit-learn, if it is there
+    # imports scikit-learn, if it is there
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     try:
         with warnings.catch_warnings():
@@ -358,34 +426,48 @@ def importance_of(study: optuna.Study) -> dict[str, float]:
 
 
 def study_of(folder: Path, storage: str | None = None) -> optuna.Study:
-    """Return the study of a search's folder, to be read. `storage`: the URL of its database, if the user named one; the
-    folder may come from others, and no other database is connected to. Raises `LaunchError`."""
+    """Return the study of a search's folder, to be read. `storage`: the URL of its database, if the
+    user named one; the folder may come from others, and no other database is connected to. Raises
+    `LaunchError`."""
     told = _told(folder)
     if storage is not None:
         study = existing_study(storage, told["name"])
     elif told["storage"] is not None:
         url = without_password(told["storage"])
         raise LaunchError(
-            f"{folder} is of a search in {url}, by {SEARCH}; only a database that you name yourself is connected to; give --storage {url}"
+            f"{folder} is of a search in {url}, by {SEARCH}; only a database that you name yourself"
+            f" is connected to; give --storage {url}"
         )
     else:
         study = study_in_file(folder / DATABASE, told["name"])
     if "search" not in study.user_attrs:
-        raise LaunchError(f"the search of {folder} was ended before it had begun; there is nothing to report; go on with it")
+        raise LaunchError(
+            f"the search of {folder} was ended before it had begun; there is nothing to report; go"
+            " on with it"
+        )
     return study
 
 
 def results_in(folder: Path, storage: str | None) -> tuple[SearchResults, dict[str, float]]:
-    """Return the results of a search's folder, and the importance of its parameters. See `study_of`. Raises
-    `LaunchError`."""
+    """Return the results of a search's folder, and the importance of its parameters. See
+    `study_of`. Raises `LaunchError`."""
     study = study_of(folder, storage)
     try:
         with reachable(storage or str(folder / DATABASE)):
             results = results_of(study)
             results.check_kinds()
             return results, importance_of(study)
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecipeError) as error:
-        raise LaunchError(f"the search of {folder} has values that no search writes ({error!r}); it is not read") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecipeError,
+    ) as error:
+        raise LaunchError(
+            f"the search of {folder} has values that no search writes ({error!r}); it is not read"
+        ) from error
 
 
 def _told(folder: Path) -> dict[str, Any]:
@@ -395,9 +477,14 @@ def _told(folder: Path) -> dict[str, Any]:
         check_kinds(told, {"storage": str, "name": str, "identity": str})
         return {"storage": told.get("storage"), "name": told["name"]}
     except OSError as error:
-        raise LaunchError(f"{folder / SEARCH} cannot be read ({error.strerror}); it has the storage and the name of the search") from error
+        raise LaunchError(
+            f"{folder / SEARCH} cannot be read ({error.strerror}); it has the storage and the name"
+            " of the search"
+        ) from error
     except (ValueError, KeyError) as error:
-        raise LaunchError(f"{folder / SEARCH} is damaged: {error}; it has the storage and the name of the search") from error
+        raise LaunchError(
+            f"{folder / SEARCH} is damaged: {error}; it has the storage and the name of the search"
+        ) from error
 
 
 def own_file(folder: Path) -> str:

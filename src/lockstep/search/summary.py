@@ -20,7 +20,9 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 def summary_lines(results: SearchResults) -> list[str]:
     """Return the best trial, the best few as a table, and the failures."""
-    counts = ", ".join(f"{results.count(state)} {state}" for state in STATES if results.count(state))
+    counts = ", ".join(
+        f"{results.count(state)} {state}" for state in STATES if results.count(state)
+    )
     lines = [
         f"{results.name}: {results.script}, {results.direction} {results.metric}",
         f"{len(results.trials)} of {results.wanted} trials" + (f": {counts}" if counts else ""),
@@ -30,44 +32,79 @@ def summary_lines(results: SearchResults) -> list[str]:
         lines.append("no trial is complete, with a finite value")
     else:
         took = f" in {format_duration(best.seconds)}" if best.seconds is not None else ""
-        lines += [f"best: trial {best.number}, {results.metric} {_text(best.value)} after {best.steps} steps{took}"]
-        lines += [f"  {line}" for line in aligned([[name, _text(value)] for name, value in best.parameters.items()], left=2)]
+        lines += [
+            f"best: trial {best.number}, {results.metric} {_text(best.value)} after {best.steps}"
+            f" steps{took}"
+        ]
+        lines += [
+            f"  {line}"
+            for line in aligned(
+                [[name, _text(value)] for name, value in best.parameters.items()], left=2
+            )
+        ]
         lines += ["", *_top(results), "", f"train with the best: {train_command(results, best)}"]
     return [*lines, *_failed(results)]
 
 
 def progress_line(results: SearchResults, seconds_left: float | None) -> str:
-    """Return one line on a search that goes on. `seconds_left`: None if it is not known, or over."""
-    parts = [f"{results.count('running')} running", f"{results.count('pruned')} pruned", f"{results.count('failed')} failed"]
+    """Return one line on a search that goes on. `seconds_left`: None if it is not known, or
+    over."""
+    parts = [
+        f"{results.count('running')} running",
+        f"{results.count('pruned')} pruned",
+        f"{results.count('failed')} failed",
+    ]
     best = results.best
-    found = "none complete" if best is None else f"best {results.metric} {_text(best.value)} (trial {best.number})"
+    found = (
+        "none complete"
+        if best is None
+        else f"best {results.metric} {_text(best.value)} (trial {best.number})"
+    )
     left = [] if seconds_left is None else [f"about {format_duration(seconds_left)} left"]
-    return "; ".join([", ".join([f"{_ended(results)}/{results.wanted} trials done", *parts]), found, *left])
+    return "; ".join(
+        [", ".join([f"{_ended(results)}/{results.wanted} trials done", *parts]), found, *left]
+    )
 
 
 def seconds_left(results: SearchResults, *, parallel: int, now: float) -> float | None:
-    """Return an estimate of the seconds until all trials have ended, from the mean duration of those that have. None if
-    none has, and if all have."""
-    took = [trial.seconds for trial in results.trials if trial.state in ("complete", "pruned", "failed") and trial.seconds is not None]
+    """Return an estimate of the seconds until all trials have ended, from the mean duration of
+    those that have. None if none has, and if all have."""
+    took = [
+        trial.seconds
+        for trial in results.trials
+        if trial.state in ("complete", "pruned", "failed") and trial.seconds is not None
+    ]
     if not took or _ended(results) >= results.wanted:
         return None
     mean = max(0.0, sum(took) / len(took))
-    running = [max(0.0, mean - (now - trial.started)) for trial in results.trials if trial.state == "running" and trial.started is not None]
+    running = [
+        max(0.0, mean - (now - trial.started))
+        for trial in results.trials
+        if trial.state == "running" and trial.started is not None
+    ]
     to_start = max(0, results.wanted - _ended(results) - len(running))
     return max([(sum(running) + to_start * mean) / max(1, parallel), *running])
 
 
 def train_command(results: SearchResults, trial: TrialResult) -> str:
     """Return the command that trains with a trial's parameters."""
-    defaults = {parameter.name: parameter.default for parameter in results.parameters if not parameter.is_searched}
-    given = {name: value for name, value in trial.parameters.items() if name not in defaults or defaults[name] != value}
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in results.parameters
+        if not parameter.is_searched
+    }
+    given = {
+        name: value
+        for name, value in trial.parameters.items()
+        if name not in defaults or defaults[name] != value
+    }
     settings = [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
     return f"{shlex.join(['lockstep', 'run', *settings])} {results.script}"
 
 
 def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
-    """Return each reason of failures, the most frequent first, and the numbers of its trials. Reasons that differ only
-    in numbers are one."""
+    """Return each reason of failures, the most frequent first, and the numbers of its trials.
+    Reasons that differ only in numbers are one."""
     found: dict[str, tuple[str, list[int]]] = {}
     for trial in results.trials:
         if trial.state == "failed":
@@ -85,10 +122,16 @@ def numbers(trials: Sequence[int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Return the rows as lines with aligned columns, of which the first `left` are flush left and the others right."""
+    """Return the rows as lines with aligned columns, of which the first `left` are flush left and
+    the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     marks = ["<" if place < left else ">" for place in range(len(widths))]
-    return ["  ".join(f"{cell:{mark}{width}}" for cell, mark, width in zip(row, marks, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(
+            f"{cell:{mark}{width}}" for cell, mark, width in zip(row, marks, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _top(results: SearchResults) -> list[str]:
@@ -106,7 +149,10 @@ def _cells(trial: TrialResult, names: Iterable[str]) -> list[str]:
 
 def _failed(results: SearchResults) -> list[str]:
     found = failures(results)
-    lines = [f"  {numbers(trials)}: {reason[:_LONGEST_LINE]}" for reason, trials in found[:_MOST_FAILURES]]
+    lines = [
+        f"  {numbers(trials)}: {reason[:_LONGEST_LINE]}"
+        for reason, trials in found[:_MOST_FAILURES]
+    ]
     more = [f"  {len(found) - _MOST_FAILURES} more reasons"] if len(found) > _MOST_FAILURES else []
     return ["", "failed:", *lines, *more] if lines else []
 

@@ -1,9 +1,11 @@
-"""The part of a search in the processes of a trial: a hook that reports each evaluation, and stops a pruned trial.
+"""The part of a search in the processes of a trial: a hook that reports each evaluation, and stops
+a pruned trial.
 
 [Note: messages of a trial] Rank 0 sends, and the search answers:
 
-- `opened`: the script's parameters with their values, the digests of its source, the steps from one evaluation to the
-  next, and all steps. The answer says why the trial is refused, if it is: its script is not that of the search.
+- `opened`: the script's parameters with their values, the digests of its source, the steps from one
+  evaluation to the next, and all steps. The answer says why the trial is refused, if it is: its
+  script is not that of the search.
 - `refused`, without an answer: a mistake that no other trial can mend, such as an unknown metric.
 - `report`, with the step and the metric. The answer says whether the trial is pruned.
 """
@@ -32,10 +34,13 @@ _trainings = 0
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
-    """Return the hook of a trial. Called when the run is opened, see `lockstep.opening.read_probe`."""
+    """Return the hook of a trial. Called when the run is opened, see
+    `lockstep.opening.read_probe`."""
     global _trainings
     _trainings += 1
-    return Overrides(), (TrialHook(TrialRequest(**json.loads(environ[TRIAL])), _channel(environ), number=_trainings),)
+    return Overrides(), (
+        TrialHook(TrialRequest(**json.loads(environ[TRIAL])), _channel(environ), number=_trainings),
+    )
 
 
 def train(recipe: Recipe) -> NoReturn:
@@ -47,21 +52,33 @@ def train(recipe: Recipe) -> NoReturn:
 
 
 def _interval(recipe: Recipe, metric: str) -> int | None:
-    """Return the steps from one evaluation with the metric to the next. Metric "": any. None if it is evaluated at the
-    end only, or each epoch and epochs differ in steps."""
-    found = [interval_of(recipe, each) for prefix, each in recipe.evaluations.items() if metric.startswith(prefix) or not metric]
+    """Return the steps from one evaluation with the metric to the next. Metric "": any. None if it
+    is evaluated at the end only, or each epoch and epochs differ in steps."""
+    found = [
+        interval_of(recipe, each)
+        for prefix, each in recipe.evaluations.items()
+        if metric.startswith(prefix) or not metric
+    ]
     return min((every for every in found if every is not None), default=None)
 
 
 def _script() -> dict[str, Any]:
-    return {"parameters": declared.describe(), "values": declared.values, "programs": programs(texts())}
+    return {
+        "parameters": declared.describe(),
+        "values": declared.values,
+        "programs": programs(texts()),
+    }
 
 
 def _channel(environ: Mapping[str, str]) -> Channel | None:
     """Return rank 0's end of the trial's channel. None on other ranks."""
     descriptor = int(environ[DESCRIPTOR])
     os.set_inheritable(descriptor, False)
-    return Channel(socket.socket(fileno=os.dup(descriptor))) if environ.get("RANK", "0") == "0" else None
+    return (
+        Channel(socket.socket(fileno=os.dup(descriptor)))
+        if environ.get("RANK", "0") == "0"
+        else None
+    )
 
 
 class TrialHook(Hook):
@@ -90,23 +107,28 @@ class TrialHook(Hook):
     def _check(self, run: Run) -> None:
         if self._number > 1:
             raise RecipeError(
-                "lockstep search on a script that trains several times; a trial has one metric, of one training; keep one ls.train"
+                "lockstep search on a script that trains several times; a trial has one metric, of"
+                " one training; keep one ls.train"
             )
         metric = self._request.metric
         if run.recipe is None:
-            raise RecipeError("lockstep search on a script with its own loop; the metric is one of a recipe's evaluations; call ls.train")
+            raise RecipeError(
+                "lockstep search on a script with its own loop; the metric is one of a recipe's"
+                " evaluations; call ls.train"
+            )
         if run.recipe.evaluations:
             check_metric(run, metric, f"--metric {metric}")
         elif metric != "loss":
             raise RecipeError(
-                f"--metric {metric}, and the recipe has no evaluation; only the loss of training is measured; give ls.Evaluation(...), or "
-                "--metric loss"
+                f"--metric {metric}, and the recipe has no evaluation; only the loss of training is"
+                " measured; give ls.Evaluation(...), or --metric loss"
             )
         checkpoints = json.loads((run.dir / "run.json").read_text(encoding="utf-8"))["checkpoints"]
         if checkpoints is not None:
             raise RecipeError(
-                f"lockstep search with Saving(folder={checkpoints!r}); all trials would save there, and resume from each other's "
-                "checkpoints; leave it out: each trial has a folder of its own"
+                f"lockstep search with Saving(folder={checkpoints!r}); all trials would save there,"
+                " and resume from each other's checkpoints; leave it out: each trial has a folder"
+                " of its own"
             )
 
     def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
@@ -115,7 +137,13 @@ class TrialHook(Hook):
             return
         self._channel.send("report", step=run.step, value=value)
         answer = self._channel.receive()
-        if answer is not None and answer["prune"] and self._request.can_be_pruned and run.step != run.total_steps:  # it is complete
+        # it is complete
+        if (
+            answer is not None
+            and answer["prune"]
+            and self._request.can_be_pruned
+            and run.step != run.total_steps
+        ):
             run.stop(f"{PRUNED}{self._request.metric} {value:.6g} after step {run.step}")
         elif self._request.until is not None and run.step >= self._request.until:
             run.stop("the end of its generation")

@@ -1,7 +1,9 @@
-"""A process that has imported torch and lockstep, and forks a launcher for each trial, which forks the trial's workers.
+"""A process that has imported torch and lockstep, and forks a launcher for each trial, which forks
+the trial's workers.
 
-A trial of a small model starts in a fraction of a second: fresh processes would import torch each time. It is started
-by `WarmParent`, and asked over a `Channel`. Each process ends with the one that started it.
+A trial of a small model starts in a fraction of a second: fresh processes would import torch each
+time. It is started by `WarmParent`, and asked over a `Channel`. Each process ends with the one that
+started it.
 """
 
 from __future__ import annotations
@@ -63,13 +65,15 @@ class LaunchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnding:
-    """The end of a trial's processes, as its launcher has seen it. JSON in the trial's `ending.json`."""
+    """The end of a trial's processes, as its launcher has seen it. JSON in the trial's
+    `ending.json`."""
 
     status: int
     report: str
     """The launcher's report. Empty if all went well."""
     kind: str = ""
-    """The class of the exception that failed first, as `module:qualified name`. Empty if there was none."""
+    """The class of the exception that failed first, as `module:qualified name`. Empty if there was
+    none."""
     message: str = ""
     """Its text."""
     where: str = ""
@@ -82,13 +86,22 @@ class LaunchEnding:
         record = None if first is None else first.record
         if record is None:
             return cls(status=ending.status, report=ending.report())
-        lines = [line.strip() for line in record.traceback.splitlines() if line.startswith("  File ")]
+        lines = [
+            line.strip() for line in record.traceback.splitlines() if line.startswith("  File ")
+        ]
         where = lines[-1] if lines else ""
-        return cls(status=ending.status, report=ending.report(), kind=record.kind, message=record.message, where=where)
+        return cls(
+            status=ending.status,
+            report=ending.report(),
+            kind=record.kind,
+            message=record.message,
+            where=where,
+        )
 
     @classmethod
     def read(cls, folder: Path) -> LaunchEnding | None:
-        """Return the ending of the latest launch in a trial's folder. None if it has written none."""
+        """Return the ending of the latest launch in a trial's folder. None if it has written
+        none."""
         try:
             return cls(**json.loads((folder / ENDING).read_text(encoding="utf-8")))
         except (OSError, ValueError):
@@ -103,13 +116,15 @@ def main() -> None:
     for name in ("lockstep.run", "lockstep.launch.agent.run_workers"):
         import_module(name)
     prepare_process()
-    remove_left_folders(Path(tempfile.gettempdir()))  # of a search that was killed: this one may start no trial
+    # of a search that was killed: this one may start no trial
+    remove_left_folders(Path(tempfile.gettempdir()))
     channel.send("warm", gpus=import_module("lockstep.base.accelerator").count())
     _serve(channel)
 
 
 def _serve(channel: Channel) -> None:
-    """Start a launcher for each `start`, tell of its end, and pass `signal` on to one of them, or to all."""
+    """Start a launcher for each `start`, tell of its end, and pass `signal` on to one of them, or
+    to all."""
     selector = selectors.DefaultSelector()
     selector.register(channel, selectors.EVENT_READ)
     launchers: dict[int, int] = {}
@@ -120,7 +135,9 @@ def _serve(channel: Channel) -> None:
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
                 del launchers[number]
-                channel.send("ended", number=number, status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                channel.send(
+                    "ended", number=number, status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                )
                 continue
             message = channel.receive()
             if message is None:
@@ -173,8 +190,11 @@ def _launch(request: LaunchRequest, descriptor: int) -> NoReturn:
         )
         told = LaunchEnding.of(ending)
     except LaunchError as error:
-        told = LaunchEnding(status=2, report=str(error), kind="lockstep.base.errors:LaunchError", message=str(error))
-    kill_all(lambda: descendants([os.getpid()]), KILL_SECONDS)  # what the workers, forks of this process, have left
+        told = LaunchEnding(
+            status=2, report=str(error), kind="lockstep.base.errors:LaunchError", message=str(error)
+        )
+    # what the workers, forks of this process, have left
+    kill_all(lambda: descendants([os.getpid()]), KILL_SECONDS)
     if told.report:
         print(f"lockstep: {told.report}", file=sys.stderr, flush=True)
     write_atomically(Path(request.folder, ENDING), json.dumps(asdict(told)))
@@ -195,7 +215,8 @@ class ForkedWorker:
                     os._exit(1)
 
     def poll(self) -> int | None:
-        """None while it runs; then its exit status, or minus the number of the signal that killed it."""
+        """None while it runs; then its exit status, or minus the number of the signal that killed
+        it."""
         if self._returncode is None:
             with suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)

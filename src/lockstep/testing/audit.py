@@ -1,4 +1,5 @@
-"""`audit`: a test that a training script, which need not use lockstep, trains right on several processes."""
+"""`audit`: a test that a training script, which need not use lockstep, trains right on several
+processes."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ def audit(
             found = audit("train.py", "--epochs", "1", nproc=2)
             assert found.passed, found.findings
 
-    The script runs in the working directory. `findings` have causes, lines and evidence. Raises `LaunchError` if there
-    is nothing to look at: the script is missing, fails before its first optimizer step, or takes none.
+    The script runs in the working directory. `findings` have causes, lines and evidence. Raises
+    `LaunchError` if there is nothing to look at: the script is missing, fails before its first
+    optimizer step, or takes none.
     """
     refuse_on_windows("lockstep.testing.audit")
     (check_module if is_module else check_script)(os.fspath(script))

@@ -21,14 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-Kind = Literal["process", "thread", "port", "descriptor", "environment", "shared-memory", "temporary-file"]
+Kind = Literal[
+    "process", "thread", "port", "descriptor", "environment", "shared-memory", "temporary-file"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SHARED_MEMORY = Path("/dev/shm")
 POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 0.2
 # pytest rewrites its variable in each phase of a test.
 VOLATILE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
-# Python starts each of these once for the life of the interpreter. It and its pipe are no leak of the code that caused
-# its start.
+# Python starts each of these once for the life of the interpreter. It and its pipe are no leak of
+# the code that caused its start.
 INTERPRETER_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 # The state of a listening socket in /proc/net/tcp.
@@ -47,7 +49,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Resources that snapshots leave out because they outlive the code under test, such as a `WorkerPool`'s."""
+    """Resources that snapshots leave out because they outlive the code under test, such as a
+    `WorkerPool`'s."""
 
     processes: Collection[int] = ()
     """Process ids. These processes and their descendants are left out."""
@@ -58,10 +61,10 @@ class Exempt:
 def take(kinds: Collection[Kind] = KINDS, exempt: Exempt | None = None) -> Snapshot:
     """Take a snapshot of the resources that this process holds.
 
-    These are descendant processes (zombies too), Python threads, TCP ports that this process or a descendant listens
-    on, open file descriptors, environment variables and the working directory, and files in /dev/shm and in the
-    temporary folder. Give a test session a temporary folder of its own (`tempfile.gettempdir()`), or files of other
-    programs are included.
+    These are descendant processes (zombies too), Python threads, TCP ports that this process or a
+    descendant listens on, open file descriptors, environment variables and the working directory,
+    and files in /dev/shm and in the temporary folder. Give a test session a temporary folder of its
+    own (`tempfile.gettempdir()`), or files of other programs are included.
     """
     exempt = exempt or Exempt()
     family = _family(exempt) if ("process" in kinds or "port" in kinds) and _has_children() else {}
@@ -78,32 +81,45 @@ def take(kinds: Collection[Kind] = KINDS, exempt: Exempt | None = None) -> Snaps
 
 
 def compare(before: Snapshot, after: Snapshot) -> list[str]:
-    """Return a sentence for each resource that only `after` holds, and for each removed environment variable."""
+    """Return a sentence for each resource that only `after` holds, and for each removed environment
+    variable."""
     leaks = []
     for kind, now in after.found.items():
         then = before.found.get(kind, {})
         leaks += [f"{kind}: {text}" for identity, text in now.items() if identity not in then]
     if "environment" in after.found:
         still = {name for name, _ in _variables(after)}
-        leaks += [f"environment: {name} was removed" for name, _ in _variables(before) if name not in still]
+        leaks += [
+            f"environment: {name} was removed"
+            for name, _ in _variables(before)
+            if name not in still
+        ]
     return leaks
 
 
-def remaining(before: Snapshot, exempt: Exempt | None = None, timeout_seconds: float = 3.0) -> list[str]:
+def remaining(
+    before: Snapshot, exempt: Exempt | None = None, timeout_seconds: float = 3.0
+) -> list[str]:
     """Return the leaks since `before`: a sentence for each resource, empty if there are none.
 
-    Waits up to `timeout_seconds` for ending threads and processes, and collects garbage, because a reference cycle may
-    hold a descriptor. Files in /dev/shm that are mapped by a process other than this one and its descendants are left
-    out.
+    Waits up to `timeout_seconds` for ending threads and processes, and collects garbage, because a
+    reference cycle may hold a descriptor. Files in /dev/shm that are mapped by a process other than
+    this one and its descendants are left out.
     """
     kinds = tuple(before.found)
     deadline = time.monotonic() + timeout_seconds
 
     def found() -> list[str]:
         after = take(kinds, exempt)
-        new = {str(path) for path in after.found.get("shared-memory", {})} - {str(path) for path in before.found.get("shared-memory", {})}
+        new = {str(path) for path in after.found.get("shared-memory", {})} - {
+            str(path) for path in before.found.get("shared-memory", {})
+        }
         mapped_by_others = _mapped_by_others(new)
-        return [leak for leak in compare(before, after) if leak.removeprefix("shared-memory: ") not in mapped_by_others]
+        return [
+            leak
+            for leak in compare(before, after)
+            if leak.removeprefix("shared-memory: ") not in mapped_by_others
+        ]
 
     leaks = found()
     if leaks:
@@ -118,7 +134,11 @@ def remaining(before: Snapshot, exempt: Exempt | None = None, timeout_seconds: f
 
 
 def _variables(snapshot: Snapshot) -> list[tuple[str, str]]:
-    return [identity for identity in snapshot.found.get("environment", {}) if isinstance(identity, tuple)]
+    return [
+        identity
+        for identity in snapshot.found.get("environment", {})
+        if isinstance(identity, tuple)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +150,8 @@ class _Process:
 
 
 def _has_children() -> bool:
-    """Return True if this process has a child, zombies included. Far cheaper than a look at all processes."""
+    """Return True if this process has a child, zombies included. Far cheaper than a look at all
+    processes."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -139,8 +160,13 @@ def _has_children() -> bool:
 
 
 def _family(exempt: Exempt) -> dict[int, _Process]:
-    """Return the descendants of this process by id, without the exempt and the interpreter's ones, and theirs."""
-    everyone = {int(name): process for name in os.listdir("/proc") if name.isdecimal() and (process := _process(int(name))) is not None}
+    """Return the descendants of this process by id, without the exempt and the interpreter's ones,
+    and theirs."""
+    everyone = {
+        int(name): process
+        for name in os.listdir("/proc")
+        if name.isdecimal() and (process := _process(int(name))) is not None
+    }
     children: dict[int, list[int]] = {}
     for number, process in everyone.items():
         children.setdefault(process.parent, []).append(number)
@@ -148,7 +174,9 @@ def _family(exempt: Exempt) -> dict[int, _Process]:
     waiting = children.get(os.getpid(), [])
     while waiting:
         number = waiting.pop()
-        if number not in exempt.processes and not any(name in _command(number) for name in INTERPRETER_PROCESSES):
+        if number not in exempt.processes and not any(
+            name in _command(number) for name in INTERPRETER_PROCESSES
+        ):
             family[number] = everyone[number]
             waiting += children.get(number, [])
     return family
@@ -160,22 +188,27 @@ def _process(number: int) -> _Process | None:
             text = file.read()
     except OSError:
         return None  # it has ended
-    fields = text.rpartition(b")")[2].split()  # the name before it, in brackets, may contain any characters
+    # the name before it, in brackets, may contain any characters
+    fields = text.rpartition(b")")[2].split()
     return _Process(parent=int(fields[1]), state=fields[0].decode(), started=int(fields[19]))
 
 
 def _command(number: int) -> str:
     try:
-        return Path(f"/proc/{number}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+        return (
+            Path(f"/proc/{number}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+        )
     except OSError:
         return ""
 
 
 def _processes(family: dict[int, _Process]) -> Found:
     return {
-        (number, process.started): f"{number} has ended and was not waited for"
-        if process.state == "Z"
-        else f"{number} ({process.state}): {_command(number)[:200]}"
+        (number, process.started): (
+            f"{number} has ended and was not waited for"
+            if process.state == "Z"
+            else f"{number} ({process.state}): {_command(number)[:200]}"
+        )
         for number, process in family.items()
     }
 
@@ -185,18 +218,27 @@ def _ports(family: dict[int, _Process]) -> Found:
     for number, target in _targets(os.getpid()).items():
         if target.startswith("socket:") and (port := _listening_port(number)) is not None:
             found[(os.getpid(), target)] = f"{port} is listened on by this process"
-    sockets = [(number, target) for number in family for target in _targets(number).values() if target.startswith("socket:")]
+    sockets = [
+        (number, target)
+        for number in family
+        for target in _targets(number).values()
+        if target.startswith("socket:")
+    ]
     listening = _listening_inodes() if sockets else {}
     for number, target in sockets:
         if target in listening:
-            found[(number, target)] = f"{listening[target]} is listened on by process {number} ({_command(number)[:80]})"
+            found[(number, target)] = (
+                f"{listening[target]} is listened on by process {number} ({_command(number)[:80]})"
+            )
     return found
 
 
 def _listening_port(descriptor: int) -> int | None:
     try:
         with socket.socket(fileno=os.dup(descriptor)) as copy:
-            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
                 return int(copy.getsockname()[1])
     except OSError:
         pass  # closed since it was listed
@@ -204,12 +246,19 @@ def _listening_port(descriptor: int) -> int | None:
 
 
 def _listening_inodes() -> dict[str, int]:
-    """Return this machine's listening TCP sockets, as /proc names them, and their ports. Slow with many connections."""
+    """Return this machine's listening TCP sockets, as /proc names them, and their ports. Slow with
+    many connections."""
     listening: dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         if os.path.exists(table):
             rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-            listening.update({f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENING})
+            listening.update(
+                {
+                    f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16)
+                    for row in rows
+                    if row[3] == LISTENING
+                }
+            )
     return listening
 
 
@@ -218,7 +267,8 @@ def _targets(number: int) -> dict[int, str]:
     targets = {}
     try:
         for name in os.listdir(f"/proc/{number}/fd"):
-            with contextlib.suppress(OSError):  # the descriptor of this very listing, or one closed since
+            # the descriptor of this very listing, or one closed since
+            with contextlib.suppress(OSError):
                 targets[int(name)] = os.readlink(f"/proc/{number}/fd/{name}")
     except OSError:
         pass  # the process has ended
@@ -227,14 +277,21 @@ def _targets(number: int) -> dict[int, str]:
 
 def _threads() -> Found:
     return {
-        (thread.ident, thread.name): f"{thread.name} ({'daemon, ' if thread.daemon else ''}{type(thread).__qualname__})"
+        (
+            thread.ident,
+            thread.name,
+        ): f"{thread.name} ({'daemon, ' if thread.daemon else ''}{type(thread).__qualname__})"
         for thread in threading.enumerate()
     }
 
 
 def _descriptors(exempt: Exempt) -> Found:
     excluded = {*exempt.descriptors, _tracker_descriptor()}
-    return {(number, target): f"{number} -> {target}" for number, target in _targets(os.getpid()).items() if number not in excluded}
+    return {
+        (number, target): f"{number} -> {target}"
+        for number, target in _targets(os.getpid()).items()
+        if number not in excluded
+    }
 
 
 def _tracker_descriptor() -> int:
@@ -246,7 +303,9 @@ def _tracker_descriptor() -> int:
 
 def _environment() -> Found:
     found: Found = {
-        (name, value): f"{name}={value[:200]!r} was set" for name, value in os.environ.items() if name not in VOLATILE_VARIABLES
+        (name, value): f"{name}={value[:200]!r} was set"
+        for name, value in os.environ.items()
+        if name not in VOLATILE_VARIABLES
     }
     found[("working directory", os.getcwd())] = f"the working directory became {os.getcwd()}"
     return found
@@ -258,13 +317,18 @@ def _temporary_files() -> Found:
 
 
 def _shared_memory() -> Found:
-    return {entry.path: entry.path for entry in os.scandir(SHARED_MEMORY)} if SHARED_MEMORY.is_dir() else {}
+    return (
+        {entry.path: entry.path for entry in os.scandir(SHARED_MEMORY)}
+        if SHARED_MEMORY.is_dir()
+        else {}
+    )
 
 
 def _mapped_by_others(paths: Collection[str]) -> set[str]:
     """Return those of `paths` that are mapped by a process other than this one and its descendants.
 
-    A file is known by its inode: the process that made a semaphore maps it under another name, since removed.
+    A file is known by its inode: the process that made a semaphore maps it under another name,
+    since removed.
     """
     files = {}
     for path in paths:
@@ -278,7 +342,9 @@ def _mapped_by_others(paths: Collection[str]) -> set[str]:
             lines = (process / "maps").read_text(errors="replace").splitlines()
         except OSError:
             continue  # it ended, or belongs to another user
-        hits = {files[key] for line in lines if (key := tuple(line.split(maxsplit=5)[3:5])) in files}
+        hits = {
+            files[key] for line in lines if (key := tuple(line.split(maxsplit=5)[3:5])) in files
+        }
         if hits and not _is_family(int(process.name)):
             mapped |= hits
     return mapped

@@ -13,9 +13,10 @@
     def test_the_mean_of_two_ranks(pool):
         assert pool.run(2, mean_of_ranks) == [0.5, 0.5]
 
-Importing torch takes seconds; a fork of a process that has imported it takes about ten milliseconds. So one process,
-the nursery, imports the modules that workers need, and forks the workers of every run. Each run has fresh processes, so
-that no state reaches the next run. Linux only.
+Importing torch takes seconds; a fork of a process that has imported it takes about ten
+milliseconds. So one process, the nursery, imports the modules that workers need, and forks the
+workers of every run. Each run has fresh processes, so that no state reaches the next run. Linux
+only.
 """
 
 from __future__ import annotations
@@ -39,25 +40,42 @@ from typing import IO, Any
 from lockstep.base.errors import LaunchError, UserError, WorkerError
 from lockstep.base.python_process import own_python
 from lockstep.testing.leaks import Exempt
-from lockstep.testing.worker import DUMP_SIGNAL, FAILED, MOST_WORKERS, PACKET_BYTES, kill_group, loopback_store
+from lockstep.testing.worker import (
+    DUMP_SIGNAL,
+    FAILED,
+    MOST_WORKERS,
+    PACKET_BYTES,
+    kill_group,
+    loopback_store,
+)
 
 START_SECONDS = 120.0
-# Time to destroy the process group and, with `check_leaks`, to wait for ending threads and processes.
+# Time to destroy the process group and, with `check_leaks`, to wait for ending threads and
+# processes.
 LEAVE_SECONDS = 15.0
 DUMP_SECONDS = 2.0
-# The sockets of a killed rank close a moment before its end is visible, so that errors of other ranks may arrive first.
+# The sockets of a killed rank close a moment before its end is visible, so that errors of other
+# ranks may arrive first.
 DEATH_SECONDS = 0.05
-# The rank that fails first may be the last to report it: its hooks save, or wait for others, before that.
+# The rank that fails first may be the last to report it: its hooks save, or wait for others, before
+# that.
 CAUSE_SECONDS = 0.5
-NURSERY = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from lockstep.testing.worker import nursery; "
+NURSERY = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from lockstep.testing.worker"
+    " import nursery; "
+)
 NURSERY += "nursery(int(sys.argv.pop(1)), json.loads(sys.argv.pop(1)))"
-# One thread each, so that the nursery can be forked; and a check for GPUs that does not initialise CUDA, which would
-# break it in the forks.
-NURSERY_ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"), "1")
+# One thread each, so that the nursery can be forked; and a check for GPUs that does not initialise
+# CUDA, which would break it in the forks.
+NURSERY_ENVIRONMENT = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"),
+    "1",
+)
 
 
 class WorkerFailed(WorkerError):
-    """A rank raised, was killed, leaked a resource, or did not answer in time. The text has its traceback or stacks."""
+    """A rank raised, was killed, leaked a resource, or did not answer in time. The text has its
+    traceback or stacks."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -77,52 +95,78 @@ class _Worker:
 
 
 class WorkerPool:
-    """A pool that runs functions on fresh processes with a Gloo process group. Used by one thread at a time.
+    """A pool that runs functions on fresh processes with a Gloo process group. Used by one thread
+    at a time.
 
-    `max_workers` is the largest world size. `preload` names modules that the nursery imports before the first run,
-    besides torch and the modules of the functions. If one cannot be imported, that run fails. With `check_leaks`, a run
-    fails if a rank leaks a process, a thread, a listening port, an open descriptor or an environment variable.
+    `max_workers` is the largest world size. `preload` names modules that the nursery imports before
+    the first run, besides torch and the modules of the functions. If one cannot be imported, that
+    run fails. With `check_leaks`, a run fails if a rank leaks a process, a thread, a listening
+    port, an open descriptor or an environment variable.
 
-    The nursery starts with the pool, and imports in the background. `close`, or leaving the `with` block, ends it.
-    Raises `LaunchError` if the platform has no `os.pidfd_open`.
+    The nursery starts with the pool, and imports in the background. `close`, or leaving the `with`
+    block, ends it. Raises `LaunchError` if the platform has no `os.pidfd_open`.
     """
 
-    def __init__(self, max_workers: int = 4, *, preload: Iterable[str] = (), check_leaks: bool = False) -> None:
+    def __init__(
+        self, max_workers: int = 4, *, preload: Iterable[str] = (), check_leaks: bool = False
+    ) -> None:
         if not hasattr(os, "pidfd_open"):
-            raise LaunchError(f"WorkerPool on {sys.platform}; it needs Linux 5.3 or later, for pidfd_open; run these tests there")
+            raise LaunchError(
+                f"WorkerPool on {sys.platform}; it needs Linux 5.3 or later, for pidfd_open; run"
+                " these tests there"
+            )
         if not 1 <= max_workers <= MOST_WORKERS:
-            raise LaunchError(f"max_workers={max_workers}; a pool runs 1 to {MOST_WORKERS} workers; give a number between")
+            raise LaunchError(
+                f"max_workers={max_workers}; a pool runs 1 to {MOST_WORKERS} workers; give a number"
+                " between"
+            )
         self.max_workers = max_workers
         self._preload = list(preload)
         self._check_leaks = check_leaks
         self._closed = False
         self._start()
-        loopback_store()  # libuv keeps a pipe after its first use; use it now, so that it is no leak of a test
+        # libuv keeps a pipe after its first use; use it now, so that it is no leak of a test
+        loopback_store()
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
-        """Call `function(*args)` on ranks 0 to `world_size` - 1 at the same time. Returns the results in rank order.
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_seconds: float = 60.0,
+    ) -> list[Any]:
+        """Call `function(*args)` on ranks 0 to `world_size` - 1 at the same time. Returns the
+        results in rank order.
 
-        Each rank is a new process. It has a default Gloo group over loopback (also at world size 1), this process's
-        working directory, `sys.path` and environment, the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK,
-        LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT), no visible GPU, one intra-op thread (OMP_NUM_THREADS=1 unless
-        this process sets it), and fixed seeds of Python, NumPy and torch. The function must be at the top level of a
-        module. It, its arguments and its results are pickled.
+        Each rank is a new process. It has a default Gloo group over loopback (also at world size
+        1), this process's working directory, `sys.path` and environment, the variables that
+        torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT),
+        no visible GPU, one intra-op thread (OMP_NUM_THREADS=1 unless this process sets it), and
+        fixed seeds of Python, NumPy and torch. The function must be at the top level of a module.
+        It, its arguments and its results are pickled.
 
-        Raises a rank's own `UserError`, caused by a `WorkerFailed`; `WorkerFailed` for any other exception, for a rank
-        that died or leaked a resource, and for ranks that do not answer within `timeout_seconds`, with their stacks.
-        The other ranks are killed at once. Raises `LaunchError` if `world_size` is more than `max_workers`, or if the
-        function cannot be pickled.
+        Raises a rank's own `UserError`, caused by a `WorkerFailed`; `WorkerFailed` for any other
+        exception, for a rank that died or leaked a resource, and for ranks that do not answer
+        within `timeout_seconds`, with their stacks. The other ranks are killed at once. Raises
+        `LaunchError` if `world_size` is more than `max_workers`, or if the function cannot be
+        pickled.
         """
         if not 1 <= world_size <= self.max_workers:
-            raise LaunchError(f"world_size={world_size}; this pool runs 1 to max_workers={self.max_workers} ranks; make a larger pool")
+            raise LaunchError(
+                f"world_size={world_size}; this pool runs 1 to max_workers={self.max_workers}"
+                " ranks; make a larger pool"
+            )
         if self._closed:
-            raise LaunchError("this WorkerPool is closed; a closed pool cannot run anything; create another")
+            raise LaunchError(
+                "this WorkerPool is closed; a closed pool cannot run anything; create another"
+            )
         task = _task(function, timeout_seconds, self._check_leaks)
         try:
             payload = pickle.dumps((function, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise LaunchError(
-                f"{function!r} and its arguments cannot be pickled ({error}); define it at the top level of a module"
+                f"{function!r} and its arguments cannot be pickled ({error}); define it at the top"
+                " level of a module"
             ) from error
 
         store = loopback_store()
@@ -144,7 +188,9 @@ class WorkerPool:
             del store
         for rank, found in enumerate(left):
             if found:
-                raise WorkerFailed(rank, f"rank {rank} of {world_size} left behind:\n  " + "\n  ".join(found))
+                raise WorkerFailed(
+                    rank, f"rank {rank} of {world_size} left behind:\n  " + "\n  ".join(found)
+                )
         return results
 
     def close(self) -> None:
@@ -163,7 +209,12 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _start(self) -> None:
@@ -173,7 +224,10 @@ class WorkerPool:
         command = own_python("-c", NURSERY, path, str(theirs.fileno()), json.dumps(self._preload))
         with theirs:
             self._nursery = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **NURSERY_ENVIRONMENT}
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **NURSERY_ENVIRONMENT},
             )
         self._ready = False
 
@@ -195,8 +249,12 @@ class WorkerPool:
             if not answer:
                 raise ConnectionResetError("it closed its socket")
         except OSError as error:
-            status = self._replace_nursery(LEAVE_SECONDS)  # it is ending by itself, which takes a while on a busy machine
-            raise WorkerError(f"the pool's nursery process ended with status {status} ({error}); its stderr says why") from error
+            # it is ending by itself, which takes a while on a busy machine
+            status = self._replace_nursery(LEAVE_SECONDS)
+            raise WorkerError(
+                f"the pool's nursery process ended with status {status} ({error}); its stderr"
+                " says why"
+            ) from error
         except BaseException:  # an interrupt: the next request must not read the answer to this one
             self._replace_nursery()
             raise
@@ -215,45 +273,88 @@ class WorkerPool:
                 pipes.append(mine.enter_context(pipe))
                 dumps.append(mine.enter_context(tempfile.TemporaryFile()))
                 given += [theirs.enter_context(their_pipe).fileno(), dumps[-1].fileno()]
-            answer = self._ask({"do": "fork", "module": task["module"], "file": task["file"], "path": task["path"]}, given)
+            answer = self._ask(
+                {
+                    "do": "fork",
+                    "module": task["module"],
+                    "file": task["file"],
+                    "path": task["path"],
+                },
+                given,
+            )
             workers = [
                 _Worker(rank, process, Connection(pipe.detach()), dump, os.pidfd_open(process))
-                for rank, (process, pipe, dump) in enumerate(zip(answer["processes"], pipes, dumps, strict=True))
+                for rank, (process, pipe, dump) in enumerate(
+                    zip(answer["processes"], pipes, dumps, strict=True)
+                )
             ]
             mine.pop_all()
         return workers
 
     def _answers(self, workers: list[_Worker], timeout_seconds: float) -> list[bytes]:
-        """Return one answer of each worker, in rank order. Raises for the first that fails, or after the timeout."""
+        """Return one answer of each worker, in rank order. Raises for the first that fails, or
+        after the timeout."""
         deadline = time.monotonic() + timeout_seconds
         answers: dict[int, bytes] = {}
         while len(answers) < len(workers):
             pending = [worker for worker in workers if worker.rank not in answers]
-            ready = wait([item for worker in pending for item in (worker.pipe, worker.end)], max(0.0, deadline - time.monotonic()))
+            ready = wait(
+                [item for worker in pending for item in (worker.pipe, worker.end)],
+                max(0.0, deadline - time.monotonic()),
+            )
             if not ready:
                 raise _timed_out(pending, len(workers), timeout_seconds)
-            arrived = {worker.rank: _receive(worker) for worker in pending if worker.pipe in ready or worker.end in ready}
+            arrived = {
+                worker.rank: _receive(worker)
+                for worker in pending
+                if worker.pipe in ready or worker.end in ready
+            }
             if any(answer is None or answer[:1] == FAILED for answer in arrived.values()):
                 raise self._failed(pending, _with_cause(pending, arrived), len(workers))
-            answers.update({rank: answer[1:] for rank, answer in arrived.items() if answer is not None})
+            answers.update(
+                {rank: answer[1:] for rank, answer in arrived.items() if answer is not None}
+            )
         return [answers[worker.rank] for worker in workers]
 
-    def _failed(self, pending: list[_Worker], arrived: dict[int, bytes | None], world_size: int) -> Exception:
-        """Return the error of the rank that failed first: a death before any exception, exceptions by their time."""
-        reports = {rank: json.loads(answer[1:]) for rank, answer in arrived.items() if answer is not None and answer[:1] == FAILED}
+    def _failed(
+        self, pending: list[_Worker], arrived: dict[int, bytes | None], world_size: int
+    ) -> Exception:
+        """Return the error of the rank that failed first: a death before any exception, exceptions
+        by their time."""
+        reports = {
+            rank: json.loads(answer[1:])
+            for rank, answer in arrived.items()
+            if answer is not None and answer[:1] == FAILED
+        }
         first = min(reports, key=lambda rank: reports[rank]["time"], default=-1)
         if first >= 0 and reports[first]["error"] is not None:
-            cause = WorkerFailed(first, f"rank {first} of {world_size} raised:\n{reports[first]['text']}")
+            cause = WorkerFailed(
+                first, f"rank {first} of {world_size} raised:\n{reports[first]['text']}"
+            )
             error = _user_error(bytes.fromhex(reports[first]["error"]))
             error.__cause__ = cause
             return error
-        dead = [worker for worker in pending if worker.rank in arrived and arrived[worker.rank] is None]
-        dead = dead or [worker for worker in pending if worker.end in wait([other.end for other in pending], DEATH_SECONDS)]
+        dead = [
+            worker for worker in pending if worker.rank in arrived and arrived[worker.rank] is None
+        ]
+        dead = dead or [
+            worker
+            for worker in pending
+            if worker.end in wait([other.end for other in pending], DEATH_SECONDS)
+        ]
         if not dead:
-            return WorkerFailed(first, f"rank {first} of {world_size} raised:\n{reports[first]['text']}")
+            return WorkerFailed(
+                first, f"rank {first} of {world_size} raised:\n{reports[first]['text']}"
+            )
         self._reap(dead)
-        texts = [f"rank {worker.rank} of {world_size} {_ending(worker)}\n{_dumped(worker)}" for worker in dead]
-        texts += [f"rank {rank} then raised:\n{report['text']}" for rank, report in sorted(reports.items())]
+        texts = [
+            f"rank {worker.rank} of {world_size} {_ending(worker)}\n{_dumped(worker)}"
+            for worker in dead
+        ]
+        texts += [
+            f"rank {rank} then raised:\n{report['text']}"
+            for rank, report in sorted(reports.items())
+        ]
         return WorkerFailed(dead[0].rank, "\n".join(texts))
 
     def _reap(self, workers: list[_Worker]) -> None:
@@ -276,12 +377,17 @@ class WorkerPool:
                 os.close(worker.end)
 
 
-def _task(function: Callable[..., Any], timeout_seconds: float, check_leaks: bool) -> dict[str, Any]:
+def _task(
+    function: Callable[..., Any], timeout_seconds: float, check_leaks: bool
+) -> dict[str, Any]:
     inner = getattr(function, "func", function)  # a functools.partial
     module = str(getattr(inner, "__module__", type(inner).__module__))
     file = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" and file is None:
-        raise LaunchError(f"{function!r} was defined interactively; workers import it from a file; put it in a module")
+        raise LaunchError(
+            f"{function!r} was defined interactively; workers import it from a file; put it in a"
+            " module"
+        )
     return {
         "module": module,
         "file": os.path.abspath(file) if file is not None else None,
@@ -301,13 +407,19 @@ def _send(worker: _Worker, *messages: bytes) -> None:
         pass  # it has ended; the wait for its answer reports that
 
 
-def _with_cause(pending: list[_Worker], arrived: dict[int, bytes | None]) -> dict[int, bytes | None]:
-    """Return the answers, and those that come within `CAUSE_SECONDS` if none is a user's mistake: a rank that fails may
-    have lost a peer that is about to report its own error."""
+def _with_cause(
+    pending: list[_Worker], arrived: dict[int, bytes | None]
+) -> dict[int, bytes | None]:
+    """Return the answers, and those that come within `CAUSE_SECONDS` if none is a user's mistake: a
+    rank that fails may have lost a peer that is about to report its own error."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while all(answer is not None and not _is_user_error(answer) for answer in arrived.values()):
         others = [worker for worker in pending if worker.rank not in arrived]
-        ready = wait([worker.pipe for worker in others], max(0.0, deadline - time.monotonic())) if others else []
+        ready = (
+            wait([worker.pipe for worker in others], max(0.0, deadline - time.monotonic()))
+            if others
+            else []
+        )
         if not ready:
             break
         arrived |= {worker.rank: _receive(worker) for worker in others if worker.pipe in ready}
@@ -327,7 +439,8 @@ def _receive(worker: _Worker) -> bytes | None:
 
 
 def _timed_out(pending: list[_Worker], world_size: int, timeout_seconds: float) -> WorkerFailed:
-    # Stop all ranks first, so that none fails because of another's end before it has written its own stacks.
+    # Stop all ranks first, so that none fails because of another's end before it has written its
+    # own stacks.
     for number in (signal.SIGSTOP, DUMP_SIGNAL, signal.SIGCONT):
         for worker in pending:
             os.kill(worker.process, number)
@@ -335,8 +448,13 @@ def _timed_out(pending: list[_Worker], world_size: int, timeout_seconds: float) 
     for worker in pending:
         wait([worker.end], max(0.0, late - time.monotonic()))
     ranks = ", ".join(str(worker.rank) for worker in pending)
-    stacks = [f"rank {worker.rank}:\n{_dumped(worker) or '  (it wrote no stacks)'}" for worker in pending]
-    text = f"of {world_size} ranks, {ranks} did not answer within {timeout_seconds:g} s; their stacks:\n"
+    stacks = [
+        f"rank {worker.rank}:\n{_dumped(worker) or '  (it wrote no stacks)'}" for worker in pending
+    ]
+    text = (
+        f"of {world_size} ranks, {ranks} did not answer within {timeout_seconds:g} s; their"
+        " stacks:\n"
+    )
     return WorkerFailed(pending[0].rank, text + "\n".join(stacks))
 
 

@@ -1,7 +1,8 @@
-"""The processes of `lockstep.testing.pool`: a nursery that imports torch once, and the workers that it forks.
+"""The processes of `lockstep.testing.pool`: a nursery that imports torch once, and the workers that
+it forks.
 
-The nursery runs no tensor operation and starts no thread, so that a fork of it is safe. A worker serves one run and
-ends, so that no state reaches the next run.
+The nursery runs no tensor operation and starts no thread, so that a fork of it is safe. A worker
+serves one run and ends, so that no state reaches the next run.
 """
 
 from __future__ import annotations
@@ -37,23 +38,32 @@ if TYPE_CHECKING:
 
 PACKET_BYTES = 1 << 17
 MOST_WORKERS = 100
-# Importing torch._dynamo takes about a second. The first optimizer of a process imports it: see torch._compile.
-PRELOADED = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo")
-# Resources of one worker alone. It shares /dev/shm and the temporary folder with the other ranks; the parent's test
-# checks those.
+# Importing torch._dynamo takes about a second. The first optimizer of a process imports it: see
+# torch._compile.
+PRELOADED = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch._dynamo",
+)
+# Resources of one worker alone. It shares /dev/shm and the temporary folder with the other ranks;
+# the parent's test checks those.
 PRIVATE_KINDS: tuple[leaks.Kind, ...] = ("process", "thread", "port", "descriptor", "environment")
 # Not SIGUSR1 or SIGUSR2, which Slurm and libraries use.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 # The first byte of an answer is its kind.
 JOINED, RESULT, LEFT, FAILED = b"J", b"R", b"L", b"F"
 MASTER_ADDRESS = "127.0.0.1"
-# Seconds that the process group's timeout is longer than the pool's, so that a run that hangs always ends with its
-# stacks.
+# Seconds that the process group's timeout is longer than the pool's, so that a run that hangs
+# always ends with its stacks.
 LONGER_SECONDS = 5.0
 
 
 def nursery(control_descriptor: int, preload: Iterable[str]) -> None:
-    """Import the workers' modules, then fork and reap workers on request, until the control socket is closed."""
+    """Import the workers' modules, then fork and reap workers on request, until the control socket
+    is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     control = socket.socket(fileno=control_descriptor)
     for name in (*PRELOADED, *preload):
@@ -76,12 +86,18 @@ def _next(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     return (json.loads(packet), descriptors) if packet else None
 
 
-def _answer(control: socket.socket, children: set[int], request: dict[str, Any], descriptors: list[int]) -> None:
+def _answer(
+    control: socket.socket, children: set[int], request: dict[str, Any], descriptors: list[int]
+) -> None:
     if request["do"] == "fork":
         answer = {"processes": _fork(control, descriptors, request)}
         children.update(answer["processes"])
     else:
-        answer = {"statuses": [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in request["processes"]]}
+        answer = {
+            "statuses": [
+                os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in request["processes"]
+            ]
+        }
         children.difference_update(request["processes"])
     control.send(json.dumps(answer).encode())
 
@@ -96,7 +112,8 @@ def kill_group(process: int) -> None:
 
 
 def import_for(name: str, file: str | None) -> ModuleType:
-    """Import the module `name` from `file`, also if it cannot be found by its name (pytest's importlib mode)."""
+    """Import the module `name` from `file`, also if it cannot be found by its name (pytest's
+    importlib mode)."""
     module = sys.modules.get(name)
     if module is None:
         try:
@@ -104,7 +121,10 @@ def import_for(name: str, file: str | None) -> ModuleType:
         except ModuleNotFoundError as error:
             if file is None or not name.startswith(str(error.name)):
                 raise
-    if file is None or (module is not None and os.path.samefile(getattr(module, "__file__", None) or os.devnull, file)):
+    if file is None or (
+        module is not None
+        and os.path.samefile(getattr(module, "__file__", None) or os.devnull, file)
+    ):
         if module is None:
             raise ModuleNotFoundError(name)
         return module
@@ -119,21 +139,24 @@ def import_for(name: str, file: str | None) -> ModuleType:
 def loopback_store() -> TCPStore:
     """Return the server of a TCPStore on a free port of the loopback interface alone.
 
-    By default TCPStore listens on every interface, over IPv6, and looks up ::ffff:127.0.0.1 by DNS. Each client waits
-    five seconds if that lookup is not answered.
+    By default TCPStore listens on every interface, over IPv6, and looks up ::ffff:127.0.0.1 by DNS.
+    Each client waits five seconds if that lookup is not answered.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in its __all__
 
     listener = socket.create_server((MASTER_ADDRESS, 0))
     port = listener.getsockname()[1]
-    return TCPStore(MASTER_ADDRESS, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        MASTER_ADDRESS, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    loopback_store()  # libuv keeps a pipe after its first use; use it now, so that it is no leak of a run
+    # libuv keeps a pipe after its first use; use it now, so that it is no leak of a run
+    loopback_store()
 
 
 def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any]) -> list[int]:
@@ -147,8 +170,10 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
     if request["module"] == "__main__" or len(sys.modules) != loaded:
         texts.cache_clear()
     if request["module"] != "__main__":
-        texts()  # a look at all modules, which in each worker would copy the 4,000 pages that they are on
-    gc.freeze()  # otherwise garbage collection in a worker would copy every page of the imported modules
+        # a look at all modules, which in each worker would copy the 4,000 pages that they are on
+        texts()
+    # otherwise garbage collection in a worker would copy every page of the imported modules
+    gc.freeze()
     sys.stdout.flush()
     sys.stderr.flush()
     processes = []
@@ -173,11 +198,12 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
 
 
 def _serve(pipe: Connection, dump_descriptor: int) -> None:
-    """Join the group, call the function, destroy the group; after each stage answer, and wait for all other ranks."""
+    """Join the group, call the function, destroy the group; after each stage answer, and wait for
+    all other ranks."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The signal writes all stacks and then ends the process, by its default action: so its sender knows that the dump
-    # is complete.
+    # The signal writes all stacks and then ends the process, by its default action: so its sender
+    # knows that the dump is complete.
     faulthandler.enable(file=dump_descriptor)
     faulthandler.register(DUMP_SIGNAL, file=dump_descriptor, all_threads=True, chain=True)
     task = json.loads(pipe.recv_bytes())
@@ -204,7 +230,8 @@ def _serve(pipe: Connection, dump_descriptor: int) -> None:
 
 
 def _wait_for_all_ranks(pipe: Connection, answer: bytes) -> None:
-    """Wait until every rank has reached this point, so that none ends while another still needs it."""
+    """Wait until every rank has reached this point, so that none ends while another still needs
+    it."""
     pipe.send_bytes(answer)
     pipe.recv_bytes()
 
@@ -215,8 +242,14 @@ def _set_environment(task: dict[str, Any]) -> None:
     rank, world_size = str(task["rank"]), str(task["world_size"])
     os.environ.clear()
     os.environ.update(task["environment"])
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
-    os.environ.update(MASTER_ADDR=MASTER_ADDRESS, MASTER_PORT=str(task["port"]), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size
+    )
+    os.environ.update(
+        MASTER_ADDR=MASTER_ADDRESS,
+        MASTER_PORT=str(task["port"]),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
     os.environ.update(GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
     # Else a training would divide all cores among the ranks.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -248,7 +281,9 @@ def _join(task: dict[str, Any]) -> Callable[[], list[str]]:
     before = leaks.take(PRIVATE_KINDS) if task["check_leaks"] else None
     timeout = timedelta(seconds=task["timeout_seconds"] + LONGER_SECONDS)
     store = TCPStore(MASTER_ADDRESS, task["port"], None, False, timeout)
-    distributed.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["world_size"], timeout=timeout)
+    distributed.init_process_group(
+        "gloo", store=store, rank=task["rank"], world_size=task["world_size"], timeout=timeout
+    )
     del store
 
     def leave() -> list[str]:
@@ -271,7 +306,8 @@ def _answer_failure(pipe: Connection, error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(FAILED + json.dumps(report).encode())
-    pipe.poll(None)  # until the parent ends this process: if its sockets closed, the other ranks would report that
+    # until the parent ends this process: if its sockets closed, the other ranks would report that
+    pipe.poll(None)
 
 
 def _pickled(error: UserError) -> bytes:

@@ -42,13 +42,14 @@ def merge(requests: Sequence[Request]) -> Request:
 
 @dataclass(slots=True)
 class Consensus:
-    """The agreement of the ranks after a step. A flag is exchanged with the gradients; if any rank raised it, all
-    exchange their requests."""
+    """The agreement of the ranks after a step. A flag is exchanged with the gradients; if any rank
+    raised it, all exchange their requests."""
 
     mesh: Mesh
     phases: Phases
     request: Callable[[], Request]  # returns this rank's current request
-    _before: tuple[Tensor, torch.Event] | None = None  # the flags of the step before, being copied from the GPU
+    # the flags of the step before, being copied from the GPU
+    _before: tuple[Tensor, torch.Event] | None = None
 
     def flag(self, *, may_stop: bool) -> bool:
         """True if this rank has a request. `may_stop`: a request to stop counts in this step."""
@@ -57,16 +58,26 @@ class Consensus:
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
         """Agree after a step. `results` hold the flags of all ranks. Every rank calls it."""
         if not results:  # all models have skipped the step
-            return self._merged(may_stop) if self.mesh.world.any(self.flag(may_stop=may_stop)) else NOTHING
+            return (
+                self._merged(may_stop)
+                if self.mesh.world.any(self.flag(may_stop=may_stop))
+                else NOTHING
+            )
         raised = self._any_flag([result.flags for result in results], wait=may_stop)
         return self._merged(may_stop) if raised else NOTHING
 
     def _merged(self, may_stop: bool) -> Request:
         mine = self._mine(may_stop)
-        return merge([Request(*each) for each in self.mesh.world.gather_values([mine.stop, mine.save, mine.end])])
+        return merge(
+            [
+                Request(*each)
+                for each in self.mesh.world.gather_values([mine.stop, mine.save, mine.end])
+            ]
+        )
 
     def agree_to_stop(self) -> str | None:
-        """The reason of the first rank that asks to stop; None if none does. Every rank calls it. It needs no flag."""
+        """The reason of the first rank that asks to stop; None if none does. Every rank calls it.
+        It needs no flag."""
         everyone = self.mesh.world.gather_values(self.request().stop)
         return next((reason for reason in everyone if reason is not None), None)
 
@@ -75,12 +86,20 @@ class Consensus:
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
     def _any_flag(self, flags: Sequence[Tensor | bool], *, wait: bool) -> bool:
-        """True if any rank raised its flag in this step. On a GPU without `wait`: in the previous step, so that the
-        host need not wait for the device. `flags`: those of the data ranks."""
-        on_gpu = [flag for flag in flags if isinstance(flag, Tensor) and accelerator.has_streams(flag.device)]
+        """True if any rank raised its flag in this step. On a GPU without `wait`: in the previous
+        step, so that the host need not wait for the device. `flags`: those of the data ranks."""
+        on_gpu = [
+            flag
+            for flag in flags
+            if isinstance(flag, Tensor) and accelerator.has_streams(flag.device)
+        ]
         if not on_gpu:
             raised = any(map(bool, flags))
-            return self.mesh.world.any(raised) if self.mesh.data.size < self.mesh.world.size else raised
+            return (
+                self.mesh.world.any(raised)
+                if self.mesh.data.size < self.mesh.world.size
+                else raised
+            )
         raised_by = torch.stack(on_gpu)
         for axis in ("tensor", "pipeline"):
             self.mesh.axis(axis).all_reduce(raised_by)

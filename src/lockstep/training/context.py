@@ -26,32 +26,39 @@ class Probe(Protocol):
     def forward(self) -> AbstractContextManager[None]:
         """Entered before a microbatch's forward; left when the next one is asked for."""
 
-    def before_backward(self, module: int, microbatch: int, total: Tensor, grad_output: Tensor) -> None:
-        """Called before the backward of `grad_output * total`. `module`: its number in the session. `microbatch`: its
-        number in the step."""
+    def before_backward(
+        self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
+    ) -> None:
+        """Called before the backward of `grad_output * total`. `module`: its number in the session.
+        `microbatch`: its number in the step."""
 
     def without_backward(self, module: int, microbatch: int) -> None:
         """Called instead for a microbatch whose backward a pipeline's schedule has computed."""
 
     def result(self, name: str, value: float) -> None:
-        """Called with a number that the script has got from all ranks. `name`: the call that returned it."""
+        """Called with a number that the script has got from all ranks. `name`: the call that
+        returned it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
-    """Changes to a run that its script does not make, for `lockstep verify` and `lockstep plan`. The default: none."""
+    """Changes to a run that its script does not make, for `lockstep verify` and `lockstep plan`.
+    The default: none."""
 
     precision: Precision | None = None
     gradient_compression: str | None = None
     microbatch: int | None = None  # samples
-    change_model: Callable[[nn.Module], None] | None = None  # called with each model that a factory has built
+    # called with each model that a factory has built
+    change_model: Callable[[nn.Module], None] | None = None
     change_loaded: Callable[[nn.Module], None] | None = None
     """Called with each model that pretrained weights were loaded into."""
-    change_batch: Callable[[Microbatch, Any], Any] | None = None  # called with each batch of a step, on the device
+    # called with each batch of a step, on the device
+    change_batch: Callable[[Microbatch, Any], Any] | None = None
     probe: Probe | None = None
     without_values: bool = False  # parameters and buffers are left empty, for `lockstep plan`
     bare: bool = False
-    """True: no checkpoints, autotuning or loggers, and only those of lockstep's hooks that training itself needs."""
+    """True: no checkpoints, autotuning or loggers, and only those of lockstep's hooks that training
+    itself needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

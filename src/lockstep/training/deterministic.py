@@ -1,5 +1,5 @@
-"""Torch's deterministic mode, in a run with numerics=bitwise on an accelerator: operations that it refuses, and its
-filling of new tensors."""
+"""Torch's deterministic mode, in a run with numerics=bitwise on an accelerator: operations that it
+refuses, and its filling of new tensors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ from lockstep.training.hook import Hook, Run
 
 _REFUSED = re.compile(r"^(.+?) does not have a deterministic implementation", re.MULTILINE)
 INSTEAD = {
-    "nll_loss2d": "F.cross_entropy(scores.movedim(1, -1).flatten(0, -2), targets.flatten()) has the same mean",
-    "adaptive_avg_pool": "F.avg_pool2d(x, (height // rows, width // columns)) is the same if the sizes divide",
-    "adaptive_max_pool": "F.max_pool2d(x, (height // rows, width // columns)) is the same if the sizes divide",
-    "max_unpooling": "torch.zeros(n, c, size).scatter(-1, indices.flatten(2), x.flatten(2)) is the same",
+    "nll_loss2d": (
+        "F.cross_entropy(scores.movedim(1, -1).flatten(0, -2), targets.flatten()) has the same mean"
+    ),
+    "adaptive_avg_pool": (
+        "F.avg_pool2d(x, (height // rows, width // columns)) is the same if the sizes divide"
+    ),
+    "adaptive_max_pool": (
+        "F.max_pool2d(x, (height // rows, width // columns)) is the same if the sizes divide"
+    ),
+    "max_unpooling": (
+        "torch.zeros(n, c, size).scatter(-1, indices.flatten(2), x.flatten(2)) is the same"
+    ),
     "reflection_pad": "x.index_select(dim, indices), with the reflected indices, is the same",
     "bincount": "torch.zeros(length).index_add_(0, indices, weights) is the same",
     "median": "x.sort(dim).values.select(dim, (n - 1) // 2) is the same",
     "put_": "x.view(-1).index_copy_(0, indices, values) is the same",
 }
-"""Part of the name of an operation -> what to write instead. All of these have deterministic implementations."""
+"""Part of the name of an operation -> what to write instead. All of these have deterministic
+implementations."""
 
 
 def error_of_determinism(error: BaseException | None, plan: object) -> PlanError | None:
@@ -31,15 +40,16 @@ def error_of_determinism(error: BaseException | None, plan: object) -> PlanError
     name = found.group(1)
     instead = next((f"{text}; or " for part, text in INSTEAD.items() if part in name), "")
     return PlanError(
-        f"{plan}: torch has no implementation of {name} whose result repeats, and numerics=bitwise needs one; {instead}"
-        "compute that operation on the CPU, or leave numerics=bitwise out"
+        f"{plan}: torch has no implementation of {name} whose result repeats, and numerics=bitwise"
+        f" needs one; {instead}compute that operation on the CPU, or leave numerics=bitwise out"
     )
 
 
 class FillsInFirstStep(Hook):
-    """Ends torch's filling of new tensors with NaN after the first step. In deterministic mode torch fills every new
-    tensor, which takes a tenth of a step's time. Code that reads one of floating-point numbers before it is written has
-    a loss of NaN in the first step, which is refused, if what it reads there reaches the loss."""
+    """Ends torch's filling of new tensors with NaN after the first step. In deterministic mode
+    torch fills every new tensor, which takes a tenth of a step's time. Code that reads one of
+    floating-point numbers before it is written has a loss of NaN in the first step, which is
+    refused, if what it reads there reaches the loss."""
 
     def after_step(self, run: Run) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a module's property

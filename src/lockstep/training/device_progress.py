@@ -1,9 +1,10 @@
-"""The progress of an accelerator with the steps that the host has queued, and the host's values of these steps.
+"""The progress of an accelerator with the steps that the host has queued, and the host's values of
+these steps.
 
-The host is up to two steps ahead of its device, and if a collective never ends it stays so. What it knows of the state
-(the step, the schedule, the position in the data) is then not that of the tensors on the device. So an event is
-recorded where a step has ended, and one where the next change of the state begins: a state is certain if the device has
-reached the first and not the second.
+The host is up to two steps ahead of its device, and if a collective never ends it stays so. What it
+knows of the state (the step, the schedule, the position in the data) is then not that of the
+tensors on the device. So an event is recorded where a step has ended, and one where the next change
+of the state begins: a state is certain if the device has reached the first and not the second.
 """
 
 from __future__ import annotations
@@ -68,14 +69,20 @@ class EndedStep:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the `Run` then."""
         loss = self.saved_loss if self.latest is None else self.latest.loss()
-        return {"step": self.step, "metrics": self.metrics, "metrics_at": self.metrics_at, "loss": loss}
+        return {
+            "step": self.step,
+            "metrics": self.metrics,
+            "metrics_at": self.metrics_at,
+            "loss": loss,
+        }
 
     def load_state_dict(self, state_dict: Any) -> None:
         raise NotImplementedError("it is only saved")
 
 
 class DeviceProgress:
-    """The last steps of a run on accelerators. The training thread notes them; any thread may ask."""
+    """The last steps of a run on accelerators. The training thread notes them; any thread may
+    ask."""
 
     def __init__(self) -> None:
         self._ended: deque[EndedStep] = deque()
@@ -89,7 +96,9 @@ class DeviceProgress:
         if len(self._ended) == _KEPT:
             oldest = self._ended.popleft()
             self._marks += [oldest.end, oldest.change]
-        ended.end, ended.change = (self._marks.pop() if self._marks else StreamMark(devices) for _ in range(2))
+        ended.end, ended.change = (
+            self._marks.pop() if self._marks else StreamMark(devices) for _ in range(2)
+        )
         ended.change.is_recorded = False
         ended.end.record()
         self._ended.append(ended)
@@ -112,8 +121,8 @@ class DeviceProgress:
         return ended.is_certain() and ended in self._ended  # its marks are another step's otherwise
 
     def newest(self, within_seconds: float) -> EndedStep | None:
-        """Return the newest step that the device's state is certainly that of; None if it is of none. Waits so long for
-        the latest step."""
+        """Return the newest step that the device's state is certainly that of; None if it is of
+        none. Waits so long for the latest step."""
         deadline = time.monotonic() + within_seconds
         while self._ended:
             ended = list(self._ended)

@@ -1,4 +1,5 @@
-"""Evaluates a model on data it is not trained on: every sample counts exactly once, at any world size."""
+"""Evaluates a model on data it is not trained on: every sample counts exactly once, at any world
+size."""
 
 from __future__ import annotations
 
@@ -25,19 +26,29 @@ from lockstep.logging.metrics import as_number
 from lockstep.model.shard import reshard
 from lockstep.recipe.recipe import Evaluation, Gathered, Mean, Recipe
 from lockstep.training.context import Context
-from lockstep.training.losses.loss import SINGLE, Sums, measured, number_of, numbers_on_host, weights_of
+from lockstep.training.losses.loss import (
+    SINGLE,
+    Sums,
+    measured,
+    number_of,
+    numbers_on_host,
+    weights_of,
+)
 from lockstep.training.losses.rows import Columns, checked_columns, distinct_kinds, gather_columns
 from lockstep.training.reducers.step_stats import Number
 from lockstep.training.train_module import TrainModule
 
-ALONE = "torcheval's metric.compute() does without, as torchmetrics do; code of your own can ask torch.distributed.is_initialized()"
+ALONE = (
+    "torcheval's metric.compute() does without, as torchmetrics do; code of your own can ask"
+    " torch.distributed.is_initialized()"
+)
 """The remedy for a metric that calls a collective: there, the answer is False."""
 
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode. Afterwards restore each module's mode, and free parameters that forwards have
-    all-gathered."""
+    """Put the model into evaluation mode. Afterwards restore each module's mode, and free
+    parameters that forwards have all-gathered."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -63,7 +74,9 @@ class Evaluator:
     """True until a microbatch has been measured."""
 
     @classmethod
-    def of(cls, recipe: Recipe, evaluation: Evaluation, context: Context, module: TrainModule) -> Evaluator:
+    def of(
+        cls, recipe: Recipe, evaluation: Evaluation, context: Context, module: TrainModule
+    ) -> Evaluator:
         loader = Loader(
             evaluation.data,
             collate=evaluation.collate,
@@ -76,11 +89,14 @@ class Evaluator:
         return cls(recipe, evaluation, context.mesh, loader, module, context.plan.microbatch_splits)
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the loss and every metric after `step` steps, the same on every rank. Every rank calls it.
+        """Return the loss and every metric after `step` steps, the same on every rank. Every rank
+        calls it.
 
         Restores each module's `training` flag. Seeds the default generators before each microbatch.
         """
-        self.mesh = self.mesh.assigned(replace(self.mesh.assignment, speeds=self.module.mesh.assignment.speeds))
+        self.mesh = self.mesh.assigned(
+            replace(self.mesh.assignment, speeds=self.module.mesh.assignment.speeds)
+        )
         with in_evaluation_mode(self.module.model), torch.no_grad():
             return self._measure(step)
 
@@ -90,15 +106,27 @@ class Evaluator:
         unsplit = microbatch_spans(len(self.evaluation.data), size, self.mesh.assignment.ranks)
         bounds = split_spans(unsplit, 2**self.microbatch_splits)
         spans = [
-            Span(step=0, index=index, start=bounds[index][0], stop=bounds[index][1], is_dummy=is_dummy)
-            for index, is_dummy in self.mesh.assignment.with_dummies(len(bounds), self.mesh.data.rank)
+            Span(
+                step=0,
+                index=index,
+                start=bounds[index][0],
+                stop=bounds[index][1],
+                is_dummy=is_dummy,
+            )
+            for index, is_dummy in self.mesh.assignment.with_dummies(
+                len(bounds), self.mesh.data.rank
+            )
         ]
         rows: dict[int, Sums] = {}
         ahead: deque[tuple[int, _ToHost]] = deque()
         collected: dict[str, dict[int, Columns]] = {name: {} for name in self._metrics(Gathered)}
         executor, items = self.module.executor, self.loader.fetch(spans)
         for item, (sums, parts) in executor.evaluate(
-            items, partial(self._position, step), self.recipe.inputs, self.evaluation.loss or self.recipe.loss or _no_loss, self._measured
+            items,
+            partial(self._position, step),
+            self.recipe.inputs,
+            self.evaluation.loss or self.recipe.loss or _no_loss,
+            self._measured,
         ):
             if item.is_dummy:
                 continue
@@ -108,31 +136,46 @@ class Evaluator:
                 _arrive(*ahead.popleft(), collected)
         for index, parts in ahead:
             _arrive(index, parts, collected)
-        found: dict[str, float] = executor.on_output_rank(lambda: {**self._means(rows, len(bounds)), **self._gathered(collected, bounds)})
+        found: dict[str, float] = executor.on_output_rank(
+            lambda: {**self._means(rows, len(bounds)), **self._gathered(collected, bounds)}
+        )
         return found
 
     def _position(self, step: int, item: Microbatch) -> tuple[int, ...]:
         """The key of a microbatch's random streams."""
         return self.recipe.seed, RandomStream.EVALUATION, step, item.index
 
-    def _measured(self, item: Microbatch, batch: Any, output: Any, loss: Any) -> tuple[Sums, _ToHost]:
-        if item.is_dummy and self.recipe.inputs is not None:  # a metric may keep what it is called with, or call the model
+    def _measured(
+        self, item: Microbatch, batch: Any, output: Any, loss: Any
+    ) -> tuple[Sums, _ToHost]:
+        # a metric may keep what it is called with, or call the model
+        if item.is_dummy and self.recipe.inputs is not None:
             return {}, _ToHost({}, self.module.device)
         weighs = self.recipe.weight if self.evaluation.loss is None else None
         weights = None if weighs is None else weights_of(weighs(item.batch))
-        sums = {} if loss is None else measured(loss, samples=item.size, batch=item.batch, weights=weights)
+        sums = (
+            {}
+            if loss is None
+            else measured(loss, samples=item.size, batch=item.batch, weights=weights)
+        )
         for name, metric in self._metrics(Mean).items():
-            sums[name] = _sum_and_number(name, self._called(name, metric.values, output, batch), item.size)
+            sums[name] = _sum_and_number(
+                name, self._called(name, metric.values, output, batch), item.size
+            )
         columns = {}
         for name, metric in self._metrics(Gathered).items():
-            collected = checked_columns(f"metric {name!r}", self._called(name, metric.collect, output, batch), item.size)
+            collected = checked_columns(
+                f"metric {name!r}", self._called(name, metric.collect, output, batch), item.size
+            )
             columns[name] = collected
         self._is_first = False
         return sums, _ToHost(columns, self.module.device)
 
-    def _called(self, name: str, function: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
-        """Call a metric's function of one microbatch. Raises `DataError` if it calls a collective, which is looked for
-        once."""
+    def _called(
+        self, name: str, function: Callable[[Any, Any], Any], output: Any, batch: Any
+    ) -> Any:
+        """Call a metric's function of one microbatch. Raises `DataError` if it calls a collective,
+        which is looked for once."""
         if self.recipe.inputs is None or self.mesh.axis("tensor").size > 1:
             return function(output, batch)  # the model's own collectives
         try:
@@ -140,41 +183,67 @@ class Evaluator:
                 return function(output, batch)
         except CollectiveCalled as error:
             raise DataError(
-                f"metric {name!r} calls {error} of torch.distributed for a microbatch; ranks have unequally many, so it would mix "
-                f"them up, or wait for ever, and lockstep gathers the values of all ranks itself; leave it out: {ALONE}"
+                f"metric {name!r} calls {error} of torch.distributed for a microbatch; ranks have"
+                " unequally many, so it would mix them up, or wait for ever, and lockstep gathers"
+                f" the values of all ranks itself; leave it out: {ALONE}"
             ) from None
 
     def _metrics(self, kind: type[Any]) -> dict[str, Any]:
         batch_loss = None if self.evaluation.loss is not None else self.recipe.batch_loss
-        metrics = self.evaluation.metrics if batch_loss is None else {SINGLE: batch_loss, **self.evaluation.metrics}
+        metrics = (
+            self.evaluation.metrics
+            if batch_loss is None
+            else {SINGLE: batch_loss, **self.evaluation.metrics}
+        )
         return {name: metric for name, metric in metrics.items() if isinstance(metric, kind)}
 
     def _means(self, rows: dict[int, Sums], microbatches: int) -> dict[str, float]:
         names = self._names(rows)
         numbers = [number for row in rows.values() for name in names for number in row[name]]
-        mine = torch.tensor(numbers_on_host(numbers), dtype=torch.float64).reshape(len(rows), 2 * len(names))
+        mine = torch.tensor(numbers_on_host(numbers), dtype=torch.float64).reshape(
+            len(rows), 2 * len(names)
+        )
         columns = self.mesh.in_order(mine, microbatches).T.tolist()
         totals = [exact_sum(column) for column in columns]
-        means = {name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan") for i, name in enumerate(names)}
+        means = {
+            name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan")
+            for i, name in enumerate(names)
+        }
         if SINGLE not in means and SINGLE not in self._metrics(Gathered):
-            means = {SINGLE: sum(value for name, value in means.items() if name not in self.evaluation.metrics), **means}
+            means = {
+                SINGLE: sum(
+                    value for name, value in means.items() if name not in self.evaluation.metrics
+                ),
+                **means,
+            }
         return means
 
     def _names(self, rows: dict[int, Sums]) -> list[str]:
-        """The names of the sums. Every rank calls it. Raises `LossError` if they differ between microbatches."""
-        (_, names), *others = distinct_kinds(self.mesh, {index: list(row) for index, row in rows.items()})
+        """The names of the sums. Every rank calls it. Raises `LossError` if they differ between
+        microbatches."""
+        (_, names), *others = distinct_kinds(
+            self.mesh, {index: list(row) for index, row in rows.items()}
+        )
         for index, found in others:
             if set(found) != set(names):
                 terms, before = (
-                    [name.removeprefix(f"{SINGLE}/") for name in each if name not in self.evaluation.metrics] for each in (found, names)
+                    [
+                        name.removeprefix(f"{SINGLE}/")
+                        for name in each
+                        if name not in self.evaluation.metrics
+                    ]
+                    for each in (found, names)
                 )
                 raise LossError(
-                    f"evaluation, microbatch {index}: the loss has terms {terms} and had {before} before; it must have the same terms for "
-                    "every microbatch: give one that does not apply as a zero, (output * 0).sum()"
+                    f"evaluation, microbatch {index}: the loss has terms {terms} and had {before}"
+                    " before; it must have the same terms for every microbatch: give one that does"
+                    " not apply as a zero, (output * 0).sum()"
                 )
         return list(names)
 
-    def _gathered(self, collected: dict[str, dict[int, Columns]], bounds: list[tuple[int, int]]) -> dict[str, float]:
+    def _gathered(
+        self, collected: dict[str, dict[int, Columns]], bounds: list[tuple[int, int]]
+    ) -> dict[str, float]:
         sizes = [stop - start for start, stop in bounds]
         found = {}
         for name, parts in collected.items():
@@ -184,23 +253,28 @@ class Evaluator:
                     computed = self._metrics(Gathered)[name].compute(*everyone)
             except CollectiveCalled as error:
                 raise DataError(
-                    f"metric {name!r} calls {error} of torch.distributed in its compute, which every rank calls with the rows of all "
-                    f"samples, so they would be counted once a rank; leave it out: {ALONE}"
+                    f"metric {name!r} calls {error} of torch.distributed in its compute, which"
+                    " every rank calls with the rows of all samples, so they would be counted once"
+                    f" a rank; leave it out: {ALONE}"
                 ) from None
             found[name] = _one_number(name, computed)
         return found
 
 
 class _ToHost:
-    """Copies of the rows that a microbatch has collected, on their way to the host. It takes them after it has begun
-    the next microbatch, and waits for them: so it is at most one microbatch ahead of a device."""
+    """Copies of the rows that a microbatch has collected, on their way to the host. It takes them
+    after it has begun the next microbatch, and waits for them: so it is at most one microbatch
+    ahead of a device."""
 
     def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
         """`device`: that of the model, which the host must not leave behind."""
         devices = {device, *(tensor.device for each in columns.values() for tensor in each)}
         streams = [each for each in devices if accelerator.has_streams(each)]
         behind = bool(streams)
-        self._columns = {name: tuple(tensor.to("cpu", non_blocking=behind) for tensor in each) for name, each in columns.items()}
+        self._columns = {
+            name: tuple(tensor.to("cpu", non_blocking=behind) for tensor in each)
+            for name, each in columns.items()
+        }
         self._events = list(map(accelerator.recorded_event, streams))
 
     def take(self) -> dict[str, Columns]:
@@ -208,7 +282,10 @@ class _ToHost:
             return self._columns
         for event in self._events:
             event.synchronize()
-        return {name: tuple(tensor.clone() for tensor in each) for name, each in self._columns.items()}  # out of pinned memory
+        # out of pinned memory
+        return {
+            name: tuple(tensor.clone() for tensor in each) for name, each in self._columns.items()
+        }
 
 
 def _arrive(index: int, parts: _ToHost, collected: Mapping[str, dict[int, Columns]]) -> None:
@@ -217,24 +294,30 @@ def _arrive(index: int, parts: _ToHost, collected: Mapping[str, dict[int, Column
 
 
 def _no_loss(output: Any, batch: Any) -> None:
-    """The loss of a microbatch of a recipe with a `batch_loss`, which is computed from the rows of all."""
+    """The loss of a microbatch of a recipe with a `batch_loss`, which is computed from the rows of
+    all."""
 
 
 def _one_number(name: str, computed: Any) -> float:
     shape = tuple(getattr(computed, "shape", ()))
     if math.prod(shape) != 1:
         raise DataError(
-            f"metric {name!r} computed an array of shape {shape}; a metric is one number; reduce it to one, or give one metric each"
+            f"metric {name!r} computed an array of shape {shape}; a metric is one number; reduce it"
+            " to one, or give one metric each"
         )
     return as_number(name, computed)
 
 
 def _sum_and_number(name: str, values: Any, samples: int) -> tuple[Number, Number]:
     if not isinstance(values, Tensor):
-        raise DataError(f"metric {name!r} has values {values!r} (a {type(values).__name__}); a Mean's values are a tensor, one a sample")
+        raise DataError(
+            f"metric {name!r} has values {values!r} (a {type(values).__name__}); a Mean's values"
+            " are a tensor, one a sample"
+        )
     if values.dim() == 0 and samples > 1:
         raise DataError(
-            f"metric {name!r} has one value for a microbatch of {samples} samples; an ls.Mean divides the sum of the values by their "
-            "number, and would take a mean of means; return one value a sample: leave out .mean() (or .sum()) over them"
+            f"metric {name!r} has one value for a microbatch of {samples} samples; an ls.Mean"
+            " divides the sum of the values by their number, and would take a mean of means;"
+            " return one value a sample: leave out .mean() (or .sum()) over them"
         )
     return number_of(values.double().sum()), float(values.numel())

@@ -1,4 +1,5 @@
-"""The hook protocol: when users' hooks and lockstep's own are called, and the `Run` that they get."""
+"""The hook protocol: when users' hooks and lockstep's own are called, and the `Run` that they
+get."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ from lockstep.training.train_module import TrainModule
 
 
 class Hook:
-    """Methods that are called on every rank, in the order in which the hooks were given. All do nothing unless
-    overridden.
+    """Methods that are called on every rank, in the order in which the hooks were given. All do
+    nothing unless overridden.
 
-    A hook with `state_dict` and `load_state_dict` is saved with the run. `run.step` is the number of optimizer steps
-    done.
+    A hook with `state_dict` and `load_state_dict` is saved with the run. `run.step` is the number
+    of optimizer steps done.
     """
 
     def on_start(self, run: Run) -> None:
@@ -52,8 +53,8 @@ class Hook:
         """Before the first forward of each step."""
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
-        """After the last backward of a step. Every `.grad` of `model` is summed over all ranks, but not yet clipped,
-        nor unscaled in fp16. Called for each model if several are prepared."""
+        """After the last backward of a step. Every `.grad` of `model` is summed over all ranks, but
+        not yet clipped, nor unscaled in fp16. Called for each model if several are prepared."""
 
     def after_step(self, run: Run) -> None:
         """After each step, even if fp16 overflowed and the model was not updated."""
@@ -62,11 +63,12 @@ class Hook:
         """Before each evaluation."""
 
     def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
-        """After each evaluation, with its metrics, which are the same on every rank. What a hook adds to them is in the
-        run's result, and can be named in `Saving(best=)`."""
+        """After each evaluation, with its metrics, which are the same on every rank. What a hook
+        adds to them is in the run's result, and can be named in `Saving(best=)`."""
 
     def on_finish(self, run: Run) -> None:
-        """After the last step and the last evaluation, before the result is written. Not after an error."""
+        """After the last step and the last evaluation, before the result is written. Not after an
+        error."""
 
     def on_save(self, run: Run) -> None:
         """After the final weights were written to the run directory."""
@@ -75,7 +77,8 @@ class Hook:
         """After an event was written to events.jsonl, but not before `on_start`."""
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        """When an error ends the run on this rank. Other ranks may be gone: do not call collectives."""
+        """When an error ends the run on this rank. Other ranks may be gone: do not call
+        collectives."""
 
     def on_end(self, run: Run) -> None:
         """Called at the end of the run, even after an error. Do not call collectives."""
@@ -102,13 +105,16 @@ class ControlHook(Hook):
 
 
 class Hooks:
-    """A list of hooks. Each moment calls only the hooks that override it, and the user's with seeded generators."""
+    """A list of hooks. Each moment calls only the hooks that override it, and the user's with
+    seeded generators."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self.all = list(hooks)
         self._at: dict[str, list[Callable[..., None]]] = {}
         self._requesting = [
-            hook.request for hook in hooks if isinstance(hook, ControlHook) and type(hook).request is not ControlHook.request
+            hook.request
+            for hook in hooks
+            if isinstance(hook, ControlHook) and type(hook).request is not ControlHook.request
         ]
 
     def requests(self, run: Run) -> list[Request]:
@@ -120,7 +126,11 @@ class Hooks:
         methods = self._at.get(moment)
         if methods is None:
             default = getattr(ControlHook, moment)
-            hooks = self.all if hasattr(Hook, moment) else [hook for hook in self.all if isinstance(hook, ControlHook)]
+            hooks = (
+                self.all
+                if hasattr(Hook, moment)
+                else [hook for hook in self.all if isinstance(hook, ControlHook)]
+            )
             called = [hook for hook in hooks if getattr(type(hook), moment) is not default]
             methods = self._at[moment] = [self._method(hook, moment) for hook in called]
         for method in methods:
@@ -130,10 +140,15 @@ class Hooks:
         method: Callable[..., None] = getattr(hook, moment)
         if moment == "on_event" or type(hook).__module__.startswith("lockstep."):
             return method  # an event may be recorded amid a microbatch
-        return partial(_call_seeded, method, (self.all.index(hook), [*vars(Hook), *vars(ControlHook)].index(moment)))
+        return partial(
+            _call_seeded,
+            method,
+            (self.all.index(hook), [*vars(Hook), *vars(ControlHook)].index(moment)),
+        )
 
     def call_every(self, moment: str, *arguments: Any) -> None:
-        """Call method `moment` of all hooks even if one raises; the first error is raised at the end."""
+        """Call method `moment` of all hooks even if one raises; the first error is raised at the
+        end."""
         failure: BaseException | None = None
         for hook in self.all:
             try:
@@ -144,7 +159,9 @@ class Hooks:
             raise failure
 
 
-def _call_seeded(method: Callable[..., None], place: tuple[int, int], run: Run, *arguments: Any) -> None:
+def _call_seeded(
+    method: Callable[..., None], place: tuple[int, int], run: Run, *arguments: Any
+) -> None:
     seed_generators(key(run.context.seed, RandomStream.HOOK, run.step, *place), run.context.device)
     method(run, *arguments)
 
@@ -162,18 +179,21 @@ class Run:
         self.statistics: list[RunningStatistics] = []
         """Running statistics of all models, in the current loop."""
         self.streams: list[tuple[int, ModuleRandomStreams]] = []
-        """The random streams of the models that have some, with the model's number, in the current loop."""
+        """The random streams of the models that have some, with the model's number, in the current
+        loop."""
         self.stateful: dict[str, Stateful] = {"run": self}
         """Further objects whose state is saved in checkpoints, by name."""
         self.step = 0
         """Optimizer steps done."""
         self.results: dict[int, StepResult] = {}
-        """Results of the latest step, by the number of the model; none for a model that has skipped it."""
+        """Results of the latest step, by the number of the model; none for a model that has skipped
+        it."""
         self.latest: StepResult | None = None
         """The first model's result in the latest step that it has not skipped."""
         self.metrics_at: dict[str, int] = {}
         self.metrics: dict[str, float] = {}
-        """The latest value of each metric of the evaluations; `metrics_at` is `step` at that time."""
+        """The latest value of each metric of the evaluations; `metrics_at` is `step` at that
+        time."""
         self.measure: Callable[[], None] | None = None
         """Measures the recipe's evaluations. None if it has none."""
         self.logged: dict[str, float] = {}
@@ -187,7 +207,8 @@ class Run:
         self._devices_of: dict[int, list[torch.device]] = {}
         """The number of models -> `_devices`."""
         self.is_consistent = True
-        """False from the first change of a model in a step until the script's part of the step has ended."""
+        """False from the first change of a model in a step until the script's part of the step has
+        ended."""
         self.is_consistent_in_steps = True
         """False if the script itself may change the saved state during a step."""
         self.stopping: str | None = None
@@ -235,60 +256,79 @@ class Run:
 
     @property
     def epoch(self) -> int | None:
-        """Epochs of the current loop's data that the steps done have ended, from 0: in `before_step`, the epoch of the
-        step's first sample. None before the first step, and for data without a length."""
+        """Epochs of the current loop's data that the steps done have ended, from 0: in
+        `before_step`, the epoch of the step's first sample. None before the first step, and for
+        data without a length."""
         return None if self.epoch_of is None else self.epoch_of(self.step - self.loop.steps_before)
 
     @property
     def has_ended_epoch(self) -> bool:
         """True if the latest step was the last one of an epoch."""
         done = self.step - self.loop.steps_before
-        return self.epoch_of is not None and done > 0 and self.epoch_of(done) > self.epoch_of(done - 1)
+        return (
+            self.epoch_of is not None and done > 0 and self.epoch_of(done) > self.epoch_of(done - 1)
+        )
 
     @property
     def loss(self) -> float:
-        """The first model's loss in the latest step that it has not skipped: Σ total / Σ weight of the global batch."""
+        """The first model's loss in the latest step that it has not skipped: Σ total / Σ weight of
+        the global batch."""
         return self._saved_loss if self.latest is None else self.latest.loss()
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training, on any rank. All stop at the next logging step, or after this evaluation."""
+        """Ask for the end of training, on any rank. All stop at the next logging step, or after
+        this evaluation."""
         self._stop = reason
 
     def freeze(self, *patterns: str) -> None:
-        """Train without the parameters of `model` with these names from the next step on; `*` stands for any text.
-        Every rank calls it, between two steps. The optimizer keeps their state. Raises `RecipeError`."""
+        """Train without the parameters of `model` with these names from the next step on; `*`
+        stands for any text. Every rank calls it, between two steps. The optimizer keeps their
+        state. Raises `RecipeError`."""
         self._set_trainable(patterns, to=False)
 
     def unfreeze(self, *patterns: str) -> None:
-        """Train the parameters of `model` with these names from the next step on. The optimizer must hold them. Every
-        rank calls it, between two steps. Raises `RecipeError`."""
+        """Train the parameters of `model` with these names from the next step on. The optimizer
+        must hold them. Every rank calls it, between two steps. Raises `RecipeError`."""
         self._set_trainable(patterns, to=True)
 
     def _set_trainable(self, patterns: Sequence[str], *, to: bool) -> None:
         verb, module = "unfreeze" if to else "freeze", self.modules[0]
         first, *others = self.context.world.gather_values([verb, *patterns])
         if any(other != first for other in others):
-            raise RecipeError(f"run.{verb}{tuple(patterns)} on some ranks alone; all train the same parameters; call it on every rank")
+            raise RecipeError(
+                f"run.{verb}{tuple(patterns)} on some ranks alone; all train the same parameters;"
+                " call it on every rank"
+            )
         names = set(module.names)
         for pattern in patterns:
             found = fnmatch.filter(module.held, pattern)
             if not found:
                 raise RecipeError(
-                    f"run.{verb}({pattern!r}), and the optimizer holds no such parameter; it holds {first_few(list(module.held))}; give "
-                    "the optimizer all parameters that are trained at any time"
+                    f"run.{verb}({pattern!r}), and the optimizer holds no such parameter; it holds"
+                    f" {first_few(list(module.held))}; give the optimizer all parameters that are"
+                    " trained at any time"
                 )
             names = names | set(found) if to else names - set(found)
         if not names:
-            raise RecipeError(f"run.{verb}{tuple(patterns)} would leave no trainable parameter; a step needs one; freeze fewer")
+            raise RecipeError(
+                f"run.{verb}{tuple(patterns)} would leave no trainable parameter; a step needs one;"
+                " freeze fewer"
+            )
         if names != set(module.names):
             module.set_trainable(names)
-            self.event("trainable-parameters", parameters=len(names), change=verb, patterns=list(patterns))
+            self.event(
+                "trainable-parameters", parameters=len(names), change=verb, patterns=list(patterns)
+            )
 
     def evaluate(self) -> dict[str, float]:
-        """Measure all of the recipe's evaluations that were not measured after this step, and return the metrics of
-        all. Every rank calls it, between two steps. Raises `RecipeError` if the recipe has none."""
+        """Measure all of the recipe's evaluations that were not measured after this step, and
+        return the metrics of all. Every rank calls it, between two steps. Raises `RecipeError` if
+        the recipe has none."""
         if self.measure is None:
-            raise RecipeError("run.evaluate() without Recipe.evaluation; it measures those of the recipe; give ls.Evaluation(data=...)")
+            raise RecipeError(
+                "run.evaluate() without Recipe.evaluation; it measures those of the recipe; give"
+                " ls.Evaluation(data=...)"
+            )
         self.measure()
         return dict(self.metrics)
 
@@ -298,17 +338,27 @@ class Run:
         self.metrics_at |= dict.fromkeys(metrics, self.step)
 
     def metric(self, name: str, of: str) -> float | None:
-        """Return a metric if it was measured after the latest step, else None. `of`: who asks, for the message of the
-        `RecipeError` if no evaluation has this metric."""
+        """Return a metric if it was measured after the latest step, else None. `of`: who asks, for
+        the message of the `RecipeError` if no evaluation has this metric."""
         if name in self.metrics:
             return self.metrics[name] if self.metrics_at[name] == self.step else None
-        awaited = [] if self.recipe is None else [prefix for prefix in self.recipe.evaluations if f"{prefix}loss" not in self.metrics]
+        awaited = (
+            []
+            if self.recipe is None
+            else [
+                prefix for prefix in self.recipe.evaluations if f"{prefix}loss" not in self.metrics
+            ]
+        )
         if awaited:
             return None
-        raise RecipeError(f"{of}, which is not measured; measured are {', '.join(self.metrics)}; choose one of these")
+        raise RecipeError(
+            f"{of}, which is not measured; measured are {', '.join(self.metrics)}; choose one of"
+            " these"
+        )
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
-        """Record an event; rank 0's are in events.jsonl. `step`: optimizer steps done then; None: those done now."""
+        """Record an event; rank 0's are in events.jsonl. `step`: optimizer steps done then; None:
+        those done now."""
         event = self.context.recorder.event(name, self.step if step is None else step, **details)
         if self._has_started:
             self.hooks.call("on_event", self, event)
@@ -320,45 +370,61 @@ class Run:
             self.context.recorder.message(remark.line)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Add numbers to this step's line in metrics.jsonl and to the progress display; rank 0's are written.
+        """Add numbers to this step's line in metrics.jsonl and to the progress display; rank 0's
+        are written.
 
         Raises `DataError` for a value that is not a number, or a name that the line has already.
         """
         for name, value in values.items():
             if name in ROW_NAMES or name.startswith("lr/"):
-                raise DataError(f"log({{{name!r}: ...}}); every line has {name!r} already; choose another name")
+                raise DataError(
+                    f"log({{{name!r}: ...}}); every line has {name!r} already; choose another name"
+                )
             self.logged[name] = as_number(name, value)
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """Return a copy of the state dict of `model` with full tensors on the CPU, on every rank and under every plan:
-        for `save_pretrained`. Optimizers that have modes are in evaluation mode then. Every rank calls it. None: the
-        first model."""
+        """Return a copy of the state dict of `model` with full tensors on the CPU, on every rank
+        and under every plan: for `save_pretrained`. Optimizers that have modes are in evaluation
+        mode then. Every rank calls it. None: the first model."""
         with ExitStack() as stack:
             for module in self.modules:
                 stack.enter_context(module.modes.evaluating())
             state = self.context.mesh.union((model or self.model).state_dict())
-            return {name: full_tensor(value.detach()).to("cpu", copy=True) for name, value in state.items()}
+            return {
+                name: full_tensor(value.detach()).to("cpu", copy=True)
+                for name, value in state.items()
+            }
 
     def gradient_norms(self, model: nn.Module | None = None) -> dict[str, float]:
-        """Return the norm of the gradient of each parameter that has one, by name. Every rank calls it, in
-        `after_backward`. `model`: that of the hook; None: the first."""
+        """Return the norm of the gradient of each parameter that has one, by name. Every rank calls
+        it, in `after_backward`. `model`: that of the hook; None: the first."""
         module = next(each for each in self.modules if model is None or each.model is model)
         scale = 1.0 if module.loss_scale is None else module.loss_scale.value
         named = zip(module.names, module.parameters, strict=True)
-        mine = {name: float(full_tensor(p.grad).double().norm()) / scale for name, p in named if p.grad is not None}
+        mine = {
+            name: float(full_tensor(p.grad).double().norm()) / scale
+            for name, p in named
+            if p.grad is not None
+        }
         everyone = self.context.mesh.axis("pipeline").gather_values(mine)
         return {name: norm for theirs in everyone for name, norm in theirs.items()}
 
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0 writes those of all."""
+        """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0
+        writes those of all."""
         self.context.recorder.save_tensors(name, self.context.mesh.union(state_dict))
 
     def include(self, name: str, state: Stateful) -> None:
         """Save `state` with the run, under `name`. Raises `CheckpointError`."""
         if not isinstance(state, Stateful):
-            raise CheckpointError(f"include({name!r}, a {type(state).__name__}); it has no state_dict and load_state_dict; add both")
+            raise CheckpointError(
+                f"include({name!r}, a {type(state).__name__}); it has no state_dict and"
+                " load_state_dict; add both"
+            )
         if name in self.stateful:
-            raise CheckpointError(f"include({name!r}) a second time; names are unique; choose another")
+            raise CheckpointError(
+                f"include({name!r}) a second time; names are unique; choose another"
+            )
         self.stateful[name] = state
 
     def include_hooks(self, hooks: Sequence[Hook]) -> None:
@@ -383,21 +449,31 @@ class Run:
             self.progress.begin_change()
 
     def end_step(self, source: Microbatches) -> None:
-        """Called when the script's part of the step has ended: the saved state is consistent again."""
+        """Called when the script's part of the step has ended: the saved state is consistent
+        again."""
         self.is_consistent = True
         self.loop.shards = {str(shard): at for shard, at in (source.positions or {}).items()}
         if self.progress is not None:
             metrics, at = dict(self.metrics), dict(self.metrics_at)
             modules = [module.host_values() for module in self.modules]
-            ended = EndedStep(self.step, metrics, at, self.latest, self._saved_loss, self.loop.values(), modules)
+            ended = EndedStep(
+                self.step, metrics, at, self.latest, self._saved_loss, self.loop.values(), modules
+            )
             self.progress.end_step(ended, self._devices())
 
     def _devices(self) -> list[torch.device]:
         """The accelerators that hold a part of the state, or compute it."""
         devices = self._devices_of.get(len(self.modules))
         if devices is None:
-            found = {to_local(parameter).device for module in self.modules for parameter in module.held.values()}
-            devices = sorted((each for each in found | {self.context.device} if accelerator.has_streams(each)), key=str)
+            found = {
+                to_local(parameter).device
+                for module in self.modules
+                for parameter in module.held.values()
+            }
+            devices = sorted(
+                (each for each in found | {self.context.device} if accelerator.has_streams(each)),
+                key=str,
+            )
             self._devices_of = {len(self.modules): devices}
         return devices
 
@@ -433,10 +509,19 @@ class Run:
             self.exchange.world = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "metrics": self.metrics, "metrics_at": self.metrics_at, "loss": self.loss}
+        return {
+            "step": self.step,
+            "metrics": self.metrics,
+            "metrics_at": self.metrics_at,
+            "loss": self.loss,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.metrics, self.metrics_at = state["step"], state["metrics"], state["metrics_at"]
+        self.step, self.metrics, self.metrics_at = (
+            state["step"],
+            state["metrics"],
+            state["metrics_at"],
+        )
         self._saved_loss = state["loss"]
 
     def _request(self) -> Request:
@@ -445,17 +530,20 @@ class Run:
 
 
 def check_hooks(hooks: Any) -> None:
-    """Raise `RecipeError` unless `hooks` is a sequence of `Hook`s whose methods are called at moments that exist."""
+    """Raise `RecipeError` unless `hooks` is a sequence of `Hook`s whose methods are called at
+    moments that exist."""
     several = hooks if isinstance(hooks, Sequence) else [hooks]
     for hook in several:
         if not isinstance(hook, Hook):
-            raise RecipeError(f"hooks has {hook!r}; a hook is an object of a subclass of ls.Hook; make it one")
+            raise RecipeError(
+                f"hooks has {hook!r}; a hook is an object of a subclass of ls.Hook; make it one"
+            )
         for name in dir(type(hook)):
             if name.startswith(("on_", "before_", "after_")) and not hasattr(ControlHook, name):
                 moments = ", ".join(each for each in vars(Hook) if not each.startswith("_"))
                 raise RecipeError(
-                    f"{type(hook).__name__}.{name} would never be called; the methods of an ls.Hook are {moments}; use one of them, or a "
-                    "name with another beginning"
+                    f"{type(hook).__name__}.{name} would never be called; the methods of an ls.Hook"
+                    f" are {moments}; use one of them, or a name with another beginning"
                 )
     if several is not hooks:
         raise RecipeError(f"hooks={hooks!r}; it is a list of hooks; give hooks=[...]")

@@ -1,4 +1,5 @@
-"""The parameters and buffers that a model's state dict leaves out, and which of them have changed since the start."""
+"""The parameters and buffers that a model's state dict leaves out, and which of them have changed
+since the start."""
 
 from __future__ import annotations
 
@@ -16,13 +17,18 @@ _PIECE = 1 << 20
 
 
 class LeftOut:
-    """The tensors that neither the state dict nor an optimizer holds. One that changes belongs to the run's state."""
+    """The tensors that neither the state dict nor an optimizer holds. One that changes belongs to
+    the run's state."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
-        """`held`: names of parameters that an optimizer holds. Every rank makes one, before a checkpoint is loaded."""
+        """`held`: names of parameters that an optimizer holds. Every rank makes one, before a
+        checkpoint is loaded."""
         saved = dict(in_state(model, held))
         ours = set(map(id, saved.values()))
-        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
         self._saved = {*saved, *(name for name, tensor in named if id(tensor) in ours)}
         self._modules = list(model.named_modules())
         self._before = {name: _checksum(tensor) for name, tensor in self.tensors().items()}
@@ -49,36 +55,62 @@ class LeftOut:
     def changed(self) -> dict[str, Tensor]:
         """The tensors that have changed, by name."""
         return {
-            name: tensor for name, tensor in self.tensors().items() if name in self._agreed or self._before.get(name) != _checksum(tensor)
+            name: tensor
+            for name, tensor in self.tensors().items()
+            if name in self._agreed or self._before.get(name) != _checksum(tensor)
         }
 
     def resized(self) -> list[str]:
         """The names of the buffers that have another shape than at the start."""
-        return [name for name, tensor in self._model.named_buffers() if self._shapes.get(name, tensor.shape) != tensor.shape]
+        return [
+            name
+            for name, tensor in self._model.named_buffers()
+            if self._shapes.get(name, tensor.shape) != tensor.shape
+        ]
 
 
 def in_state(model: nn.Module, held: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters, then the buffers, that the state dict or an optimizer holds, under all of their names."""
+    """Yield the parameters, then the buffers, that the state dict or an optimizer holds, under all
+    of their names."""
     saved = model.state_dict().keys()
     for named in (model.named_parameters, model.named_buffers):
-        yield from ((name, tensor) for name, tensor in named(remove_duplicate=False) if name in saved or name in held)
+        yield from (
+            (name, tensor)
+            for name, tensor in named(remove_duplicate=False)
+            if name in saved or name in held
+        )
 
 
 def not_persistent(model: nn.Module) -> set[str]:
     """Return the names of the buffers that were registered with persistent=False."""
-    return {f"{prefix}.{name}".lstrip(".") for prefix, module in model.named_modules() for name in non_persistent_buffers(module)}
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in non_persistent_buffers(module)
+    }
 
 
-def complete_state_dict(model: nn.Module, held: Collection[str], changed: Mapping[str, Tensor], world: World) -> dict[str, Any]:
-    """Return the model's state dict, with what it leaves out although an optimizer holds it or it has changed, but no
-    buffers with persistent=False. Every rank calls it. `changed`: what `LeftOut.changed` returns."""
+def complete_state_dict(
+    model: nn.Module, held: Collection[str], changed: Mapping[str, Tensor], world: World
+) -> dict[str, Any]:
+    """Return the model's state dict, with what it leaves out although an optimizer holds it or it
+    has changed, but no buffers with persistent=False. Every rank calls it. `changed`: what
+    `LeftOut.changed` returns."""
     state = dict(model.state_dict())
     transient = not_persistent(model)
     more = {name: tensor.detach() for name, tensor in in_state(model, held) if name not in state}
     more |= {name: tensor.detach() for name, tensor in changed.items() if name not in transient}
-    there = {address for value in state.values() if isinstance(value, Tensor) and (address := _address(value))}
-    renamed = world.gather_values([name for name, tensor in more.items() if _address(tensor) in there])
-    return state | {name: tensor for name, tensor in more.items() if not any(name in names for names in renamed)}
+    there = {
+        address
+        for value in state.values()
+        if isinstance(value, Tensor) and (address := _address(value))
+    }
+    renamed = world.gather_values(
+        [name for name, tensor in more.items() if _address(tensor) in there]
+    )
+    return state | {
+        name: tensor for name, tensor in more.items() if not any(name in names for names in renamed)
+    }
 
 
 def _address(tensor: Tensor) -> int:
@@ -87,11 +119,17 @@ def _address(tensor: Tensor) -> int:
 
 
 def _checksum(tensor: Tensor) -> tuple[object, ...]:
-    """Return a number that depends on every byte of this rank's part and on its place, with dtype and shape.
+    """Return a number that depends on every byte of this rank's part and on its place, with dtype
+    and shape.
 
     For a tensor without dense bytes it is the count of the changes that torch has seen."""
     part, kind = to_local(tensor).detach(), (str(tensor.dtype), tuple(tensor.shape))
-    if type(part) is not Tensor or part.layout != torch.strided or part.is_quantized or part.is_meta:
+    if (
+        type(part) is not Tensor
+        or part.layout != torch.strided
+        or part.is_quantized
+        or part.is_meta
+    ):
         return (*kind, id(tensor), version(tensor))
     raw = part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64)

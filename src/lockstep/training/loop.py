@@ -21,7 +21,15 @@ from lockstep.recipe.data import Stream, check_data, check_dataset, check_sample
 from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Evaluation, Recipe
 from lockstep.training.hook import Run
-from lockstep.training.microbatches import Batching, Microbatches, from_data, from_indices, from_stream, positions_in, total_steps
+from lockstep.training.microbatches import (
+    Batching,
+    Microbatches,
+    from_data,
+    from_indices,
+    from_stream,
+    positions_in,
+    total_steps,
+)
 from lockstep.training.set_up import (
     Remark,
     batchnorm,
@@ -57,41 +65,63 @@ class LoopOptions:
 
     def __post_init__(self) -> None:
         """Take dataset and collate function from a DataLoader whose order is given."""
-        if isinstance(self.data, DataLoader) and (self.sampler is not None or self.batch_sampler is not None):
+        if isinstance(self.data, DataLoader) and (
+            self.sampler is not None or self.batch_sampler is not None
+        ):
             if self.collate is None and self.data.collate_fn is not default_collate:
                 self.collate = self.data.collate_fn
             self.data = self.data.dataset
 
 
 def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
-    """Check the options, assign microbatches to ranks, build the reducers. Every rank calls it. Raises `UserError`s."""
+    """Check the options, assign microbatches to ranks, build the reducers. Every rank calls it.
+    Raises `UserError`s."""
     plan, data, models = run.context.plan, options.data, [module.model for module in run.modules]
     check_no_auto(plan, options.microbatch)
-    check_samplers(options.sampler, options.batch_sampler, data, options.global_batch, options.microbatch)
+    check_samplers(
+        options.sampler, options.batch_sampler, data, options.global_batch, options.microbatch
+    )
     check_length(options.steps, options.epochs)
     if options.global_batch is not None:
         check_batch(options.global_batch, options.microbatch)
     if options.global_batch is None:
         check_dataset("data", data)
     elif data is not None:
-        check_data("data", data, global_batch=options.global_batch, microbatch=options.microbatch, epochs=options.epochs)
+        check_data(
+            "data",
+            data,
+            global_batch=options.global_batch,
+            microbatch=options.microbatch,
+            epochs=options.epochs,
+        )
     if not run.modules:
-        raise RecipeError("session.steps before session.prepare; a step needs a model and an optimizer; call prepare first")
+        raise RecipeError(
+            "session.steps before session.prepare; a step needs a model and an optimizer; call"
+            " prepare first"
+        )
     microbatch, order = _microbatch(run, options), _order(run, options)
     samples = 0 if data is None or isinstance(data, Stream) else _length(order, data)
     if options.global_batch is not None:
         check_drop_last(options.drop_last, options.epochs, samples, options.global_batch)
         check_microbatch_is_fixed(plan, options.global_batch, microbatch)
-    largest = max(order.sizes) if isinstance(order, BatchOrder) else microbatch or options.global_batch or 0
+    largest = (
+        max(order.sizes)
+        if isinstance(order, BatchOrder)
+        else microbatch or options.global_batch or 0
+    )
     mesh = split_microbatches(models, run.context.mesh, plan, microbatch=largest)
     microbatch_is_fixed = microbatch is not None or isinstance(order, BatchOrder)
-    check_assignment(plan, mesh, is_stream=isinstance(data, Stream), microbatch_is_fixed=microbatch_is_fixed)
-    mesh = mesh.assigned(replace(mesh.assignment, speeds=run.modules[0].mesh.assignment.speeds))  # those of the loop before
+    check_assignment(
+        plan, mesh, is_stream=isinstance(data, Stream), microbatch_is_fixed=microbatch_is_fixed
+    )
+    # those of the loop before
+    mesh = mesh.assigned(replace(mesh.assignment, speeds=run.modules[0].mesh.assignment.speeds))
     run.exchange.world = mesh.data if mesh.assignment.slices else None
     if isinstance(data, Stream) and mesh.assignment.slices:
         raise RecipeError(
-            f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each microbatch over the ranks, and only one of "
-            "them reads its shard; use plain BatchNorm, with statistics of one microbatch, or a map-style dataset"
+            f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each"
+            " microbatch over the ranks, and only one of them reads its shard; use plain"
+            " BatchNorm, with statistics of one microbatch, or a map-style dataset"
         )
     run.global_batch, run.microbatch = options.global_batch or 0, microbatch
     batching = Batching(
@@ -109,7 +139,10 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
     run.total_steps = batching.steps
     if (pipeline := run.modules[0].parallel.pipeline) is not None:
         pipeline.exchange = run.exchange if mesh.assignment.slices else None
-        rounds = [len(mesh.assignment.with_dummies(batching.max_microbatches, rank)) for rank in range(mesh.assignment.ranks)]
+        rounds = [
+            len(mesh.assignment.with_dummies(batching.max_microbatches, rank))
+            for rank in range(mesh.assignment.ranks)
+        ]
         check_microbatches(min(rounds), pipeline.stages)
     for module in run.modules:
         module.begin_loop(mesh, batching.max_microbatches)
@@ -117,44 +150,70 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
 
 
 def _describe(run: Run, options: LoopOptions) -> None:
-    """Record what a script's own loop learns, as far as it is numbers; it is compared when the run is resumed."""
+    """Record what a script's own loop learns, as far as it is numbers; it is compared when the run
+    is resumed."""
     context = run.context
     settings: dict[str, Any] = {"parameters": dict(declared.values)} if declared.values else {}
-    settings |= {"seed": context.seed, "precision": context.precision, "gradient_compression": context.requested_compression}
-    context.recorder.describe({**settings, **{name: getattr(options, name) for name in NUMBERS}, **(context.recipe or {})})
+    settings |= {
+        "seed": context.seed,
+        "precision": context.precision,
+        "gradient_compression": context.requested_compression,
+    }
+    context.recorder.describe(
+        {**settings, **{name: getattr(options, name) for name in NUMBERS}, **(context.recipe or {})}
+    )
 
 
 def report_layout(run: Run, options: LoopOptions, batching: Batching) -> None:
-    """Record each model's reducer, what BatchNorm's statistics cover, and idle ranks, in the first loop of steps."""
+    """Record each model's reducer, what BatchNorm's statistics cover, and idle ranks, in the first
+    loop of steps."""
     if run.recipe is None:
         _describe(run, options)
     models = [module.model for module in run.modules]
     refuse_single_samples(models, batching)
-    for remark in (batchnorm(models, batching), idle_ranks(batching), fixed_assignment(run.context.plan, batching)):
+    for remark in (
+        batchnorm(models, batching),
+        idle_ranks(batching),
+        fixed_assignment(run.context.plan, batching),
+    ):
         if remark is not None:
             run.remark(remark)
     for number, module in enumerate(run.modules):
-        run.event("gradient-reducer", model=number, reducer=module.choice.reducer.__name__, reason=module.choice.reason)
+        run.event(
+            "gradient-reducer",
+            model=number,
+            reducer=module.choice.reducer.__name__,
+            reason=module.choice.reason,
+        )
 
 
 def _order(run: Run, options: LoopOptions) -> SampleOrder | None:
-    """The order of the sampler. Every rank calls it. Raises `DataError` on all ranks if it differs between ranks."""
+    """The order of the sampler. Every rank calls it. Raises `DataError` on all ranks if it differs
+    between ranks."""
     if options.sampler is None and options.batch_sampler is None:
         return None
-    order = order_of(options.sampler, options.batch_sampler, seed=run.context.seed, samples=len(options.data))
+    order = order_of(
+        options.sampler, options.batch_sampler, seed=run.context.seed, samples=len(options.data)
+    )
     assert order is not None, "one of the two is given"
     first, *others = run.context.world.gather_values(order.digest)
     for rank, other in enumerate(others, start=1):
         if other != first:
-            raise DataError(f"the sampler returned other indices for epoch 0 on rank {rank} than on rank 0; {PURE}")
+            raise DataError(
+                f"the sampler returned other indices for epoch 0 on rank {rank} than on rank 0;"
+                f" {PURE}"
+            )
     return order
 
 
 def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
-    """Return the order of a recipe's sampler, and the samples of an epoch, 0 of a stream. Raises `DataError`."""
+    """Return the order of a recipe's sampler, and the samples of an epoch, 0 of a stream. Raises
+    `DataError`."""
     if isinstance(recipe.data, Stream):
         return None, 0
-    order = order_of(recipe.sampler, recipe.batch_sampler, seed=recipe.seed, samples=len(recipe.data))
+    order = order_of(
+        recipe.sampler, recipe.batch_sampler, seed=recipe.seed, samples=len(recipe.data)
+    )
     return order, _length(order, recipe.data)
 
 
@@ -162,13 +221,18 @@ def steps_of(recipe: Recipe) -> int:
     """Return the optimizer steps that training with a recipe takes. Raises `DataError`."""
     order, samples = order_and_samples(recipe)
     return total_steps(
-        order, samples=samples, global_batch=recipe.global_batch, steps=recipe.steps, epochs=recipe.epochs, drop_last=recipe.drop_last
+        order,
+        samples=samples,
+        global_batch=recipe.global_batch,
+        steps=recipe.steps,
+        epochs=recipe.epochs,
+        drop_last=recipe.drop_last,
     )
 
 
 def interval_of(recipe: Recipe, evaluation: Evaluation) -> int | None:
-    """Return the optimizer steps from one measurement of an evaluation to the next. None if it is measured only at the
-    end, or each epoch and epochs differ in steps. Raises `DataError`."""
+    """Return the optimizer steps from one measurement of an evaluation to the next. None if it is
+    measured only at the end, or each epoch and epochs differ in steps. Raises `DataError`."""
     if evaluation.every != "epoch":
         return evaluation.every
     order, samples = order_and_samples(recipe)
@@ -194,32 +258,48 @@ def _microbatch(run: Run, options: LoopOptions) -> int | None:
     if override is None or override == options.microbatch:
         return options.microbatch
     if options.batch_sampler is not None:
-        raise RecipeError(f"microbatch={override} with a batch_sampler, which makes the microbatches; leave them as they are")
+        raise RecipeError(
+            f"microbatch={override} with a batch_sampler, which makes the microbatches; leave them"
+            " as they are"
+        )
     if isinstance(options.data, Stream):
         raise RecipeError(
-            f"microbatch={override} instead of {options.microbatch} with an ls.Stream; other microbatches read from other shards, and so "
-            "have other samples; leave the microbatch as it is"
+            f"microbatch={override} instead of {options.microbatch} with an ls.Stream; other"
+            " microbatches read from other shards, and so have other samples; leave the microbatch"
+            " as it is"
         )
     return override
 
 
 def sources(
-    run: Run, options: LoopOptions, batching: Batching, first: int, close: Callable[[Callable[[], object]], object]
+    run: Run,
+    options: LoopOptions,
+    batching: Batching,
+    first: int,
+    close: Callable[[Callable[[], object]], object],
 ) -> Iterator[Microbatches]:
-    """Each step's microbatches on this rank, from step `first` on. `close` is called with the loader's `close` method,
-    to register it."""
+    """Each step's microbatches on this rank, from step `first` on. `close` is called with the
+    loader's `close` method, to register it."""
     context, data = run.context, options.data
     if data is None:
         return from_indices(batching, seed=context.seed, first=first)
-    how: dict[str, Any] = {"workers": int(context.plan.workers), "prefetch": int(context.plan.prefetch)}
+    how: dict[str, Any] = {
+        "workers": int(context.plan.workers),
+        "prefetch": int(context.plan.prefetch),
+    }
     how |= {"collate": options.collate, "seed": context.seed, "device": context.device}
     if isinstance(data, Stream):
         streamed = StreamLoader(data, **how)
         close(streamed.close)
         compare_data(run, "data", streamed.digests(), is_trained_on=True)
-        positions = positions_in(run.loop.resumed, data.shards) if run.loop.resumed is not None and first else {}
+        positions = (
+            positions_in(run.loop.resumed, data.shards)
+            if run.loop.resumed is not None and first
+            else {}
+        )
         return from_stream(streamed, batching, seed=context.seed, first=first, positions=positions)
-    if context.plan.assignment == "measured":  # what is requested is settled: a change of the assignment comes after it
+    # what is requested is settled: a change of the assignment comes after it
+    if context.plan.assignment == "measured":
         how["ahead"] = max(1, run.global_batch // context.mesh.data.size)
     loader = Loader(data, order=batching.order, **how)
     close(loader.close)
@@ -229,11 +309,11 @@ def sources(
 
 
 def compare_data(run: Run, name: str, digests: Digests, *, is_trained_on: bool = False) -> None:
-    """Compare this rank's samples of the dataset `name` with those of the other ranks, and, of data that is trained on,
-    with those that a resumed run had. Every rank calls it.
+    """Compare this rank's samples of the dataset `name` with those of the other ranks, and, of data
+    that is trained on, with those that a resumed run had. Every rank calls it.
 
-    Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample changes from one fetch to
-    the next, which is otherwise a warning.
+    Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample
+    changes from one fetch to the next, which is otherwise a warning.
     """
     everyone = [Digests(**found) for found in run.context.world.gather_values(asdict(digests))]
     reason = changing(name, everyone)
@@ -242,7 +322,9 @@ def compare_data(run: Run, name: str, digests: Digests, *, is_trained_on: bool =
         run.event("data-not-compared", parts=unread)
     if reason is None:
         if is_trained_on:
-            now = run.loop.data[str(run.loop.loops)] = next((dict(found.samples) for found in everyone if found.samples), {})
+            now = run.loop.data[str(run.loop.loops)] = next(
+                (dict(found.samples) for found in everyone if found.samples), {}
+            )
             if run.loop.resumed is not None:
                 check_unchanged(name, run.loop.resumed["data"].get(str(run.loop.loops), {}), now)
     elif run.context.bitwise:
@@ -251,9 +333,11 @@ def compare_data(run: Run, name: str, digests: Digests, *, is_trained_on: bool =
         run.remark(Remark("data-not-reproducible", {"reason": reason}, f"warning: {reason}"))
 
 
-def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None) -> Iterator[Step]:
-    """Yield each of `total` steps to the script, which computes and commits it; then call the hooks and do what the
-    ranks agree on."""
+def steps(
+    run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None
+) -> Iterator[Step]:
+    """Yield each of `total` steps to the script, which computes and commits it; then call the hooks
+    and do what the ranks agree on."""
     context, terms = run.context, None
     context.recorder.show(total)
     run.hooks.call("before_steps", run)
@@ -284,14 +368,17 @@ def steps(run: Run, batches: Iterator[Microbatches], *, total: int, weight: Call
         yield step
         if not step.is_complete:
             raise LossError(
-                f"after step {step.index}: the step ended with {len(step.committed)} of {len(run.modules)} prepared models committed; call "
-                "step.commit(optimizer) for each on every rank, in every step, or step.skip(optimizer) for one that is not to change"
+                f"after step {step.index}: the step ended with {len(step.committed)} of"
+                f" {len(run.modules)} prepared models committed; call step.commit(optimizer) for"
+                " each on every rank, in every step, or step.skip(optimizer) for one that is not"
+                " to change"
             )
         context.phases.enter("hooks")
         run.hooks.call("after_step", run)
         context.phases.enter("between steps")
         run.end_step(source)
-        if run.is_logging_step and accelerator.has_streams(context.device):  # the hooks read what the step computes
+        # the hooks read what the step computes
+        if run.is_logging_step and accelerator.has_streams(context.device):
             with context.phases.waiting_for_device():
                 accelerator.current_stream(context.device).synchronize()
         run.hooks.call("between_steps", run)

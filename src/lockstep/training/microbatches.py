@@ -1,4 +1,5 @@
-"""The microbatches of each step: of a dataset in its keyed order, of a stream, or (without data) of fixed indices."""
+"""The microbatches of each step: of a dataset in its keyed order, of a stream, or (without data) of
+fixed indices."""
 
 from __future__ import annotations
 
@@ -32,17 +33,27 @@ Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch
 
 
 def total_steps(
-    order: SampleOrder | None, *, samples: int, global_batch: int | None, steps: int | None, epochs: int | None, drop_last: bool
+    order: SampleOrder | None,
+    *,
+    samples: int,
+    global_batch: int | None,
+    steps: int | None,
+    epochs: int | None,
+    drop_last: bool,
 ) -> int:
-    """Return the optimizer steps of a training. `order`: that of its sampler. `samples`: of an epoch."""
+    """Return the optimizer steps of a training. `order`: that of its sampler. `samples`: of an
+    epoch."""
     if isinstance(order, BatchOrder):
         return steps if steps is not None else order.batches * (epochs or 0)
     assert global_batch is not None, "a recipe has one, or a batch_sampler"
-    return assignment.total_steps(length=samples, global_batch=global_batch, steps=steps, epochs=epochs, drop_last=drop_last)
+    return assignment.total_steps(
+        length=samples, global_batch=global_batch, steps=steps, epochs=epochs, drop_last=drop_last
+    )
 
 
 class Batching:
-    """The number of steps of a loop, and the assignment of each global batch's microbatches to ranks."""
+    """The number of steps of a loop, and the assignment of each global batch's microbatches to
+    ranks."""
 
     def __init__(
         self,
@@ -57,17 +68,25 @@ class Batching:
         microbatch_splits: int = 0,
         order: SampleOrder | None = None,
     ) -> None:
-        """`microbatch_splits`: as in `Plan`; the parts count as microbatches. `order`: that of the recipe's sampler. A
-        `BatchOrder` has the batches, and `global_batch` is None."""
+        """`microbatch_splits`: as in `Plan`; the parts count as microbatches. `order`: that of the
+        recipe's sampler. A `BatchOrder` has the batches, and `global_batch` is None."""
         self.order = order
         self._batches = order if isinstance(order, BatchOrder) else None
         self.samples = samples
         self._meshes = [(0, mesh)]
         self.requested = -1
-        """The last step whose microbatches on this rank are settled: they are being fetched, or were."""
+        """The last step whose microbatches on this rank are settled: they are being fetched, or
+        were."""
         self._parts = 2**microbatch_splits
         self._drop_last = drop_last
-        self.steps = total_steps(order, samples=samples, global_batch=global_batch, steps=steps, epochs=epochs, drop_last=drop_last)
+        self.steps = total_steps(
+            order,
+            samples=samples,
+            global_batch=global_batch,
+            steps=steps,
+            epochs=epochs,
+            drop_last=drop_last,
+        )
         self._global_batch = global_batch or 0
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
@@ -75,23 +94,33 @@ class Batching:
         self._mine_of: tuple[Mesh, int] | None = None
         self._mine: list[tuple[int, bool]] = []
         if self._batches is None:
-            self.max_microbatches = len(self._uniform(min(self._global_batch, samples) if self._in_epochs else self._global_batch))
+            self.max_microbatches = len(
+                self._uniform(
+                    min(self._global_batch, samples) if self._in_epochs else self._global_batch
+                )
+            )
         else:
             self.max_microbatches = self._batches.max_microbatches * self._most_parts()
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh, with the latest assignment of microbatches to ranks. A step that was requested may have another."""
+        """The mesh, with the latest assignment of microbatches to ranks. A step that was requested
+        may have another."""
         return self._meshes[-1][1]
 
     def mesh_in_step(self, step: int) -> Mesh:
         """The mesh with the assignment of a step."""
         first, mesh = self._meshes[-1]
-        return mesh if first <= step else next(mesh for first, mesh in reversed(self._meshes) if first <= step)
+        return (
+            mesh
+            if first <= step
+            else next(mesh for first, mesh in reversed(self._meshes) if first <= step)
+        )
 
     def reassign(self, assignment: MicrobatchAssignment, *, first: int, done: int) -> None:
-        """Assign the microbatches of step `first` and later ones anew. Every rank calls it, with a step after all that
-        any rank has requested. `done`: the last step that has ended; the assignments of earlier ones are forgotten."""
+        """Assign the microbatches of step `first` and later ones anew. Every rank calls it, with a
+        step after all that any rank has requested. `done`: the last step that has ended; the
+        assignments of earlier ones are forgotten."""
         assert first > self.requested, "what a rank has requested, it computes"
         oldest = max(at for at, _ in self._meshes if at <= max(0, min(done, self.requested)))
         self._meshes = [(at, mesh) for at, mesh in self._meshes if at >= oldest]
@@ -102,7 +131,11 @@ class Batching:
         if self._batches is not None:
             return self._batches.span(step)
         return assignment.batch_span(
-            step, length=self.samples, global_batch=self._global_batch, epochs=self._in_epochs, drop_last=self._drop_last
+            step,
+            length=self.samples,
+            global_batch=self._global_batch,
+            epochs=self._in_epochs,
+            drop_last=self._drop_last,
         )
 
     def epoch(self, step: int) -> int:
@@ -114,7 +147,9 @@ class Batching:
     def spans(self, step: int) -> Spans:
         """The microbatches of a step, or their slices if each microbatch is split over ranks."""
         if self._batches is not None:
-            return tuple(assignment.split_spans(self._batches.microbatches(step), self._most_parts()))
+            return tuple(
+                assignment.split_spans(self._batches.microbatches(step), self._most_parts())
+            )
         return self.spans_of(step, *self.span(step))
 
     def spans_of(self, step: int, start: int, stop: int) -> Spans:
@@ -125,7 +160,9 @@ class Batching:
         """The microbatches of a batch of `size` samples."""
         if size not in self._spans:
             assigned = self.mesh.assignment
-            unsplit = assignment.microbatch_spans(size, self._microbatch, 1 if assigned.slices else assigned.ranks)
+            unsplit = assignment.microbatch_spans(
+                size, self._microbatch, 1 if assigned.slices else assigned.ranks
+            )
             self._spans[size] = tuple(assignment.split_spans(unsplit, self._most_parts()))
         return self._spans[size]
 
@@ -136,22 +173,31 @@ class Batching:
     @property
     def largest(self) -> int:
         """Samples of the largest microbatch."""
-        return max(stop - start for start, stop in self.spans(0)) if self._batches is None else max(self._batches.sizes)
+        return (
+            max(stop - start for start, stop in self.spans(0))
+            if self._batches is None
+            else max(self._batches.sizes)
+        )
 
     @property
     def last_of_epoch(self) -> list[int]:
-        """Samples of each microbatch of the last global batch of an epoch; without epochs, of any global batch; of a
-        `batch_sampler`, of all."""
+        """Samples of each microbatch of the last global batch of an epoch; without epochs, of any
+        global batch; of a `batch_sampler`, of all."""
         if self._batches is not None:
             return self._batches.sizes
         per_epoch = assignment.total_steps(
-            length=self.samples, global_batch=self._global_batch, steps=None, epochs=1, drop_last=self._drop_last
+            length=self.samples,
+            global_batch=self._global_batch,
+            steps=None,
+            epochs=1,
+            drop_last=self._drop_last,
         )
         return [stop - start for start, stop in self.spans(per_epoch - 1 if self._in_epochs else 0)]
 
     @cached_property
     def counts(self) -> set[int]:
-        """Microbatches of a step; several numbers if steps have unequally many. Of a `batch_sampler`: in epoch 0."""
+        """Microbatches of a step; several numbers if steps have unequally many. Of a
+        `batch_sampler`: in epoch 0."""
         if self._batches is not None:
             return {len(self.spans(step)) for step in range(self._batches.batches)}
         return {len(self.spans(0)), len(self.last_of_epoch)}
@@ -163,7 +209,10 @@ class Batching:
     def mine_among(self, mesh: Mesh, count: int) -> list[tuple[int, bool]]:
         """This rank's microbatches of a step that has `count`."""
         if self._mine_of is None or self._mine_of[0] is not mesh or self._mine_of[1] != count:
-            self._mine_of, self._mine = (mesh, count), mesh.assignment.with_dummies(count, mesh.data.rank)
+            self._mine_of, self._mine = (
+                (mesh, count),
+                mesh.assignment.with_dummies(count, mesh.data.rank),
+            )
         return self._mine
 
     def mine_in_step(self, step: int) -> list[Span]:
@@ -171,12 +220,19 @@ class Batching:
         start, stop = self.span(step)
         spans = self.spans_of(step, start, stop)
         return [
-            Span(step=step, index=index, start=start + spans[index][0], stop=start + spans[index][1], is_dummy=is_dummy)
+            Span(
+                step=step,
+                index=index,
+                start=start + spans[index][0],
+                stop=start + spans[index][1],
+                is_dummy=is_dummy,
+            )
             for index, is_dummy in self.mine_among(self.mesh_in_step(step), len(spans))
         ]
 
     def request(self, first: int) -> Iterator[Span]:
-        """This rank's microbatches from step `first` on, as `mine_in_step`. What is taken is noted in `requested`."""
+        """This rank's microbatches from step `first` on, as `mine_in_step`. What is taken is noted
+        in `requested`."""
         for step in range(first, self.steps):
             self.requested = step
             yield from self.mine_in_step(step)
@@ -184,7 +240,8 @@ class Batching:
 
 @dataclass(slots=True)
 class StepLayout:
-    """The samples of each microbatch of one step, and the rank that computes it; for messages and checks."""
+    """The samples of each microbatch of one step, and the rank that computes it; for messages and
+    checks."""
 
     step: int
     start: int  # the first position of the global batch
@@ -192,21 +249,32 @@ class StepLayout:
     mesh: Mesh
     order: Order | SampleOrder | None
     origins: dict[int, Origin] | None = None
-    """The origin of each microbatch that this rank has fetched from a stream; None for a dataset."""
+    """The origin of each microbatch that this rank has fetched from a stream; None for a
+    dataset."""
 
     def name(self, place: int) -> str:
         """Name microbatch `place` in words."""
         split = self.mesh.assignment.slices
-        return f"slice {place % split} of microbatch {place // split}" if split else f"microbatch {place}"
+        return (
+            f"slice {place % split} of microbatch {place // split}"
+            if split
+            else f"microbatch {place}"
+        )
 
     def owner(self, place: int) -> str:
         """Name the rank that computes microbatch `place`."""
-        rank = next(rank for rank, share in enumerate(self.mesh.assignment.indices_by_rank(len(self.spans))) if place in share)
-        return f"rank {rank}" if self.mesh.data.size == self.mesh.world.size else f"data rank {rank}"
+        rank = next(
+            rank
+            for rank, share in enumerate(self.mesh.assignment.indices_by_rank(len(self.spans)))
+            if place in share
+        )
+        return (
+            f"rank {rank}" if self.mesh.data.size == self.mesh.world.size else f"data rank {rank}"
+        )
 
     def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """The full microbatch at or around `place`, and its samples. For a stream, the samples are described in words,
-        and `place` must be a microbatch of this rank."""
+        """The full microbatch at or around `place`, and its samples. For a stream, the samples are
+        described in words, and `place` must be a microbatch of this rank."""
         if self.origins is not None:
             return place, self.origins[place].names()
         split = self.mesh.assignment.slices or 1
@@ -215,8 +283,8 @@ class StepLayout:
         return number, [sample for each in places for sample in self.samples_of(each)]
 
     def words(self, place: int) -> str:
-        """Name the samples of microbatch `place`. Every rank of `mesh.data` calls it: for a stream, only the rank that
-        read the samples knows their names."""
+        """Name the samples of microbatch `place`. Every rank of `mesh.data` calls it: for a stream,
+        only the rank that read the samples knows their names."""
         if self.origins is None:
             return f"samples {self.samples_of(place)}"
         origin = self.origins.get(place)
@@ -224,11 +292,15 @@ class StepLayout:
         return str(next(name for name in everyone if name is not None))
 
     def samples_of(self, place: int) -> list[int]:
-        """The dataset indices of microbatch `place`; without a dataset, the indices in the global batch."""
+        """The dataset indices of microbatch `place`; without a dataset, the indices in the global
+        batch."""
         start, stop = self.spans[place]
         if self.order is None:
             return list(range(start, stop))
-        return [int(sample) for sample in self.order.samples(np.arange(self.start + start, self.start + stop))[1]]
+        return [
+            int(sample)
+            for sample in self.order.samples(np.arange(self.start + start, self.start + stop))[1]
+        ]
 
 
 class Microbatches:
@@ -251,7 +323,9 @@ class Microbatches:
         self._mesh = batching.mesh_in_step(step)
         self.batching = batching
         spans = batching.spans_of(step, start, stop)
-        self.layout = StepLayout(step, start, spans, self._mesh, order, None if positions is None else {})
+        self.layout = StepLayout(
+            step, start, spans, self._mesh, order, None if positions is None else {}
+        )
         self.count = len(spans)
         mine = batching.mine_among(self._mesh, self.count)
         self.mine = sum([not is_dummy for _, is_dummy in mine])  # without dummies
@@ -259,34 +333,45 @@ class Microbatches:
         self.weights: Weights | None = None
         """Each term's denominator over the global batch, if there is a weight function."""
         self.positions = None if positions is None else dict(positions)
-        """The position of each stream shard of this rank after the step, once all microbatches are fetched."""
+        """The position of each stream shard of this rank after the step, once all microbatches are
+        fetched."""
         fetched = islice(items, len(mine))
         self._items = fetched if positions is None else map(self._record_origin, fetched)
         self._kept: list[Microbatch] | None = None
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
-        """Fetch this rank's microbatches, sum the weights over ranks. Every rank calls it. Returns the terms' names."""
+        """Fetch this rank's microbatches, sum the weights over ranks. Every rank calls it. Returns
+        the terms' names."""
         self._kept = list(self._items)
         try:
             with nullcontext() if names is not None else CollectivesRefused():
                 mine = [weights_of(weight(item.batch)) for item in self._kept if not item.is_dummy]
         except CollectiveCalled as error:
             raise LossError(
-                f"Recipe.weight calls {error} of torch.distributed; each rank calls it for its own microbatches, and lockstep sums the "
-                "weights over ranks; return this microbatch's"
+                f"Recipe.weight calls {error} of torch.distributed; each rank calls it for its own"
+                " microbatches, and lockstep sums the weights over ranks; return this microbatch's"
             ) from None
         if names is None:
-            names = next(found for found in self._mesh.data.gather_values(list(mine[0]) if mine else None) if found is not None)
+            names = next(
+                found
+                for found in self._mesh.data.gather_values(list(mine[0]) if mine else None)
+                if found is not None
+            )
         for item, weights in zip(self._kept, mine, strict=False):
             if list(weights) != list(names):
                 raise LossError(
-                    f"after step {self.step}, microbatch {item.index}: the weight has terms {list(weights)} and had {list(names)} before; "
-                    "it must have the same terms for every microbatch"
+                    f"after step {self.step}, microbatch {item.index}: the weight has terms"
+                    f" {list(weights)} and had {list(names)} before; it must have the same terms"
+                    " for every microbatch"
                 )
-        rows = torch.tensor([list(weights.values()) for weights in mine], dtype=torch.float64).reshape(len(mine), len(names))
+        rows = torch.tensor(
+            [list(weights.values()) for weights in mine], dtype=torch.float64
+        ).reshape(len(mine), len(names))
         columns = self._mesh.in_order(rows, self.count).T.tolist()
-        self.weights = {name: exact_sum(column) for name, column in zip(names, columns, strict=True)}
+        self.weights = {
+            name: exact_sum(column) for name, column in zip(names, columns, strict=True)
+        }
         return list(names)
 
     def keep(self) -> None:
@@ -301,55 +386,83 @@ class Microbatches:
         return self._kept[0] if self._kept else None
 
     def batches(self, passes: int) -> Iterator[tuple[Microbatch, Any]]:
-        """This rank's microbatches, and their batches on the device, each with its own random generators."""
+        """This rank's microbatches, and their batches on the device, each with its own random
+        generators."""
         for item in self._kept if self._kept is not None else self._items:
             batch = to_device(item.batch, self._mesh.world.device)
             seed_generators(key(*self.position(item, passes)), self._mesh.world.device)
             yield item, batch
 
     def _record_origin(self, item: Microbatch) -> Microbatch:
-        if item.origin is not None and self.layout.origins is not None and self.positions is not None:
+        if (
+            item.origin is not None
+            and self.layout.origins is not None
+            and self.positions is not None
+        ):
             self.layout.origins[item.index] = item.origin
             if not item.is_dummy:
                 self.positions[item.origin.shard] = item.origin.after
         return item
 
     def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
-        """The key of a microbatch's random stream. `passes`: how often it was computed before in this step."""
+        """The key of a microbatch's random stream. `passes`: how often it was computed before in
+        this step."""
         return self._seed, RandomStream.FORWARD, self.step, item.index, passes
 
 
-def from_data(loader: Loader, batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """The steps of a dataset from step `first` on, in the loader's order. Nothing is fetched for earlier steps."""
+def from_data(
+    loader: Loader, batching: Batching, *, seed: int, first: int = 0
+) -> Iterator[Microbatches]:
+    """The steps of a dataset from step `first` on, in the loader's order. Nothing is fetched for
+    earlier steps."""
     fetched = loader.fetch(batching.request(first))
     for step in range(first, batching.steps):
         yield Microbatches(step, batching, fetched, seed=seed, order=loader.order)
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """Steps from step `first` on, without data: a microbatch is a range of the batch's indices, alike in all."""
+    """Steps from step `first` on, without data: a microbatch is a range of the batch's indices,
+    alike in all."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
         batching.requested = step
         items = (
-            Microbatch(step, span.index, span.is_dummy, span.stop - span.start, range(span.start - start, span.stop - start))
+            Microbatch(
+                step,
+                span.index,
+                span.is_dummy,
+                span.stop - span.start,
+                range(span.start - start, span.stop - start),
+            )
             for span in batching.mine_in_step(step)
         )
         yield Microbatches(step, batching, items, seed=seed, order=None)
 
 
 def from_stream(
-    loader: StreamLoader, batching: Batching, *, seed: int, first: int = 0, positions: Mapping[int, ShardPosition] | None = None
+    loader: StreamLoader,
+    batching: Batching,
+    *,
+    seed: int,
+    first: int = 0,
+    positions: Mapping[int, ShardPosition] | None = None,
 ) -> Iterator[Microbatches]:
-    """The steps of a stream from step `first` on. `positions`: of all shards before it; default: at the beginning."""
+    """The steps of a stream from step `first` on. `positions`: of all shards before it; default: at
+    the beginning."""
     begin = positions or {}
     count = batching.max_microbatches
     mine = batching.mine(0)  # alike in all steps
     fetched = loader.fetch(batching.request(first), microbatches=count, positions=begin)
     turns = range(loader.shards // count)
     own = [index for index, is_dummy in mine if not is_dummy]
-    read = [stream_shard(turn, index, microbatches=count, shards=loader.shards) for turn in turns for index in own]
-    at: Mapping[int, ShardPosition] = {shard: begin.get(shard, ShardPosition()) for shard in sorted(read)}
+    read = [
+        stream_shard(turn, index, microbatches=count, shards=loader.shards)
+        for turn in turns
+        for index in own
+    ]
+    at: Mapping[int, ShardPosition] = {
+        shard: begin.get(shard, ShardPosition()) for shard in sorted(read)
+    }
     for step in range(first, batching.steps):
         source = Microbatches(step, batching, fetched, seed=seed, order=None, positions=at)
         yield source
@@ -357,12 +470,12 @@ def from_stream(
 
 
 def positions_in(values: Mapping[str, Any], shards: int) -> dict[int, ShardPosition]:
-    """Read the position of each stream shard from a checkpoint's values. Raises `CheckpointError` if they are of
-    another stream."""
+    """Read the position of each stream shard from a checkpoint's values. Raises `CheckpointError`
+    if they are of another stream."""
     saved = {int(shard): ShardPosition(*position) for shard, position in values["shards"].items()}
     if saved.keys() != set(range(shards)):
         raise CheckpointError(
-            f"the checkpoint has positions for {len(saved)} shards of a stream, and this run's ls.Stream has shards={shards}; resume with "
-            "the data that it was saved with"
+            f"the checkpoint has positions for {len(saved)} shards of a stream, and this run's"
+            f" ls.Stream has shards={shards}; resume with the data that it was saved with"
         )
     return saved

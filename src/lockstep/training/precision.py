@@ -17,23 +17,32 @@ from lockstep.recipe.checks import Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS_TO_DOUBLE = 2000
-"""Steps in a row without an overflow after which the loss scale doubles, as in torch's GradScaler."""
+"""Steps in a row without an overflow after which the loss scale doubles, as in torch's
+GradScaler."""
 
 
-def autocast(precision: Precision, device: torch.device, *, keep_casts: bool = True) -> AbstractContextManager[Any]:
-    """The context manager for forwards. Backwards run outside of it. `keep_casts`: cast a weight once for all its uses
-    in a forward, and add their gradients in autocast's precision."""
+def autocast(
+    precision: Precision, device: torch.device, *, keep_casts: bool = True
+) -> AbstractContextManager[Any]:
+    """The context manager for forwards. Backwards run outside of it. `keep_casts`: cast a weight
+    once for all its uses in a forward, and add their gradients in autocast's precision."""
     dtype = AUTOCAST.get(precision)
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=keep_casts)
+    return (
+        nullcontext()
+        if dtype is None
+        else torch.autocast(device.type, dtype=dtype, cache_enabled=keep_casts)
+    )
 
 
 def keeps_casts(plan: Plan) -> bool:
-    """False under `shard`, where the casts would be those of the full model, and so in bitwise numerics everywhere."""
+    """False under `shard`, where the casts would be those of the full model, and so in bitwise
+    numerics everywhere."""
     return plan.shard == 1 and plan.numerics == "fast"
 
 
 class LossScale:
-    """The factor of an fp16 loss against underflow: halved when the norm overflows, doubled after 2000 good steps."""
+    """The factor of an fp16 loss against underflow: halved when the norm overflows, doubled after
+    2000 good steps."""
 
     def __init__(self) -> None:
         self.value = 2.0**16
@@ -61,7 +70,8 @@ class LossScale:
 
 
 class DeviceLossScale(LossScale):
-    """A `LossScale` whose numbers are on the device: the host does not wait to know whether a step overflowed."""
+    """A `LossScale` whose numbers are on the device: the host does not wait to know whether a step
+    overflowed."""
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.zeros((), device=device)
@@ -95,7 +105,8 @@ class DeviceLossScale(LossScale):
 
     @property
     def divisor(self) -> Tensor:
-        return self._scale.clone()  # `update_by` changes it in place, and an optimizer may still hold what this returns
+        # `update_by` changes it in place, and an optimizer may still hold what this returns
+        return self._scale.clone()
 
     def update_by(self, found_inf: Tensor) -> None:
         """Called once a step. `found_inf`: 1.0 on the device if the norm overflowed, else 0.0."""
@@ -111,8 +122,10 @@ def loss_scale(precision: Precision, device: torch.device | None) -> LossScale |
 
 
 def candidates(device: torch.device) -> list[Precision]:
-    """The precisions that `precision="auto"` chooses from: fp32, and on a GPU bf16, or fp16 on older ones."""
-    if not accelerator.is_accelerator(device):  # a run keeps its precision, and may be resumed on a CPU without bf16 instructions
+    """The precisions that `precision="auto"` chooses from: fp32, and on a GPU bf16, or fp16 on
+    older ones."""
+    # a run keeps its precision, and may be resumed on a CPU without bf16 instructions
+    if not accelerator.is_accelerator(device):
         return ["fp32"]
     if accelerator.computes_bf16(device):
         return ["fp32", "bf16"]
@@ -121,16 +134,26 @@ def candidates(device: torch.device) -> list[Precision]:
 
 def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
     """Why this precision is slow on this CPU; None if it is not."""
-    if precision == "fp32" or device.type != "cpu" or (precision == "bf16" and cpu_multiplies_bf16()):
+    if (
+        precision == "fp32"
+        or device.type != "cpu"
+        or (precision == "bf16" and cpu_multiplies_bf16())
+    ):
         return None
-    return f"this CPU has no {precision} matrix instructions: expect {precision} to be many times slower than fp32"
+    return (
+        f"this CPU has no {precision} matrix instructions: expect {precision} to be many times"
+        " slower than fp32"
+    )
 
 
 def slow_without_tf32(precision: Precision, device: torch.device) -> str | None:
-    """Why products in fp32 are slow on this GPU; None if they are not, or if the user has chosen."""
+    """Why products in fp32 are slow on this GPU; None if they are not, or if the user has
+    chosen."""
     if precision != "fp32" or not accelerator.leaves_tf32_unused(device):
         return None
     return (
-        "products in fp32 do not use this GPU's TF32, which is several times faster and rounds their factors to 10 bits, as convolutions "
-        'here do; choose with torch.set_float32_matmul_precision("high") or ("highest") before the training, or precision="bf16"'
+        "products in fp32 do not use this GPU's TF32, which is several times faster and rounds"
+        " their factors to 10 bits, as convolutions here do; choose with"
+        ' torch.set_float32_matmul_precision("high") or ("highest") before the training, or'
+        ' precision="bf16"'
     )

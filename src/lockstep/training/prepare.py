@@ -54,7 +54,8 @@ def build_model(
     exchange: SyncBatchNormExchange,
     weights: Weights | None,
 ) -> ParallelModel:
-    """Build model `number`, parallelized, without loading `weights`. Every rank calls it. Raises `RecipeError`."""
+    """Build model `number`, parallelized, without loading `weights`. Every rank calls it. Raises
+    `RecipeError`."""
     mesh = context.mesh
 
     def changed_factory() -> Any:
@@ -64,7 +65,9 @@ def build_model(
         return model
 
     model_key = key(context.seed, RandomStream.MODEL, number)
-    built = InitialModel.build(changed_factory, model_key, mesh, without_values=context.overrides.without_values)
+    built = InitialModel.build(
+        changed_factory, model_key, mesh, without_values=context.overrides.without_values
+    )
     model = built.module
     optim.check_gradients(model, optim.trainable(model), bitwise=context.bitwise)
     pretrained = None if weights is None else PretrainedWeights.of(weights, model, context.world)
@@ -98,17 +101,24 @@ def prepare(
     schedule: Callable[[Any], Any] | None,
     weights: Weights | None,
 ) -> TrainModule:
-    """Build a model, parallelize it, load weights, build optimizers. Every rank calls it. Raises `UserError`s."""
-    check_factory("session.prepare(build_model)", factory, remedy="session.prepare(lambda: Net(), build_optimizer)")
+    """Build a model, parallelize it, load weights, build optimizers. Every rank calls it. Raises
+    `UserError`s."""
+    check_factory(
+        "session.prepare(build_model)",
+        factory,
+        remedy="session.prepare(lambda: Net(), build_optimizer)",
+    )
     remedy = "session.prepare(..., lambda model: torch.optim.AdamW(model.parameters()))"
     check_factory("session.prepare(build_optimizer)", build_optimizer, remedy=remedy)
     context = run.context
     if run.modules and context.mesh.axis("pipeline").size > 1:
         raise RecipeError(
-            f"a second session.prepare with pipeline={context.plan.pipeline}; a pipeline computes one model's stages; use another "
-            "plan, or make the two one model"
+            f"a second session.prepare with pipeline={context.plan.pipeline}; a pipeline computes"
+            " one model's stages; use another plan, or make the two one model"
         )
-    made = build_model(context, factory, options, number=len(run.modules), exchange=run.exchange, weights=weights)
+    made = build_model(
+        context, factory, options, number=len(run.modules), exchange=run.exchange, weights=weights
+    )
     model, parallel = made.built.module, made.parallel
     if made.built.reason is not None:
         run.event("model-built-whole", reason=made.built.reason)
@@ -118,25 +128,48 @@ def prepare(
             context.overrides.change_loaded(model)
 
     def build() -> tuple[list[Optimizer], list[Optimizer]]:
-        built = optim.build_optimizers(build_optimizer, model, in_part=parallel.pipeline is not None)
+        built = optim.build_optimizers(
+            build_optimizer, model, in_part=parallel.pipeline is not None
+        )
         for optimizer in filter(has_modes, built):
             optimizer.train()  # type: ignore[attr-defined]  # `has_modes`
-        check_closures(built, context.plan, precision=context.precision, gradient_compression=context.gradient_compression)
+        check_closures(
+            built,
+            context.plan,
+            precision=context.precision,
+            gradient_compression=context.gradient_compression,
+        )
         return built, needing_whole_tensors(built, context.plan)
 
-    optimizers, whole = build() if parallel.pipeline is None else parallel.pipeline.raise_on_all_ranks(build)
+    optimizers, whole = (
+        build() if parallel.pipeline is None else parallel.pipeline.raise_on_all_ranks(build)
+    )
     for optimizer in whole:
         run.event(
-            "optimizer-on-whole-tensors", optimizer=type(optimizer).__name__, reason="it is not element-wise, and tensors are sharded"
+            "optimizer-on-whole-tensors",
+            optimizer=type(optimizer).__name__,
+            reason="it is not element-wise, and tensors are sharded",
         )
     if context.bitwise and optim.unfuse(optimizers):
-        run.event("optimizer-not-fused", reason="a fused kernel rounds differently on a shard than on the full tensor")
+        run.event(
+            "optimizer-not-fused",
+            reason="a fused kernel rounds differently on a shard than on the full tensor",
+        )
     for optimizer in optimizers:
         optim.separate_meshes(optimizer)
         optim.allocate_state(optimizer)
-    steppers = {id(optimizer): WholeTensorOptimizer(optimizer, context.mesh.axis("shard")).step for optimizer in whole}
+    steppers = {
+        id(optimizer): WholeTensorOptimizer(optimizer, context.mesh.axis("shard")).step
+        for optimizer in whole
+    }
     module = TrainModule(
-        model, optim.trainable(model), optimizers, parallel=parallel, context=context, schedule=schedule, steppers=steppers
+        model,
+        optim.trainable(model),
+        optimizers,
+        parallel=parallel,
+        context=context,
+        schedule=schedule,
+        steppers=steppers,
     )
     run.modules.append(module)
     return module

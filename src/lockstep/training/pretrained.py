@@ -33,13 +33,14 @@ class PretrainedWeights:
     weights: Weights
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
-    """First name of each of the model's tensors in the file -> its names in the file (several if it is tied)."""
+    """First name of each of the model's tensors in the file -> its names in the file (several if it
+    is tied)."""
     kept: Sequence[str]  # the model's tensors that are not in the file
 
     @classmethod
     def of(cls, weights: Weights, model: nn.Module, world: World) -> PretrainedWeights:
-        """Open the file and find the model's tensors in it, before the model is parallelized. Every rank calls it.
-        Raises `RecipeError`."""
+        """Open the file and find the model's tensors in it, before the model is parallelized. Every
+        rank calls it. Raises `RecipeError`."""
         with ExitStack() as stack:
 
             def opened() -> tuple[PretrainedWeights, Any]:
@@ -60,8 +61,11 @@ class PretrainedWeights:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, world: World) -> dict[str, Any]:
-        """Load this rank's part into the model, and close the file. Every rank calls it. Raises `RecipeError`."""
-        state = {name: tensor for name, tensor in tensors_of(model, self.theirs) if name in self.theirs}
+        """Load this rank's part into the model, and close the file. Every rank calls it. Raises
+        `RecipeError`."""
+        state = {
+            name: tensor for name, tensor in tensors_of(model, self.theirs) if name in self.theirs
+        }
         with closing(self.tensors):
             _, everyone = _exchange(lambda: (None, self._filled(state)), world)
         converted = Counter(
@@ -73,15 +77,24 @@ class PretrainedWeights:
         for found in everyone:
             if any(seen.setdefault(key, value) != value for key, value in found.items()):
                 raise RecipeError(_not_alike(self.weights.path))
-        return {"path": self.weights.path, "tensors": len(self.theirs), "kept": list(self.kept), "converted": dict(converted)}
+        return {
+            "path": self.weights.path,
+            "tensors": len(self.theirs),
+            "kept": list(self.kept),
+            "converted": dict(converted),
+        }
 
     def _kind(self, name: str) -> tuple[str, tuple[int, ...]]:
         return self.tensors.specs[self.theirs[name][0]]
 
     def _filled(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Copy the values into this rank's tensors. Returns the checksum of each part read. Raises `RecipeError`."""
+        """Copy the values into this rank's tensors. Returns the checksum of each part read. Raises
+        `RecipeError`."""
         kinds = {name: self._kind(name) for name in state}
-        full = [TensorShard(name, dtype, shape, (0,) * len(shape), shape) for name, (dtype, shape) in kinds.items()]
+        full = [
+            TensorShard(name, dtype, shape, (0,) * len(shape), shape)
+            for name, (dtype, shape) in kinds.items()
+        ]
         checksums: dict[str, int] = {}
         filled: Counter[str] = Counter()
         for copy in plan_copies(state, full):
@@ -99,14 +112,16 @@ class PretrainedWeights:
         for other in others:
             if checksum(self.tensors.read(other, copy.source)) != checksum(part):
                 raise RecipeError(
-                    f"weights {self.weights.path!r} have different values for {first!r} and {other!r}, and the model has one parameter for "
-                    f"both; leave one out, Weights(names={{{other!r}: None}}), or do not tie them"
+                    f"weights {self.weights.path!r} have different values for {first!r} and"
+                    f" {other!r}, and the model has one parameter for both; leave one out,"
+                    f" Weights(names={{{other!r}: None}}), or do not tie them"
                 )
         return part
 
 
 def left_out_in(model: nn.Module, weights: Weights, theirs: Kinds) -> set[str]:
-    """Return the parameters that count even if the state dict leaves them out: trained ones, and those in the file."""
+    """Return the parameters that count even if the state dict leaves them out: trained ones, and
+    those in the file."""
     named = dict(model.named_parameters())
     there = {_renamed(weights.names, name) for name in theirs}
     return {name for name, parameter in named.items() if name in there or parameter.requires_grad}
@@ -116,22 +131,27 @@ def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
-def match_names(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return each tensor's names in the file; `ours`: by first names, `tied`: others. Raises `RecipeError`."""
+def match_names(
+    weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return each tensor's names in the file; `ours`: by first names, `tied`: others. Raises
+    `RecipeError`."""
     found: dict[str, str] = {}
     for name in theirs:
         if (target := _renamed(weights.names, name)) is None:
             continue
         if target in found:
             raise RecipeError(
-                f"weights {weights.path!r}: {found[target]!r} and {name!r} are both mapped to {target!r}; map at most one name in the file "
-                "to each name in the model; change Weights.names"
+                f"weights {weights.path!r}: {found[target]!r} and {name!r} are both mapped to"
+                f" {target!r}; map at most one name in the file to each name in the model; change"
+                " Weights.names"
             )
         found[target] = name
     for pattern in weights.names:
         if not any(_match(pattern, name) is not None for name in theirs):
             raise RecipeError(
-                f"Weights.names has {pattern!r}, which matches no name in {weights.path!r}: {first_few(sorted(theirs))}; change it"
+                f"Weights.names has {pattern!r}, which matches no name in {weights.path!r}:"
+                f" {first_few(sorted(theirs))}; change it"
             )
     firsts = {target: tied.get(target, target) for target in found}
     missing = sorted(ours.keys() - firsts.values())
@@ -141,9 +161,17 @@ def match_names(weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str,
         for target, name in found.items()
         if firsts[target] in ours and not _fits(theirs[name], ours[firsts[target]])
     ]
-    differences = {"not in the file": [] if weights.missing == "keep" else missing, "only in the file": unexpected, "different": others}
+    differences = {
+        "not in the file": [] if weights.missing == "keep" else missing,
+        "only in the file": unexpected,
+        "different": others,
+    }
     if any(differences.values()):
-        raise RecipeError(f"weights {weights.path!r} are not this model's: " + listed(differences) + f"; {_remedy(missing, unexpected)}")
+        raise RecipeError(
+            f"weights {weights.path!r} are not this model's: "
+            + listed(differences)
+            + f"; {_remedy(missing, unexpected)}"
+        )
     result: dict[str, list[str]] = {}
     for target, name in found.items():
         result.setdefault(firsts[target], []).append(name)
@@ -163,13 +191,17 @@ def _match(pattern: str, name: str) -> str | None:
     before, star, after = pattern.partition("*")
     if not star:
         return "" if name == pattern else None
-    fits = name.startswith(before) and name.endswith(after) and len(name) >= len(before) + len(after)
+    fits = (
+        name.startswith(before) and name.endswith(after) and len(name) >= len(before) + len(after)
+    )
     return name[len(before) : len(name) - len(after)] if fits else None
 
 
 def _fits(theirs: tuple[str, tuple[int, ...]], ours: tuple[str, tuple[int, ...]]) -> bool:
     """True if shapes are equal, and dtypes are equal or both floating point."""
-    return theirs[1] == ours[1] and (theirs[0] == ours[0] or (_is_float(theirs[0]) and _is_float(ours[0])))
+    return theirs[1] == ours[1] and (
+        theirs[0] == ours[0] or (_is_float(theirs[0]) and _is_float(ours[0]))
+    )
 
 
 def _is_float(dtype: str) -> bool:
@@ -179,18 +211,27 @@ def _is_float(dtype: str) -> bool:
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """The remedy for names that do not match; if they differ by a prefix, the `names=` to write."""
     wanted = set(missing)
-    before = Counter(name[: -len(end)] for name in unexpected for end in _ends(name) if end in wanted)
+    before = Counter(
+        name[: -len(end)] for name in unexpected for end in _ends(name) if end in wanted
+    )
     if before:
         prefix = before.most_common(1)[0][0]
-        rest = {f"{name.partition('.')[0]}.*": None for name in unexpected if not name.startswith(prefix)}
+        rest = {
+            f"{name.partition('.')[0]}.*": None
+            for name in unexpected
+            if not name.startswith(prefix)
+        }
         return f"the names would fit with ls.Weights(path, names={ {f'{prefix}*': '*', **rest} })"
     there = set(unexpected)
     before = Counter(name[: -len(end)] for name in missing for end in _ends(name) if end in there)
     if before:
-        return f"the names would fit with ls.Weights(path, names={ {'*': f'{before.most_common(1)[0][0]}*'} })"
+        return (
+            "the names would fit with ls.Weights(path,"
+            f" names={ {'*': f'{before.most_common(1)[0][0]}*'} })"
+        )
     return (
-        "map names with ls.Weights(path, names={'theirs.*': 'ours.*'}), where None leaves a tensor out; missing='keep' keeps the factory's "
-        "values of tensors that are not in the file"
+        "map names with ls.Weights(path, names={'theirs.*': 'ours.*'}), where None leaves a tensor"
+        " out; missing='keep' keeps the factory's values of tensors that are not in the file"
     )
 
 
@@ -203,16 +244,21 @@ def _ends(name: str) -> list[str]:
 def _part_key(copy: ShardCopy) -> str:
     starts = [side.start for side in copy.source]
     lengths = [side.stop - side.start for side in copy.source]
-    return TensorShard(copy.shard.name, copy.shard.dtype, copy.shard.shape, tuple(starts), tuple(lengths)).key
+    return TensorShard(
+        copy.shard.name, copy.shard.dtype, copy.shard.shape, tuple(starts), tuple(lengths)
+    ).key
 
 
 def _not_alike(path: str) -> str:
-    return f"weights {path!r} is not the same file on all processes; all ranks must read the same values; give each machine the same file"
+    return (
+        f"weights {path!r} is not the same file on all processes; all ranks must read the same"
+        " values; give each machine the same file"
+    )
 
 
 def _exchange(call: Callable[[], tuple[T, Any]], world: World) -> tuple[T, list[Any]]:
-    """Return the first result of `call` on this rank, and the second one (JSON) of every rank. Raises the first rank's
-    `RecipeError` on all."""
+    """Return the first result of `call` on this rank, and the second one (JSON) of every rank.
+    Raises the first rank's `RecipeError` on all."""
     found, failure = None, None
     try:
         found = call()

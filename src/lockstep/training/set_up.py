@@ -36,7 +36,12 @@ NEWEST_TESTED_TORCH = (2, 15)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _KEPT_BYTES = 2**31 - 1
 _MOST_FROM_HEAP_BYTES = 2**25  # the largest values that glibc accepts
-OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+OWN_SETTINGS = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "GLIBC_TUNABLES",
+)
 OWN_GPU_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -49,24 +54,44 @@ class Remark(NamedTuple):
 
 
 def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
-    """Yield a remark for each avoidable cause of a slow run, and for a torch that nobody has tested."""
+    """Yield a remark for each avoidable cause of a slow run, and for a torch that nobody has
+    tested."""
     if (untested := untested_torch(torch.__version__)) is not None:
         yield untested
     if mesh.world.device.type == "cpu" and (reason := accelerator.unseen(os.environ)):
         yield Remark("gpu-not-used", {"reason": reason}, f"warning: trains on the CPU: {reason}")
     if (ranks := mesh.world.ranks_per_device) > 1:
-        line = f"warning: --share-devices: {ranks} processes compute on one GPU; times and memory are not those of a GPU for each"
+        line = (
+            f"warning: --share-devices: {ranks} processes compute on one GPU; times and memory are"
+            " not those of a GPU for each"
+        )
         yield Remark("devices-shared", {"ranks": ranks}, line)
     for axis, reason in mesh.without_shared_memory.items():
         yield Remark("no-shared-memory", {"axis": axis, "reason": reason})
     if (gpus := plan.data_parallel) > 1:
-        better = f"replicate={gpus}, one process a GPU, is faster: it does not copy the model in each step, and each has its own Python"
-        yield Remark("data-parallel", {"gpus": gpus, "better": better}, f"warning: data_parallel={gpus}; {better}")
+        better = (
+            f"replicate={gpus}, one process a GPU, is faster: it does not copy the model in each"
+            " step, and each has its own Python"
+        )
+        yield Remark(
+            "data-parallel",
+            {"gpus": gpus, "better": better},
+            f"warning: data_parallel={gpus}; {better}",
+        )
     if plan.compile and plan.checkpointing == "selective":
-        reason = "compiled code recomputes all of a block, as with checkpointing=full; compile=yes alone keeps the results of products"
-        yield Remark("selective-as-full", {"reason": reason}, f"warning: compile=yes with checkpointing=selective: {reason}")
+        reason = (
+            "compiled code recomputes all of a block, as with checkpointing=full; compile=yes alone"
+            " keeps the results of products"
+        )
+        yield Remark(
+            "selective-as-full",
+            {"reason": reason},
+            f"warning: compile=yes with checkpointing=selective: {reason}",
+        )
     device = mesh.world.device
-    if warning := precisions.slow_on_this_cpu(precision, device) or precisions.slow_without_tf32(precision, device):
+    if warning := precisions.slow_on_this_cpu(precision, device) or precisions.slow_without_tf32(
+        precision, device
+    ):
         yield Remark("slow-precision", {"reason": warning}, f"warning: {warning}")
 
 
@@ -74,24 +99,33 @@ def check_torch(version: str) -> None:
     """Raise `LaunchError` if this version of torch is older than lockstep works on."""
     if _major_and_minor(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        raise LaunchError(f"torch {version}; lockstep needs torch {oldest} or newer; pip install 'torch>={oldest}'")
+        raise LaunchError(
+            f"torch {version}; lockstep needs torch {oldest} or newer; pip install"
+            f" 'torch>={oldest}'"
+        )
 
 
 def lost_with_container(run_dir: Path) -> Remark | None:
-    """Return a remark if the run directory is in the file system of the container that this process is in."""
+    """Return a remark if the run directory is in the file system of the container that this process
+    is in."""
     if (reason := ends_with_container(run_dir, os.environ)) is None:
         return None
-    return Remark("run-directory-in-container", {"reason": reason}, f"warning: run directory {reason}; {VOLUME}")
+    return Remark(
+        "run-directory-in-container",
+        {"reason": reason},
+        f"warning: run directory {reason}; {VOLUME}",
+    )
 
 
 def untested_torch(version: str) -> Remark | None:
-    """Return a remark if this version of torch is newer than the newest that lockstep is tested with."""
+    """Return a remark if this version of torch is newer than the newest that lockstep is tested
+    with."""
     newest = ".".join(map(str, NEWEST_TESTED_TORCH))
     if _major_and_minor(version) <= NEWEST_TESTED_TORCH:
         return None
     line = (
-        f"warning: torch {version} is newer than {newest}, the newest that lockstep is tested with; lockstep verify shows whether it "
-        "trains the same model"
+        f"warning: torch {version} is newer than {newest}, the newest that lockstep is tested with;"
+        " lockstep verify shows whether it trains the same model"
     )
     return Remark("untested-torch", {"torch": version, "newest_tested": newest}, line)
 
@@ -102,21 +136,24 @@ def _major_and_minor(version: str) -> tuple[int, ...]:
 
 def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
     """Return a remark if BatchNorm's statistics cover less than a global batch."""
-    plain = [name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)]
+    plain = [
+        name for name, each in training_batchnorms(models) if not isinstance(each, nn.SyncBatchNorm)
+    ]
     if not plain or batching.max_microbatches == 1:
         return None
     samples = batching.largest
     line = (
-        f"BatchNorm: {len(plain)} of the layers ({plain[0]!r}{', ...' if len(plain) > 1 else ''}) take their statistics over one "
-        f"microbatch at a time, {samples} samples, at any number of processes; for more, give a larger microbatch, split over the "
-        "processes: model=lambda: torch.nn.SyncBatchNorm.convert_sync_batchnorm(Net())"
+        f"BatchNorm: {len(plain)} of the layers ({plain[0]!r}{', ...' if len(plain) > 1 else ''})"
+        f" take their statistics over one microbatch at a time, {samples} samples, at any number of"
+        " processes; for more, give a larger microbatch, split over the processes: model=lambda:"
+        " torch.nn.SyncBatchNorm.convert_sync_batchnorm(Net())"
     )
     return Remark("batchnorm-per-microbatch", {"layers": plain, "samples": samples}, line)
 
 
 def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> None:
-    """Let the first forward raise `RecipeError` if BatchNorm will get a microbatch with one value a channel: it has no
-    variance, and torch raises an error at the end of the epoch."""
+    """Let the first forward raise `RecipeError` if BatchNorm will get a microbatch with one value a
+    channel: it has no variance, and torch raises an error at the end of the epoch."""
     sizes = batching.last_of_epoch
     if 1 not in sizes or batching.mesh.assignment.slices:
         return
@@ -131,8 +168,9 @@ def _check_values_per_channel(name: str, layer: nn.Module, sizes: Sequence[int])
         handle.remove()
         if math.prod(arguments[0].shape[2:]) == 1:
             raise RecipeError(
-                f"the last global batch of an epoch has microbatches of {', '.join(map(str, sizes))} samples; BatchNorm {name!r} has "
-                "no variance over one sample; use drop_last=True, or another global_batch or microbatch"
+                "the last global batch of an epoch has microbatches of"
+                f" {', '.join(map(str, sizes))} samples; BatchNorm {name!r} has no variance over"
+                " one sample; use drop_last=True, or another global_batch or microbatch"
             )
 
     handle = layer.register_forward_pre_hook(check)
@@ -141,49 +179,78 @@ def _check_values_per_channel(name: str, layer: nn.Module, sizes: Sequence[int])
 def idle_ranks(batching: Batching) -> Remark | None:
     """Return a remark if some data ranks have no microbatch in any step."""
     ranks, count, size = batching.mesh.assignment.ranks, batching.max_microbatches, batching.largest
-    idle = [rank for rank, indices in enumerate(batching.mesh.assignment.indices_by_rank(count)) if not indices]
+    idle = [
+        rank
+        for rank, indices in enumerate(batching.mesh.assignment.indices_by_rank(count))
+        if not indices
+    ]
     if not idle:
         return None
-    better = "smaller microbatches, a larger global_batch, or fewer processes" if size > 1 else "a larger global_batch, or fewer processes"
+    better = (
+        "smaller microbatches, a larger global_batch, or fewer processes"
+        if size > 1
+        else "a larger global_batch, or fewer processes"
+    )
     line = (
-        f"warning: {len(idle)} of {ranks} data ranks compute nothing: a global batch has {count} microbatches of up to {size} samples, and "
-        f"no rank has more than one; use {better}"
+        f"warning: {len(idle)} of {ranks} data ranks compute nothing: a global batch has {count}"
+        f" microbatches of up to {size} samples, and no rank has more than one; use {better}"
     )
     return Remark("idle-ranks", {"ranks": idle, "microbatches": count}, line)
 
 
 def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
-    """Return a remark if measured speeds change nothing, because no rank ever has more than one microbatch."""
+    """Return a remark if measured speeds change nothing, because no rank ever has more than one
+    microbatch."""
     ranks, count = batching.mesh.assignment.ranks, batching.max_microbatches
     if plan.assignment == "equal" or ranks == 1 or count > ranks:
         return None
     line = (
-        f"warning: assignment=measured, and a global batch has {count} microbatches for {ranks} ranks, so no rank can have more than "
-        "another; use smaller microbatches, or a larger global_batch"
+        f"warning: assignment=measured, and a global batch has {count} microbatches for {ranks}"
+        " ranks, so no rank can have more than another; use smaller microbatches, or a larger"
+        " global_batch"
     )
     return Remark("assignment-fixed", {"microbatches": count, "ranks": ranks}, line)
 
 
 def check_assignment(plan: Plan, mesh: Mesh, *, is_stream: bool, microbatch_is_fixed: bool) -> None:
-    """Raise `PlanError` if the plan measures speeds and microbatches cannot move from rank to rank. `mesh`: with
-    microbatches split, if SyncBatchNorm splits them."""
+    """Raise `PlanError` if the plan measures speeds and microbatches cannot move from rank to rank.
+    `mesh`: with microbatches split, if SyncBatchNorm splits them."""
     if plan.assignment == "equal":
         return
     for applies, what, why, instead in (
-        (is_stream, "an ls.Stream", "each of its shards is read by one rank from beginning to end", "use a map-style dataset"),
-        (bool(mesh.assignment.slices), "SyncBatchNorm", "all ranks compute slices of each microbatch together", "use plain BatchNorm"),
-        (not microbatch_is_fixed, "microbatch=None", "each rank has exactly one, of equal size", "give a microbatch"),
+        (
+            is_stream,
+            "an ls.Stream",
+            "each of its shards is read by one rank from beginning to end",
+            "use a map-style dataset",
+        ),
+        (
+            bool(mesh.assignment.slices),
+            "SyncBatchNorm",
+            "all ranks compute slices of each microbatch together",
+            "use plain BatchNorm",
+        ),
+        (
+            not microbatch_is_fixed,
+            "microbatch=None",
+            "each rank has exactly one, of equal size",
+            "give a microbatch",
+        ),
     ):
         if applies:
-            raise PlanError(f"assignment=measured with {what}; {why}; leave assignment=measured out, or {instead}")
+            raise PlanError(
+                f"assignment=measured with {what}; {why}; leave assignment=measured out, or"
+                f" {instead}"
+            )
 
 
 def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | None) -> None:
     """Raise `RecipeError` if the plan is bitwise and the microbatch is not fixed."""
     if plan.numerics == "bitwise" and microbatch is None:
         raise RecipeError(
-            "numerics=bitwise with microbatch=None; without a fixed microbatch, the microbatches depend on the number of processes; "
-            f"give a microbatch, for example microbatch={max(1, global_batch // 8)}"
+            "numerics=bitwise with microbatch=None; without a fixed microbatch, the microbatches"
+            " depend on the number of processes; give a microbatch, for example"
+            f" microbatch={max(1, global_batch // 8)}"
         )
 
 
@@ -203,14 +270,16 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
         return
     if plan.numerics == "bitwise":
         raise RecipeError(
-            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process rounds the gradients it sends, so the bits "
-            "depend on the number of processes; use gradient_compression='none', or numerics=fast"
+            f"gradient_compression={gradient_compression!r} with numerics=bitwise; each process"
+            " rounds the gradients it sends, so the bits depend on the number of processes; use"
+            " gradient_compression='none', or numerics=fast"
         )
     for axis in ("shard", "tensor", "pipeline", "split"):
         if getattr(plan, axis) != 1:
             raise RecipeError(
-                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)}; only gradients of full replicas can be "
-                "compressed; use a plan with replicate alone, or gradient_compression='none'"
+                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)};"
+                " only gradients of full replicas can be compressed; use a plan with replicate"
+                " alone, or gradient_compression='none'"
             )
 
 
@@ -223,28 +292,30 @@ def resolved(plan: Plan, world_size: int) -> str:
 
 
 def use_threads(number: int) -> None:
-    # set_num_threads makes MKL use all threads for small products too, and a small GPT 3 to 7% slower: not called
-    # without need.
+    # set_num_threads makes MKL use all threads for small products too, and a small GPT 3 to 7%
+    # slower: not called without need.
     if number != torch.get_num_threads():
         torch.set_num_threads(number)
 
 
 def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `PlanError` or `RecipeError` unless all ranks' settings are equal. `everyone`: name -> their texts."""
+    """Raise `PlanError` or `RecipeError` unless all ranks' settings are equal. `everyone`: name ->
+    their texts."""
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
             one, another = first.get(name, "not there"), other.get(name, "not there")
             if one != another:
                 raise (PlanError if name == "plan" else RecipeError)(
-                    f"{name} is {one} on rank 0 and {another} on rank {rank}; all processes of a run have one recipe and one plan; give "
-                    "the same on every rank"
+                    f"{name} is {one} on rank 0 and {another} on rank {rank}; all processes of a"
+                    " run have one recipe and one plan; give the same on every rank"
                 )
 
 
 def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> Remark | None:
-    """Return a remark if ranks compute on different kinds of devices. `everyone`: as `device_kind`. Raises `PlanError`
-    under bitwise numerics: the bits would depend on which rank computes which microbatch."""
+    """Return a remark if ranks compute on different kinds of devices. `everyone`: as `device_kind`.
+    Raises `PlanError` under bitwise numerics: the bits would depend on which rank computes which
+    microbatch."""
     first, differing = everyone[0], dict[int, dict[str, list[str | None]]]()
     for rank, other in enumerate(everyone):
         if other != first:
@@ -254,49 +325,67 @@ def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> 
         return None
     if numerics == "bitwise":
         rank, changed = next(iter(differing.items()))
-        words = ", ".join(f"{name} is {one} on rank 0 and {another} on rank {rank}" for name, (one, another) in changed.items())
-        raise PlanError(
-            f"numerics=bitwise on several kinds of devices: {words}; the same bits come from one kind of device, with one version of its "
-            "driver and libraries; use machines of one kind, or numerics=fast"
+        words = ", ".join(
+            f"{name} is {one} on rank 0 and {another} on rank {rank}"
+            for name, (one, another) in changed.items()
         )
-    return Remark("devices-differ", {"ranks": {str(rank): changed for rank, changed in differing.items()}})
+        raise PlanError(
+            f"numerics=bitwise on several kinds of devices: {words}; the same bits come from one"
+            " kind of device, with one version of its driver and libraries; use machines of one"
+            " kind, or numerics=fast"
+        )
+    return Remark(
+        "devices-differ", {"ranks": {str(rank): changed for rank, changed in differing.items()}}
+    )
 
 
 def check_same_programs(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise `RecipeError` if ranks execute other versions of the user's modules. `everyone`: as `programs`."""
+    """Raise `RecipeError` if ranks execute other versions of the user's modules. `everyone`: as
+    `programs`."""
     for rank, other in enumerate(everyone):
         if changed := other_sources(everyone[0], other):
             raise RecipeError(
-                f"{', '.join(map(_file_of, changed))} is another version on rank {rank} than on rank 0: edited since the first process "
-                "started, or another copy; all processes of a run execute the same code; start all of them with one version"
+                f"{', '.join(map(_file_of, changed))} is another version on rank {rank} than on"
+                " rank 0: edited since the first process started, or another copy; all processes"
+                " of a run execute the same code; start all of them with one version"
             )
 
 
 def _file_of(module: str) -> str:
-    return Path(vars(sys.modules[module]).get("__file__") or module).name if module in sys.modules else module
+    return (
+        Path(vars(sys.modules[module]).get("__file__") or module).name
+        if module in sys.modules
+        else module
+    )
 
 
 def check_same_code(everyone: Sequence[Digests]) -> None:
-    """Raise `RecipeError` if a function of the recipe is not the same on all ranks. `everyone`: as `code_of`."""
+    """Raise `RecipeError` if a function of the recipe is not the same on all ranks. `everyone`: as
+    `code_of`."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for field in {**first, **other}:
             if (part := difference(first.get(field, {}), other.get(field, {}))) is not None:
                 raise RecipeError(
-                    f"{field} is another function on rank {rank} than on rank 0: {part or 'its code'} differs; all processes of a run have "
-                    "one recipe; give the same on every rank; for a line that one rank prints or logs, ask for the rank within the "
-                    "function (if ls.rank() == 0:), or do it in a hook, which may differ between ranks"
+                    f"{field} is another function on rank {rank} than on rank 0:"
+                    f" {part or 'its code'} differs; all processes of a run have one recipe; give"
+                    " the same on every rank; for a line that one rank prints or logs, ask for the"
+                    " rank within the function (if ls.rank() == 0:), or do it in a hook, which may"
+                    " differ between ranks"
                 )
 
 
-def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack) -> list[Remark | None]:
-    """Set threads and determinism until `stack` closes. `threads`: used if the plan has none. Returns remarks on what
-    the device lacks. Raises `PlanError`."""
+def set_up_computation(
+    plan: Plan, world: World, threads: int, stack: ExitStack
+) -> list[Remark | None]:
+    """Set threads and determinism until `stack` closes. `threads`: used if the plan has none.
+    Returns remarks on what the device lacks. Raises `PlanError`."""
     bitwise = plan.numerics == "bitwise"
     pinned = bitwise and (world.device.type == "cpu" or plan.offload)
     if pinned and plan.threads not in (None, "auto", 1):
         raise PlanError(
-            f"threads={plan.threads} with numerics=bitwise; on a CPU the number of threads changes bits, so it is 1; leave threads out"
+            f"threads={plan.threads} with numerics=bitwise; on a CPU the number of threads changes"
+            " bits, so it is 1; leave threads out"
         )
     given = plan.threads if isinstance(plan.threads, int) else threads
     stack.callback(use_threads, torch.get_num_threads())
@@ -308,13 +397,16 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
         found.append(expand_segments(world.device, os.environ))
     if bitwise and accelerator.is_accelerator(world.device):
         found.append(cublas_workspace(os.environ))
-        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        stack.callback(
+            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
+        )
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
         fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # it is a module's property
         stack.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    if plan.compile:  # past these limits torch stops compiling new shapes, not at the same shape on all ranks
+    # past these limits torch stops compiling new shapes, not at the same shape on all ranks
+    if plan.compile:
         limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
         stack.enter_context(torch.compiler.config.patch(limits))  # type: ignore[attr-defined]  # torch adds it to its modules of settings
     stack.callback(random.setstate, random.getstate())
@@ -324,10 +416,11 @@ def set_up_computation(plan: Plan, world: World, threads: int, stack: ExitStack)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Make glibc keep up to 2 GiB of freed memory, for tensors of up to 32 MiB. Returns False if the user has settings,
-    or it is not glibc.
+    """Make glibc keep up to 2 GiB of freed memory, for tensors of up to 32 MiB. Returns False if
+    the user has settings, or it is not glibc.
 
-    By default glibc returns a step's gradients to the system, and gets them back page by page: up to a fifth of a step.
+    By default glibc returns a step's gradients to the system, and gets them back page by page: up
+    to a fifth of a step.
     """
     if sys.platform != "linux" or any(name in environ for name in OWN_SETTINGS):
         return False
@@ -335,13 +428,18 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)) and bool(mallopt(_MMAP_THRESHOLD, _MOST_FROM_HEAP_BYTES))
+    return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)) and bool(
+        mallopt(_MMAP_THRESHOLD, _MOST_FROM_HEAP_BYTES)
+    )
 
 
 def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark | None:
-    """Make torch's GPU allocator use expandable segments, against fragmentation, unless the user has settings. Returns
-    a remark if the device cannot: some virtual GPUs, WSL and gVisor lack the calls, and every allocation would fail."""
-    if any(name in environ for name in OWN_GPU_SETTINGS) or not set_allocator_settings("expandable_segments:True"):
+    """Make torch's GPU allocator use expandable segments, against fragmentation, unless the user
+    has settings. Returns a remark if the device cannot: some virtual GPUs, WSL and gVisor lack the
+    calls, and every allocation would fail."""
+    if any(name in environ for name in OWN_GPU_SETTINGS) or not set_allocator_settings(
+        "expandable_segments:True"
+    ):
         return None
     if not (reason := accelerator.allocation_error(device)):
         return None
@@ -350,13 +448,14 @@ def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark 
 
 
 def cublas_workspace(environ: MutableMapping[str, str]) -> Remark | None:
-    """Set the workspace with which cuBLAS is deterministic, if `import lockstep` has not. Returns a remark then: a
-    product may have been computed before, and torch reads the setting once."""
+    """Set the workspace with which cuBLAS is deterministic, if `import lockstep` has not. Returns a
+    remark then: a product may have been computed before, and torch reads the setting once."""
     if cublas.VARIABLE in environ:
         return None
     environ[cublas.VARIABLE] = cublas.WORKSPACE
     line = (
-        f"warning: the GPU was in use before lockstep was imported, without {cublas.VARIABLE}; the bits of numerics=bitwise may depend on "
-        f"what it computed; import lockstep first, or set {cublas.VARIABLE}={cublas.WORKSPACE}"
+        f"warning: the GPU was in use before lockstep was imported, without {cublas.VARIABLE}; the"
+        " bits of numerics=bitwise may depend on what it computed; import lockstep first, or set"
+        f" {cublas.VARIABLE}={cublas.WORKSPACE}"
     )
     return Remark("cublas-workspace-late", {}, line)

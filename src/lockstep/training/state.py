@@ -1,12 +1,13 @@
-"""The state of a session in a checkpoint: tensors by name, and JSON. The names do not depend on the plan.
+"""The state of a session in a checkpoint: tensors by name, and JSON. The names do not depend on the
+plan.
 
 | name | tensor |
 |---|---|
 | `0/model/fc.weight` | a parameter or buffer of the first model, or a module's extra state |
 | `0/transient/queue` | a buffer with persistent=False that has changed |
-| `0/train-mode/fc.weight` | a parameter's value in the optimizer's training mode; `0/model/...` is then that to use |
+| `0/train-mode/fc.weight` | a parameter in the optimizer's training mode; use `0/model/...` |
 | `0/optimizer/0/fc.weight/exp_avg` | the first optimizer's state for a parameter |
-| `state/average/...` | an entry of the state_dict of a hook or of an object given to `session.include` |
+| `state/average/...` | an entry of the state_dict of a hook or of `session.include` |
 """
 
 from __future__ import annotations
@@ -29,17 +30,36 @@ from lockstep.checkpoint.tensor_shards import torch_dtype
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.training.left_out import in_state, not_persistent
-from lockstep.training.optim.optimizer_state import Kinds, OptimizerState, allocate, has_own_pair, remedy
+from lockstep.training.optim.optimizer_state import (
+    Kinds,
+    OptimizerState,
+    allocate,
+    has_own_pair,
+    remedy,
+)
 from lockstep.training.train_module import HostValues, TrainModule
 
 _PLAN_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}
 """Settings of param groups that are not saved, because they depend on the plan."""
 
 _FORM: Mapping[str, Any] = {"modules": dict, "state": dict}
-_MODULE_FORM: Mapping[str, Any] = {"optimizers": dict, "training": dict, "tied": dict, "extra": dict, "resized": dict}
-_OPTIMIZER_FORM: Mapping[str, Any] = {"class": str, "rest": dict, "shared": dict, "more": dict, "groups": list}
+_MODULE_FORM: Mapping[str, Any] = {
+    "optimizers": dict,
+    "training": dict,
+    "tied": dict,
+    "extra": dict,
+    "resized": dict,
+}
+_OPTIMIZER_FORM: Mapping[str, Any] = {
+    "class": str,
+    "rest": dict,
+    "shared": dict,
+    "more": dict,
+    "groups": list,
+}
 _TRAINING_FORM: Mapping[str, Any] = {
-    "schedule": list, "loss_scale": list | None, "overflows": int, "prescale": float | None, "trainable": list | None
+    "schedule": list, "loss_scale": list | None, "overflows": int, "prescale": float | None,
+    "trainable": list | None
 }  # fmt: skip
 """The types of a checkpoint's values."""
 
@@ -52,13 +72,15 @@ class Stateful(Protocol):
     """An object with state that a run must have to resume."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Tensors, numbers, text, None, and lists, tuples and dicts of them; alike on all ranks, or DTensors."""
+        """Tensors, numbers, text, None, and lists, tuples and dicts of them; alike on all ranks, or
+        DTensors."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 class StateReader(Protocol):
-    """A saved state: a checkpoint (`CheckpointReader`), or the images in memory of all ranks (`ImageReader`)."""
+    """A saved state: a checkpoint (`CheckpointReader`), or the images in memory of all ranks
+    (`ImageReader`)."""
 
     manifest: Manifest
 
@@ -67,7 +89,8 @@ class StateReader(Protocol):
         """Name -> dtype and shape of each saved tensor."""
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into this rank's tensors, whose names are among the saved ones. Every rank calls it."""
+        """Load the saved values into this rank's tensors, whose names are among the saved ones.
+        Every rank calls it."""
 
 
 @dataclass(slots=True)
@@ -75,7 +98,8 @@ class State:
     """The state of a session on this rank; the tensors are not copied."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)  # JSON; in a pipeline, of this rank's stages
+    # JSON; in a pipeline, of this rank's stages
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 def state_of(
@@ -87,9 +111,10 @@ def state_of(
 ) -> State:
     """Return the state of a session. Raises `CheckpointError` if a part of it cannot be saved.
 
-    `host`: what the host knew of each module after the step whose state the tensors have; None: what it knows now.
-    `known`: given again and again by one caller, it saves the search for the tensors of modules, which takes longer
-    than to copy a small model. The tensors are then the modules' own, with their gradients: read them at once."""
+    `host`: what the host knew of each module after the step whose state the tensors have; None:
+    what it knows now. `known`: given again and again by one caller, it saves the search for the
+    tensors of modules, which takes longer than to copy a small model. The tensors are then the
+    modules' own, with their gradients: read them at once."""
     state = State()
     found = [(known or KnownTensors()).of(module, number) for number, module in enumerate(modules)]
     host = [module.host_values() for module in modules] if host is None else host
@@ -97,7 +122,10 @@ def state_of(
         str(number): _module_state(module, number, each, state.tensors, its)
         for number, (module, each, its) in enumerate(zip(modules, found, host, strict=True))
     }
-    state.values["state"] = {name: encode(other.state_dict(), f"state/{name}", state.tensors) for name, other in others.items()}
+    state.values["state"] = {
+        name: encode(other.state_dict(), f"state/{name}", state.tensors)
+        for name, other in others.items()
+    }
     if known is None:
         state.tensors = {name: tensor.detach() for name, tensor in state.tensors.items()}
     return state
@@ -121,22 +149,35 @@ class _ModuleTensors:
         tied = _aliases(saved)
         tensors = {f"{number}/model/{name}": tensor for name, tensor in saved if name not in tied}
         places: list[Mapping[Any, Any]] = [
-            each for part in module.model.modules() for each in (own_modules(part), own_parameters(part), own_buffers(part))
+            each
+            for part in module.model.modules()
+            for each in (own_modules(part), own_parameters(part), own_buffers(part))
         ]
         optimizers = []
         for place, optimizer in enumerate(module.optimizers):
             found = OptimizerState.of(optimizer, module.held)
             tensors.update(_optimizer_tensors(found.tensors, f"{number}/optimizer/{place}"))
             optimizers.append(found)
-            places += [optimizer.state, *(values for values in optimizer.state.values() if isinstance(values, Mapping))]
+            places += [
+                optimizer.state,
+                *(values for values in optimizer.state.values() if isinstance(values, Mapping)),
+            ]
         states = [(optimizer, optimizer.state) for optimizer in module.optimizers]
-        return cls(tensors, optimizers, tied, [(place, [*place.values()]) for place in places], states)
+        return cls(
+            tensors, optimizers, tied, [(place, [*place.values()]) for place in places], states
+        )
 
     def is_current(self) -> bool:
         """True if the module and its optimizers hold the same objects as then."""
-        if any(optimizer.state is not state or has_own_pair(optimizer) for optimizer, state in self.states):
+        if any(
+            optimizer.state is not state or has_own_pair(optimizer)
+            for optimizer, state in self.states
+        ):
             return False
-        return all(len(place) == len(values) and all(map(is_, place.values(), values)) for place, values in self.places)
+        return all(
+            len(place) == len(values) and all(map(is_, place.values(), values))
+            for place, values in self.places
+        )
 
 
 class KnownTensors:
@@ -146,17 +187,22 @@ class KnownTensors:
         self._found: dict[int, _ModuleTensors] = {}
 
     def of(self, module: TrainModule, number: int) -> _ModuleTensors:
-        """Those of the module with this number; found again if it or its optimizers hold other objects than before."""
+        """Those of the module with this number; found again if it or its optimizers hold other
+        objects than before."""
         found = self._found.get(number)
         if found is None or not found.is_current():
             found = self._found[number] = _ModuleTensors.find(module, number)
         return found
 
 
-def restore(reader: StateReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh) -> None:
-    """Load everything from a saved state. Every rank calls it. After an error the state is undefined.
+def restore(
+    reader: StateReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh
+) -> None:
+    """Load everything from a saved state. Every rank calls it. After an error the state is
+    undefined.
 
-    Raises `CheckpointError` if the checkpoint is of another model or run, and `DamagedError`; both on every rank.
+    Raises `CheckpointError` if the checkpoint is of another model or run, and `DamagedError`; both
+    on every rank.
     """
     values, now = reader.manifest.values, state_of((), others).tensors
     targets: dict[str, Tensor] = {}
@@ -165,16 +211,33 @@ def restore(reader: StateReader, modules: Sequence[TrainModule], others: Mapping
         _check_form(values)
         _check_same_parts(values, modules, others)
         for number, module in enumerate(modules):
-            targets |= _model_targets(module, number, values["modules"][str(number)], reader.tensors)
+            targets |= _model_targets(
+                module, number, values["modules"][str(number)], reader.tensors
+            )
             for place, optimizer in enumerate(module.optimizers):
-                state = OptimizerState(allocate(optimizer, module.held, f"{number}/optimizer/{place}", reader.tensors))
+                state = OptimizerState(
+                    allocate(optimizer, module.held, f"{number}/optimizer/{place}", reader.tensors)
+                )
                 targets |= _optimizer_tensors(state.tensors, f"{number}/optimizer/{place}")
                 states.append(state)
         encoded = set(tensors_in([values["modules"], values["state"]]))
-        not_loaded = {name.replace("/train-mode/", "/model/", 1) for name in reader.tensors if name.split("/")[1] == "train-mode"}
-        _check_tensors(targets, {name: kind for name, kind in reader.tensors.items() if name not in encoded | not_loaded}, mesh)
+        not_loaded = {
+            name.replace("/train-mode/", "/model/", 1)
+            for name in reader.tensors
+            if name.split("/")[1] == "train-mode"
+        }
+        _check_tensors(
+            targets,
+            {
+                name: kind
+                for name, kind in reader.tensors.items()
+                if name not in encoded | not_loaded
+            },
+            mesh,
+        )
         targets |= {name: _empty_like(now.get(name), *reader.tensors[name]) for name in encoded}
-        decode([values["modules"], values["state"]], targets.__getitem__)  # what cannot be decoded is found before anything is loaded
+        # what cannot be decoded is found before anything is loaded
+        decode([values["modules"], values["state"]], targets.__getitem__)
     reader.load_into(targets, mesh.world)
     left = iter(states)
     for number, module in enumerate(modules):
@@ -188,16 +251,29 @@ def damage_in(what: str) -> Iterator[None]:
     """Turn what Python raises for values of a wrong kind into a `DamagedError`."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise DamagedError(f"{what} are not those of a run ({type(error).__name__}: {error})") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise DamagedError(
+            f"{what} are not those of a run ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _check_form(values: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, `LookupError` or `TypeError` unless the values have the form that `state_of` gives them."""
+    """Raise `ValueError`, `LookupError` or `TypeError` unless the values have the form that
+    `state_of` gives them."""
     for module in _checked(values, _FORM)["modules"].values():
         for optimizer in _checked(module, _MODULE_FORM)["optimizers"].values():
             _checked(optimizer, _OPTIMIZER_FORM)
-            if not all(isinstance(each, dict) for each in (*optimizer["rest"].values(), *optimizer["groups"])):
+            if not all(
+                isinstance(each, dict)
+                for each in (*optimizer["rest"].values(), *optimizer["groups"])
+            ):
                 raise TypeError("the state of a parameter, or a group, is no object")
         training = _checked(module["training"], _TRAINING_FORM)
         if not all(isinstance(each, dict) for each in training["schedule"]):
@@ -205,7 +281,9 @@ def _check_form(values: Mapping[str, Any]) -> None:
         if not all(isinstance(each, str) for each in training["trainable"] or ()):
             raise TypeError("a trainable parameter has no name")
         scale = training["loss_scale"]
-        if scale is not None and (len(scale) != 2 or not all(isinstance(each, int | float) for each in scale)):
+        if scale is not None and (
+            len(scale) != 2 or not all(isinstance(each, int | float) for each in scale)
+        ):
             raise ValueError("the loss scale is not two numbers")
 
 
@@ -216,55 +294,106 @@ def _checked(values: Any, form: Mapping[str, Any]) -> Any:
     return values
 
 
-def _model_targets(module: TrainModule, number: int, saved: Mapping[str, Any], there: Kinds) -> dict[str, Tensor]:
+def _model_targets(
+    module: TrainModule, number: int, saved: Mapping[str, Any], there: Kinds
+) -> dict[str, Tensor]:
     """Return the tensors of a model into which saved ones are loaded, by the saved names."""
-    named: dict[str, Tensor] = {**dict(module.model.named_parameters()), **dict(module.model.named_buffers())}
-    found = {f"{number}/model/{name}": tensor for name, tensor in tensors_of(module.model, module.held)}
+    named: dict[str, Tensor] = {
+        **dict(module.model.named_parameters()),
+        **dict(module.model.named_buffers()),
+    }
+    found = {
+        f"{number}/model/{name}": tensor for name, tensor in tensors_of(module.model, module.held)
+    }
     for name, tensor in named.items():
         for key in (f"{number}/model/{name}", f"{number}/transient/{name}"):
             if key in there:
                 if name in saved["resized"] and tensor.shape != there[key][1]:
-                    tensor.data = torch.empty(there[key][1], dtype=tensor.dtype, device=tensor.device)
+                    tensor.data = torch.empty(
+                        there[key][1], dtype=tensor.dtype, device=tensor.device
+                    )
                 found[key] = tensor.detach()
         if f"{number}/train-mode/{name}" in there:
             found[f"{number}/train-mode/{name}"] = found.pop(f"{number}/model/{name}")
     return found
 
 
-def _module_state(module: TrainModule, number: int, found: _ModuleTensors, tensors: dict[str, Tensor], host: HostValues) -> dict[str, Any]:
+def _module_state(
+    module: TrainModule,
+    number: int,
+    found: _ModuleTensors,
+    tensors: dict[str, Tensor],
+    host: HostValues,
+) -> dict[str, Any]:
     tensors.update(found.tensors)
-    tensors.update({f"{number}/train-mode/{name}": value for name, value in module.modes.training_values.items()})
+    tensors.update(
+        {
+            f"{number}/train-mode/{name}": value
+            for name, value in module.modes.training_values.items()
+        }
+    )
     resized: list[str] = []
     if module.left_out is not None:
         transient, resized = not_persistent(module.model), module.left_out.resized()
         tensors.update(
-            {f"{number}/{'transient' if name in transient else 'model'}/{name}": t for name, t in module.left_out.changed().items()}
+            {
+                f"{number}/{'transient' if name in transient else 'model'}/{name}": t
+                for name, t in module.left_out.changed().items()
+            }
         )
     optimizers: dict[str, Any] = {}
-    for place, (optimizer, state) in enumerate(zip(module.optimizers, found.optimizers, strict=True)):
+    for place, (optimizer, state) in enumerate(
+        zip(module.optimizers, found.optimizers, strict=True)
+    ):
         if state.more and module.parallel.pipeline is not None:
             raise CheckpointError(
-                f"{type(optimizer).__name__}.state_dict() has {', '.join(state.more)} besides 'state', with a pipeline; each "
-                "stage has an optimizer, and what belongs to no parameter has no place in one checkpoint; return it in 'state', "
-                "by parameter, or use another plan"
+                f"{type(optimizer).__name__}.state_dict() has {', '.join(state.more)} besides"
+                " 'state', with a pipeline; each stage has an optimizer, and what belongs to no"
+                " parameter has no place in one checkpoint; return it in 'state', by parameter, or"
+                " use another plan"
             )
-        described: dict[str, Any] = {"class": type(optimizer).__qualname__, "rest": state.rest, "shared": state.shared, "more": state.more}
+        described: dict[str, Any] = {
+            "class": type(optimizer).__qualname__,
+            "rest": state.rest,
+            "shared": state.shared,
+            "more": state.more,
+        }
         described["groups"] = [
-            {key: _number(value) for key, value in group.items() if key not in _PLAN_SETTINGS} for group in host.groups[place]
+            {key: _number(value) for key, value in group.items() if key not in _PLAN_SETTINGS}
+            for group in host.groups[place]
         ]
-        optimizers[str(place)] = encode(described, f"{number}/optimizer/{place}", tensors, remedy(optimizer))
+        optimizers[str(place)] = encode(
+            described, f"{number}/optimizer/{place}", tensors, remedy(optimizer)
+        )
     extra = {
-        key: encode(value, f"{number}/{'model' if isinstance(value, Tensor) else 'extra'}/{key}", tensors)
+        key: encode(
+            value, f"{number}/{'model' if isinstance(value, Tensor) else 'extra'}/{key}", tensors
+        )
         for key, value in extra_state(module.model).items()
     }
     training = encode(module.state_dict(host), f"{number}/training", tensors)
-    return {"optimizers": optimizers, "training": training, "tied": found.tied, "extra": extra, "resized": dict.fromkeys(resized, True)}
+    return {
+        "optimizers": optimizers,
+        "training": training,
+        "tied": found.tied,
+        "extra": extra,
+        "resized": dict.fromkeys(resized, True),
+    }
 
 
-def _restore_module(module: TrainModule, saved: Mapping[str, Any], states: Iterator[OptimizerState], tensors: Mapping[str, Tensor]) -> None:
+def _restore_module(
+    module: TrainModule,
+    saved: Mapping[str, Any],
+    states: Iterator[OptimizerState],
+    tensors: Mapping[str, Tensor],
+) -> None:
     for optimizer, encoded in zip(module.optimizers, saved["optimizers"].values(), strict=True):
         state, its = next(states), decode(encoded, tensors.__getitem__)
-        state.rest = {name: _on_device(its["rest"][name], parameter) for name, parameter in module.held.items() if name in its["rest"]}
+        state.rest = {
+            name: _on_device(its["rest"][name], parameter)
+            for name, parameter in module.held.items()
+            if name in its["rest"]
+        }
         state.shared, state.more = its["shared"], its["more"]
         state.load(optimizer, module.held, its["groups"])
     for name, part in module.model.named_modules():
@@ -283,8 +412,14 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _optimizer_tensors(tensors: Mapping[str, Mapping[str, Tensor]], prefix: str) -> dict[str, Tensor]:
-    return {f"{prefix}/{name}/{key}": tensor for name, by_key in tensors.items() for key, tensor in by_key.items()}
+def _optimizer_tensors(
+    tensors: Mapping[str, Mapping[str, Tensor]], prefix: str
+) -> dict[str, Tensor]:
+    return {
+        f"{prefix}/{name}/{key}": tensor
+        for name, by_key in tensors.items()
+        for key, tensor in by_key.items()
+    }
 
 
 def _number(value: Any) -> Any:
@@ -292,12 +427,14 @@ def _number(value: Any) -> Any:
 
 
 def _on_device(values: Any, parameter: Tensor) -> Any:
-    return tree_map(lambda leaf: leaf.to(parameter.device) if isinstance(leaf, Tensor) else leaf, values)
+    return tree_map(
+        lambda leaf: leaf.to(parameter.device) if isinstance(leaf, Tensor) else leaf, values
+    )
 
 
 def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers in the model's state dict, tied ones once, by their first names. `also`: names of
-    parameters that count although the state dict leaves them out."""
+    """The parameters and buffers in the model's state dict, tied ones once, by their first names.
+    `also`: names of parameters that count although the state dict leaves them out."""
     saved = list(in_state(model, also))
     others = _aliases(saved)
     return ((name, tensor.detach()) for name, tensor in saved if name not in others)
@@ -315,27 +452,46 @@ def _aliases(saved: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def _empty_like(template: Tensor | None, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    if template is not None and tuple(template.shape) == shape and template.dtype == torch_dtype(dtype):
+    if (
+        template is not None
+        and tuple(template.shape) == shape
+        and template.dtype == torch_dtype(dtype)
+    ):
         return torch.empty_like(template)
     return torch.empty(shape, dtype=torch_dtype(dtype))
 
 
-def _check_same_parts(values: Mapping[str, Any], modules: Sequence[TrainModule], others: Mapping[str, Stateful]) -> None:
+def _check_same_parts(
+    values: Mapping[str, Any], modules: Sequence[TrainModule], others: Mapping[str, Stateful]
+) -> None:
     if len(values["modules"]) != len(modules):
-        raise CheckpointError(f"the checkpoint holds {len(values['modules'])} models with optimizers and this run prepared {len(modules)}")
+        raise CheckpointError(
+            f"the checkpoint holds {len(values['modules'])} models with optimizers and this run"
+            f" prepared {len(modules)}"
+        )
     for number, module in enumerate(modules):
         saved = values["modules"][str(number)]["optimizers"]
-        theirs, ours = [each["class"] for each in saved.values()], [type(optimizer).__qualname__ for optimizer in module.optimizers]
+        theirs, ours = (
+            [each["class"] for each in saved.values()],
+            [type(optimizer).__qualname__ for optimizer in module.optimizers],
+        )
         if theirs != ours:
             raise CheckpointError(
-                f"the checkpoint's optimizers are {theirs} and this run's are {ours}; resume with those that it was saved with"
+                f"the checkpoint's optimizers are {theirs} and this run's are {ours}; resume with"
+                " those that it was saved with"
             )
-        for place, (optimizer, its) in enumerate(zip(module.optimizers, saved.values(), strict=True)):
+        for place, (optimizer, its) in enumerate(
+            zip(module.optimizers, saved.values(), strict=True)
+        ):
             if len(its["groups"]) != len(optimizer.param_groups):
                 raise CheckpointError(
-                    f"optimizer {place} has {len(optimizer.param_groups)} parameter groups and had {len(its['groups'])} in the checkpoint"
+                    f"optimizer {place} has {len(optimizer.param_groups)} parameter groups and had"
+                    f" {len(its['groups'])} in the checkpoint"
                 )
-    missing, unexpected = sorted(others.keys() - values["state"].keys()), sorted(values["state"].keys() - others.keys())
+    missing, unexpected = (
+        sorted(others.keys() - values["state"].keys()),
+        sorted(values["state"].keys() - others.keys()),
+    )
     if missing or unexpected:
         raise CheckpointError(
             "the checkpoint's other state is not this run's: "
@@ -344,16 +500,32 @@ def _check_same_parts(values: Mapping[str, Any], modules: Sequence[TrainModule],
         )
 
 
-def _check_tensors(targets: Mapping[str, Tensor], saved: Mapping[str, tuple[str, tuple[int, ...]]], mesh: Mesh) -> None:
+def _check_tensors(
+    targets: Mapping[str, Tensor], saved: Mapping[str, tuple[str, tuple[int, ...]]], mesh: Mesh
+) -> None:
     """Raise `CheckpointError` unless `targets` are the saved tensors. Every rank calls it."""
-    mine = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in targets.items()}
-    everyone = {name: described for part in mesh.axis("pipeline").gather_values(mine) for name, described in part.items()}
+    mine = {
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for name, tensor in targets.items()
+    }
+    everyone = {
+        name: described
+        for part in mesh.axis("pipeline").gather_values(mine)
+        for name, described in part.items()
+    }
     there = {name: [dtype, list(shape)] for name, (dtype, shape) in saved.items()}
     other = sorted(name for name in there.keys() & everyone.keys() if there[name] != everyone[name])
     found = {
-        "not in the checkpoint": [_describe(name, everyone[name]) for name in sorted(everyone.keys() - there.keys())],
-        "only in the checkpoint": [_describe(name, there[name]) for name in sorted(there.keys() - everyone.keys())],
-        "different": [f"{_describe(name, everyone[name])}, saved as {_describe('', there[name])}" for name in other],
+        "not in the checkpoint": [
+            _describe(name, everyone[name]) for name in sorted(everyone.keys() - there.keys())
+        ],
+        "only in the checkpoint": [
+            _describe(name, there[name]) for name in sorted(there.keys() - everyone.keys())
+        ],
+        "different": [
+            f"{_describe(name, everyone[name])}, saved as {_describe('', there[name])}"
+            for name in other
+        ],
     }
     if any(found.values()):
         raise CheckpointError(f"the checkpoint is of another model: {listed(found)}")

@@ -1,4 +1,5 @@
-"""The step: accumulate, reduce, scale, clip, apply. The model changes only if the reduced gradient is finite."""
+"""The step: accumulate, reduce, scale, clip, apply. The model changes only if the reduced gradient
+is finite."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Step:
         self.samples = source.samples
         """Samples of the global batch."""
         self.count = source.count
-        """Microbatches of the global batch over all ranks; their slices if SyncBatchNorm splits them."""
+        """Microbatches of the global batch over all ranks; their slices if SyncBatchNorm splits
+        them."""
         self.source = source
         self.weights = source.weights
         """Each term's denominator over the global batch, if there is a weight function."""
@@ -59,28 +61,37 @@ class Step:
         self._closure: Callable[[], object] | None = None
         """Repeats what `compute` did, for optimizers that compute the gradient again."""
         self._is_repeated = False
-        alone = self._compares and len(run.modules) == 1  # a second model's backward may reach the first one
+        # a second model's backward may reach the first one
+        alone = self._compares and len(run.modules) == 1
         self._gradients = run.modules[0].reducer.gradient_versions() if alone else None
-        """The gradients as the last backward of the step, or of the step before, has left them. None: not compared."""
+        """The gradients as the last backward of the step, or of the step before, has left them.
+        None: not compared."""
         self._current: Microbatch | None = None
         self._accumulation: _Accumulation | None = None
 
-    def compute(self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered) -> None:
-        """Forward and backward of all of this rank's microbatches, under every plan, for a session with one model.
-        Every rank calls it.
+    def compute(
+        self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered
+    ) -> None:
+        """Forward and backward of all of this rank's microbatches, under every plan, for a session
+        with one model. Every rank calls it.
 
         `inputs` and `loss`: as in `Recipe`, or its `batch_loss`. Raises `LossError`, `RecipeError`.
         """
         number = self._number(None)
         if self._closure is not None:
             raise LossError(
-                f"after step {self.index}: a second step.compute; the first computed all microbatches; let its loss return the sum "
-                "of both losses, or a dict of terms"
+                f"after step {self.index}: a second step.compute; the first computed all"
+                " microbatches; let its loss return the sum of both losses, or a dict of terms"
             )
         self._closure = partial(self._compute, number, inputs, loss)
         self._closure()
 
-    def _compute(self, number: int, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered) -> None:
+    def _compute(
+        self,
+        number: int,
+        inputs: Callable[[Any], Any] | None,
+        loss: Callable[[Any, Any], Any] | Gathered,
+    ) -> None:
         if isinstance(loss, Gathered):
             loss = self._over_batch(self._modules[number], inputs, loss)
         executor = self._modules[number].executor
@@ -89,17 +100,20 @@ class Step:
         executor.train(self._begun(number), inputs, loss)
 
     def _without_backward(self, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
-        """Call the loss of a microbatch between backwards of others. Raises `LossError` if it has called one itself."""
+        """Call the loss of a microbatch between backwards of others. Raises `LossError` if it has
+        called one itself."""
         self.note_gradients()
         found = loss(output, batch)
         self.check_gradients()
         return found
 
     def microbatches(self, *, dummies: bool = False) -> Iterator[Any]:
-        """Yield the batch of each microbatch of this rank, each with its own random generators. A rank may have none.
+        """Yield the batch of each microbatch of this rank, each with its own random generators. A
+        rank may have none.
 
-        Can be iterated again after a `commit`, for another model: with the same batches and other generators.
-        `dummies`: True for a loop that looks at `is_dummy`. Without it, a plan that needs dummies raises `RecipeError`.
+        Can be iterated again after a `commit`, for another model: with the same batches and other
+        generators. `dummies`: True for a loop that looks at `is_dummy`. Without it, a plan that
+        needs dummies raises `RecipeError`.
         """
         for module in self._modules:
             _check_loop(module)
@@ -115,29 +129,38 @@ class Step:
 
     @property
     def is_dummy(self) -> bool:
-        """True while `microbatches` has given this rank a dummy: a microbatch that another forward counts, computed
-        because forwards have collectives. Its gradient is discarded; leave out all else that the loop computes."""
+        """True while `microbatches` has given this rank a dummy: a microbatch that another forward
+        counts, computed because forwards have collectives. Its gradient is discarded; leave out all
+        else that the loop computes."""
         return self._current is not None and self._current.is_dummy
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
-        """Accumulate the gradient of this microbatch's loss. Called once for each microbatch, on the rank that has it.
+        """Accumulate the gradient of this microbatch's loss. Called once for each microbatch, on
+        the rank that has it.
 
-        `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with the `weight` of `steps`, an
-        `ls.Sum` or a dict. `optimizer`: that of the model, if several are prepared; others that the loss reaches get no
-        gradient. Raises `LossError`.
+        `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with the
+        `weight` of `steps`, an `ls.Sum` or a dict. `optimizer`: that of the model, if several are
+        prepared; others that the loss reaches get no gradient. Raises `LossError`.
         """
         number = self._number(optimizer)
         _check_loop(self._modules[number])
         self._begun(number).backward(loss)
 
-    def commit(self, optimizer: Any = None, *, clip_norm: float | None = None, closure: Callable[[], object] | None = None) -> None:
-        """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for each prepared
-        model.
+    def commit(
+        self,
+        optimizer: Any = None,
+        *,
+        clip_norm: float | None = None,
+        closure: Callable[[], object] | None = None,
+    ) -> None:
+        """Reduce, scale, clip, apply: on all ranks or on none. Every rank calls it once a step, for
+        each prepared model.
 
-        `clip_norm`: the largest global norm of the gradient. `closure`: for optimizers that compute the gradient more
-        than once a step (LBFGS, SAM): a function that loops over `microbatches` and calls `backward` for each, as was
-        done before this commit; not needed after `compute`. Raises `LossError` if the loss or the gradient is not
-        finite (on a GPU at the next logging step; the model is not updated by such a step if the optimizer is `fused`).
+        `clip_norm`: the largest global norm of the gradient. `closure`: for optimizers that compute
+        the gradient more than once a step (LBFGS, SAM): a function that loops over `microbatches`
+        and calls `backward` for each, as was done before this commit; not needed after `compute`.
+        Raises `LossError` if the loss or the gradient is not finite (on a GPU at the next logging
+        step; the model is not updated by such a step if the optimizer is `fused`).
         """
         check_clip_norm(clip_norm)
         number = self._number(optimizer)
@@ -146,8 +169,10 @@ class Step:
         closure = closure or self._closure
         if module.needs_closure and closure is None:
             raise LossError(
-                f"after step {self.index}: a commit without a closure; {type(module.optimizers[0]).__name__} computes the gradient more "
-                "than once a step; give commit(closure=...) a function that loops over step.microbatches() and calls step.backward for each"
+                f"after step {self.index}: a commit without a closure;"
+                f" {type(module.optimizers[0]).__name__} computes the gradient more than once a"
+                " step; give commit(closure=...) a function that loops over step.microbatches()"
+                " and calls step.backward for each"
             )
         accumulation.check_complete()
         self._phases.enter("exchange")
@@ -161,22 +186,55 @@ class Step:
         terms = accumulation.terms
         # The gradient may be finite all the same: torch.where can mask the loss.
         if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
-            StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, False, stats.flags, [], clip_norm).check()
+            StepResult(
+                self.source.layout,
+                module,
+                stats.values,
+                stats.weights,
+                math.nan,
+                False,
+                stats.flags,
+                [],
+                clip_norm,
+            ).check()
         self._run.begin_change()
         module.divide_by_weight(stats.weights, stats.values)
         self._call_gradient_hooks(number)
         self._run.hooks.call("after_backward", self._run, module.model)
-        result = StepResult(self.source.layout, module, stats.values, stats.weights, math.nan, None, stats.flags, terms, clip_norm)
-        again = self._again(number, result, closure) if module.needs_closure and closure is not None else None
-        result.norm, result.applied = module.apply(self.index, clip_norm, measure=self._run.is_logging_step, closure=again)
-        applied = torch.isfinite(torch.as_tensor(result.norm)) if result.applied is None else result.applied
+        result = StepResult(
+            self.source.layout,
+            module,
+            stats.values,
+            stats.weights,
+            math.nan,
+            None,
+            stats.flags,
+            terms,
+            clip_norm,
+        )
+        again = (
+            self._again(number, result, closure)
+            if module.needs_closure and closure is not None
+            else None
+        )
+        result.norm, result.applied = module.apply(
+            self.index, clip_norm, measure=self._run.is_logging_step, closure=again
+        )
+        applied = (
+            torch.isfinite(torch.as_tensor(result.norm))
+            if result.applied is None
+            else result.applied
+        )
         for statistics in self._statistics:
             statistics.commit(self.count, apply=applied)
         self._end_commit(number, result)
 
-    def _again(self, number: int, first: StepResult, closure: Callable[[], object]) -> Callable[[], Tensor]:
-        """The closure for an optimizer: it returns the loss, and leaves the gradient. The first call finds the gradient
-        of this step; later ones compute it again, at the parameters as they are then, with the same random numbers."""
+    def _again(
+        self, number: int, first: StepResult, closure: Callable[[], object]
+    ) -> Callable[[], Tensor]:
+        """The closure for an optimizer: it returns the loss, and leaves the gradient. The first
+        call finds the gradient of this step; later ones compute it again, at the parameters as they
+        are then, with the same random numbers."""
         module, calls = self._modules[number], count()
 
         def again() -> Tensor:
@@ -188,7 +246,9 @@ class Step:
                 accumulation = self._begun(number)
                 accumulation.check_complete()
                 with module.gradient_hooks:
-                    stats = module.reducer.reduce(accumulation.values, accumulation.weights, flag=False)
+                    stats = module.reducer.reduce(
+                        accumulation.values, accumulation.weights, flag=False
+                    )
             module.divide_by_weight(stats.weights, stats.values)
             self._call_gradient_hooks(number)
             module.clip(first.clip_norm)
@@ -199,16 +259,23 @@ class Step:
     def _call_gradient_hooks(self, number: int) -> None:
         module, context = self._modules[number], self._run.context
         if module.gradient_hooks:
-            seed_generators(key(context.seed, RandomStream.GRADIENT_HOOK, self._run.step, number), context.device)
+            seed_generators(
+                key(context.seed, RandomStream.GRADIENT_HOOK, self._run.step, number),
+                context.device,
+            )
             module.call_gradient_hooks()
 
     def skip(self, optimizer: Any = None) -> None:
-        """Leave a model, its optimizer's state and its schedule as they are in this step. Every rank calls it, instead
-        of `commit`. `optimizer`: as in `commit`. Raises `LossError` if the model has had a backward in this step."""
+        """Leave a model, its optimizer's state and its schedule as they are in this step. Every
+        rank calls it, instead of `commit`. `optimizer`: as in `commit`. Raises `LossError` if the
+        model has had a backward in this step."""
         number = self._number(optimizer)
         self._check_open(number)
         if self._accumulation is not None:
-            raise LossError(f"after step {self.index}: a skip after a backward; the gradient would be lost; commit it, or call skip before")
+            raise LossError(
+                f"after step {self.index}: a skip after a backward; the gradient would be lost;"
+                " commit it, or call skip before"
+            )
         self.skipped.add(number)
         self._end()
 
@@ -217,7 +284,8 @@ class Step:
         self._run.log(values)
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
-        """This rank's microbatches with their batches on the device, each with its own random generators."""
+        """This rank's microbatches with their batches on the device, each with its own random
+        generators."""
         self._begin_statistics()
         passes = len(self.committed)
         for current, batch in self._phases.during("data", self.source.batches(passes)):
@@ -225,7 +293,8 @@ class Step:
             self._run.microbatches += 1
             self._run.exchange.is_dummy = current.is_dummy
             for statistics in self._statistics:
-                statistics.discard()  # the updates by forwards without a backward, and by recomputation
+                # the updates by forwards without a backward, and by recomputation
+                statistics.discard()
             position = self.source.position(current, passes)
             for number, streams in self._streams:
                 streams.set_position((*position, number) if number else position)
@@ -237,17 +306,29 @@ class Step:
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
         self._begin_statistics()
-        return [(current, self._changed(current, batch)) for current, batch in self._phases.during("data", self.source.batches(0))]
+        return [
+            (current, self._changed(current, batch))
+            for current, batch in self._phases.during("data", self.source.batches(0))
+        ]
 
-    def _over_batch(self, module: TrainModule, inputs: Callable[[Any], Any] | None, loss: Gathered) -> BatchLoss:
+    def _over_batch(
+        self, module: TrainModule, inputs: Callable[[Any], Any] | None, loss: Gathered
+    ) -> BatchLoss:
         """The loss of each microbatch that together are the loss over the global batch."""
         _check_loop(module, "a batch loss", "choose a plan without a pipeline")
         if self.source.weights is not None:
-            raise RecipeError("a batch loss with a weight; it is one number for all samples of the global batch; leave out the weight")
+            raise RecipeError(
+                "a batch loss with a weight; it is one number for all samples of the global batch;"
+                " leave out the weight"
+            )
         self.weights = {SINGLE: 1.0}
         self.source.keep()
-        found = BatchLoss(loss, self.source.layout.spans, lambda: self.current, watched=self.index == 0)
-        found.collect(self._mesh, self.batches(), partial(call_model, inputs, module.model), module.autocast)
+        found = BatchLoss(
+            loss, self.source.layout.spans, lambda: self.current, watched=self.index == 0
+        )
+        found.collect(
+            self._mesh, self.batches(), partial(call_model, inputs, module.model), module.autocast
+        )
         reshard(module.model)
         return found
 
@@ -255,7 +336,10 @@ class Step:
     def current(self) -> Microbatch:
         """The latest one of `batches`. Raises `LossError` if there is none."""
         if self._current is None:
-            raise LossError(f"after step {self.index}: backward outside of a loop over step.microbatches(); call it inside the loop")
+            raise LossError(
+                f"after step {self.index}: backward outside of a loop over step.microbatches();"
+                " call it inside the loop"
+            )
         return self._current
 
     def _changed(self, current: Microbatch, batch: Any) -> Any:
@@ -263,18 +347,35 @@ class Step:
         return batch if change is None else change(current, batch)
 
     def _refuse_dummies(self) -> None:
-        """Raise `RecipeError`, on all ranks, if a rank computes a dummy in this step, or in any of its epoch."""
+        """Raise `RecipeError`, on all ranks, if a rank computes a dummy in this step, or in any of
+        its epoch."""
         assigned = self._mesh.assignment
-        count = next((count for count in (self.count, *sorted(self.source.batching.counts)) if assigned.has_dummies(count)), None)
+        count = next(
+            (
+                count
+                for count in (self.count, *sorted(self.source.batching.counts))
+                if assigned.has_dummies(count)
+            ),
+            None,
+        )
         if count is None:
             return
-        parts, plan = "slices of microbatches" if assigned.slices else "microbatches", self._run.context.plan
-        number = f"{assigned.per_round} of {assigned.ranks}" if assigned.per_round < assigned.ranks else str(assigned.ranks)
+        parts, plan = (
+            ("slices of microbatches" if assigned.slices else "microbatches"),
+            self._run.context.plan,
+        )
+        number = (
+            f"{assigned.per_round} of {assigned.ranks}"
+            if assigned.per_round < assigned.ranks
+            else str(assigned.ranks)
+        )
         raise RecipeError(
-            f"step.microbatches() under {plan} in a loop with steps of {count} {parts}, computed in rounds by {number} ranks; forwards "
-            "have collectives there, so a rank that has none left computes a dummy, and the loop would count its samples twice; write "
-            "step.microbatches(dummies=True), and `if not step.is_dummy:` around all but the forwards and step.backward; or call "
-            "step.compute; or choose another plan, or sizes whose microbatches are a multiple of the ranks in every step"
+            f"step.microbatches() under {plan} in a loop with steps of {count} {parts}, computed in"
+            f" rounds by {number} ranks; forwards have collectives there, so a rank that has none"
+            " left computes a dummy, and the loop would count its samples twice; write"
+            " step.microbatches(dummies=True), and `if not step.is_dummy:` around all but the"
+            " forwards and step.backward; or call step.compute; or choose another plan, or sizes"
+            " whose microbatches are a multiple of the ranks in every step"
         )
 
     def _begin_statistics(self) -> None:
@@ -309,7 +410,10 @@ class Step:
     def _check_open(self, number: int) -> None:
         if number in self.committed or number in self.skipped:
             before = "commit" if number in self.committed else "skip"
-            raise LossError(f"after step {self.index}: a commit or skip after a {before} of the same model; each model has one a step")
+            raise LossError(
+                f"after step {self.index}: a commit or skip after a {before} of the same model;"
+                " each model has one a step"
+            )
 
     def _begun(self, number: int) -> _Accumulation:
         """The accumulation of model `number`, begun if it is not yet."""
@@ -318,20 +422,29 @@ class Step:
             self._modules[number].begin_step(self.count, self.samples)
             self.note_gradients()
             probe = None if self._is_repeated else self._probe
-            self._accumulation = _Accumulation(self, number, self._modules[number], alone=len(self._modules) == 1, probe=probe)
+            self._accumulation = _Accumulation(
+                self, number, self._modules[number], alone=len(self._modules) == 1, probe=probe
+            )
         if self._accumulation.number != number:
             raise LossError(
-                f"after step {self.index}: backward for a second model before the first one's commit; loop over step.microbatches() and "
-                "commit for one model, then for the next"
+                f"after step {self.index}: backward for a second model before the first one's"
+                " commit; loop over step.microbatches() and commit for one model, then for the"
+                " next"
             )
         return self._accumulation
 
     def check_gradients(self) -> None:
-        """Raise `LossError` if gradients have changed since `note_gradients`: the script has called a backward."""
-        if self._gradients is not None and not self._is_repeated and self._gradients != self._modules[0].reducer.gradient_versions():
+        """Raise `LossError` if gradients have changed since `note_gradients`: the script has called
+        a backward."""
+        if (
+            self._gradients is not None
+            and not self._is_repeated
+            and self._gradients != self._modules[0].reducer.gradient_versions()
+        ):
             raise LossError(
-                f"after step {self.index}: the forward or the loss has called backward, and so changed the model's gradients; they are "
-                "sums over microbatches, scaled and reduced with the loss; add to the loss what it was called on"
+                f"after step {self.index}: the forward or the loss has called backward, and so"
+                " changed the model's gradients; they are sums over microbatches, scaled and"
+                " reduced with the loss; add to the loss what it was called on"
             )
 
     def note_gradients(self) -> None:
@@ -349,11 +462,18 @@ class Step:
         if optimizer is None and len(self._modules) == 1:
             return 0
         for number, module in enumerate(self._modules):
-            if optimizer is module.optimizers or any(optimizer is each for each in module.optimizers):
+            if optimizer is module.optimizers or any(
+                optimizer is each for each in module.optimizers
+            ):
                 return number
-        given = "no optimizer" if optimizer is None else f"an optimizer ({type(optimizer).__name__}) that this session did not prepare"
+        given = (
+            "no optimizer"
+            if optimizer is None
+            else f"an optimizer ({type(optimizer).__name__}) that this session did not prepare"
+        )
         raise LossError(
-            f"after step {self.index}: {given}, with {len(self._modules)} models prepared; name one that session.prepare returned"
+            f"after step {self.index}: {given}, with {len(self._modules)} models prepared; name one"
+            " that session.prepare returned"
         )
 
 
@@ -361,7 +481,9 @@ class _Accumulation:
     """Gradient accumulation of one model in a step, from its first microbatch to its commit. See
     `executor.Accumulation`."""
 
-    def __init__(self, step: Step, number: int, module: TrainModule, *, alone: bool, probe: Any) -> None:
+    def __init__(
+        self, step: Step, number: int, module: TrainModule, *, alone: bool, probe: Any
+    ) -> None:
         self.number = number
         self.values: list[Number] = []
         self.terms: list[dict[str, Tensor]] = []
@@ -380,7 +502,11 @@ class _Accumulation:
     @property
     def weights(self) -> Sequence[Number] | None:
         """One for each microbatch; None if `Recipe.weight` or the sample count gives them."""
-        return [weight for weight in self._weights if weight is not None] if self._module.forward_knows_weight else None
+        return (
+            [weight for weight in self._weights if weight is not None]
+            if self._module.forward_knows_weight
+            else None
+        )
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
         return self._step.source.position(microbatch, 0)
@@ -401,8 +527,8 @@ class _Accumulation:
         is_dummy = current.is_dummy
         if not is_dummy and self._seen and self._seen[-1] >= current.index:
             raise LossError(
-                f"after step {self._step.index}, microbatch {current.index}: a second backward; each microbatch has one: add the losses "
-                "and call it on their sum"
+                f"after step {self._step.index}, microbatch {current.index}: a second backward;"
+                " each microbatch has one: add the losses and call it on their sum"
             )
         part = self.contribution(loss, current)
         grad_output = self.grad_output(part)
@@ -413,15 +539,29 @@ class _Accumulation:
                 self._probe.before_backward(self.number, current.index, part.total, grad_output)
         self._step.check_gradients()
         with self._module.gradient_hooks:
-            self._module.reducer.backward(part.total, grad_output, own_parameters_only=not self._alone, is_dummy=is_dummy)
+            self._module.reducer.backward(
+                part.total, grad_output, own_parameters_only=not self._alone, is_dummy=is_dummy
+            )
         self._step.note_gradients()
 
-    def record(self, microbatch: Microbatch, value: Number, weight: Tensor | None, part: Contribution | None) -> None:
+    def record(
+        self,
+        microbatch: Microbatch,
+        value: Number,
+        weight: Tensor | None,
+        part: Contribution | None,
+    ) -> None:
         self._note(microbatch, value, weight, part)
         if self._probe is not None:
             self._probe.without_backward(self.number, microbatch.index)
 
-    def _note(self, microbatch: Microbatch, value: Number, weight: Tensor | None, part: Contribution | None) -> None:
+    def _note(
+        self,
+        microbatch: Microbatch,
+        value: Number,
+        weight: Tensor | None,
+        part: Contribution | None,
+    ) -> None:
         self._seen.append(microbatch.index)
         self.values.append(value)
         self._weights.append(weight)
@@ -430,32 +570,42 @@ class _Accumulation:
             self._kinds.append(part.kind())
 
     def check_complete(self) -> None:
-        """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one kind."""
+        """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one
+        kind."""
         step, mesh = self._step, self._module.mesh
         if len(self._seen) < step.source.mine:
-            missing = [place for place in mesh.assignment.indices(step.count, mesh.data.rank) if place not in self._seen]
+            missing = [
+                place
+                for place in mesh.assignment.indices(step.count, mesh.data.rank)
+                if place not in self._seen
+            ]
             raise LossError(
-                f"after step {step.index}: commit without a backward for microbatches {missing} of this rank; call step.backward once for "
-                "each microbatch; to leave the microbatch out of the gradient, multiply its loss by 0"
+                f"after step {step.index}: commit without a backward for microbatches {missing} of"
+                " this rank; call step.backward once for each microbatch; to leave the microbatch"
+                " out of the gradient, multiply its loss by 0"
             )
         if self._module.forward_knows_weight is None:
             self._module.agree_on_loss(self._kinds)
         if {kind.has_weight for kind in self._kinds} - {self._module.forward_knows_weight}:
             raise LossError(
-                f"after step {step.index}: the loss is an ls.Loss for some microbatches and not for others; it must be the same kind for "
-                "all: return ls.Loss(total, weight) always, or never"
+                f"after step {step.index}: the loss is an ls.Loss for some microbatches and not for"
+                " others; it must be the same kind for all: return ls.Loss(total, weight) always,"
+                " or never"
             )
-        for place, kind in zip(self._seen, self._kinds, strict=False):  # earlier stages of a pipeline have none
+        # earlier stages of a pipeline have none
+        for place, kind in zip(self._seen, self._kinds, strict=False):
             if kind.repeats != self._module.repeats:
                 raise LossError(
-                    f"after step {step.index}, microbatch {place}: the batch has {kind.repeats} rows for each sample and had "
-                    f"{self._module.repeats} before; a mean over them would be weighted as one over samples; return ls.Sum(loss * n) with "
-                    "Recipe.weight = batch -> n, its rows, or ls.Loss(loss * n, n)"
+                    f"after step {step.index}, microbatch {place}: the batch has {kind.repeats}"
+                    f" rows for each sample and had {self._module.repeats} before; a mean over them"
+                    " would be weighted as one over samples; return ls.Sum(loss * n) with"
+                    " Recipe.weight = batch -> n, its rows, or ls.Loss(loss * n, n)"
                 )
             if set(kind.terms) != set(self._module.terms):
                 raise LossError(
-                    f"after step {step.index}, microbatch {place}: the loss has terms {kind.terms} and had {self._module.terms} "
-                    "before; it must have the same terms for every microbatch: for one that does not apply, return (output * 0).sum()"
+                    f"after step {step.index}, microbatch {place}: the loss has terms {kind.terms}"
+                    f" and had {self._module.terms} before; it must have the same terms for every"
+                    " microbatch: for one that does not apply, return (output * 0).sum()"
                 )
 
 

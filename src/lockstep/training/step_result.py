@@ -1,4 +1,5 @@
-"""The result of a step for one model: its loss, its gradient's norm, and whether the model was updated."""
+"""The result of a step for one model: its loss, its gradient's norm, and whether the model was
+updated."""
 
 from __future__ import annotations
 
@@ -23,14 +24,19 @@ class StepResult:
     layout: StepLayout
     module: TrainModule
     values: Tensor | list[float]
-    """(microbatches,): the part of each microbatch in the loss; its raw total if `weights` is given."""
-    weights: Tensor | None  # (microbatches,); None if `Recipe.weight` or the sample count gives them
+    """(microbatches,): the part of each microbatch in the loss; its raw total if `weights` is
+    given."""
+    # (microbatches,); None if `Recipe.weight` or the sample count gives them
+    weights: Tensor | None
     norm: Tensor | float
-    """The gradient's global norm before clipping; without log and clipping, a number that is finite only if it is."""
-    applied: bool | None  # True if the model was updated. None: the device decided; see `was_applied`.
+    """The gradient's global norm before clipping; without log and clipping, a number that is finite
+    only if it is."""
+    # True if the model was updated. None: the device decided; see `was_applied`.
+    applied: bool | None
     flags: Tensor | bool  # see `StepStats`
     terms: list[dict[str, Tensor]]
-    """Each term's part of the loss for each microbatch of this rank, if the loss has several terms."""
+    """Each term's part of the loss for each microbatch of this rank, if the loss has several
+    terms."""
     clip_norm: float | None
 
     @property
@@ -59,7 +65,11 @@ class StepResult:
             return {}
         rows = [{name: float(value) for name, value in terms.items()} for terms in self.terms]
         on_output_rank = self.module.executor.on_output_rank
-        everyone = [row for theirs in self.module.mesh.data.gather_values(on_output_rank(lambda: rows)) for row in theirs]
+        everyone = [
+            row
+            for theirs in self.module.mesh.data.gather_values(on_output_rank(lambda: rows))
+            for row in theirs
+        ]
         return {name: exact_sum([row[name] for row in everyone]) for name in self.module.terms}
 
     def check(self) -> None:
@@ -70,31 +80,34 @@ class StepResult:
         for place, value in enumerate(numbers_of(self.values)):
             if not math.isfinite(value):
                 raise LossError(
-                    f"after step {layout.step}: the loss is {value} in {layout.name(place)}, computed by {layout.owner(place)} from "
-                    f"{layout.words(place)}; a step needs a finite loss; the model was not changed by this step: "
-                    "check those samples, the learning rate, and divisions, logarithms and roots in the model"
+                    f"after step {layout.step}: the loss is {value} in {layout.name(place)},"
+                    f" computed by {layout.owner(place)} from {layout.words(place)}; a step needs a"
+                    " finite loss; the model was not changed by this step: check those samples,"
+                    " the learning rate, and divisions, logarithms and roots in the model"
                 )
         if self.weights is not None:
             self._check_weights(self.weights.tolist())
         if not self.was_applied and self.module.overflowed_at < 1:
             raise LossError(
-                f"after step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}, after "
-                f"{self.module.overflows} steps in a row, at a loss scale of {self.module.overflowed_at:g}; at a scale of at most 1 the "
-                "scale is not the cause; the model was not changed by these steps: look for square roots and norms at 0, and try "
-                "precision='bf16' or 'fp32'"
+                f"after step {layout.step}: every loss is finite and the gradient is not, first in"
+                f" {self._not_finite()}, after {self.module.overflows} steps in a row, at a loss"
+                f" scale of {self.module.overflowed_at:g}; at a scale of at most 1 the scale is not"
+                " the cause; the model was not changed by these steps: look for square roots and"
+                " norms at 0, and try precision='bf16' or 'fp32'"
             )
         if not math.isfinite(float(self.norm)) and self.module.loss_scale is None:
             raise LossError(
-                f"after step {layout.step}: every loss is finite and the gradient is not, first in {self._not_finite()}; a step needs "
-                "a finite gradient; the model was not changed by this step: look for square roots and norms at 0, and for overflow"
+                f"after step {layout.step}: every loss is finite and the gradient is not, first in"
+                f" {self._not_finite()}; a step needs a finite gradient; the model was not changed"
+                " by this step: look for square roots and norms at 0, and for overflow"
             )
 
     def _check_weights(self, weights: list[float]) -> None:
         for place, weight in enumerate(weights):
             if not 0 <= weight < math.inf:
                 raise LossError(
-                    f"after step {self.layout.step}: the weight of microbatch {place} is {weight}; it divides the summed loss, and must be "
-                    "finite and not negative"
+                    f"after step {self.layout.step}: the weight of microbatch {place} is {weight};"
+                    " it divides the summed loss, and must be finite and not negative"
                 )
         if not any(weights) and (total := exact_sum(numbers_of(self.values))):
             raise LossError(f"after step {self.layout.step}: {no_weight('loss', total)}")
@@ -105,11 +118,20 @@ class StepResult:
         order = {name: place for place, (name, _) in enumerate(module.model.named_modules())}
         found = [
             (order[name.rpartition(".")[0]], place, name)
-            for place, (name, parameter) in enumerate(zip(module.names, module.parameters, strict=True))
-            if parameter.grad is not None and not bool(torch.isfinite(to_local(parameter.grad)).all())
+            for place, (name, parameter) in enumerate(
+                zip(module.names, module.parameters, strict=True)
+            )
+            if parameter.grad is not None
+            and not bool(torch.isfinite(to_local(parameter.grad)).all())
         ]
-        everyone = [first for firsts in module.mesh.world.gather_values(found[:1]) for first in firsts]
-        return f"parameter {min(everyone)[-1]!r}" if everyone else "the norm over all parameters (it overflows)"
+        everyone = [
+            first for firsts in module.mesh.world.gather_values(found[:1]) for first in firsts
+        ]
+        return (
+            f"parameter {min(everyone)[-1]!r}"
+            if everyone
+            else "the norm over all parameters (it overflows)"
+        )
 
 
 def numbers_of(values: Tensor | list[float]) -> list[float]:

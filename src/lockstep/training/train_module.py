@@ -1,4 +1,5 @@
-"""A model with its optimizers on one rank: its gradients are reduced, scaled, clipped and applied here."""
+"""A model with its optimizers on one rank: its gradients are reduced, scaled, clipped and applied
+here."""
 
 from __future__ import annotations
 
@@ -38,18 +39,31 @@ from lockstep.training.optim.settings import Settings, differing, settings_of
 from lockstep.training.reducers.compression import compression_for
 from lockstep.training.reducers.gradient_hooks import GradientHooks
 from lockstep.training.reducers.pipeline import TiedGradients
-from lockstep.training.reducers.reducer import GradientReducer, ReducerChoice, build_reducer, choose_reducer
+from lockstep.training.reducers.reducer import (
+    GradientReducer,
+    ReducerChoice,
+    build_reducer,
+    choose_reducer,
+)
 
 
 def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
     """The model's parameters that the optimizers hold, by name."""
-    held = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in held}
+    held = {
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return {
+        name: parameter for name, parameter in model.named_parameters() if id(parameter) in held
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class HostValues:
-    """The host's values of a module's state after a step. They change before the device's tensors do."""
+    """The host's values of a module's state after a step. They change before the device's tensors
+    do."""
 
     schedule: list[dict[str, Any]]
     prescale: Tensor | None
@@ -59,8 +73,8 @@ class HostValues:
 
 
 class TrainModule:
-    """A model and its optimizers on one rank. `parameters`: the trainable ones, by name. `steppers`: what is called
-    instead of `step()` of some optimizers, by their ids."""
+    """A model and its optimizers on one rank. `parameters`: the trainable ones, by name.
+    `steppers`: what is called instead of `step()` of some optimizers, by their ids."""
 
     choice: ReducerChoice
     executor: Executor
@@ -93,17 +107,24 @@ class TrainModule:
         self.schedule = Schedule(schedule, optimizers)
         self.norm = gradient_norm.GradientNorm(context.mesh, bitwise=context.bitwise)
         self.flops = Flops(model, peak_of(context.device, context.precision))
-        self.autocast = precision.autocast(context.precision, context.device, keep_casts=precision.keeps_casts(context.plan))
+        self.autocast = precision.autocast(
+            context.precision, context.device, keep_casts=precision.keeps_casts(context.plan)
+        )
         self._bitwise = context.bitwise
-        self._compression = compression_for(context.gradient_compression, context.mesh.data, self.parameters, self.names)
+        self._compression = compression_for(
+            context.gradient_compression, context.mesh.data, self.parameters, self.names
+        )
         self._keeps_rest = keeps_rest(context.gradient_compression)
         self.forward_knows_weight: bool | None = None
-        """True for `ls.Loss`, with a weight that only the forward knows. None before the first commit."""
+        """True for `ls.Loss`, with a weight that only the forward knows. None before the first
+        commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
         self.repeats = 1  # see `LossKind`
         self.prescale: Tensor | None = None
-        """Divisor of an `ls.Loss` before its backward: a power of two near the last step's weight; None at first."""
-        self.gain: Tensor | float = 1.0  # the factor by which the latest step's summed gradient was multiplied
+        """Divisor of an `ls.Loss` before its backward: a power of two near the last step's weight;
+        None at first."""
+        # the factor by which the latest step's summed gradient was multiplied
+        self.gain: Tensor | float = 1.0
         self.snapshot = ModelSnapshot(model, optimizers)
         """The modules and parameters that the model was prepared with."""
         self.gradient_hooks = GradientHooks(model, in_pipeline=parallel.pipeline is not None)
@@ -112,31 +133,56 @@ class TrainModule:
         self._chosen_trainable: list[str] | None = None  # by `set_trainable`
         self._tied: TiedGradients | None = None
         if parallel.pipeline is None:
-            self.executor = SerialExecutor(model, self.device, self.autocast, self.flops, parallel.streams)
+            self.executor = SerialExecutor(
+                model, self.device, self.autocast, self.flops, parallel.streams
+            )
             self.statistics = [RunningStatistics(model, context.mesh)]
-            """BatchNorm's running statistics of the model, or of each pipeline stage on this rank."""
+            """BatchNorm's running statistics of the model, or of each pipeline stage on this
+            rank."""
         else:
             self.executor = PipelineExecutor(parallel.pipeline)
-            self._tied = TiedGradients(parameters, parallel.shared_parameters, parallel.pipeline.world)
-            self.statistics = [RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules]
+            self._tied = TiedGradients(
+                parameters, parallel.shared_parameters, parallel.pipeline.world
+            )
+            self.statistics = [
+                RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules
+            ]
             parallel.pipeline.watch(self._around_stage, self._after_stage)
-        fused = all(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
-        # In fp16 torch schedulers do not count skipped steps, and compression forgets them: the host must know.
-        host_must_know = context.precision == "fp16" and (self._compression is not None or self.schedule.counts_updates)
-        self._gates_on_device = fused and not host_must_know and all(accelerator.has_streams(to_local(p).device) for p in self.parameters)
-        self.loss_scale = precision.loss_scale(context.precision, self.device if self._gates_on_device else None)
-        is_plain = all(to_local(parameter) is parameter and parameter.dtype is torch.float32 for parameter in self.parameters)
-        self._optimizer_unscales = fused and is_plain and not self._bitwise and all(map(divides_gradients, optimizers))
-        """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves a pass over it. Not
-        in bitwise: sharded gradients are multiplied by the reciprocal, which rounds differently."""
+        fused = all(
+            group.get("fused") for optimizer in optimizers for group in optimizer.param_groups
+        )
+        # In fp16 torch schedulers do not count skipped steps, and compression forgets them: the
+        # host must know.
+        host_must_know = context.precision == "fp16" and (
+            self._compression is not None or self.schedule.counts_updates
+        )
+        self._gates_on_device = (
+            fused
+            and not host_must_know
+            and all(accelerator.has_streams(to_local(p).device) for p in self.parameters)
+        )
+        self.loss_scale = precision.loss_scale(
+            context.precision, self.device if self._gates_on_device else None
+        )
+        is_plain = all(
+            to_local(parameter) is parameter and parameter.dtype is torch.float32
+            for parameter in self.parameters
+        )
+        self._optimizer_unscales = (
+            fused and is_plain and not self._bitwise and all(map(divides_gradients, optimizers))
+        )
+        """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves
+        a pass over it. Not in bitwise: sharded gradients are multiplied by the reciprocal, which
+        rounds differently."""
 
     def set_trainable(self, names: Collection[str]) -> None:
-        """Make exactly these parameters trainable, between two steps. Every rank calls it with the same `names`. The
-        state that optimizers hold for the others stays. Raises `RecipeError`."""
+        """Make exactly these parameters trainable, between two steps. Every rank calls it with the
+        same `names`. The state that optimizers hold for the others stays. Raises `RecipeError`."""
         if self._compression is not None or self._tied is not None:
             what = "gradient compression" if self._compression is not None else "a pipeline"
             raise RecipeError(
-                f"freezing or unfreezing with {what}, which is built for the parameters at the start; leave out one of the two"
+                f"freezing or unfreezing with {what}, which is built for the parameters at the"
+                " start; leave out one of the two"
             )
         with unsharded(self.model):
             for name, parameter in self.model.named_parameters():
@@ -154,10 +200,16 @@ class TrainModule:
             self.begin_loop(self.mesh, self._max_microbatches)
 
     def begin_loop(self, mesh: Mesh, max_microbatches: int) -> None:
-        """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank calls it. `mesh`: with
-        its assignment."""
-        self.choice = choose_reducer(mesh, bitwise=self._bitwise, compressed=self._compression is not None)
-        if self._reducer is None or mesh.assignment != self.mesh.assignment or max_microbatches > self._max_microbatches:
+        """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank
+        calls it. `mesh`: with its assignment."""
+        self.choice = choose_reducer(
+            mesh, bitwise=self._bitwise, compressed=self._compression is not None
+        )
+        if (
+            self._reducer is None
+            or mesh.assignment != self.mesh.assignment
+            or max_microbatches > self._max_microbatches
+        ):
             self._close_reducer()
             self.use_mesh(mesh)
             self._max_microbatches = max_microbatches
@@ -174,7 +226,8 @@ class TrainModule:
             )
 
     def use_mesh(self, mesh: Mesh) -> None:
-        """Compute the next steps with the assignment of `mesh`, between two steps. Every rank calls it."""
+        """Compute the next steps with the assignment of `mesh`, between two steps. Every rank calls
+        it."""
         self.mesh = mesh
         for statistics in self.statistics:
             statistics.mesh = mesh
@@ -195,9 +248,14 @@ class TrainModule:
         return self._reducer
 
     def begin_step(self, count: int, samples: int) -> None:
-        """Begin gradient accumulation for a step of `count` microbatches and `samples` samples over all ranks."""
+        """Begin gradient accumulation for a step of `count` microbatches and `samples` samples over
+        all ranks."""
         if self.prescale is None:
-            self.prescale = torch.tensor(2.0 ** round(math.log2(samples)), dtype=accelerator.wide_dtype(self.device), device=self.device)
+            self.prescale = torch.tensor(
+                2.0 ** round(math.log2(samples)),
+                dtype=accelerator.wide_dtype(self.device),
+                device=self.device,
+            )
         if self._compression is not None and self._keeps_rest:
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             self._compression.begin(scale / self.prescale.item())
@@ -205,16 +263,23 @@ class TrainModule:
 
     def grad_output(self, part: Contribution) -> Tensor:
         """The gradient that the backward of `part.total` starts with, times the loss scale."""
-        return part.grad_output if self.loss_scale is None else part.grad_output * self.loss_scale.divisor
+        return (
+            part.grad_output
+            if self.loss_scale is None
+            else part.grad_output * self.loss_scale.divisor
+        )
 
     def agree_on_loss(self, kinds: Sequence[LossKind]) -> None:
-        """Agree on the kind of loss at the first commit: some ranks have no microbatch. Every rank calls it."""
+        """Agree on the kind of loss at the first commit: some ranks have no microbatch. Every rank
+        calls it."""
         everyone = self.mesh.world.gather_values(kinds[0] if kinds else None)
-        self.forward_knows_weight, self.terms, self.repeats = next(kind for kind in everyone if kind is not None)
+        self.forward_knows_weight, self.terms, self.repeats = next(
+            kind for kind in everyone if kind is not None
+        )
 
     def divide_by_weight(self, weights: Tensor | None, values: Tensor | list[float]) -> None:
-        """Divide the summed gradient by Σ `weights`, if given. If that is 0, it is 0 if all `values` of the loss are,
-        else NaN. Choose the next step's `prescale`."""
+        """Divide the summed gradient by Σ `weights`, if given. If that is 0, it is 0 if all
+        `values` of the loss are, else NaN. Choose the next step's `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
@@ -225,7 +290,9 @@ class TrainModule:
         self.gain = torch.where(valid, self.prescale / total, torch.where(nothing, 0.0, math.nan))
         if gradients := self.gradients():
             gradient_norm.scale(gradients, self.gain.to(gradients[0].dtype))
-        self.prescale = torch.where(valid, torch.exp2(torch.round(torch.log2(total))), self.prescale)
+        self.prescale = torch.where(
+            valid, torch.exp2(torch.round(torch.log2(total))), self.prescale
+        )
 
     def call_gradient_hooks(self) -> None:
         """Call the user's hooks with the reduced gradients. Every rank calls it."""
@@ -240,12 +307,18 @@ class TrainModule:
             gradient_norm.clip(gradients, self.norm.of(gradients), clip_norm)
 
     def apply(
-        self, step: int, clip_norm: float | None, *, measure: bool, closure: Callable[[], Any] | None = None
+        self,
+        step: int,
+        clip_norm: float | None,
+        *,
+        measure: bool,
+        closure: Callable[[], Any] | None = None,
     ) -> tuple[Tensor | float, bool | None]:
-        """Unscale and clip the reduced gradient and step the optimizers; if it is not finite, do nothing.
+        """Unscale and clip the reduced gradient and step the optimizers; if it is not finite, do
+        nothing.
 
-        Returns `StepResult.norm` and `StepResult.applied`. `measure`: the norm itself is needed. `closure`: for
-        optimizers that need one.
+        Returns `StepResult.norm` and `StepResult.applied`. `measure`: the norm itself is needed.
+        `closure`: for optimizers that need one.
         """
         gradients = self.gradients()
         divisor: Tensor | float = 1.0
@@ -256,8 +329,12 @@ class TrainModule:
                 self.loss_scale.unscale(gradients)
         counted = gradients
         if self._tied is not None:
-            counted = [p.grad for p in self.parameters if p.grad is not None and self._tied.counts(p)]
-        norm = (self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)) / divisor
+            counted = [
+                p.grad for p in self.parameters if p.grad is not None and self._tied.counts(p)
+            ]
+        norm = (
+            self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)
+        ) / divisor
         if clip_norm is not None:
             if self._optimizer_unscales:
                 divisor = divisor * gradient_norm.clip_divisor(norm, clip_norm)
@@ -269,7 +346,9 @@ class TrainModule:
             self.schedule.after_step()
         return norm, applied
 
-    def _step_optimizers(self, norm: Tensor | float, divisor: Tensor | float, closure: Callable[[], Any] | None) -> bool | None:
+    def _step_optimizers(
+        self, norm: Tensor | float, divisor: Tensor | float, closure: Callable[[], Any] | None
+    ) -> bool | None:
         if isinstance(divisor, Tensor) or divisor != 1.0:
             grad_scale = torch.as_tensor(divisor, dtype=torch.float32, device=self.device)
             for optimizer in self.optimizers:
@@ -280,7 +359,9 @@ class TrainModule:
             for optimizer in self.optimizers:
                 vars(optimizer).pop("grad_scale", None)
 
-    def _step_if_finite(self, norm: Tensor | float, closure: Callable[[], Any] | None) -> bool | None:
+    def _step_if_finite(
+        self, norm: Tensor | float, closure: Callable[[], Any] | None
+    ) -> bool | None:
         if self._gates_on_device:
             found_inf = (~torch.isfinite(torch.as_tensor(norm, device=self.device))).float()
             for optimizer in self.optimizers:
@@ -313,21 +394,29 @@ class TrainModule:
         self.statistics[stage].note_microbatch()
 
     def model_state(self) -> Mapping[str, Any]:
-        """The state of the whole model that is trained: its state dict, and what that leaves out although an optimizer
-        holds it or it has changed, without buffers with persistent=False. Every rank calls it."""
+        """The state of the whole model that is trained: its state dict, and what that leaves out
+        although an optimizer holds it or it has changed, without buffers with persistent=False.
+        Every rank calls it."""
         changed = {} if self.left_out is None else self.left_out.changed()
         return self.mesh.union(complete_state_dict(self.model, self.held, changed, self.mesh.world))
 
     def host_values(self) -> HostValues:
         """Return what the host knows of the state now."""
-        groups = [[_with_numbers(group) for group in self.modes.groups_of(optimizer)] for optimizer in self.optimizers]
+        groups = [
+            [_with_numbers(group) for group in self.modes.groups_of(optimizer)]
+            for optimizer in self.optimizers
+        ]
         return HostValues(self.schedule.state_dict(), self.prescale, self._chosen_trainable, groups)
 
     def state_dict(self, host: HostValues) -> dict[str, Any]:
         """The state besides that of the model and the optimizers."""
         return {
             "schedule": host.schedule,
-            "loss_scale": None if self.loss_scale is None else [self.loss_scale.value, self.loss_scale.in_a_row],
+            "loss_scale": (
+                None
+                if self.loss_scale is None
+                else [self.loss_scale.value, self.loss_scale.in_a_row]
+            ),
             "overflows": self.overflows,
             "prescale": None if host.prescale is None else host.prescale.item(),
             "trainable": host.trainable,
@@ -341,16 +430,21 @@ class TrainModule:
             self.loss_scale.value, self.loss_scale.in_a_row = state["loss_scale"]
             self.loss_scale.overflows = state["overflows"]
         if state["prescale"] is not None:
-            self.prescale = torch.tensor(state["prescale"], dtype=accelerator.wide_dtype(self.device), device=self.device)
+            self.prescale = torch.tensor(
+                state["prescale"], dtype=accelerator.wide_dtype(self.device), device=self.device
+            )
 
     def keep_changed_settings(self, saved: Settings) -> None:
-        """Give the optimizers the settings that their factory has changed since a run was saved, which it had then."""
+        """Give the optimizers the settings that their factory has changed since a run was saved,
+        which it had then."""
         for number, group, name in differing(saved, self.settings):
             value = self.settings[number][group][name]
             if name == "lr":
                 self.schedule.change_base(number, group, saved[number][group][name], value)
             else:
-                self.optimizers[number].param_groups[group][name] = tuple(value) if isinstance(value, list) else value
+                self.optimizers[number].param_groups[group][name] = (
+                    tuple(value) if isinstance(value, list) else value
+                )
 
     def close(self) -> None:
         """Remove all hooks and gradients from the model."""
@@ -372,5 +466,10 @@ class TrainModule:
 def _with_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a parameter group, with the numbers that are tensors on the CPU as they are now."""
     return {
-        key: value.item() if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1 else value for key, value in group.items()
+        key: (
+            value.item()
+            if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
+            else value
+        )
+        for key, value in group.items()
     }

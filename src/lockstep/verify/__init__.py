@@ -1,1 +1,2 @@
-"""`lockstep verify`: runs the user's script on one process and under each plan, and compares the traces of the runs."""
+"""`lockstep verify`: runs the user's script on one process and under each plan, and compares the
+traces of the runs."""

@@ -1,9 +1,10 @@
 """Compares a plan's trace with the reference's. Pure: nothing is run here.
 
-Before the first step, the initial weights are compared. In each step, in this order: the samples of every microbatch,
-and what its batch holds; if ranks hold full parameters, each microbatch's own gradient, bit for bit, and the sum of all
-of them in float64; the reduced gradient and its norm; the learning rate; the optimizer states, parameters and buffers;
-the loss and its weight. If all that is the same, the numbers that the script has logged and gathered.
+Before the first step, the initial weights are compared. In each step, in this order: the samples of
+every microbatch, and what its batch holds; if ranks hold full parameters, each microbatch's own
+gradient, bit for bit, and the sum of all of them in float64; the reduced gradient and its norm; the
+learning rate; the optimizer states, parameters and buffers; the loss and its weight. If all that is
+the same, the numbers that the script has logged and gathered.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from lockstep.verify.tolerance import TOLERANCE, MeasuredRounding, distance, poo
 from lockstep.verify.trace_reader import Summaries, TensorSummary, Trace
 
 SUM_TOLERANCE = 4.0
-"""Largest distance of a reduced gradient from the float64 sum of its microbatches', in multiples of its rounding."""
+"""Largest distance of a reduced gradient from the float64 sum of its microbatches', in multiples of
+its rounding."""
 BEFORE_FIRST_STEP = -1
 
 Check = Literal[
-    "initial", "samples", "batch", "microbatch", "missing", "gradients", "sum", "norm", "lr", "states", "parameters", "buffers", "ranks",
+    "initial", "samples", "batch", "microbatch", "missing", "gradients", "sum", "norm", "lr",
+    "states", "parameters", "buffers", "ranks",
     "loss", "weight", "logged",
 ]  # fmt: skip
 DESCRIPTIONS: Mapping[Check, str] = {
@@ -77,9 +80,11 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     """Differences at the first step that has any, in the order of the computation."""
     largest: Difference | None = None
-    """The largest difference in multiples of rounding, within the tolerance or not. None: no bit differs."""
+    """The largest difference in multiples of rounding, within the tolerance or not. None: no bit
+    differs."""
     divergence: dict[str, list[float]] = field(default_factory=dict)
-    """Relative distance from the reference at each step, tensors pooled, for `gradients`, `parameters` and `loss`."""
+    """Relative distance from the reference at each step, tensors pooled, for `gradients`,
+    `parameters` and `loss`."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -87,8 +92,16 @@ class Comparison:
         return not self.differences
 
 
-def compare(reference: Trace, plan: Trace, rounding: MeasuredRounding, *, bitwise: bool, tolerance: float = TOLERANCE) -> Comparison:
-    """Compare `plan` with `reference`: bit for bit if `bitwise`, else to `tolerance`, in multiples of rounding."""
+def compare(
+    reference: Trace,
+    plan: Trace,
+    rounding: MeasuredRounding,
+    *,
+    bitwise: bool,
+    tolerance: float = TOLERANCE,
+) -> Comparison:
+    """Compare `plan` with `reference`: bit for bit if `bitwise`, else to `tolerance`, in multiples
+    of rounding."""
     steps = min(reference.steps, plan.steps)
     comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
     comparator = _Comparator(reference, plan, rounding, bitwise, tolerance, comparison)
@@ -102,8 +115,9 @@ def compare(reference: Trace, plan: Trace, rounding: MeasuredRounding, *, bitwis
 
 
 def _compare_logged(comparator: _Comparator) -> None:
-    """Compare what the script has logged and got from all ranks, once the model is known to be the same. A number that
-    one process does not repeat, or of which that is not known, is not compared: a note says so."""
+    """Compare what the script has logged and got from all ranks, once the model is known to be the
+    same. A number that one process does not repeat, or of which that is not known, is not compared:
+    a note says so."""
     reference, plan = comparator.reference.logged, comparator.plan.logged
     not_compared: dict[str, None] = {}
     for step in sorted(reference.keys() & plan.keys()):
@@ -120,13 +134,16 @@ def _compare_logged(comparator: _Comparator) -> None:
             if math.isinf(rounding) or not (comparator.rounding.is_measured or ", call " in name):
                 not_compared[name] = None
                 continue
-            found += comparator.judge(difference, distance=abs(theirs - ours), rounding=rounding, norm=abs(ours))
+            found += comparator.judge(
+                difference, distance=abs(theirs - ours), rounding=rounding, norm=abs(ours)
+            )
         if found:
             comparator.comparison.differences = found
             break
     if not_compared:
         comparator.comparison.notes.append(
-            f"logged values that differ and were not compared, because one process may not repeat them: {', '.join(not_compared)}"
+            "logged values that differ and were not compared, because one process may not repeat"
+            f" them: {', '.join(not_compared)}"
         )
 
 
@@ -137,21 +154,35 @@ def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
     """
     steps = min(exact.steps, compressed.steps)
     comparison = Comparison(plan=compressed.plan, steps=steps, bitwise=False)
-    comparator = _Comparator(exact, compressed, MeasuredRounding(exact, []), False, TOLERANCE, comparison)
+    comparator = _Comparator(
+        exact, compressed, MeasuredRounding(exact, []), False, TOLERANCE, comparison
+    )
     _compare(comparator, steps, checks=(_samples, _batches, _missing, _ranks))
     comparison.divergence = divergence(exact, compressed, steps)
     return comparison
 
 
 def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[float]]:
-    """Return the relative distance at each step of the loss, and of all gradients and all parameters together."""
+    """Return the relative distance at each step of the loss, and of all gradients and all
+    parameters together."""
     found: dict[str, list[float]] = {"gradients": [], "parameters": [], "loss": []}
     for step in range(steps):
         ours, theirs = reference.rank_0.steps[step], other.rank_0.steps[step]
         for kind in ("gradients", "parameters"):
             summaries = ours.tensors[kind]
-            pairs = {name: (summary, theirs.tensors[kind].get(name)) for name, summary in summaries.items()}
-            found[kind].append(pooled([tensor_distance(reference, other, step, kind, *item) for item in pairs.items()], summaries))
+            pairs = {
+                name: (summary, theirs.tensors[kind].get(name))
+                for name, summary in summaries.items()
+            }
+            found[kind].append(
+                pooled(
+                    [
+                        tensor_distance(reference, other, step, kind, *item)
+                        for item in pairs.items()
+                    ],
+                    summaries,
+                )
+            )
         found["loss"].append(abs(theirs.loss - ours.loss) / (abs(ours.loss) or 1.0))
     return found
 
@@ -165,11 +196,16 @@ class _Comparator:
     tolerance: float
     comparison: Comparison
 
-    def judge(self, found: Difference, *, distance: float, rounding: float, norm: float) -> Iterator[Difference]:
-        """Yield the difference if `distance` exceeds the tolerance; record it if it is the largest so far."""
+    def judge(
+        self, found: Difference, *, distance: float, rounding: float, norm: float
+    ) -> Iterator[Difference]:
+        """Yield the difference if `distance` exceeds the tolerance; record it if it is the largest
+        so far."""
         if distance == 0.0:
             return
-        found = replace(found, times_rounding=distance / rounding, relative=_relative(distance, norm))
+        found = replace(
+            found, times_rounding=distance / rounding, relative=_relative(distance, norm)
+        )
         largest = self.comparison.largest
         if largest is None or found.times_rounding > largest.times_rounding:
             self.comparison.largest = found
@@ -187,7 +223,9 @@ def _compare(comparator: _Comparator, steps: int, checks: Sequence[_CheckFunctio
             break
         for check in checks:
             differences += check(comparator, step)
-    positions = {name: position for position, name in enumerate(comparator.reference.backward_order)}
+    positions = {
+        name: position for position, name in enumerate(comparator.reference.backward_order)
+    }
     order = list(DESCRIPTIONS)
 
     def position(found: Difference) -> tuple[int, int, int]:
@@ -206,7 +244,13 @@ def _initial(comparator: _Comparator) -> Iterator[Difference]:
                 away = distance(ours.get(name), theirs.get(name))
                 if away:
                     relative = _relative(away, _norm(ours.get(name)))
-                    yield Difference(step=BEFORE_FIRST_STEP, check="initial", name=name, rank=rank, relative=relative)
+                    yield Difference(
+                        step=BEFORE_FIRST_STEP,
+                        check="initial",
+                        name=name,
+                        rank=rank,
+                        relative=relative,
+                    )
 
 
 def _samples(comparator: _Comparator, step: int) -> Iterator[Difference]:
@@ -214,12 +258,15 @@ def _samples(comparator: _Comparator, step: int) -> Iterator[Difference]:
     ours = {m.index: m.samples for m in comparator.reference.microbatches_of(step)}
     microbatches = comparator.plan.microbatches_of(step)
     theirs = {m.index: m.samples for m in microbatches}
-    # Every rank that holds a part of the model notes the microbatch: the lowest rank's entries are counted.
+    # Every rank that holds a part of the model notes the microbatch: the lowest rank's entries are
+    # counted.
     lowest = {m.index: m.rank for m in reversed(microbatches)}
     times = Counter(m.index for m in microbatches if m.rank == lowest[m.index])
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index) or times[index] > 1:
-            yield Difference(step=step, check="samples", rank=lowest.get(index, 0), microbatches=(index,))
+            yield Difference(
+                step=step, check="samples", rank=lowest.get(index, 0), microbatches=(index,)
+            )
 
 
 def _batches(comparator: _Comparator, step: int) -> Iterator[Difference]:
@@ -227,17 +274,42 @@ def _batches(comparator: _Comparator, step: int) -> Iterator[Difference]:
     ours = {m.index: m for m in comparator.reference.microbatches_of(step)}
     for microbatch in comparator.plan.microbatches_of(step):
         expected = ours.get(microbatch.index)
-        if expected is None or expected.samples != microbatch.samples or not (expected.batch and microbatch.batch):
+        if (
+            expected is None
+            or expected.samples != microbatch.samples
+            or not (expected.batch and microbatch.batch)
+        ):
             continue
         if (part := difference(expected.batch, microbatch.batch)) is not None:
-            yield Difference(step=step, check="batch", name=f"batch{part}", rank=microbatch.rank, microbatches=(microbatch.index,))
+            yield Difference(
+                step=step,
+                check="batch",
+                name=f"batch{part}",
+                rank=microbatch.rank,
+                microbatches=(microbatch.index,),
+            )
 
 
 def other_data(reference: Trace, other: Trace) -> Difference | None:
     """Return the first batch in which two runs that differ by noise alone hold other data."""
-    comparator = _Comparator(reference, other, MeasuredRounding(reference, []), True, 0.0, Comparison(plan="", steps=0, bitwise=True))
+    comparator = _Comparator(
+        reference,
+        other,
+        MeasuredRounding(reference, []),
+        True,
+        0.0,
+        Comparison(plan="", steps=0, bitwise=True),
+    )
     steps = range(min(reference.steps, other.steps))
-    return next((found for step in steps for check in (_samples, _batches) for found in check(comparator, step)), None)
+    return next(
+        (
+            found
+            for step in steps
+            for check in (_samples, _batches)
+            for found in check(comparator, step)
+        ),
+        None,
+    )
 
 
 def _microbatches(comparator: _Comparator, step: int) -> Iterator[Difference]:
@@ -257,14 +329,24 @@ def _microbatches(comparator: _Comparator, step: int) -> Iterator[Difference]:
                 continue
             differ += 1
             rounding = rounding or comparator.rounding.of_microbatch(step, microbatch.index)
-            difference = Difference(step=step, check="microbatch", name=name, rank=microbatch.rank, microbatches=(microbatch.index,))
-            yield from comparator.judge(difference, distance=away, rounding=rounding.get(name, 1e-38), norm=_norm(summary))
-    # With several train modules, one module's forward may run another that this step has updated already.
+            difference = Difference(
+                step=step,
+                check="microbatch",
+                name=name,
+                rank=microbatch.rank,
+                microbatches=(microbatch.index,),
+            )
+            yield from comparator.judge(
+                difference, distance=away, rounding=rounding.get(name, 1e-38), norm=_norm(summary)
+            )
+    # With several train modules, one module's forward may run another that this step has updated
+    # already.
     alone = comparator.plan.metadata.get("modules", 1) == 1
     if differ and alone and not comparator.bitwise and "compile=yes" not in comparator.plan.plan:
         comparator.comparison.notes.append(
-            f"step {step}: {differ} gradients of single microbatches differ from the reference's in some bits; on one kind of machine and "
-            "with the same number of threads they should not"
+            f"step {step}: {differ} gradients of single microbatches differ from the reference's in"
+            " some bits; on one kind of machine and with the same number of threads they"
+            " should not"
         )
 
 
@@ -279,9 +361,11 @@ def _missing(comparator: _Comparator, step: int) -> Iterator[Difference]:
 
 
 def _sums(comparator: _Comparator, step: int) -> Iterator[Difference]:
-    """Check the reduced gradient of ranks that hold full parameters against the microbatches' sum in float64."""
-    # With numerics=fast a plan may scale the loss before the backward (by 3, say). A gradient that nearly cancels is
-    # then rounded differently. There the gradient may also miss the sum by as much as the perturbed runs differ.
+    """Check the reduced gradient of ranks that hold full parameters against the microbatches' sum
+    in float64."""
+    # With numerics=fast a plan may scale the loss before the backward (by 3, say). A gradient that
+    # nearly cancels is then rounded differently. There the gradient may also miss the sum by as
+    # much as the perturbed runs differ.
     measured = {} if comparator.bitwise else comparator.rounding.of_tensors(step, "gradients")
     parts = [m.gradients for m in comparator.plan.microbatches_of(step) if m.gradients is not None]
     if not parts or len(parts) < len(comparator.reference.microbatches_of(step)):
@@ -296,18 +380,30 @@ def _sums(comparator: _Comparator, step: int) -> Iterator[Difference]:
             rounding = max(rounding, measured.get(name, 0.0))
             if not away <= SUM_TOLERANCE * rounding:
                 # Scaled so that, as for other checks, more than `tolerance` fails.
-                times = comparator.tolerance / SUM_TOLERANCE * away / rounding if rounding else math.inf
+                times = (
+                    comparator.tolerance / SUM_TOLERANCE * away / rounding if rounding else math.inf
+                )
                 relative = away / (total.norm or 1.0)
-                yield Difference(step=step, check="sum", name=name, rank=rank, times_rounding=times, relative=relative)
+                yield Difference(
+                    step=step,
+                    check="sum",
+                    name=name,
+                    rank=rank,
+                    times_rounding=times,
+                    relative=relative,
+                )
 
 
 def sum_error(total: TensorSummary, terms: list[TensorSummary], gain: float) -> tuple[float, float]:
-    """Return the distance of `total` from the float64 sum of `terms` times `gain`, and the rounding of that sum."""
+    """Return the distance of `total` from the float64 sum of `terms` times `gain`, and the rounding
+    of that sum."""
     expected = gain * np.sum([term.projection for term in terms], axis=0)
     away = float(np.sqrt(np.mean((expected - total.projection) ** 2)))
-    # Each partial sum is rounded by half a unit in the last place and is at most as large as all terms together. The
-    # errors add up like a random walk.
-    rounding = 0.5 * total.eps * math.sqrt(len(terms) + 2) * abs(gain) * sum(term.norm for term in terms)
+    # Each partial sum is rounded by half a unit in the last place and is at most as large as all
+    # terms together. The errors add up like a random walk.
+    rounding = (
+        0.5 * total.eps * math.sqrt(len(terms) + 2) * abs(gain) * sum(term.norm for term in terms)
+    )
     return away, rounding
 
 
@@ -323,9 +419,20 @@ def _tensors(comparator: _Comparator, step: int) -> Iterator[Difference]:
                 if kind == "gradients" and (summary is None) != (found is None):
                     continue  # `_missing` reports it
                 pair = (summary, found)
-                away = distance(*pair) if rank else tensor_distance(comparator.reference, comparator.plan, step, kind, name, pair)
+                away = (
+                    distance(*pair)
+                    if rank
+                    else tensor_distance(
+                        comparator.reference, comparator.plan, step, kind, name, pair
+                    )
+                )
                 difference = Difference(step=step, check=kind, name=name, rank=rank)
-                yield from comparator.judge(difference, distance=away, rounding=rounding.get(name, 1e-38), norm=_norm(summary))
+                yield from comparator.judge(
+                    difference,
+                    distance=away,
+                    rounding=rounding.get(name, 1e-38),
+                    norm=_norm(summary),
+                )
 
 
 def _scalars(comparator: _Comparator, step: int) -> Iterator[Difference]:
@@ -334,12 +441,25 @@ def _scalars(comparator: _Comparator, step: int) -> Iterator[Difference]:
     for rank, entry in comparator.plan.ranks.items():
         theirs = entry.steps[step]
         if ours.norm is not None and theirs.norm is not None:
-            away, rounding = abs(theirs.norm - ours.norm), comparator.rounding.of_scalar(step, "norm")
-            yield from comparator.judge(Difference(step=step, check="norm", rank=rank), distance=away, rounding=rounding, norm=ours.norm)
+            away, rounding = (
+                abs(theirs.norm - ours.norm),
+                comparator.rounding.of_scalar(step, "norm"),
+            )
+            yield from comparator.judge(
+                Difference(step=step, check="norm", rank=rank),
+                distance=away,
+                rounding=rounding,
+                norm=ours.norm,
+            )
         if not (math.isnan(ours.loss) and math.isnan(theirs.loss)):
-            away, rounding = abs(theirs.loss - ours.loss), comparator.rounding.of_scalar(step, "loss")
+            away, rounding = (
+                abs(theirs.loss - ours.loss),
+                comparator.rounding.of_scalar(step, "loss"),
+            )
             difference = Difference(step=step, check="loss", rank=rank)
-            yield from comparator.judge(difference, distance=away, rounding=rounding, norm=abs(ours.loss))
+            yield from comparator.judge(
+                difference, distance=away, rounding=rounding, norm=abs(ours.loss)
+            )
         if ours.lr != theirs.lr:
             yield Difference(step=step, check="lr", rank=rank)
         if not math.isclose(ours.weight or 0.0, theirs.weight or 0.0, rel_tol=1e-6):
@@ -356,7 +476,9 @@ def _ranks(comparator: _Comparator, step: int) -> Iterator[Difference]:
                 away = distance(summary, theirs.get(name))
                 if rank and away:
                     relative = _relative(away, _norm(summary))
-                    yield Difference(step=step, check="ranks", name=name, rank=rank, relative=relative)
+                    yield Difference(
+                        step=step, check="ranks", name=name, rank=rank, relative=relative
+                    )
 
 
 def _norm(summary: TensorSummary | None) -> float:
@@ -367,4 +489,13 @@ def _relative(distance: float, norm: float) -> float:
     return distance / norm if norm else math.inf
 
 
-_CHECKS: tuple[_CheckFunction, ...] = (_samples, _batches, _microbatches, _missing, _sums, _tensors, _scalars, _ranks)
+_CHECKS: tuple[_CheckFunction, ...] = (
+    _samples,
+    _batches,
+    _microbatches,
+    _missing,
+    _sums,
+    _tensors,
+    _scalars,
+    _ranks,
+)

@@ -26,8 +26,13 @@ pre { overflow-x: auto; background: color-mix(in srgb, var(--line) 30%, transpar
 
 def document(title: str, parts: Iterable[str], style: str = "") -> str:
     """Return the whole HTML document. `style`: rules that this page alone needs."""
-    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-    head += '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+    head = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+    )
+    head += (
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta'
+        ' name="color-scheme" content="light dark">'
+    )
     return f"{head}<style>{_STYLE}{style}</style></head><body>{''.join(parts)}</body></html>\n"
 
 

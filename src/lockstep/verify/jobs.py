@@ -33,37 +33,51 @@ _SWITCHES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceRequest:
-    """The trace that a run writes, and the changes to the run. Environment variables carry it to the probe."""
+    """The trace that a run writes, and the changes to the run. Environment variables carry it to
+    the probe."""
 
     folder: Path = Path()
     """Folder of the trace, which exists. The runner sets the folder of each job's request."""
     steps: int | None = None
-    """Steps of each train module after which the process ends, with status 0. None: the run ends by itself."""
+    """Steps of each train module after which the process ends, with status 0. None: the run ends by
+    itself."""
     noise_seed: int | None = None
     """Seed of a perturbed run's noise. None: not perturbed."""
     float64: bool = False
     microbatch: int | None = None
     """Samples in a microbatch, instead of the recipe's. None: the recipe's."""
     eval_mode: bool = False
-    """True if the model trains in eval mode: no dropout, and BatchNorm with its running statistics."""
+    """True if the model trains in eval mode: no dropout, and BatchNorm with its running
+    statistics."""
     uncompressed: bool = False
     """True if gradients are sent uncompressed, whatever the recipe's `gradient_compression`."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> TraceRequest | None:
-        """Return None without LOCKSTEP_TRACE. Raises `LaunchError` for an invalid value, and for a stray variable."""
+        """Return None without LOCKSTEP_TRACE. Raises `LaunchError` for an invalid value, and for a
+        stray variable."""
         if _FOLDER not in environ:
             if stray := next((name for name in [*_NUMBERS, *_SWITCHES] if name in environ), None):
-                raise LaunchError(f"{stray}={environ[stray]} without {_FOLDER}; lockstep verify sets both; unset {stray}")
+                raise LaunchError(
+                    f"{stray}={environ[stray]} without {_FOLDER}; lockstep verify sets both; unset"
+                    f" {stray}"
+                )
             return None
         values: dict[str, Any] = {}
         for name, (field, least) in _NUMBERS.items():
-            if (text := environ.get(name)) is not None and (not text.isdecimal() or int(text) < least):
-                raise LaunchError(f"{name}={text!r}; it is a whole number of at least {least}; unset it: lockstep verify sets it")
+            if (text := environ.get(name)) is not None and (
+                not text.isdecimal() or int(text) < least
+            ):
+                raise LaunchError(
+                    f"{name}={text!r}; it is a whole number of at least {least}; unset it: lockstep"
+                    " verify sets it"
+                )
             values[field] = None if text is None else int(text)
         for name, field in _SWITCHES.items():
             if (text := environ.get(name, "0")) not in ("0", "1"):
-                raise LaunchError(f"{name}={text!r}; it is 1 or 0; unset it: lockstep verify sets it")
+                raise LaunchError(
+                    f"{name}={text!r}; it is 1 or 0; unset it: lockstep verify sets it"
+                )
             values[field] = text == "1"
         return cls(folder=Path(environ[_FOLDER]), **values)
 
@@ -91,37 +105,52 @@ class Job(TraceRequest):
     @property
     def text(self) -> str:
         """The run in words."""
-        plan = str(self.plan).removesuffix(",numerics=fast").replace("replicate=1", "one process", 1 if self.processes == 1 else 0)
+        plan = (
+            str(self.plan)
+            .removesuffix(",numerics=fast")
+            .replace("replicate=1", "one process", 1 if self.processes == 1 else 0)
+        )
         parts = (
             (self.noise_seed is not None, "with noise"),
             (self.float64, "in float64"),
             (self.eval_mode and self.microbatch is not None, f"microbatch={self.microbatch}"),
             (self.name.endswith("-compressed"), "with gradient_compression"),
         )
-        return ", ".join([plan.replace("one process,", "one process, "), *(words for holds, words in parts if holds)])
+        return ", ".join(
+            [
+                plan.replace("one process,", "one process, "),
+                *(words for holds, words in parts if holds),
+            ]
+        )
 
 
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
-    """Return the plans to verify and their world sizes. `bitwise` adds numerics=bitwise. Raises `PlanError`."""
+    """Return the plans to verify and their world sizes. `bitwise` adds numerics=bitwise. Raises
+    `PlanError`."""
     found: list[tuple[Plan, int]] = []
     if not texts:
-        raise PlanError("no plan to verify; --plans takes at least one; give for example --plans replicate=2")
+        raise PlanError(
+            "no plan to verify; --plans takes at least one; give for example --plans replicate=2"
+        )
     for text in texts:
         plan = Plan.parse(text)
         sizes = {axis: getattr(plan, axis) for axis in AXES}
         if "auto" in sizes.values():
             axis = next(axis for axis, size in sizes.items() if size == "auto")
             raise PlanError(
-                f"{axis}=auto in plan {text!r}; verify starts as many processes as the axes multiply to; give a number, such as {axis}=2"
+                f"{axis}=auto in plan {text!r}; verify starts as many processes as the axes"
+                f" multiply to; give a number, such as {axis}=2"
             )
         if plan.microbatch_splits:
             raise PlanError(
-                f"microbatch_splits={plan.microbatch_splits} in plan {text!r}; verify compares microbatch by microbatch, and parts of "
-                "microbatches are other ones; leave microbatch_splits out, or give the recipe a smaller microbatch"
+                f"microbatch_splits={plan.microbatch_splits} in plan {text!r}; verify compares"
+                " microbatch by microbatch, and parts of microbatches are other ones; leave"
+                " microbatch_splits out, or give the recipe a smaller microbatch"
             )
         if bitwise and "fast" in text:
             raise PlanError(
-                f"numerics=fast in plan {text!r} with --bitwise, which requires the same bits under every plan; leave out one of the two"
+                f"numerics=fast in plan {text!r} with --bitwise, which requires the same bits under"
+                " every plan; leave out one of the two"
             )
         plan = replace(plan, numerics="bitwise") if bitwise else plan
         if plan in [other for other, _ in found]:
@@ -131,19 +160,29 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """Return the reference of `plan` on one process, compiled too if bits must be equal: compilers change rounding."""
-    return Plan(replicate=1, numerics=plan.numerics, compile=plan.compile and plan.numerics == "bitwise")
+    """Return the reference of `plan` on one process, compiled too if bits must be equal: compilers
+    change rounding."""
+    return Plan(
+        replicate=1, numerics=plan.numerics, compile=plan.compile and plan.numerics == "bitwise"
+    )
 
 
 FAST_REFERENCE = reference_plan(Plan())
 
 
-def reference_jobs(plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None) -> dict[Plan, Job]:
+def reference_jobs(
+    plans: Sequence[tuple[Plan, int]], steps: int, microbatch: int | None = None
+) -> dict[Plan, Job]:
     """Return the run of each reference plan that `plans` need; the one with numerics=fast first."""
-    references = sorted({reference_plan(plan) for plan, _ in plans}, key=lambda plan: (plan != FAST_REFERENCE, plan.compile))
+    references = sorted(
+        {reference_plan(plan) for plan, _ in plans},
+        key=lambda plan: (plan != FAST_REFERENCE, plan.compile),
+    )
     jobs = {}
     for plan in references:
-        name = f"reference-{plan.numerics}{'-compiled' if plan.compile else ''}{f'-microbatch-{microbatch}' if microbatch else ''}"
+        compiled = "-compiled" if plan.compile else ""
+        size = f"-microbatch-{microbatch}" if microbatch else ""
+        name = f"reference-{plan.numerics}{compiled}{size}"
         jobs[plan] = Job(name=name, plan=plan, processes=1, steps=steps, microbatch=microbatch)
     return jobs
 
@@ -151,15 +190,30 @@ def reference_jobs(plans: Sequence[tuple[Plan, int]], steps: int, microbatch: in
 def perturbed_jobs(steps: int, microbatch: int | None, count: int = PERTURBED_RUNS) -> list[Job]:
     """Return the perturbed runs of the reference with numerics=fast."""
     return [
-        Job(name=f"perturbed-{seed}", plan=FAST_REFERENCE, processes=1, steps=steps, noise_seed=seed, microbatch=microbatch)
+        Job(
+            name=f"perturbed-{seed}",
+            plan=FAST_REFERENCE,
+            processes=1,
+            steps=steps,
+            noise_seed=seed,
+            microbatch=microbatch,
+        )
         for seed in range(count)
     ]
 
 
 def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> Job:
-    """Return the run that is compared with the reference. It does not compress gradients: `compressed` does."""
+    """Return the run that is compared with the reference. It does not compress gradients:
+    `compressed` does."""
     name = "plan-" + str(plan).replace(",", "-").replace("=", "")
-    return Job(name=name, plan=plan, processes=processes, steps=steps, microbatch=microbatch, uncompressed=True)
+    return Job(
+        name=name,
+        plan=plan,
+        processes=processes,
+        steps=steps,
+        microbatch=microbatch,
+        uncompressed=True,
+    )
 
 
 def compressed(job: Job) -> Job:
@@ -173,16 +227,26 @@ def in_float64(job: Job) -> Job:
 
 
 def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
-    """Return one-step runs in float64 and eval mode, with `microbatch` and another size; none for too small a batch."""
+    """Return one-step runs in float64 and eval mode, with `microbatch` and another size; none for
+    too small a batch."""
     other = -(-microbatch // 2) if microbatch > 1 else 2
     if other == microbatch or other > global_batch:
         return []
     return [
-        Job(name=f"microbatch-{size}", plan=FAST_REFERENCE, processes=1, steps=1, float64=True, eval_mode=True, microbatch=size)
+        Job(
+            name=f"microbatch-{size}",
+            plan=FAST_REFERENCE,
+            processes=1,
+            steps=1,
+            float64=True,
+            eval_mode=True,
+            microbatch=size,
+        )
         for size in (microbatch, other)
     ]
 
 
 def microbatch_for_all(global_batch: int, plans: Sequence[tuple[Plan, int]]) -> int:
-    """Return a microbatch size for all plans: one microbatch for each process of the plan with the most of them."""
+    """Return a microbatch size for all plans: one microbatch for each process of the plan with the
+    most of them."""
     return max(1, -(-global_batch // max(processes for _, processes in plans)))

@@ -1,4 +1,5 @@
-"""Changes that make a run comparable, applied by the probe: noise of the size of rounding, float64, eval mode."""
+"""Changes that make a run comparable, applied by the probe: noise of the size of rounding, float64,
+eval mode."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from lockstep.verify.jobs import TraceRequest
 
 
 def change_model(model: nn.Module, request: TraceRequest) -> None:
-    """Change a model that has just been built, in place. In float64 it keeps the initial values of its own dtype."""
+    """Change a model that has just been built, in place. In float64 it keeps the initial values of
+    its own dtype."""
     if request.float64:
         model.to(torch.float64)
     if request.eval_mode:
@@ -38,9 +40,10 @@ def to_float64(batch: Any) -> Any:
 
 
 def add_noise(model: nn.Module, seed: int) -> None:
-    """Add noise of one unit in the last place to every parameter, and to every layer's output and its gradient."""
-    # Products in a short dtype are rounded in layers' outputs; noise in parameters alone, which are in float32, is too
-    # small.
+    """Add noise of one unit in the last place to every parameter, and to every layer's output and
+    its gradient."""
+    # Products in a short dtype are rounded in layers' outputs; noise in parameters alone, which are
+    # in float32, is too small.
     perturb_parameters(model, seed)
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -56,7 +59,8 @@ def perturb_parameters(model: nn.Module, seed: int) -> None:
 
 
 class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations of a float64 run that return a shorter dtype: after them the run is only as exact as that."""
+    """Records operations of a float64 run that return a shorter dtype: after them the run is only
+    as exact as that."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,7 +72,11 @@ class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any(isinstance(value, Tensor) and value.dtype is torch.float64 for value in args):
             return out
         for tensor in out if isinstance(out, list | tuple) else [out]:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.is_floating_point()
+                and tensor.dtype is not torch.float64
+            ):
                 self.found.add(str(func.overloadpacket))
                 self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
         return out
@@ -109,11 +117,14 @@ def _random(name: str, seed: int, like: Tensor) -> Tensor:
     """Return uniform numbers in -1..1, of the shape and dtype of `like`, the same in every run."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return (torch.rand(like.shape, generator=generator, dtype=torch.float32) * 2 - 1).to(like.device, like.dtype)
+    return (torch.rand(like.shape, generator=generator, dtype=torch.float32) * 2 - 1).to(
+        like.device, like.dtype
+    )
 
 
 def _neighbours(value: Tensor, up: Tensor) -> Tensor:
-    """Return the next larger or smaller number of each element; for a dtype without nextafter, one epsilon away."""
+    """Return the next larger or smaller number of each element; for a dtype without nextafter, one
+    epsilon away."""
     if value.dtype in (torch.float32, torch.float64):
         infinity = torch.full_like(value, torch.inf)
         return torch.nextafter(value, torch.where(up, infinity, -infinity))

@@ -1,6 +1,8 @@
-"""The probe of `lockstep verify`: a hook that writes a run's trace, and the overrides that perturb the run.
+"""The probe of `lockstep verify`: a hook that writes a run's trace, and the overrides that perturb
+the run.
 
-A process that `lockstep verify` starts finds this module's name in LOCKSTEP_PROBE, and calls `install`.
+A process that `lockstep verify` starts finds this module's name in LOCKSTEP_PROBE, and calls
+`install`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook, Run
 from lockstep.training.train_module import TrainModule
 from lockstep.verify.jobs import TraceRequest
-from lockstep.verify.perturb import ShortDtypeOperations, change_model, perturb_parameters, to_float64
+from lockstep.verify.perturb import (
+    ShortDtypeOperations,
+    change_model,
+    perturb_parameters,
+    to_float64,
+)
 from lockstep.verify.trace import NamedTensors, Tracer
 
 
@@ -33,7 +40,8 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
         return Overrides(), []
     hook, seed = TraceHook(request), request.noise_seed
     overrides = Overrides(
-        precision="fp32" if request.float64 else None,  # in float64 nothing is cast to a shorter dtype
+        # in float64 nothing is cast to a shorter dtype
+        precision="fp32" if request.float64 else None,
         gradient_compression="none" if request.uncompressed or request.float64 else None,
         microbatch=request.microbatch,
         change_model=partial(change_model, request=request),
@@ -46,7 +54,8 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
 
 
 class TraceHook(ControlHook):
-    """Writes each microbatch's gradient, their sum, and the update. Ends the process after the last requested step."""
+    """Writes each microbatch's gradient, their sum, and the update. Ends the process after the last
+    requested step."""
 
     run: Run
     tracer: Tracer
@@ -66,13 +75,19 @@ class TraceHook(ControlHook):
     def before_steps(self, run: Run) -> None:
         """Write the models as they are before the first step."""
         self.run = run
-        if self._request.float64:  # only now: the models' initial values were drawn in the usual dtype
+        # only now: the models' initial values were drawn in the usual dtype
+        if self._request.float64:
             torch.set_default_dtype(torch.float64)
         mesh, world, plan = run.context.mesh, run.context.world, str(run.context.plan)
         if not hasattr(self, "tracer"):
             writes = all(mesh.axis(axis).rank == 0 for axis in ("replicate", "shard", "tensor"))
             self.tracer = Tracer(
-                self._request, rank=world.rank, world_size=world.size, plan=plan, replicated=_is_replicated(mesh), writes=writes
+                self._request,
+                rank=world.rank,
+                world_size=world.size,
+                plan=plan,
+                replicated=_is_replicated(mesh),
+                writes=writes,
             )
             self._finds_short_dtypes &= world.size == 1
         self.tracer.metadata(
@@ -80,7 +95,11 @@ class TraceHook(ControlHook):
             microbatch=run.microbatch,
             precision=run.context.precision,
             gradient_compression=run.context.requested_compression,
-            batchnorm=any(isinstance(part, BatchNormBase) for module in run.modules for part in module.model.modules()),
+            batchnorm=any(
+                isinstance(part, BatchNormBase)
+                for module in run.modules
+                for part in module.model.modules()
+            ),
         )
         for index, module in enumerate(run.modules):
             if index not in self._steps:
@@ -88,11 +107,13 @@ class TraceHook(ControlHook):
 
     def _begin(self, index: int, module: TrainModule) -> None:
         self._steps[index] = 0
-        self.tracer.start(index, _full(module.model.named_parameters()), _full(module.model.named_buffers()))
+        self.tracer.start(
+            index, _full(module.model.named_parameters()), _full(module.model.named_buffers())
+        )
         self.tracer.watch(index, zip(module.names, module.parameters, strict=True))
         if self._request.eval_mode and module.parallel.streams is not None:
-            # Without a random stream per microbatch, a forward that draws random numbers changes the default
-            # generators.
+            # Without a random stream per microbatch, a forward that draws random numbers changes
+            # the default generators.
             module.parallel.streams.close()
             module.parallel.streams = None
 
@@ -113,19 +134,27 @@ class TraceHook(ControlHook):
         finally:
             self._in_microbatch = False
         if operations is not None:
-            self.tracer.metadata(short_dtype_operations=sorted(operations.found), eps=operations.eps)
+            self.tracer.metadata(
+                short_dtype_operations=sorted(operations.found), eps=operations.eps
+            )
 
     def result(self, name: str, value: float) -> None:
-        """See `Probe`. A call for each microbatch is left out: plans differ in how many a rank makes."""
+        """See `Probe`. A call for each microbatch is left out: plans differ in how many a rank
+        makes."""
         if not self._in_microbatch:
             calls = sum(each.startswith(f"{name}, call ") for each in self._results)
             self._results[f"{name}, call {calls + 1}"] = value
 
-    def before_backward(self, module: int, microbatch: int, total: Tensor, grad_output: Tensor) -> None:
-        """See `Probe`. Computes the gradient of this microbatch alone, unless this rank has only a slice of it."""
+    def before_backward(
+        self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
+    ) -> None:
+        """See `Probe`. Computes the gradient of this microbatch alone, unless this rank has only a
+        slice of it."""
         each, gradients = self.run.modules[module], None
         if _is_replicated(each.mesh) and not each.mesh.assignment.slices:
-            found = torch.autograd.grad(total, each.parameters, grad_output, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(
+                total, each.parameters, grad_output, retain_graph=True, allow_unused=True
+            )
             gradients = _unscaled(each, found)
         self._note_microbatch(module, microbatch, gradients)
 
@@ -133,7 +162,9 @@ class TraceHook(ControlHook):
         """See `Probe`."""
         self._note_microbatch(module, microbatch, None)
 
-    def _note_microbatch(self, module: int, microbatch: int, gradients: NamedTensors | None) -> None:
+    def _note_microbatch(
+        self, module: int, microbatch: int, gradients: NamedTensors | None
+    ) -> None:
         assert self.run.source is not None, "a step has begun"
         index, samples = self.run.source.layout.full_microbatch(microbatch)
         batch = {} if self.run.modules[module].mesh.assignment.slices else self._batches[microbatch]
@@ -154,8 +185,13 @@ class TraceHook(ControlHook):
             self._end_if_last(run)
 
     def between_steps(self, run: Run) -> None:
-        """Write what the script and its hooks have logged, and end the process after the last requested step."""
-        now = {name: value for name, value in run.metrics.items() if run.metrics_at.get(name) == run.step}
+        """Write what the script and its hooks have logged, and end the process after the last
+        requested step."""
+        now = {
+            name: value
+            for name, value in run.metrics.items()
+            if run.metrics_at.get(name) == run.step
+        }
         self.tracer.logged(self._logged_steps, {**self._results, **now, **run.logged})
         self._results = {}
         self._logged_steps += 1
@@ -168,7 +204,8 @@ class TraceHook(ControlHook):
             raise SystemExit(0)
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """Write a train module's update. `weight`: from `Recipe.weight`. Returns True after the last requested step."""
+        """Write a train module's update. `weight`: from `Recipe.weight`. Returns True after the
+        last requested step."""
         result = self.run.results.get(number)
         if result is None:  # skipped
             return self._request.steps is not None and self._steps[number] >= self._request.steps

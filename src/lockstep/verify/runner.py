@@ -43,7 +43,8 @@ class JobResult:
 
 
 class Runner:
-    """Runs jobs, several at once if slots are free. Use it in a `with`: leaving the block ends every run."""
+    """Runs jobs, several at once if slots are free. Use it in a `with`: leaving the block ends
+    every run."""
 
     def __init__(
         self,
@@ -56,9 +57,9 @@ class Runner:
         begins: Callable[[str], None] = lambda _: None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`script`: `[-m] SCRIPT ARGS...`. `folder`: of all files. `slots`: processes at once, or one job. `launch`:
-        options of every run. `begins` is called with the words for each run that begins, `progress` with those for each
-        that has ended."""
+        """`script`: `[-m] SCRIPT ARGS...`. `folder`: of all files. `slots`: processes at once, or
+        one job. `launch`: options of every run. `begins` is called with the words for each run that
+        begins, `progress` with those for each that has ended."""
         self._script = list(script)
         self._folder = folder
         self._timeout_seconds = timeout_seconds
@@ -76,7 +77,12 @@ class Runner:
     def __enter__(self) -> Runner:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with self._changed:
             self._ending = True
             running = list(self._running)
@@ -86,13 +92,15 @@ class Runner:
         self._pool.shutdown(cancel_futures=True)
 
     def start(self, job: Job) -> Future[JobResult]:
-        """Run `job` when enough slots are free. A run that fails is a result, not an exception of the future."""
+        """Run `job` when enough slots are free. A run that fails is a result, not an exception of
+        the future."""
         self._queued += 1
         return self._pool.submit(self._run, job)
 
     @contextmanager
     def queueing_the_rest(self) -> Iterator[None]:
-        """A context in which all jobs are started that are left: no run begins before all are counted."""
+        """A context in which all jobs are started that are left: no run begins before all are
+        counted."""
         with self._changed:
             yield
             self._is_count_known = True
@@ -108,14 +116,23 @@ class Runner:
             self._free -= needed
             if not self._ending:
                 self._begun += 1
-                self._begins(f"run {self._begun}{f' of {self._queued}' if self._is_count_known else ''}: {job.text}")
+                self._begins(
+                    f"run {self._begun}{f' of {self._queued}' if self._is_count_known else ''}:"
+                    f" {job.text}"
+                )
         try:
             result = self._result(job)
         finally:
             with self._changed:
                 self._free += needed
                 self._changed.notify_all()
-        outcome = "timed out" if result.timed_out else "done" if result.status == 0 else f"failed (exit status {result.status})"
+        outcome = (
+            "timed out"
+            if result.timed_out
+            else "done"
+            if result.status == 0
+            else f"failed (exit status {result.status})"
+        )
         self._progress(f"{job.name}: {outcome}, {result.seconds:.0f} s")
         return result
 
@@ -124,13 +141,25 @@ class Runner:
         trace = folder / "trace"
         trace.mkdir(parents=True)
         # One thread a process: on CPUs the number of threads changes bits.
-        environment = {**os.environ, **replace(job, folder=trace).variables(), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            **replace(job, folder=trace).variables(),
+            "OMP_NUM_THREADS": "1",
+        }
         started = time.monotonic()
-        with (folder / "stdout").open("wb") as output, (folder / "stderr").open("wb") as errors, self._changed:
+        with (
+            (folder / "stdout").open("wb") as output,
+            (folder / "stderr").open("wb") as errors,
+            self._changed,
+        ):
             if self._ending:
                 return JobResult(job=job, status=1, traces=[], error="", seconds=0.0)
             process = subprocess.Popen(
-                self._command(job, folder / "run"), env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+                self._command(job, folder / "run"),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
             )
             self._running.add(process)
         timed_out = False
@@ -153,12 +182,15 @@ class Runner:
         )
 
     def _command(self, job: Job, run_dir: Path) -> list[str]:
-        options = replace(self._launch, nproc=str(job.processes), plan=str(job.plan), run_dir=str(run_dir))
+        options = replace(
+            self._launch, nproc=str(job.processes), plan=str(job.plan), run_dir=str(run_dir)
+        )
         return own_python("-m", "lockstep", "run", *options.arguments(), *self._script)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> int:
-    """End a `lockstep run`, with its workers: the first signal asks them to save and end, the second kills them."""
+    """End a `lockstep run`, with its workers: the first signal asks them to save and end, the
+    second kills them."""
     for seconds in (STOP_SECONDS, KILL_SECONDS):
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)

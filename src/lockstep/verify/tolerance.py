@@ -1,16 +1,18 @@
-"""Distances between tensors, and the tolerance of a comparison: `TOLERANCE` times the rounding of this model. Pure.
+"""Distances between tensors, and the tolerance of a comparison: `TOLERANCE` times the rounding of
+this model. Pure.
 
-Rounding is measured: the perturbed runs differ from the reference by noise of one unit in the last place. The rounding
-of a tensor at a step is the largest distance between any two of these runs. Two runs may coincide by chance in a small
-tensor or a scalar. So a tensor's rounding is never less than
+Rounding is measured: the perturbed runs differ from the reference by noise of one unit in the last
+place. The rounding of a tensor at a step is the largest distance between any two of these runs. Two
+runs may coincide by chance in a small tensor or a scalar. So a tensor's rounding is never less than
 
 - the relative rounding that is typical of the other tensors at that step,
 - its own rounding at an earlier step,
 - a few units in the last place.
 
-An optimizer that divides by the gradient's size (Adam) can turn rounding of an element near zero into a full update in
-either direction, more often in a short compute dtype. So a parameter's rounding is also never less than the relative
-difference between the updates of all tensors together, nor than a part of one element's update.
+An optimizer that divides by the gradient's size (Adam) can turn rounding of an element near zero
+into a full update in either direction, more often in a short compute dtype. So a parameter's
+rounding is also never less than the relative difference between the updates of all tensors
+together, nor than a part of one element's update.
 """
 
 from __future__ import annotations
@@ -33,15 +35,19 @@ TOLERANCE = 10.0
 MINIMUM_ULPS = 4.0
 """Smallest rounding of a tensor, in units in the last place of its norm."""
 SIGN_FLIP = 0.25
-"""Smallest rounding of a parameter, in typical updates of an element: at a tolerance of 10 its sign may flip."""
+"""Smallest rounding of a parameter, in typical updates of an element: at a tolerance of 10 its sign
+may flip."""
 NOT_REPEATED = 1e-2
-"""Relative difference between perturbed runs above which a logged number follows from something else: the time, say."""
+"""Relative difference between perturbed runs above which a logged number follows from something
+else: the time, say."""
 NEGLIGIBLE = 1e-3
-"""Smallest rounding of an element, in units in the last place of a typical element of all tensors together."""
+"""Smallest rounding of an element, in units in the last place of a typical element of all tensors
+together."""
 
 
 def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
-    """Return the L2 distance of two tensors, estimated from projections. Infinite if one is missing or sizes differ."""
+    """Return the L2 distance of two tensors, estimated from projections. Infinite if one is missing
+    or sizes differ."""
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     if one.sha256 == other.sha256:
@@ -54,8 +60,11 @@ def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
     return estimate if math.isfinite(estimate) else math.inf
 
 
-def tensor_distance(one: Trace, other: Trace, step: int, kind: str, name: str, summaries: SummaryPair) -> float:
-    """Return `distance(*summaries)`, computed from the tensors themselves if both traces have them."""
+def tensor_distance(
+    one: Trace, other: Trace, step: int, kind: str, name: str, summaries: SummaryPair
+) -> float:
+    """Return `distance(*summaries)`, computed from the tensors themselves if both traces have
+    them."""
     estimate = distance(*summaries)
     if estimate == 0.0 or math.isinf(estimate):
         return estimate
@@ -66,7 +75,8 @@ def tensor_distance(one: Trace, other: Trace, step: int, kind: str, name: str, s
 
 
 def pooled(distances: Sequence[float], summaries: Summaries) -> float:
-    """Return the distance of all tensors together, relative to the norm of all tensors in `summaries`."""
+    """Return the distance of all tensors together, relative to the norm of all tensors in
+    `summaries`."""
     total = math.sqrt(sum(summary.norm**2 for summary in summaries.values() if summary is not None))
     return math.sqrt(sum(value**2 for value in distances)) / total if total else 0.0
 
@@ -85,11 +95,14 @@ class _Runs(NamedTuple):
 
 
 class MeasuredRounding:
-    """Rounding of a reference run, measured with its perturbed runs; without any, the smallest values."""
+    """Rounding of a reference run, measured with its perturbed runs; without any, the smallest
+    values."""
 
-    def __init__(self, reference: Trace, perturbed: Sequence[Trace], *, minimum: float = 0.0) -> None:
-        """`minimum`: smallest rounding, relative to the tensor's norm, or if that is larger, to the norm that it would
-        have with typical elements."""
+    def __init__(
+        self, reference: Trace, perturbed: Sequence[Trace], *, minimum: float = 0.0
+    ) -> None:
+        """`minimum`: smallest rounding, relative to the tensor's norm, or if that is larger, to the
+        norm that it would have with typical elements."""
         self.reference = reference
         self._groups = [_Runs(reference, perturbed)]
         self._minimum = minimum
@@ -98,15 +111,20 @@ class MeasuredRounding:
         """(step, kind) -> rounding of each tensor of `kind` after `step`, by name."""
         self._largest = cache(self._largest_distances)
 
-    def in_float64(self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float) -> MeasuredRounding:
-        """Return the rounding of a float64 `reference`: the larger of `margin` times its own and `scale` times this
-        one.
+    def in_float64(
+        self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float
+    ) -> MeasuredRounding:
+        """Return the rounding of a float64 `reference`: the larger of `margin` times its own and
+        `scale` times this one.
 
-        `scale` is the ratio of the two dtypes' precisions, for operations inside the model that round to a shorter
-        dtype than float64: such rounding can hide the noise of the float64 runs.
+        `scale` is the ratio of the two dtypes' precisions, for operations inside the model that
+        round to a shorter dtype than float64: such rounding can hide the noise of the float64 runs.
         """
         made = MeasuredRounding(reference, [])
-        made._groups = [_Runs(reference, perturbed, margin), *(group._replace(scale=scale) for group in self._groups)]
+        made._groups = [
+            _Runs(reference, perturbed, margin),
+            *(group._replace(scale=scale) for group in self._groups),
+        ]
         made._sign_flip = 0.0
         return made
 
@@ -115,10 +133,14 @@ class MeasuredRounding:
         reference = _microbatch_gradients(self.reference, step, index)
         largest = dict.fromkeys(reference, 0.0)
         for group in self._groups:
-            for one, other in combinations([_microbatch_gradients(trace, step, index) for trace in group.traces], 2):
+            for one, other in combinations(
+                [_microbatch_gradients(trace, step, index) for trace in group.traces], 2
+            ):
                 for name in reference:
                     if name in one and name in other:
-                        largest[name] = max(largest[name], group.scale * _finite(distance(one[name], other[name])))
+                        largest[name] = max(
+                            largest[name], group.scale * _finite(distance(one[name], other[name]))
+                        )
         return self._at_least_minimum(largest, reference)
 
     def of_scalar(self, step: int, attribute: str) -> float:
@@ -126,8 +148,14 @@ class MeasuredRounding:
         largest = 0.0
         for group in self._groups:
             for earlier in range(step + 1):
-                values = [value for trace in group.traces if (value := _scalar(trace, earlier, attribute)) is not None]
-                largest = max([largest, *(group.scale * abs(a - b) for a, b in combinations(values, 2))])
+                values = [
+                    value
+                    for trace in group.traces
+                    if (value := _scalar(trace, earlier, attribute)) is not None
+                ]
+                largest = max(
+                    [largest, *(group.scale * abs(a - b) for a, b in combinations(values, 2))]
+                )
         size = abs(_scalar(self.reference, step, attribute) or 0.0)
         if attribute == "norm":
             gradients = self.reference.rank_0.steps[step].tensors["gradients"]
@@ -135,12 +163,19 @@ class MeasuredRounding:
         return max(largest, MINIMUM_ULPS * self._eps() * size, self._minimum * size, 1e-30)
 
     def of_logged(self, step: int, name: str) -> float:
-        """Return the rounding of a number that the script has logged; infinite if perturbed runs do not repeat it."""
+        """Return the rounding of a number that the script has logged; infinite if perturbed runs do
+        not repeat it."""
         size, largest = abs(self.reference.logged[step][name]), 0.0
         for group in self._groups:
             for earlier in range(step + 1):
-                values = [value for trace in group.traces if (value := trace.logged.get(earlier, {}).get(name)) is not None]
-                largest = max([largest, *(group.scale * abs(a - b) for a, b in combinations(values, 2))])
+                values = [
+                    value
+                    for trace in group.traces
+                    if (value := trace.logged.get(earlier, {}).get(name)) is not None
+                ]
+                largest = max(
+                    [largest, *(group.scale * abs(a - b) for a, b in combinations(values, 2))]
+                )
         if largest > NOT_REPEATED * size:
             return math.inf
         return max(largest, MINIMUM_ULPS * self._eps() * size, self._minimum * size, 1e-30)
@@ -151,25 +186,35 @@ class MeasuredRounding:
         return any(group.perturbed for group in self._groups)
 
     def spread(self, step: int, kind: str) -> tuple[float, float]:
-        """Return the smallest and the largest relative distance between any two runs, all tensors of `kind` pooled."""
+        """Return the smallest and the largest relative distance between any two runs, all tensors
+        of `kind` pooled."""
         summaries = self.reference.rank_0.steps[step].tensors[kind]
         pairs = combinations(self._groups[0].traces, 2)
-        found = [pooled([_distance(a, b, step, kind, name) for name in summaries], summaries) for a, b in pairs] or [0.0]
+        found = [
+            pooled([_distance(a, b, step, kind, name) for name in summaries], summaries)
+            for a, b in pairs
+        ] or [0.0]
         return min(found), max(found)
 
     def loss_spread(self, step: int) -> tuple[float, float]:
-        """Return the smallest and the largest relative difference between the losses of any two runs."""
+        """Return the smallest and the largest relative difference between the losses of any two
+        runs."""
         losses = [trace.rank_0.steps[step].loss for trace in self._groups[0].traces]
         found = [abs(a - b) / (abs(losses[0]) or 1.0) for a, b in combinations(losses, 2)] or [0.0]
         return min(found), max(found)
 
     def _eps(self) -> float:
         summaries = self.reference.rank_0.steps[0].tensors["parameters"].values()
-        return max((summary.eps for summary in summaries if summary is not None), default=EPS["float32"])
+        return max(
+            (summary.eps for summary in summaries if summary is not None), default=EPS["float32"]
+        )
 
     def _rounding(self, step: int, kind: str) -> dict[str, float]:
         summaries = self.reference.rank_0.steps[step].tensors[kind]
-        largest = {name: max(self._largest(earlier, kind).get(name, 0.0) for earlier in range(step + 1)) for name in summaries}
+        largest = {
+            name: max(self._largest(earlier, kind).get(name, 0.0) for earlier in range(step + 1))
+            for name in summaries
+        }
         rounding = self._at_least_minimum(largest, summaries)
         if kind == "parameters":
             for name, least in self._rounding_of_updates(step, largest).items():
@@ -177,11 +222,20 @@ class MeasuredRounding:
         return rounding
 
     def _rounding_of_updates(self, step: int, largest: dict[str, float]) -> dict[str, float]:
-        """Return each parameter's smallest rounding, from how far the steps so far have moved it."""
+        """Return each parameter's smallest rounding, from how far the steps so far have moved
+        it."""
         rank = self.reference.rank_0
-        states = [rank.initial["parameters"], *(each.tensors["parameters"] for each in rank.steps[: step + 1])]
+        states = [
+            rank.initial["parameters"],
+            *(each.tensors["parameters"] for each in rank.steps[: step + 1]),
+        ]
         moved = {
-            name: math.sqrt(sum(_finite(distance(before.get(name), after.get(name))) ** 2 for before, after in pairwise(states)))
+            name: math.sqrt(
+                sum(
+                    _finite(distance(before.get(name), after.get(name))) ** 2
+                    for before, after in pairwise(states)
+                )
+            )
             for name in states[-1]
         }
         total = sum(value**2 for value in moved.values())
@@ -198,18 +252,30 @@ class MeasuredRounding:
         for group in self._groups:
             for one, other in combinations(group.traces, 2):
                 for name in largest:
-                    largest[name] = max(largest[name], group.scale * _finite(_distance(one, other, step, kind, name)))
+                    largest[name] = max(
+                        largest[name],
+                        group.scale * _finite(_distance(one, other, step, kind, name)),
+                    )
         return largest
 
-    def _at_least_minimum(self, largest: dict[str, float], summaries: Summaries) -> dict[str, float]:
+    def _at_least_minimum(
+        self, largest: dict[str, float], summaries: Summaries
+    ) -> dict[str, float]:
         """Raise each distance to the smallest rounding that its tensor may have."""
         typical = _typical(largest, summaries)
         present = [summary for summary in summaries.values() if summary is not None]
-        squares, count = sum(summary.norm**2 for summary in present), sum(summary.elements for summary in present)
+        squares, count = (
+            sum(summary.norm**2 for summary in present),
+            sum(summary.elements for summary in present),
+        )
         element = math.sqrt(squares / count) if count and math.isfinite(squares) else 0.0
         rounding = {}
         for name, summary in summaries.items():
-            norm, size, eps = (summary.norm, summary.elements, summary.eps) if summary is not None else (0.0, 1, EPS["float64"])
+            norm, size, eps = (
+                (summary.norm, summary.elements, summary.eps)
+                if summary is not None
+                else (0.0, 1, EPS["float64"])
+            )
             rounding[name] = max(
                 largest.get(name, 0.0),
                 typical * norm,
@@ -222,16 +288,32 @@ class MeasuredRounding:
 
 
 def _typical(distances: dict[str, float], summaries: Summaries) -> float:
-    present = {name: summary.norm for name, summary in summaries.items() if summary is not None and summary.norm > 0}
-    return median([distances[name] / norm for name, norm in present.items() if name in distances] or [0.0])
+    present = {
+        name: summary.norm
+        for name, summary in summaries.items()
+        if summary is not None and summary.norm > 0
+    }
+    return median(
+        [distances[name] / norm for name, norm in present.items() if name in distances] or [0.0]
+    )
 
 
 def _microbatch_gradients(trace: Trace, step: int, index: int) -> Summaries:
-    return next((m.gradients for m in trace.microbatches_of(step) if m.index == index and m.gradients is not None), {})
+    return next(
+        (
+            m.gradients
+            for m in trace.microbatches_of(step)
+            if m.index == index and m.gradients is not None
+        ),
+        {},
+    )
 
 
 def _distance(one: Trace, other: Trace, step: int, kind: str, name: str) -> float:
-    summaries = (one.rank_0.steps[step].tensors[kind].get(name), other.rank_0.steps[step].tensors[kind].get(name))
+    summaries = (
+        one.rank_0.steps[step].tensors[kind].get(name),
+        other.rank_0.steps[step].tensors[kind].get(name),
+    )
     return tensor_distance(one, other, step, kind, name, summaries)
 
 

@@ -1,23 +1,24 @@
-"""Writes the trace of a run: a summary of each tensor of each step, so that two runs can be compared step by step and
-name by name.
+"""Writes the trace of a run: a summary of each tensor of each step, so that two runs can be
+compared step by step and name by name.
 
-A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl`, one JSON object a line, of one of these
-kinds:
+A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl`, one JSON object a line,
+of one of these kinds:
 
 - start: rank, world_size, plan, replicated; once
 - metadata: JSON values about the model and the recipe, for the search for causes
 - initial: module; the parameters and buffers before the first step
-- microbatch: module, step, index, samples, batch, rng_before, rng_after; its own gradients if the rank has full
-  parameters
-- logged: module (0), step, values; what the script has logged in the step, and got from `session.mean` and
-  `session.gather`; by rank 0 alone
-- step: module, step, loss, weight, norm, lr, gain, gradient_order; the reduced gradients before clipping; the
-  parameters, buffers and optimizer states after the update
+- microbatch: module, step, index, samples, batch, rng_before, rng_after; its own gradients if the
+  rank has full parameters
+- logged: module (0), step, values; what the script has logged in the step, and got from
+  `session.mean` and `session.gather`; by rank 0 alone
+- step: module, step, loss, weight, norm, lr, gain, gradient_order; the reduced gradients before
+  clipping; the parameters, buffers and optimizer states after the update
 
-A tensor's summary has a fixed random projection. Projections are linear, and the mean square of the differences of two
-is an unbiased estimate of the tensors' squared distance. The tensors of the first and the last requested step are also
-saved, in `step-<step>-<kind>-<module>-<rank>.safetensors`. Tensors come one at a time, because a full model may not
-fit.
+A tensor's summary has a fixed random projection. Projections are linear, and the mean square of the
+differences of two is an unbiased estimate of the tensors' squared distance. The tensors of the
+first and the last requested step are also saved, in
+`step-<step>-<kind>-<module>-<rank>.safetensors`. Tensors come one at a time, because a full model
+may not fit.
 """
 
 from __future__ import annotations
@@ -46,19 +47,31 @@ _CHUNK = 1 << 18
 _SIGN = np.uint64(1 << 63)
 
 NamedTensors = Iterable[tuple[str, Tensor | None]]
-"""Names and full tensors. None: the tensor does not exist, such as the gradient of an unused parameter."""
+"""Names and full tensors. None: the tensor does not exist, such as the gradient of an unused
+parameter."""
 
 
 class Tracer:
     """Writes one rank's part of a trace.
 
-    Every rank makes the same calls but for the microbatches: `start` for each train module; in each step
-    `before_forward` and `microbatch` for each of its microbatches, `gradients`, `step`; `close`. Ranks that do not
-    write also iterate over all tensors, because a full tensor may take a collective.
+    Every rank makes the same calls but for the microbatches: `start` for each train module; in each
+    step `before_forward` and `microbatch` for each of its microbatches, `gradients`, `step`;
+    `close`. Ranks that do not write also iterate over all tensors, because a full tensor may take a
+    collective.
     """
 
-    def __init__(self, request: TraceRequest, *, rank: int, world_size: int, plan: str, replicated: bool, writes: bool) -> None:
-        """`replicated`: every rank holds the full model, and writes summaries. `writes`: this rank writes."""
+    def __init__(
+        self,
+        request: TraceRequest,
+        *,
+        rank: int,
+        world_size: int,
+        plan: str,
+        replicated: bool,
+        writes: bool,
+    ) -> None:
+        """`replicated`: every rank holds the full model, and writes summaries. `writes`: this rank
+        writes."""
         self._request = request
         self._rank = rank
         self._writes_tensors = writes
@@ -70,11 +83,14 @@ class Tracer:
         self._hooks: list[Any] = []
         self._reduced: dict[int, dict[str, Any]] = {}
         if accelerator.is_initialized():
-            self._generators.append(lambda: accelerator.generator(accelerator.current_device()).get_state())
+            self._generators.append(
+                lambda: accelerator.generator(accelerator.current_device()).get_state()
+            )
         self._write("start", rank=rank, world_size=world_size, plan=plan, replicated=replicated)
 
     def metadata(self, **metadata: Any) -> None:
-        """Write JSON values about the model and the recipe. May be called at any time, and again."""
+        """Write JSON values about the model and the recipe. May be called at any time, and
+        again."""
         self._write("metadata", metadata=metadata)
 
     def start(self, module: int, parameters: NamedTensors, buffers: NamedTensors) -> None:
@@ -84,13 +100,15 @@ class Tracer:
             self._write("initial", module=module, **row)
 
     def watch(self, module: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Record the order in which the first backward completes the gradients of these parameters."""
+        """Record the order in which the first backward completes the gradients of these
+        parameters."""
         order = self._orders.setdefault(module, {})
         for name, parameter in parameters:
             self._hooks.append(parameter.register_hook(lambda _, name=name: order.setdefault(name)))  # type: ignore[no-untyped-call]
 
     def before_forward(self) -> None:
-        """Record the state of the default generators. Called right before the forward of a microbatch."""
+        """Record the state of the default generators. Called right before the forward of a
+        microbatch."""
         self._rng_before = self._rng_state()
 
     def microbatch(
@@ -102,26 +120,48 @@ class Tracer:
         batch: Mapping[str, str],
         gradients: NamedTensors | None,
     ) -> None:
-        """Write a microbatch after its forward. `batch`: digests of its parts, by their paths; empty for a slice.
-        `gradients`: its terms of the sum; None: no rank has full ones."""
+        """Write a microbatch after its forward. `batch`: digests of its parts, by their paths;
+        empty for a slice. `gradients`: its terms of the sum; None: no rank has full ones."""
         row = {} if gradients is None else {"gradients": self._summaries(gradients)}
         rng = {"rng_before": self._rng_before, "rng_after": self._rng_state()}
-        self._write("microbatch", module=module, step=step, index=index, samples=list(samples), batch=batch, **rng, **row)
+        self._write(
+            "microbatch",
+            module=module,
+            step=step,
+            index=index,
+            samples=list(samples),
+            batch=batch,
+            **rng,
+            **row,
+        )
 
-    def gradients(self, module: int, step: int, gradients: NamedTensors, *, gain: float = 1.0) -> None:
-        """Record the reduced gradients before clipping. `gain`: factor on the sum over the microbatches."""
+    def gradients(
+        self, module: int, step: int, gradients: NamedTensors, *, gain: float = 1.0
+    ) -> None:
+        """Record the reduced gradients before clipping. `gain`: factor on the sum over the
+        microbatches."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._reduced[module] = {"gain": gain, "gradients": self._saved(module, step, "gradients", gradients)}
+        self._reduced[module] = {
+            "gain": gain,
+            "gradients": self._saved(module, step, "gradients", gradients),
+        }
 
     def step(
-        self, module: int, step: int, *, parameters: NamedTensors, buffers: NamedTensors, states: NamedTensors, **scalars: float | None
+        self,
+        module: int,
+        step: int,
+        *,
+        parameters: NamedTensors,
+        buffers: NamedTensors,
+        states: NamedTensors,
+        **scalars: float | None,
     ) -> bool:
         """Write a step after its update. Returns True after the last one that was requested.
 
-        `states`: the optimizers' state tensors, named parameter/state. `scalars`: loss, weight, lr, and the norm used
-        for clipping.
+        `states`: the optimizers' state tensors, named parameter/state. `scalars`: loss, weight, lr,
+        and the norm used for clipping.
         """
         row: dict[str, Any] = {name: _finite(value) for name, value in scalars.items()}
         row |= self._reduced.pop(module) | {"gradient_order": list(self._orders.pop(module, {}))}
@@ -135,7 +175,12 @@ class Tracer:
     def logged(self, step: int, values: Mapping[str, float]) -> None:
         """Write the script's numbers of a step."""
         if self._rank == 0:
-            self._write("logged", module=0, step=step, values={name: _finite(value) for name, value in values.items()})
+            self._write(
+                "logged",
+                module=0,
+                step=step,
+                values={name: _finite(value) for name, value in values.items()},
+            )
             self._lines.flush()
 
     def close(self) -> None:
@@ -143,19 +188,26 @@ class Tracer:
         self._lines.close()
 
     def _rng_state(self) -> str:
-        return hashlib.sha256(b"".join(state().numpy().tobytes() for state in self._generators)).hexdigest()[:16]
+        return hashlib.sha256(
+            b"".join(state().numpy().tobytes() for state in self._generators)
+        ).hexdigest()[:16]
 
     def _is_last(self, step: int) -> bool:
         return self._request.steps is not None and step + 1 >= self._request.steps
 
     def _saved(self, module: int, step: int, kind: str, tensors: NamedTensors) -> dict[str, Any]:
-        """Return the summaries of the tensors, which are saved too in the first and the last step."""
+        """Return the summaries of the tensors, which are saved too in the first and the last
+        step."""
         if not (self._writes_tensors and (step == 0 or self._is_last(step))):
             return self._summaries(tensors)
-        with tensor_file(self._request.folder / f"step-{step:05d}-{kind}-{module}-{self._rank}.safetensors") as add:
+        with tensor_file(
+            self._request.folder / f"step-{step:05d}-{kind}-{module}-{self._rank}.safetensors"
+        ) as add:
             return self._summaries(tensors, add)
 
-    def _summaries(self, tensors: NamedTensors, save: Callable[[str, Tensor], None] = lambda name, tensor: None) -> dict[str, Any]:
+    def _summaries(
+        self, tensors: NamedTensors, save: Callable[[str, Tensor], None] = lambda name, tensor: None
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, tensor in tensors:
             if self._writes_summaries:
@@ -169,7 +221,8 @@ class Tracer:
 
 
 def summarize(name: str, tensor: Tensor) -> dict[str, Any]:
-    """Return the summary of a tensor, in JSON. Its projection depends on `name`: compare summaries of one name only."""
+    """Return the summary of a tensor, in JSON. Its projection depends on `name`: compare summaries
+    of one name only."""
     flat = _flat(tensor)
     total, projection = 0.0, np.zeros(PROJECTIONS)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
@@ -190,8 +243,8 @@ def summarize(name: str, tensor: Tensor) -> dict[str, Any]:
 def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[Any, Any]:
     """Sum `values` (float64) under `PROJECTIONS` rows of random signs.
 
-    Element i of `values` has number `first` + i. Its signs are the top bits, highest first, of splitmix64 at that
-    number from `seed`.
+    Element i of `values` has number `first` + i. Its signs are the top bits, highest first, of
+    splitmix64 at that number from `seed`.
     """
     state = np.arange(first + 1, first + 1 + len(values), dtype=np.uint64)
     state *= np.uint64(GOLDEN)
@@ -202,14 +255,20 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
     state *= np.uint64(MIX_SECOND)
     state ^= state >> np.uint64(31)
     raw = values.view(np.uint64)
-    # Row by row: numpy then adds in a tree. A matrix product has a hundred times the rounding, more than that of a
-    # float64 run.
-    return np.array([(raw ^ (state << np.uint64(row) & _SIGN)).view(np.float64).sum() for row in range(PROJECTIONS)])
+    # Row by row: numpy then adds in a tree. A matrix product has a hundred times the rounding, more
+    # than that of a float64 run.
+    return np.array(
+        [
+            (raw ^ (state << np.uint64(row) & _SIGN)).view(np.float64).sum()
+            for row in range(PROJECTIONS)
+        ]
+    )
 
 
 @contextmanager
 def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
-    """Write a safetensors file: yields a function that adds one tensor. Dtypes that numpy lacks become float32."""
+    """Write a safetensors file: yields a function that adds one tensor. Dtypes that numpy lacks
+    become float32."""
     header: dict[str, Any] = {}
     with TemporaryFile(dir=path.parent) as data:  # the header comes first and lists all tensors
 
@@ -219,7 +278,11 @@ def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
                 flat = flat.to(torch.float32)
             start, shape = data.tell(), [*tensor.shape, *([2] if tensor.is_complex() else [])]
             data.write(flat.numpy().data)
-            header[name] = {"dtype": DTYPES[str(flat.dtype).removeprefix("torch.")], "shape": shape, "data_offsets": [start, data.tell()]}
+            header[name] = {
+                "dtype": DTYPES[str(flat.dtype).removeprefix("torch.")],
+                "shape": shape,
+                "data_offsets": [start, data.tell()],
+            }
 
         yield add
         text = json.dumps(header).encode()

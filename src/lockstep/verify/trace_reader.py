@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "complex64": 2.0**-23, "complex128": 2.0**-52}
+EPS = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "complex64": 2.0**-23,
+    "complex128": 2.0**-52,
+}
 """Machine epsilon by dtype. Any other dtype counts as float32."""
 
 Vector = np.ndarray[Any, Any]
@@ -45,7 +52,8 @@ class TensorSummary:
 
 
 Summaries = dict[str, TensorSummary | None]
-"""Tensor summaries by name. None: the tensor does not exist, such as the gradient of an unused parameter."""
+"""Tensor summaries by name. None: the tensor does not exist, such as the gradient of an unused
+parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +66,8 @@ class MicrobatchTrace:
     samples: tuple[int | str, ...]
     """Indices of the samples. For a stream: descriptions of them."""
     batch: Mapping[str, str]
-    """Digests of the batch's parts, by their paths: `[0]`. Empty if a rank computed only a slice of the microbatch."""
+    """Digests of the batch's parts, by their paths: `[0]`. Empty if a rank computed only a slice of
+    the microbatch."""
     rng_before: str | None
     """Digest of the random generators' state before the forward."""
     rng_after: str | None
@@ -122,14 +131,17 @@ class Trace:
 
     @property
     def backward_order(self) -> list[str]:
-        """All parameters from the loss to the input: those that the backward reached, then the others."""
+        """All parameters from the loss to the input: those that the backward reached, then the
+        others."""
         reached = self.rank_0.gradient_order
         names = list(self.rank_0.initial.get("parameters", {}))
         return reached + [name for name in reversed(names) if name not in set(reached)]
 
     def microbatches_of(self, step: int) -> list[MicrobatchTrace]:
         """Return the step's microbatches of all ranks, sorted by index."""
-        return sorted((m for m in self.microbatches if m.step == step), key=lambda m: (m.index, m.rank))
+        return sorted(
+            (m for m in self.microbatches if m.step == step), key=lambda m: (m.index, m.rank)
+        )
 
     def tensor(self, step: int, kind: str, name: str) -> Vector | None:
         """Return the tensor itself, flat and in float64; None if the trace has only its summary."""
@@ -158,7 +170,9 @@ def read_traces(folder: Path) -> list[Trace]:
     return [_trace(folder, module, len(modules), rows) for module in modules]
 
 
-def _trace(folder: Path, module_index: int, modules: int, rows: list[tuple[int, dict[str, Any]]]) -> Trace:
+def _trace(
+    folder: Path, module_index: int, modules: int, rows: list[tuple[int, dict[str, Any]]]
+) -> Trace:
     start = next(row for rank, row in rows if row["kind"] == "start" and rank == 0)
     metadata: dict[str, Any] = {"modules": modules}
     for _, row in rows:
@@ -168,19 +182,30 @@ def _trace(folder: Path, module_index: int, modules: int, rows: list[tuple[int, 
         if row.get("module") != module_index:
             continue
         if row["kind"] == "microbatch":
-            fields = {name: row[name] for name in ("step", "index", "batch", "rng_before", "rng_after")}
+            fields = {
+                name: row[name] for name in ("step", "index", "batch", "rng_before", "rng_after")
+            }
             gradients = _summaries(row["gradients"]) if "gradients" in row else None
-            trace.microbatches.append(MicrobatchTrace(rank=rank, samples=tuple(row["samples"]), gradients=gradients, **fields))
+            trace.microbatches.append(
+                MicrobatchTrace(
+                    rank=rank, samples=tuple(row["samples"]), gradients=gradients, **fields
+                )
+            )
             continue
         if row["kind"] == "logged":
-            trace.logged[row["step"]] = {name: _or_nan(value) for name, value in row["values"].items()}
+            trace.logged[row["step"]] = {
+                name: _or_nan(value) for name, value in row["values"].items()
+            }
             continue
         entry = trace.ranks.setdefault(rank, RankTrace())
         if row["kind"] == "initial":
             entry.initial = {kind: _summaries(row[kind]) for kind in ("parameters", "buffers")}
         elif row["kind"] == "step":
             entry.gradient_order = entry.gradient_order or row["gradient_order"]
-            tensors = {kind: _summaries(row[kind]) for kind in ("gradients", "states", "parameters", "buffers")}
+            tensors = {
+                kind: _summaries(row[kind])
+                for kind in ("gradients", "states", "parameters", "buffers")
+            }
             scalars = {name: row[name] for name in ("weight", "norm", "lr", "gain")}
             entry.steps.append(StepTrace(loss=_or_nan(row["loss"]), tensors=tensors, **scalars))
     if not start["replicated"]:
@@ -189,7 +214,8 @@ def _trace(folder: Path, module_index: int, modules: int, rows: list[tuple[int, 
 
 
 def _merged(ranks: list[RankTrace]) -> RankTrace:
-    """Merge ranks that each wrote a part of one model. Of a tensor of two (tied weights), the lower rank's counts."""
+    """Merge ranks that each wrote a part of one model. Of a tensor of two (tied weights), the lower
+    rank's counts."""
 
     def merged(parts: Iterable[Mapping[str, Summaries]]) -> dict[str, Summaries]:
         found: dict[str, Summaries] = {}
@@ -199,7 +225,8 @@ def _merged(ranks: list[RankTrace]) -> RankTrace:
         return found
 
     steps = [
-        replace(parts[0], tensors=merged(part.tensors for part in parts)) for parts in zip(*(rank.steps for rank in ranks), strict=False)
+        replace(parts[0], tensors=merged(part.tensors for part in parts))
+        for parts in zip(*(rank.steps for rank in ranks), strict=False)
     ]
     order = next((rank.gradient_order for rank in ranks if rank.gradient_order), [])
     return RankTrace(merged(rank.initial for rank in ranks), steps, order)

@@ -10,7 +10,10 @@ from lockstep.verify.compare import DESCRIPTIONS, Comparison, Difference
 from lockstep.verify.tolerance import TOLERANCE
 
 COLUMNS = ("plan", "processes", "verdict", "tolerance", "largest difference", "where")
-ROUNDING = "rounding: the largest distance between runs on one process that differ by noise of one unit in the last place"
+ROUNDING = (
+    "rounding: the largest distance between runs on one process that differ by noise of one unit in"
+    " the last place"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,22 +32,43 @@ class Mismatch:
         when = f"step {found.step}" if found.step >= 0 else "before the first step"
         what = DESCRIPTIONS[found.check] + (f" {found.name!r}" if found.name else "")
         where = f" on rank {found.rank}" if found.rank else ""
-        microbatches = f", microbatch {', '.join(map(str, found.microbatches))}" if found.microbatches else ""
+        microbatches = (
+            f", microbatch {', '.join(map(str, found.microbatches))}" if found.microbatches else ""
+        )
         sizes = [f"{found.relative:.2g} of its size"] if math.isfinite(found.relative) else []
-        sizes += [f"{found.times_rounding:.3g} × rounding"] if math.isfinite(found.times_rounding) else []
-        size = f": off by {', '.join(sizes)}" if sizes else "" if found.check == "missing" else ": different"
-        return f"{when}: {what}{where}{microbatches}{size}" + (" (in float64)" if self.float64 else "")
+        sizes += (
+            [f"{found.times_rounding:.3g} × rounding"]
+            if math.isfinite(found.times_rounding)
+            else []
+        )
+        size = (
+            f": off by {', '.join(sizes)}"
+            if sizes
+            else ""
+            if found.check == "missing"
+            else ": different"
+        )
+        return f"{when}: {what}{where}{microbatches}{size}" + (
+            " (in float64)" if self.float64 else ""
+        )
 
     def why(self) -> str:
-        return f"likely cause: {self.cause or 'no known pattern; compare the gradients of the first step (--keep DIR)'}"
+        unknown = "no known pattern; compare the gradients of the first step (--keep DIR)"
+        return f"likely cause: {self.cause or unknown}"
 
     def as_json(self) -> dict[str, Any]:
-        return {**_difference_json(self.difference), "float64": self.float64, "cause": self.cause, "text": self.text()}
+        return {
+            **_difference_json(self.difference),
+            "float64": self.float64,
+            "cause": self.cause,
+            "text": self.text(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionEffect:
-    """Relative differences between a run with gradient compression and the same run without, tensors pooled."""
+    """Relative differences between a run with gradient compression and the same run without,
+    tensors pooled."""
 
     gradient_compression: str
     steps: int
@@ -57,8 +81,9 @@ class CompressionEffect:
 
     def text(self) -> str:
         return (
-            f"gradient_compression={self.gradient_compression}: after {self.steps} steps the loss differs by {self.loss:.2g} of its size "
-            f"from the uncompressed run, the parameters by {self.parameters:.2g}; the first gradient by {self.gradient:.2g}"
+            f"gradient_compression={self.gradient_compression}: after {self.steps} steps the loss"
+            f" differs by {self.loss:.2g} of its size from the uncompressed run, the parameters by"
+            f" {self.parameters:.2g}; the first gradient by {self.gradient:.2g}"
         )
 
 
@@ -81,7 +106,8 @@ class Verdict:
     float64: list[Comparison] = field(default_factory=list)
     """Comparisons of the first step in float64, one for each train module. Empty: not done."""
     compression: list[CompressionEffect] = field(default_factory=list)
-    """Effect of the recipe's gradient compression, one for each train module. Empty: the recipe does not compress."""
+    """Effect of the recipe's gradient compression, one for each train module. Empty: the recipe
+    does not compress."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -100,9 +126,20 @@ class Verdict:
         allowed = "same bits" if self.bitwise else f"{tolerance:g} × rounding"
         found = self.largest if self.mismatch is None else self.mismatch.difference
         if found is None:
-            return self.plan, str(self.processes), verdict, allowed, "same bits" if self.ran else "", ""
-        size = f"{found.times_rounding:.3g} × rounding" if math.isfinite(found.times_rounding) else ""
-        where = f"{DESCRIPTIONS[found.check]} {found.name}".rstrip() + (f", step {found.step}" if found.step >= 0 else "")
+            return (
+                self.plan,
+                str(self.processes),
+                verdict,
+                allowed,
+                "same bits" if self.ran else "",
+                "",
+            )
+        size = (
+            f"{found.times_rounding:.3g} × rounding" if math.isfinite(found.times_rounding) else ""
+        )
+        where = f"{DESCRIPTIONS[found.check]} {found.name}".rstrip() + (
+            f", step {found.step}" if found.step >= 0 else ""
+        )
         where += " (float64)" if self.mismatch is not None and self.mismatch.float64 else ""
         return self.plan, str(self.processes), verdict, allowed, size, where
 
@@ -119,7 +156,10 @@ class Verdict:
             "mismatch": None if self.mismatch is None else self.mismatch.as_json(),
             "largest": None if self.largest is None else _difference_json(self.largest),
             "float64": bool(self.float64),
-            "float64_largest": max((c.largest.times_rounding for c in self.float64 if c.largest is not None), default=None),
+            "float64_largest": max(
+                (c.largest.times_rounding for c in self.float64 if c.largest is not None),
+                default=None,
+            ),
             "compression": [asdict(each) for each in self.compression],
             "notes": self.notes,
             "divergence": self.comparisons[0].divergence if self.comparisons else {},
@@ -135,22 +175,33 @@ class Report:
     verdicts: list[Verdict] = field(default_factory=list)
     microbatch_size_checked: bool = False
     microbatch_size_mismatch: Mismatch | None = None
-    """Difference between two microbatch sizes, a fault of the recipe: the loss depends on the size of microbatches."""
+    """Difference between two microbatch sizes, a fault of the recipe: the loss depends on the size
+    of microbatches."""
     notes: list[str] = field(default_factory=list)
     rounding_spread: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Smallest and largest relative distance between perturbed runs at each step, by kind of tensor, and for `loss`."""
+    """Smallest and largest relative distance between perturbed runs at each step, by kind of
+    tensor, and for `loss`."""
     tolerance: float = TOLERANCE
 
     @property
     def passed(self) -> bool:
-        return self.microbatch_size_mismatch is None and all(verdict.passed for verdict in self.verdicts)
+        return self.microbatch_size_mismatch is None and all(
+            verdict.passed for verdict in self.verdicts
+        )
 
     def summary(self) -> str:
         failed = sum(not verdict.passed for verdict in self.verdicts)
         if failed:
-            return f"{failed} of {len(self.verdicts)} plans failed to show that they train the same model as one process"
+            return (
+                f"{failed} of {len(self.verdicts)} plans failed to show that they train the same"
+                " model as one process"
+            )
         text = "every plan trains the same model as one process"
-        return text if self.microbatch_size_mismatch is None else f"{text}, but the loss depends on how a batch is split into microbatches"
+        return (
+            text
+            if self.microbatch_size_mismatch is None
+            else f"{text}, but the loss depends on how a batch is split into microbatches"
+        )
 
     def as_json(self) -> dict[str, Any]:
         mismatch = self.microbatch_size_mismatch
@@ -159,10 +210,16 @@ class Report:
             "passed": self.passed,
             "steps": self.steps,
             "tolerance": self.tolerance,
-            "microbatch_size": {"checked": self.microbatch_size_checked, "mismatch": None if mismatch is None else mismatch.as_json()},
+            "microbatch_size": {
+                "checked": self.microbatch_size_checked,
+                "mismatch": None if mismatch is None else mismatch.as_json(),
+            },
             "notes": self.notes,
             "plans": [verdict.as_json() for verdict in self.verdicts],
-            "rounding_spread": {kind: [list(pair) for pair in spread] for kind, spread in self.rounding_spread.items()},
+            "rounding_spread": {
+                kind: [list(pair) for pair in spread]
+                for kind, spread in self.rounding_spread.items()
+            },
         }
 
 
@@ -172,7 +229,9 @@ def _difference_json(difference: Difference) -> dict[str, Any]:
         "check": difference.check,
         "name": difference.name or None,
         "rank": difference.rank,
-        "times_rounding": difference.times_rounding if math.isfinite(difference.times_rounding) else None,
+        "times_rounding": (
+            difference.times_rounding if math.isfinite(difference.times_rounding) else None
+        ),
         "relative": difference.relative if math.isfinite(difference.relative) else None,
         "microbatches": list(difference.microbatches),
     }

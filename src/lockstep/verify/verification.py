@@ -1,4 +1,5 @@
-"""A whole verification: starts the runs, compares their traces, and gives a verdict on each plan."""
+"""A whole verification: starts the runs, compares their traces, and gives a verdict on each
+plan."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from lockstep.verify import jobs
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.causes.likely_cause import likely_cause
 from lockstep.verify.causes.microbatches import OTHER_DATA
-from lockstep.verify.compare import DESCRIPTIONS, Comparison, compare, compare_compressed, other_data
+from lockstep.verify.compare import (
+    DESCRIPTIONS,
+    Comparison,
+    compare,
+    compare_compressed,
+    other_data,
+)
 from lockstep.verify.jobs import FAST_REFERENCE, FLOAT64_PERTURBED_RUNS
 from lockstep.verify.runner import JobResult, Runner
 from lockstep.verify.tolerance import MeasuredRounding
@@ -25,18 +32,22 @@ COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["flo
 FLOAT64_MARGIN = 4.0
 """Factor on rounding in float64, which does not shrink exactly as the dtype's precision does."""
 MAX_SPREAD = 0.2
-"""Largest relative difference of the first step's gradient between two runs that differ by rounding alone."""
+"""Largest relative difference of the first step's gradient between two runs that differ by rounding
+alone."""
 MICROBATCH_SIZE_MINIMUM = 1e-9
 MICROBATCH_SIZE_ULPS = 100.0
-"""Rounding that another microbatch size may cause: relative in float64, or in ulps of a shorter dtype in the model."""
+"""Rounding that another microbatch size may cause: relative in float64, or in ulps of a shorter
+dtype in the model."""
 
 _SCALAR_LOSS = (
-    "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain scalar, so that every microbatch "
-    "counts the same: return ls.Sum(total), and give Recipe.weight = batch -> the number to divide by."
+    "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain"
+    " scalar, so that every microbatch counts the same: return ls.Sum(total), and give"
+    " Recipe.weight = batch -> the number to divide by."
 )
 _WEIGHTED_LOSS = (
-    "With weights, its total must be a sum over samples: it may be a mean all the same, or depend on the size of the microbatch, or the "
-    "model keeps state from one microbatch to the next (a counter, a cache, a hidden state)."
+    "With weights, its total must be a sum over samples: it may be a mean all the same, or depend"
+    " on the size of the microbatch, or the model keeps state from one microbatch to the next (a"
+    " counter, a cache, a hidden state)."
 )
 
 
@@ -65,24 +76,42 @@ class Verification:
         self._fast = any(plan.numerics == "fast" for plan, _ in options.plans)
 
     def run(self) -> Report:
-        """Raises `LaunchError` if the script fails on one process, or never trains there; `DataError` or `RecipeError`
-        if runs on one process differ by more than rounding."""
+        """Raises `LaunchError` if the script fails on one process, or never trains there;
+        `DataError` or `RecipeError` if runs on one process differ by more than rounding."""
         references = self._references()
         with self._runner.queueing_the_rest():
             started = self._start(next(iter(references.values()))[0].metadata)
-        rounding = {plan: [MeasuredRounding(trace, []) for trace in traces] for plan, traces in references.items()}
+        rounding = {
+            plan: [MeasuredRounding(trace, []) for trace in traces]
+            for plan, traces in references.items()
+        }
         if self._fast:
-            perturbed = [_traces(future.result(), "a perturbed run", self._script) for future in started.perturbed]
+            perturbed = [
+                _traces(future.result(), "a perturbed run", self._script)
+                for future in started.perturbed
+            ]
             self._check_data(references[FAST_REFERENCE], perturbed)
             rounding[FAST_REFERENCE] = [
-                MeasuredRounding(trace, [run[module] for run in perturbed]) for module, trace in enumerate(references[FAST_REFERENCE])
+                MeasuredRounding(trace, [run[module] for run in perturbed])
+                for module, trace in enumerate(references[FAST_REFERENCE])
             ]
             self._note_spread(rounding[FAST_REFERENCE][0])
             self._check_spread()
         rounding_in_float64 = self._rounding_in_float64(started, rounding.get(FAST_REFERENCE, []))
-        runs = zip(self._options.plans, started.plans, started.float64_plans, started.compressed, strict=True)
+        runs = zip(
+            self._options.plans,
+            started.plans,
+            started.float64_plans,
+            started.compressed,
+            strict=True,
+        )
         for (plan, processes), run, float64_run, compressed_run in runs:
-            verdict = Verdict(plan=str(plan), processes=processes, bitwise=plan.numerics == "bitwise", seconds=run.result().seconds)
+            verdict = Verdict(
+                plan=str(plan),
+                processes=processes,
+                bitwise=plan.numerics == "bitwise",
+                seconds=run.result().seconds,
+            )
             if _ran(verdict, run.result()):
                 _judge(verdict, run.result(), rounding[jobs.reference_plan(plan)])
             if verdict.ran and float64_run is not None and rounding_in_float64:
@@ -97,10 +126,12 @@ class Verification:
         traces = self._run_references()
         metadata = next(iter(traces.values()))[0].metadata
         if metadata["microbatch"] is None and metadata["global_batch"]:
-            self._microbatch = jobs.microbatch_for_all(metadata["global_batch"], self._options.plans)
+            self._microbatch = jobs.microbatch_for_all(
+                metadata["global_batch"], self._options.plans
+            )
             self._report.notes.append(
-                f"the recipe sets no microbatch, so dropout and BatchNorm depend on the plan; verified with microbatch={self._microbatch} "
-                "under every plan"
+                "the recipe sets no microbatch, so dropout and BatchNorm depend on the plan;"
+                f" verified with microbatch={self._microbatch} under every plan"
             )
             traces = self._run_references()
         self._report.steps = min(self._options.steps, next(iter(traces.values()))[0].steps)
@@ -109,47 +140,82 @@ class Verification:
     def _run_references(self) -> dict[Plan, list[Trace]]:
         references = jobs.reference_jobs(self._options.plans, self._options.steps, self._microbatch)
         results = self._runner.run(list(references.values()))
-        return {plan: _traces(result, "one process", self._script) for plan, result in zip(references, results, strict=True)}
+        return {
+            plan: _traces(result, "one process", self._script)
+            for plan, result in zip(references, results, strict=True)
+        }
 
     def _start(self, metadata: Mapping[str, Any]) -> _StartedRuns:
         """Start all other runs. The runner runs them when slots are free."""
         options, start = self._options, self._runner.start
-        plan_jobs = [jobs.plan_job(plan, processes, options.steps, self._microbatch) for plan, processes in options.plans]
+        plan_jobs = [
+            jobs.plan_job(plan, processes, options.steps, self._microbatch)
+            for plan, processes in options.plans
+        ]
         started = _StartedRuns(plans=[start(job) for job in plan_jobs])
-        started.compressed = [None if metadata["gradient_compression"] == "none" else start(jobs.compressed(job)) for job in plan_jobs]
+        started.compressed = [
+            None if metadata["gradient_compression"] == "none" else start(jobs.compressed(job))
+            for job in plan_jobs
+        ]
         if self._fast:
-            started.perturbed = [start(job) for job in jobs.perturbed_jobs(options.steps, self._microbatch)]
+            started.perturbed = [
+                start(job) for job in jobs.perturbed_jobs(options.steps, self._microbatch)
+            ]
         if float64 := options.float64 and self._fast:
-            reference = jobs.reference_jobs(options.plans, options.steps, self._microbatch)[FAST_REFERENCE]
+            reference = jobs.reference_jobs(options.plans, options.steps, self._microbatch)[
+                FAST_REFERENCE
+            ]
             started.float64_reference = start(jobs.in_float64(reference))
             perturbed = jobs.perturbed_jobs(1, self._microbatch, FLOAT64_PERTURBED_RUNS)
             started.float64_perturbed = [start(jobs.in_float64(job)) for job in perturbed]
-        started.float64_plans = [start(jobs.in_float64(job)) if float64 and job.plan.numerics == "fast" else None for job in plan_jobs]
+        started.float64_plans = [
+            start(jobs.in_float64(job)) if float64 and job.plan.numerics == "fast" else None
+            for job in plan_jobs
+        ]
         if options.check_microbatch_size and not metadata["global_batch"]:
-            self._report.notes.append("the loss was not tried with another microbatch size: the batch_sampler makes the microbatches")
+            self._report.notes.append(
+                "the loss was not tried with another microbatch size: the batch_sampler makes the"
+                " microbatches"
+            )
         elif options.check_microbatch_size:
             size = self._microbatch or metadata["microbatch"]
-            started.microbatch_sizes = [start(job) for job in jobs.microbatch_size_jobs(metadata["global_batch"], size)]
+            started.microbatch_sizes = [
+                start(job) for job in jobs.microbatch_size_jobs(metadata["global_batch"], size)
+            ]
         return started
 
-    def _rounding_in_float64(self, started: _StartedRuns, fast: Sequence[MeasuredRounding]) -> list[MeasuredRounding]:
-        """Return the rounding of the float64 reference, for each train module; empty if float64 is not verified."""
+    def _rounding_in_float64(
+        self, started: _StartedRuns, fast: Sequence[MeasuredRounding]
+    ) -> list[MeasuredRounding]:
+        """Return the rounding of the float64 reference, for each train module; empty if float64 is
+        not verified."""
         if started.float64_reference is None:
             return []
         result = started.float64_reference.result()
         perturbed = [future.result().traces for future in started.float64_perturbed]
         if not (result.traces and all(perturbed)):
-            self._report.notes.append(f"the first step was not repeated in float64: the script fails in it ({_last_line(result.error)})")
+            self._report.notes.append(
+                "the first step was not repeated in float64: the script fails in it"
+                f" ({_last_line(result.error)})"
+            )
             return []
         metadata = result.traces[0].metadata
         if operations := ", ".join(metadata.get("short_dtype_operations", [])):
-            self._report.notes.append(f"the float64 run is only as exact as these operations, which return a shorter dtype: {operations}")
+            self._report.notes.append(
+                "the float64 run is only as exact as these operations, which return a shorter"
+                f" dtype: {operations}"
+            )
         compute = COMPUTE_EPS[fast[0].reference.metadata["precision"]]
         scale = FLOAT64_MARGIN * max(metadata.get("eps", EPS["float64"]), EPS["float64"]) / compute
         modules = zip(fast, result.traces, *perturbed, strict=True)
-        return [rounding.in_float64(trace, runs, scale=scale, margin=FLOAT64_MARGIN) for rounding, trace, *runs in modules]
+        return [
+            rounding.in_float64(trace, runs, scale=scale, margin=FLOAT64_MARGIN)
+            for rounding, trace, *runs in modules
+        ]
 
-    def _judge_compressed(self, verdict: Verdict, exact: Sequence[Trace], result: JobResult) -> None:
+    def _judge_compressed(
+        self, verdict: Verdict, exact: Sequence[Trace], result: JobResult
+    ) -> None:
         """Note the effect of compression. It fails no plan; a disagreement between ranks does."""
         if not _ran(verdict, result):
             return
@@ -168,28 +234,36 @@ class Verification:
             _note_mismatch(verdict, comparison, without, trace, float64=False)
 
     def _check_data(self, reference: Sequence[Trace], perturbed: Sequence[Sequence[Trace]]) -> None:
-        """Raise `DataError` unless the runs on one process, which measure rounding, have the same data."""
+        """Raise `DataError` unless the runs on one process, which measure rounding, have the same
+        data."""
         for run in perturbed:
             for ours, theirs in zip(reference, run, strict=True):
                 if (found := other_data(ours, theirs)) is not None:
                     raise DataError(
-                        f"two runs of {self._script} on one process have other data: {DESCRIPTIONS[found.check]} of microbatch "
-                        f"{found.microbatches[0]} after step {found.step}; {OTHER_DATA}"
+                        f"two runs of {self._script} on one process have other data:"
+                        f" {DESCRIPTIONS[found.check]} of microbatch {found.microbatches[0]} after"
+                        f" step {found.step}; {OTHER_DATA}"
                     )
 
     def _check_spread(self) -> None:
-        """Raise `RecipeError` if the perturbed runs differ by more than rounding: no tolerance follows from them."""
+        """Raise `RecipeError` if the perturbed runs differ by more than rounding: no tolerance
+        follows from them."""
         spread = self._report.rounding_spread["gradients"][0][1]
         if spread > MAX_SPREAD:
             raise RecipeError(
-                f"two runs of {self._script} on one process have gradients of the first step that differ by {spread:.2g} of their norm, "
-                "from the same weights and data; that is no rounding, so nothing can be compared: the model or the loss draws from a "
-                "generator that nobody seeds, or reads the clock; draw from torch's default generators"
+                f"two runs of {self._script} on one process have gradients of the first step that"
+                f" differ by {spread:.2g} of their norm, from the same weights and data; that is no"
+                " rounding, so nothing can be compared: the model or the loss draws from a"
+                " generator that nobody seeds, or reads the clock; draw from torch's default"
+                " generators"
             )
 
     def _note_spread(self, rounding: MeasuredRounding) -> None:
         steps = range(self._report.steps)
-        self._report.rounding_spread = {kind: [rounding.spread(step, kind) for step in steps] for kind in ("gradients", "parameters")}
+        self._report.rounding_spread = {
+            kind: [rounding.spread(step, kind) for step in steps]
+            for kind in ("gradients", "parameters")
+        }
         self._report.rounding_spread["loss"] = [rounding.loss_spread(step) for step in steps]
 
     def _check_microbatch_size(self, started: _StartedRuns) -> None:
@@ -199,16 +273,21 @@ class Verification:
             return
         if not all(result.traces for result in results):
             failed = next(result for result in results if not result.traces)
-            self._report.notes.append(f"the loss was not tried with another microbatch size: {_last_line(failed.error)}")
+            self._report.notes.append(
+                f"the loss was not tried with another microbatch size: {_last_line(failed.error)}"
+            )
             return
         ours, theirs = (result.traces[0] for result in results)
         if any(microbatch.drew_random_numbers for microbatch in ours.microbatches):
             self._report.notes.append(
-                "the loss was not tried with another microbatch size: the forward draws random numbers even in eval mode"
+                "the loss was not tried with another microbatch size: the forward draws random"
+                " numbers even in eval mode"
             )
             return
         self._report.microbatch_size_checked = True
-        self._report.microbatch_size_mismatch = compare_microbatch_sizes(ours, theirs, results[1].job.microbatch or 0)
+        self._report.microbatch_size_mismatch = compare_microbatch_sizes(
+            ours, theirs, results[1].job.microbatch or 0
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -223,18 +302,32 @@ class _StartedRuns:
 
 
 def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
-    """Compare a batch in microbatches of two sizes, the recipe's and `size`. None: the loss is a sum over samples."""
-    minimum = max(MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0))
+    """Compare a batch in microbatches of two sizes, the recipe's and `size`. None: the loss is a
+    sum over samples."""
+    minimum = max(
+        MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0)
+    )
     rounding = MeasuredRounding(reference, [], minimum=minimum)
-    comparison = compare(replace(reference, microbatches=[]), replace(other, microbatches=[]), rounding, bitwise=False)
-    wrong = [difference for difference in comparison.differences if difference.check in ("gradients", "missing", "loss")]
+    comparison = compare(
+        replace(reference, microbatches=[]),
+        replace(other, microbatches=[]),
+        rounding,
+        bitwise=False,
+    )
+    wrong = [
+        difference
+        for difference in comparison.differences
+        if difference.check in ("gradients", "missing", "loss")
+    ]
     if not wrong:
         return None
     cause = (
-        f"the loss is not a sum over samples: split into microbatches of {size} instead of {reference.metadata['microbatch']}, the same "
-        f"batch has another gradient. {_SCALAR_LOSS if reference.rank_0.steps[0].weight is None else _WEIGHTED_LOSS} If the loss is "
-        "meant to look at a microbatch as a whole (contrastive losses), or the dataset's __getitems__ or collate_fn draws random numbers "
-        "for a microbatch as a whole (negative samples), give --whole-microbatch-loss"
+        f"the loss is not a sum over samples: split into microbatches of {size} instead of"
+        f" {reference.metadata['microbatch']}, the same batch has another gradient."
+        f" {_SCALAR_LOSS if reference.rank_0.steps[0].weight is None else _WEIGHTED_LOSS} If the"
+        " loss is meant to look at a microbatch as a whole (contrastive losses), or the dataset's"
+        " __getitems__ or collate_fn draws random numbers for a microbatch as a whole (negative"
+        " samples), give --whole-microbatch-loss"
     )
     return Mismatch(difference=wrong[0], float64=True, cause=cause)
 
@@ -243,29 +336,47 @@ def _ran(verdict: Verdict, result: JobResult) -> bool:
     """Return True if the run has traces; if not, record the reason in the verdict."""
     if not result.traces:
         verdict.ran, verdict.exit_status = False, result.status or 1
-        verdict.error = ("the run timed out; " if result.timed_out else "") + (result.error or "it ended without a step")
+        verdict.error = ("the run timed out; " if result.timed_out else "") + (
+            result.error or "it ended without a step"
+        )
     return verdict.ran
 
 
-def _judge(verdict: Verdict, result: JobResult, modules: Sequence[MeasuredRounding], *, float64: bool = False) -> None:
+def _judge(
+    verdict: Verdict,
+    result: JobResult,
+    modules: Sequence[MeasuredRounding],
+    *,
+    float64: bool = False,
+) -> None:
     """`modules`: the reference's rounding for each train module."""
     if not result.traces:
         verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
         return
     for rounding, trace in zip(modules, result.traces, strict=True):
-        comparison = compare(rounding.reference, trace, rounding, bitwise=verdict.bitwise and not float64)
+        comparison = compare(
+            rounding.reference, trace, rounding, bitwise=verdict.bitwise and not float64
+        )
         (verdict.float64 if float64 else verdict.comparisons).append(comparison)
         if not float64:
             verdict.notes += comparison.notes
         _note_mismatch(verdict, comparison, rounding.reference, trace, float64=float64)
 
 
-def _note_mismatch(verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool) -> None:
-    """Record the comparison's first difference, unless the verdict has one at the same step or before."""
+def _note_mismatch(
+    verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool
+) -> None:
+    """Record the comparison's first difference, unless the verdict has one at the same step or
+    before."""
     # The float64 run's one step may show what the recipe's precision hides until a later step.
-    if comparison.differences and (verdict.mismatch is None or comparison.differences[0].step < verdict.mismatch.difference.step):
+    if comparison.differences and (
+        verdict.mismatch is None
+        or comparison.differences[0].step < verdict.mismatch.difference.step
+    ):
         cause = likely_cause(Evidence(reference, trace, comparison.differences))
-        verdict.mismatch = Mismatch(difference=comparison.differences[0], float64=float64, cause=cause)
+        verdict.mismatch = Mismatch(
+            difference=comparison.differences[0], float64=float64, cause=cause
+        )
 
 
 def _traces(result: JobResult, under: str, script: str) -> list[Trace]:
@@ -273,20 +384,25 @@ def _traces(result: JobResult, under: str, script: str) -> list[Trace]:
         return result.traces
     if result.timed_out:
         raise LaunchError(
-            f"{script!r} under {under} did not finish {result.job.steps} steps in {result.seconds:.0f} s; verify waits that long for "
-            "each run; give fewer --steps, or a longer --timeout"
+            f"{script!r} under {under} did not finish {result.job.steps} steps in"
+            f" {result.seconds:.0f} s; verify waits that long for each run; give fewer --steps, or"
+            " a longer --timeout"
         )
     if result.status:
         raise LaunchError(
-            f"{script!r} fails under {under} (exit status {result.status}), so there is nothing to compare plans with; make "
-            f"`lockstep run --nproc 1 {script}` work first; its last output:\n{result.error}"
+            f"{script!r} fails under {under} (exit status {result.status}), so there is nothing to"
+            f" compare plans with; make `lockstep run --nproc 1 {script}` work first; its last"
+            f" output:\n{result.error}"
         )
     raise LaunchError(
-        f"{script!r} ended without a training step; verify compares the steps of ls.train or ls.Session; call one of them in the script "
-        "(is the call behind a condition that does not hold here?)"
+        f"{script!r} ended without a training step; verify compares the steps of ls.train or"
+        " ls.Session; call one of them in the script (is the call behind a condition that does not"
+        " hold here?)"
     )
 
 
 def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("The others:")]
+    lines = [
+        line for line in text.splitlines() if line.strip() and not line.startswith("The others:")
+    ]
     return lines[-1].strip()[:200] if lines else "it ended without a step"

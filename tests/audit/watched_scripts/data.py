@@ -39,7 +39,15 @@ list(stream)
 for _ in DataLoader(data, batch_size=4):  # left
     break
 seen.append([int(each[1]) for each in DataLoader(data, batch_size=None)])  # unbatched
-workers = DataLoader(data, batch_size=3, shuffle=True, num_workers=2, persistent_workers=True, multiprocessing_context="fork")  # workers
+# workers
+workers = DataLoader(
+    data,
+    batch_size=3,
+    shuffle=True,
+    num_workers=2,
+    persistent_workers=True,
+    multiprocessing_context="fork",
+)
 seen += [[batch[1].tolist() for batch in workers] for _ in range(2)]
 list(DataLoader(data, batch_size=4, collate_fn=texts))  # texts
 for _ in range(3):
@@ -48,7 +56,14 @@ for _ in range(3):
 one, other = iter(shuffled), iter(DataLoader(data, batch_size=5))  # interleaved
 seen.append([next(each)[1].tolist() for each in (one, other, one, other)])
 library = {}
-exec(compile("def remade(loader): return type(loader)(loader.dataset, batch_size=loader.batch_size)", "<library>", "exec"), library)
+exec(
+    compile(
+        "def remade(loader): return type(loader)(loader.dataset, batch_size=loader.batch_size)",
+        "<library>",
+        "exec",
+    ),
+    library,
+)
 inner = DataLoader(data, batch_size=2)  # remade by a library
 remade = library["remade"](inner)
 list(remade)

@@ -1,4 +1,5 @@
-"""A process group of one process, schedules, seeds, saves, modes, TorchScript, and a script that replaces functions."""
+"""A process group of one process, schedules, seeds, saves, modes, TorchScript, and a script that
+replaces functions."""
 
 import io
 import json
@@ -24,7 +25,10 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
 torch.manual_seed(7)  # seed
-model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)))  # wrapped
+# wrapped
+model = DistributedDataParallel(
+    nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)  # made
 x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
 warnings.simplefilter("ignore")
@@ -37,7 +41,10 @@ dist.barrier(group=dist.new_group([0]))  # barrier
 
 # Training
 
-schedules = [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)]
+schedules = [
+    lr_scheduler.LinearLR(optimizer, total_iters=2),
+    lr_scheduler.CosineAnnealingLR(optimizer, T_max=9),
+]
 schedule = lr_scheduler.SequentialLR(optimizer, schedules, milestones=[2])
 plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
 
@@ -68,9 +75,16 @@ with torch.no_grad():
     model(x)  # evaluation
 F.cross_entropy(model(x), y).backward()  # backward in eval mode
 ones = torch.ones(8, 8)
-defaults = [name for name in ("dropout", "alpha_dropout", "feature_alpha_dropout") if not torch.equal(getattr(F, name)(ones), ones)]
+defaults = [
+    name
+    for name in ("dropout", "alpha_dropout", "feature_alpha_dropout")
+    if not torch.equal(getattr(F, name)(ones), ones)
+]
 F.dropout(ones, 0.0)
-frozen, prompt = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval().requires_grad_(False), torch.zeros(4, requires_grad=True)
+frozen, prompt = (
+    nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval().requires_grad_(False),
+    torch.zeros(4, requires_grad=True),
+)
 frozen(x + prompt).sum().backward()  # backward through a frozen model
 batches = DataLoader(TensorDataset(x), batch_size=4)
 norm = nn.Sequential(nn.BatchNorm1d(4))
@@ -98,7 +112,10 @@ dropped[0](one).sum().backward()  # draws nothing
 torch.rand(1)
 dropped[0](one).sum().backward()  # after a draw
 for mode in (True, False):
-    checkpoint(dropped.train(mode), one.clone().requires_grad_(), use_reentrant=True).sum().backward()  # reentrant
+    # reentrant
+    checkpoint(
+        dropped.train(mode), one.clone().requires_grad_(), use_reentrant=True
+    ).sum().backward()
 
 # Files
 
@@ -136,7 +153,9 @@ def save(*args, **kwargs):
 torch.save = torch.serialization.save = save
 torch.save([1], f"{folder}/c.pt")  # save replaced
 original_step = torch.optim.SGD.step
-torch.optim.SGD.step = lambda self, closure=None: calls.append("step") or original_step(self, closure)
+torch.optim.SGD.step = lambda self, closure=None: (
+    calls.append("step") or original_step(self, closure)
+)
 small = nn.Linear(4, 3)
 other = torch.optim.SGD(small.parameters(), lr=1.0)
 F.cross_entropy(small(x), y).backward()
@@ -146,5 +165,11 @@ F.cross_entropy = lambda *args, **kwargs: calls.append("loss") or original_loss(
 F.cross_entropy(small(x), y).backward()  # loss replaced
 sums = [float(p.detach().double().sum()) for p in model.parameters()]
 dist.destroy_process_group()
-found = {"defaults": defaults, "errors": errors, "calls": calls, "sums": sums, "mine": os.environ.get("MINE")}
+found = {
+    "defaults": defaults,
+    "errors": errors,
+    "calls": calls,
+    "sums": sums,
+    "mine": os.environ.get("MINE"),
+}
 print(json.dumps(found | {"random": torch.rand(1).item()}))

@@ -65,7 +65,9 @@ model, optimizer = made()
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 for case in ("overflow", "scaled", "unscaled"):
     optimizer.zero_grad()
-    scaler.scale(F.cross_entropy(model(x), y) * (float("inf") if case == "overflow" else 1.0)).backward()
+    scaler.scale(
+        F.cross_entropy(model(x), y) * (float("inf") if case == "overflow" else 1.0)
+    ).backward()
     if case == "unscaled":
         scaler.unscale_(optimizer)
     if case != "overflow":
@@ -84,9 +86,14 @@ for each in again(*made(), lambda model, optimizer: optimizer.zero_grad()):
     each.step()  # cleared
 for each in again(*made(), lambda model, optimizer: optimizer.zero_grad(set_to_none=False)):
     each.step()  # zeroed
-for each in again(*made(), lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()]):
+for each in again(
+    *made(), lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()]
+):
     each.step()  # None by hand
-for each in again(*made(), lambda model, optimizer: [p.grad.zero_() for p in model.parameters() if p.grad is not None]):
+for each in again(
+    *made(),
+    lambda model, optimizer: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+):
     each.step()  # zero by hand
 
 for to_none in (True, False):

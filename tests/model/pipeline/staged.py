@@ -1,5 +1,5 @@
-"""What the tests of pipelines compute, and how: on one process, and on the ranks of a pipeline. At module level, for
-workers."""
+"""What the tests of pipelines compute, and how: on one process, and on the ranks of a pipeline. At
+module level, for workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ KEY, WIDTH, CONTEXT = 3, 8, 6
 
 def mlp(layers_after: int = 4) -> nn.Module:
     """Parts that change what they receive in place, and an odd number of them."""
-    layers = [nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)) for _ in range(layers_after)]
+    layers = [
+        nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))
+        for _ in range(layers_after)
+    ]
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers)
 
 
@@ -47,19 +50,28 @@ class Recomputed(nn.Module):
 
 
 def recomputed_mlp() -> nn.Module:
-    return nn.Sequential(*(Recomputed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1))) for _ in range(5)))
+    return nn.Sequential(
+        *(
+            Recomputed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)))
+            for _ in range(5)
+        )
+    )
 
 
 class Two(nn.Module):
-    """Takes and returns a tensor with a gradient, one without, and one of whole numbers; the first is a view that is
-    not contiguous."""
+    """Takes and returns a tensor with a gradient, one without, and one of whole numbers; the first
+    is a view that is not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, both: Any) -> Any:
-        x, mask, number = both if isinstance(both, tuple) else (both, (both > 0).to(both.dtype), torch.arange(both.shape[1]))
+        x, mask, number = (
+            both
+            if isinstance(both, tuple)
+            else (both, (both > 0).to(both.dtype), torch.arange(both.shape[1]))
+        )
         return (self.layer(x) * mask + number).T.contiguous().T, mask, number + 1
 
 
@@ -75,7 +87,11 @@ def tuples() -> nn.Module:
 class Embedding(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.bytes, self.positions, self.dropout = nn.Embedding(16, WIDTH), nn.Embedding(CONTEXT, WIDTH), nn.Dropout(dropout)
+        self.bytes, self.positions, self.dropout = (
+            nn.Embedding(16, WIDTH),
+            nn.Embedding(CONTEXT, WIDTH),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, text: Tensor) -> Tensor:
         x: Tensor = self.dropout(self.bytes(text) + self.positions.weight[: text.shape[1]])
@@ -96,20 +112,33 @@ class Block(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.norm, self.qkv, self.projection = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.qkv, self.projection = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.dropout = nn.Dropout(dropout)
-        self.perceptron = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH), nn.Dropout(dropout))
+        self.perceptron = nn.Sequential(
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 16),
+            nn.GELU(),
+            nn.Linear(16, WIDTH),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        query, key, value = self.qkv(self.norm(x)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.qkv(self.norm(x)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        )
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.projection(mixed.transpose(1, 2).reshape(batch, length, width)))
         return x + self.perceptron(x)
 
 
 class GPT(nn.Module):
-    """That of examples/gpt.py, with its first and last layers as modules: tied, and its output a dict."""
+    """That of examples/gpt.py, with its first and last layers as modules: tied, and its output a
+    dict."""
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
@@ -122,7 +151,12 @@ class GPT(nn.Module):
 
 
 def normed() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.3)) for _ in range(5)))
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.3))
+            for _ in range(5)
+        )
+    )
 
 
 class Ignores(nn.Module):
@@ -165,19 +199,26 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str] | None]] = {
 }
 
 
-def microbatches(name: str, sizes: list[int], dtype: torch.dtype) -> list[tuple[Tensor, Tensor, float]]:
+def microbatches(
+    name: str, sizes: list[int], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor, float]]:
     """(inputs, targets, scale) of each: scales as weights that are known before."""
     generator = torch.Generator().manual_seed(1)
     if name == "gpt":
         text = [torch.randint(16, (size, CONTEXT + 1), generator=generator) for size in sizes]
         return [(each[:, :-1], each[:, 1:], 0.1 + place) for place, each in enumerate(text)]
-    rows = [torch.randn(2, size, WIDTH, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
+    rows = [
+        torch.randn(2, size, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+        for size in sizes
+    ]
     return [(each[0], each[1], 0.1 + place) for place, each in enumerate(rows)]
 
 
 def total(output: Any, target: Tensor) -> Tensor:
     if isinstance(output, dict):
-        return nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            output["logits"].flatten(0, 1), target.flatten(), reduction="sum"
+        )
     return ((output - target) ** 2).sum() + torch.rand(()) * output.sum()
 
 
@@ -203,14 +244,27 @@ def on_one_process(name: str, sizes: list[int], dtype: torch.dtype) -> Found:
         loss = total(model(inputs), target)
         loss.backward(torch.tensor(scale, dtype=loss.dtype))
         records.append([loss.item() * scale, scale])
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}, records
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }, records
 
 
 def world() -> World:
-    return World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"), owns_group=False)
+    return World(
+        dist.get_rank(),
+        dist.get_world_size(),
+        dist.get_rank(),
+        dist.get_world_size(),
+        torch.device("cpu"),
+        owns_group=False,
+    )
 
 
-def staged(name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None = None) -> tuple[nn.Module, Pipeline, TiedGradients]:
+def staged(
+    name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None = None
+) -> tuple[nn.Module, Pipeline, TiedGradients]:
     """This rank's part of a model, as a plan makes it. `axis`: the pipeline's ranks, None: all."""
     axis = axis or world()
     factory, patterns = MODELS[name]
@@ -228,37 +282,60 @@ def staged(name: str, schedule: Schedule, dtype: torch.dtype, axis: World | None
 
 
 def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> list[Any]:
-    """Of each step, the gradients here, and what was said of all microbatches: values, weights, whether a flag was
-    raised."""
+    """Of each step, the gradients here, and what was said of all microbatches: values, weights,
+    whether a flag was raised."""
     mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2, transport="torch"))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
-    reducer = PipelineReducer(PostBackwardReducer(list(model.parameters()), mesh, max_microbatches=8), tied)
+    reducer = PipelineReducer(
+        PostBackwardReducer(list(model.parameters()), mesh, max_microbatches=8), tied
+    )
     found = []
     for step, sizes in enumerate(steps):
         reducer.begin_step(len(sizes), mesh.assignment)
         given = items(name, sizes, torch.float32)
-        rows = pipeline.run([given[place] for place in mesh.assignment.indices(len(sizes), mesh.data.rank)], columns=2)
-        stats = reducer.reduce(list(rows[:, 0]), list(rows[:, 1]), flag=dist.get_rank() == 1 and step == 0)
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+        rows = pipeline.run(
+            [given[place] for place in mesh.assignment.indices(len(sizes), mesh.data.rank)],
+            columns=2,
+        )
+        stats = reducer.reduce(
+            list(rows[:, 0]), list(rows[:, 1]), flag=dist.get_rank() == 1 and step == 0
+        )
+        gradients = {
+            name: parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
         assert stats.weights is not None
-        found.append((gradients, torch.stack([torch.as_tensor(stats.values), stats.weights], dim=1).tolist(), stats.flags))
+        found.append(
+            (
+                gradients,
+                torch.stack([torch.as_tensor(stats.values), stats.weights], dim=1).tolist(),
+                stats.flags,
+            )
+        )
     return found
 
 
 def items(name: str, sizes: list[int], dtype: torch.dtype) -> list[PipelineMicrobatch]:
     def score(target: Tensor, scale: float, output: Any) -> PipelineLoss:
         loss = total(output, target)
-        return PipelineLoss(loss, torch.tensor(scale, dtype=loss.dtype), [loss.item() * scale, scale])
+        return PipelineLoss(
+            loss, torch.tensor(scale, dtype=loss.dtype), [loss.item() * scale, scale]
+        )
 
     return [
-        PipelineMicrobatch(position(place), partial(lambda inputs: inputs, inputs), partial(score, target, scale))
+        PipelineMicrobatch(
+            position(place), partial(lambda inputs: inputs, inputs), partial(score, target, scale)
+        )
         for place, (inputs, target, scale) in enumerate(microbatches(name, sizes, dtype))
     ]
 
 
-def in_a_pipeline(names: list[str], schedule: Schedule, steps: list[list[int]]) -> dict[str, list[Any]]:
-    """Of each model and each step: `on_one_process`'s gradients and records, and the names of the parameters that are
-    counted here."""
+def in_a_pipeline(
+    names: list[str], schedule: Schedule, steps: list[list[int]]
+) -> dict[str, list[Any]]:
+    """Of each model and each step: `on_one_process`'s gradients and records, and the names of the
+    parameters that are counted here."""
     found: dict[str, list[Any]] = {}
     for name in names:
         model, pipeline, tied = staged(name, schedule, torch.float32)
@@ -266,8 +343,14 @@ def in_a_pipeline(names: list[str], schedule: Schedule, steps: list[list[int]]) 
             model.zero_grad()
             records = pipeline.run(items(name, sizes, torch.float32), columns=2).tolist()
             tied.sum([float(parameter.grad is not None) for parameter in model.parameters()])
-            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-            counted = [name for name, parameter in model.named_parameters() if tied.counts(parameter)]
+            gradients = {
+                name: parameter.grad.clone()
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+            counted = [
+                name for name, parameter in model.named_parameters() if tied.counts(parameter)
+            ]
             found.setdefault(name, []).append((gradients, records, counted))
     return found
 
@@ -308,9 +391,11 @@ def masks_in_a_pipeline(name: str, schedule: Schedule, sizes: list[int]) -> Mask
     return masks
 
 
-def statistics(name: str, schedule: Schedule, steps: list[list[int]], watched: bool) -> dict[str, Tensor]:
-    """The buffers of this rank's part of the model after some steps. `watched`: changed at the end of each, not by the
-    forwards."""
+def statistics(
+    name: str, schedule: Schedule, steps: list[list[int]], watched: bool
+) -> dict[str, Tensor]:
+    """The buffers of this rank's part of the model after some steps. `watched`: changed at the end
+    of each, not by the forwards."""
     mesh = Mesh.of(world(), Plan(pipeline=dist.get_world_size()))
     watchers: list[RunningStatistics] = []
 
@@ -349,12 +434,18 @@ def values(name: str, schedule: Schedule) -> dict[str, Tensor]:
 
 
 def outputs(name: str, schedule: Schedule, sizes: list[int]) -> list[Any]:
-    """Of each microbatch, with a training step before and after: what the evaluation finds on the last rank."""
+    """Of each microbatch, with a training step before and after: what the evaluation finds on the
+    last rank."""
     model, pipeline, _ = staged(name, schedule, torch.float32)
     pipeline.run(items(name, sizes, torch.float32), columns=2)
     model.eval()
     rows = microbatches(name, sizes, torch.float32)
-    found = pipeline.forward([PipelineMicrobatch(position(0), partial(lambda x: x, x), lambda output: output) for x, _, _ in rows])
+    found = pipeline.forward(
+        [
+            PipelineMicrobatch(position(0), partial(lambda x: x, x), lambda output: output)
+            for x, _, _ in rows
+        ]
+    )
     model.train()
     pipeline.run(items(name, sizes, torch.float32), columns=2)
     return found
@@ -368,7 +459,9 @@ def failing(name: str, schedule: Schedule, where: str) -> tuple[str, str, list[l
         pipeline.run(given, columns=2)
     bad = [*given[:2], spoil(given[2], where), given[3]]
     part = next(part for part in pipeline.stages.parts_on_rank(pipeline.world.rank))
-    hook = model.get_submodule(part).register_forward_hook(partial(spoil_output, where, dist.get_rank()))
+    hook = model.get_submodule(part).register_forward_hook(
+        partial(spoil_output, where, dist.get_rank())
+    )
     error = ("", "")
     try:
         pipeline.run(bad, columns=2)
@@ -380,7 +473,11 @@ def failing(name: str, schedule: Schedule, where: str) -> tuple[str, str, list[l
 
 def spoil(item: PipelineMicrobatch, where: str) -> PipelineMicrobatch:
     def fails(*_: Any) -> Any:
-        raise LossError("this microbatch is spoilt") if where == "score" else ValueError("this microbatch is spoilt")
+        raise (
+            LossError("this microbatch is spoilt")
+            if where == "score"
+            else ValueError("this microbatch is spoilt")
+        )
 
     if where == "score":
         return PipelineMicrobatch(item.position, item.inputs, fails)

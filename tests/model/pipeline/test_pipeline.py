@@ -1,5 +1,5 @@
-"""Laws 1 and 2 in a pipeline: the gradients and the masks of one process, under every schedule; and what fails, fails
-on every rank."""
+"""Laws 1 and 2 in a pipeline: the gradients and the masks of one process, under every schedule; and
+what fails, fails on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from lockstep.plan import Schedule
 from lockstep.testing.pool import WorkerPool
 
 STEPS = [[3, 3, 3, 3], [3, 3, 3, 2, 3, 1, 1], [2], [3, 3, 3, 3]]
-"""The samples of each microbatch: even, uneven and no multiple of the ranks, fewer than stages, even again."""
+"""The samples of each microbatch: even, uneven and no multiple of the ranks, fewer than stages,
+even again."""
 SLOW = [(2, "gpipe"), (4, "gpipe"), (4, "1f1b"), (4, "zero-bubble")]
 PIPELINES = {
     (2, "gpipe"): ["mlp", "recomputed", "tuples", "gpt"],
@@ -58,7 +59,11 @@ def close(recorded: list[list[float]], records: list[list[float]]) -> bool:
 
 @pytest.fixture(scope="module")
 def measured(pool: WorkerPool) -> Callable[[int, str], list[Any]]:
-    return cache(lambda ranks, schedule: pool.run(ranks, in_a_pipeline, PIPELINES[ranks, schedule], schedule, STEPS))
+    return cache(
+        lambda ranks, schedule: pool.run(
+            ranks, in_a_pipeline, PIPELINES[ranks, schedule], schedule, STEPS
+        )
+    )
 
 
 @pytest.mark.parametrize(("ranks", "schedule", "name"), CASES)
@@ -74,10 +79,14 @@ def test_the_gradient_is_one_process_in_float64_within_4_times_float32s_own_erro
             gradients, recorded, counts = rank[name][step]
             assert close(recorded, records)
             for parameter, gradient in gradients.items():
-                assert torch.equal(found.setdefault(parameter, gradient), gradient), f"{parameter} differs between the ranks that hold it"
+                assert torch.equal(found.setdefault(parameter, gradient), gradient), (
+                    f"{parameter} differs between the ranks that hold it"
+                )
             counted += counts
         assert sorted(counted) == sorted(exact) == sorted(found)
-        truth, mine, here = (torch.cat([each[name].reshape(-1) for name in exact]) for each in (exact, own, found))
+        truth, mine, here = (
+            torch.cat([each[name].reshape(-1) for name in exact]) for each in (exact, own, found)
+        )
         assert (here - truth).norm() <= 4 * (mine - truth).norm(), f"step {step}"
 
 
@@ -89,27 +98,49 @@ def test_two_pipelines_side_by_side_sum_their_gradients(pool: WorkerPool) -> Non
         own, records = one_process("gpt", tuple(sizes), torch.float32)
         for first in (0, 1):  # ranks 0 and 2 are one pipeline, 1 and 3 the other
             found = {**ranks[first][step][0], **ranks[first + 2][step][0]}
-            truth, mine, here = (torch.cat([each[name].reshape(-1) for name in exact]) for each in (exact, own, found))
+            truth, mine, here = (
+                torch.cat([each[name].reshape(-1) for name in exact])
+                for each in (exact, own, found)
+            )
             assert (here - truth).norm() <= 4 * (mine - truth).norm(), f"step {step}"
         for place, rank in enumerate(ranks):
             assert close(rank[step][1], records)
-            assert rank[step][2] is (step == 0 and place in (0, 1))  # of those who share out the microbatches at one stage
+            # of those who share out the microbatches at one stage
+            assert rank[step][2] is (step == 0 and place in (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "schedule", "name"), [(2, "1f1b", "gpt"), (2, "interleaved", "gpt"), (4, "zero-bubble", "gpt"), (4, "interleaved", "deep")]
+    ("ranks", "schedule", "name"),
+    [
+        (2, "1f1b", "gpt"),
+        (2, "interleaved", "gpt"),
+        (4, "zero-bubble", "gpt"),
+        (4, "interleaved", "deep"),
+    ],
 )
-def test_the_masks_of_dropout_are_those_of_one_process(pool: WorkerPool, ranks: int, schedule: str, name: str) -> None:
+def test_the_masks_of_dropout_are_those_of_one_process(
+    pool: WorkerPool, ranks: int, schedule: str, name: str
+) -> None:
     expected = masks_on_one_process(name, STEPS[1])
-    found = [item for masks in pool.run(ranks, masks_in_a_pipeline, name, schedule, STEPS[1]) for item in masks.items()]
+    found = [
+        item
+        for masks in pool.run(ranks, masks_in_a_pipeline, name, schedule, STEPS[1])
+        for item in masks.items()
+    ]
     assert sorted(module for module, _ in found) == sorted(expected)
     for module, masks in found:
-        assert all(torch.equal(mask, other) for mask, other in zip(masks, expected[module], strict=True))
+        assert all(
+            torch.equal(mask, other) for mask, other in zip(masks, expected[module], strict=True)
+        )
         assert 0 < sum(int((~mask).sum()) for mask in masks) < sum(mask.numel() for mask in masks)
 
 
-@pytest.mark.parametrize(("schedule", "watched"), [("1f1b", False), ("1f1b", True), ("interleaved", True)])
-def test_running_statistics_are_those_of_one_process(pool: WorkerPool, schedule: str, watched: bool) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "watched"), [("1f1b", False), ("1f1b", True), ("interleaved", True)]
+)
+def test_running_statistics_are_those_of_one_process(
+    pool: WorkerPool, schedule: str, watched: bool
+) -> None:
     steps = [[4, 4, 3, 4], [4, 4, 4, 3, 3]]
     expected = statistics_on_one_process("normed", steps)
     first, last = pool.run(2, statistics, "normed", schedule, steps, watched)
@@ -139,19 +170,59 @@ def test_an_evaluation_has_the_output_on_the_last_rank(pool: WorkerPool, schedul
 @pytest.mark.parametrize(
     ("where", "schedule", "expected"),
     [
-        ("inputs", "gpipe", [("ValueError", "spoilt"), ("StageFailed", "rank 0 of the pipeline failed: ValueError")]),
+        (
+            "inputs",
+            "gpipe",
+            [
+                ("ValueError", "spoilt"),
+                ("StageFailed", "rank 0 of the pipeline failed: ValueError"),
+            ],
+        ),
         ("score", "1f1b", [("LossError", "spoilt")] * 2),
-        ("part", "1f1b", [("StageFailed", "rank 1 of the pipeline failed: ArithmeticError"), ("ArithmeticError", "spoilt")]),
-        ("part", "zero-bubble", [("StageFailed", "ArithmeticError"), ("ArithmeticError", "spoilt")]),
-        ("boundary", "interleaved", [("RecipeError", "the part '0' of the model returns a dict, and the next one is on another rank")] * 2),
-        ("shape", "1f1b", [("RecipeError", "returns float32 [1, 8], and returned float32 [2, 8] for another microbatch")] * 2),
+        (
+            "part",
+            "1f1b",
+            [
+                ("StageFailed", "rank 1 of the pipeline failed: ArithmeticError"),
+                ("ArithmeticError", "spoilt"),
+            ],
+        ),
+        (
+            "part",
+            "zero-bubble",
+            [("StageFailed", "ArithmeticError"), ("ArithmeticError", "spoilt")],
+        ),
+        (
+            "boundary",
+            "interleaved",
+            [
+                (
+                    "RecipeError",
+                    "the part '0' of the model returns a dict, and the next one is on another rank",
+                )
+            ]
+            * 2,
+        ),
+        (
+            "shape",
+            "1f1b",
+            [
+                (
+                    "RecipeError",
+                    "returns float32 [1, 8], and returned float32 [2, 8] for another microbatch",
+                )
+            ]
+            * 2,
+        ),
     ],
 )
 def test_a_failure_is_raised_on_every_rank_and_the_next_step_is_right(
     pool: WorkerPool, where: str, schedule: str, expected: list[tuple[str, str]]
 ) -> None:
     _, records = one_process("mlp", (2, 2, 2, 2), torch.float32)
-    for (kind, text, after), (name, message) in zip(pool.run(2, failing, "mlp", schedule, where), expected, strict=True):
+    for (kind, text, after), (name, message) in zip(
+        pool.run(2, failing, "mlp", schedule, where), expected, strict=True
+    ):
         assert kind == name
         assert message in text
         assert close(after, records)
@@ -169,14 +240,24 @@ def only(name: str, schedule: Schedule) -> str:
         (
             "detached",
             "1f1b",
-            "the part '0' of the model hands on float32 [3, 8] without gradient, and parts up to it have parameters to train",
+            (
+                "the part '0' of the model hands on float32 [3, 8] without gradient, and parts up"
+                " to it have parameters to train"
+            ),
         ),
-        ("ignoring", "1f1b", "from '2' on does not depend on the input of '2', so no gradient reaches the"),
+        (
+            "ignoring",
+            "1f1b",
+            "from '2' on does not depend on the input of '2', so no gradient reaches the",
+        ),
         ("ignoring", "zero-bubble", "from '2' on does not depend on the input of '2'"),
     ],
 )
-def test_stages_that_no_gradient_would_reach_are_refused_on_every_rank(pool: WorkerPool, name: str, schedule: Schedule, text: str) -> None:
-    """Torch's schedules would wait for that gradient, train without a word, or take zeros for it."""
+def test_stages_that_no_gradient_would_reach_are_refused_on_every_rank(
+    pool: WorkerPool, name: str, schedule: Schedule, text: str
+) -> None:
+    """Torch's schedules would wait for that gradient, train without a word, or take zeros for
+    it."""
     one, other = pool.run(2, only, name, schedule)
     assert one == other
     assert text in one

@@ -35,7 +35,9 @@ ALL = ["embed", "blocks.*", "norm", "head"]
 
 
 def test_a_sequential_splits_by_itself() -> None:
-    assert sequential_parts(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()), nn.Linear(2, 2)), None) == ["0", "1", "2"]
+    assert sequential_parts(
+        nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()), nn.Linear(2, 2)), None
+    ) == ["0", "1", "2"]
 
 
 def test_patterns_name_parts_in_the_order_given_and_the_outermost_of_what_they_match() -> None:
@@ -51,18 +53,33 @@ class Overridden(nn.Sequential):
 
 @pytest.mark.parametrize("model", [Named(), Overridden(nn.Linear(2, 2), nn.Linear(2, 2))])
 def test_any_other_model_must_name_its_parts(model: nn.Module) -> None:
-    with pytest.raises(RecipeError, match=r"pipeline=2 and a model .*no nn.Sequential.*name them, as in Recipe.stages=\["):
+    with pytest.raises(
+        RecipeError,
+        match=r"pipeline=2 and a model .*no nn.Sequential.*name them, as in Recipe.stages=\[",
+    ):
         Stages.split(model, None, ranks=2)
 
 
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (["embed", "block.*", "norm", "head"], r"'block.\*', which matches no module of the model; modules are embed, blocks"),
-        (["embed", "blocks.*", "head"], "leave out norm.weight, norm.bias, norm.running_mean, .* every parameter and buffer"),
-        (["embed", "blocks", "norm", "head"], r"'blocks' is a ModuleList, which cannot be called; name its members: 'blocks.\*'"),
+        (
+            ["embed", "block.*", "norm", "head"],
+            r"'block.\*', which matches no module of the model; modules are embed, blocks",
+        ),
+        (
+            ["embed", "blocks.*", "head"],
+            "leave out norm.weight, norm.bias, norm.running_mean, .* every parameter and buffer",
+        ),
+        (
+            ["embed", "blocks", "norm", "head"],
+            r"'blocks' is a ModuleList, which cannot be called; name its members: 'blocks.\*'",
+        ),
         (["embed", "blocks.*", "blocks.1", "norm", "head"], "match 'blocks.1' twice"),
-        (["embed", "blocks.*", "blocks.1.0", "norm", "head"], "'blocks.1' and 'blocks.1.0' lie in one another"),
+        (
+            ["embed", "blocks.*", "blocks.1.0", "norm", "head"],
+            "'blocks.1' and 'blocks.1.0' lie in one another",
+        ),
     ],
 )
 def test_patterns_that_name_no_parts(patterns: list[str], message: str) -> None:
@@ -71,12 +88,25 @@ def test_patterns_that_name_no_parts(patterns: list[str], message: str) -> None:
 
 
 def test_more_stages_than_parts() -> None:
-    with pytest.raises(RecipeError, match=r"pipeline=4 with 2 stages a rank makes 8 stages, and the model has trainable parameters for 7"):
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"pipeline=4 with 2 stages a rank makes 8 stages, and the model has trainable"
+            r" parameters for 7"
+        ),
+    ):
         Stages.split(Named(), ALL, ranks=4, per_rank=2)
 
 
 def test_what_has_nothing_to_train_is_no_stage() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2), nn.Tanh())
+    model = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(2, 2),
+        nn.Tanh(),
+        nn.Linear(2, 2).requires_grad_(False),
+        nn.Linear(2, 2),
+        nn.Tanh(),
+    )
     assert Stages.split(model, None, ranks=2).ranges == (range(4), range(4, 6))
     with pytest.raises(RecipeError, match="3 stages, and the model has trainable parameters for 2"):
         Stages.split(model, None, ranks=3)
@@ -96,15 +126,16 @@ def test_tied_parameters_and_what_a_rank_keeps() -> None:
     assert stages.shared_parameters == (SharedParameter("embed.weight", (0, 1)),)
     keep_only_parts(model, stages.parts_on_rank(1))
     assert [name for name, _ in model.named_parameters()] == [
-        "embed.weight", "blocks.2.0.weight", "blocks.2.0.bias", "blocks.3.0.weight", "blocks.3.0.bias", "norm.weight", "norm.bias",
+        "embed.weight", "blocks.2.0.weight", "blocks.2.0.bias", "blocks.3.0.weight",
+        "blocks.3.0.bias", "norm.weight", "norm.bias",
     ]  # fmt: skip
     assert {"embed.weight", "head.weight", "norm.running_var"} <= model.state_dict().keys()
 
 
 def test_a_parameter_that_one_rank_holds_alone_is_not_tied() -> None:
-    assert Stages.split(Named(tied=True), ALL, ranks=3, per_rank=2, costs=[1, 1, 1, 1, 1, 1, 1]).shared_parameters == (
-        SharedParameter("embed.weight", (0, 2)),
-    )
+    assert Stages.split(
+        Named(tied=True), ALL, ranks=3, per_rank=2, costs=[1, 1, 1, 1, 1, 1, 1]
+    ).shared_parameters == (SharedParameter("embed.weight", (0, 2)),)
     assert Stages.split(Named(tied=True), ALL, ranks=1, per_rank=4).shared_parameters == ()
 
 
@@ -126,17 +157,30 @@ def test_no_cut_is_more_even(costs: list[int], count: int) -> None:
     assert uneven(found) == min(map(uneven, every))
 
 
-@given(st.integers(0, 40), st.integers(1, 6), st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]))
-def test_calls_are_all_microbatches_in_order_and_what_torch_takes(count: int, ranks: int, schedule: str) -> None:
+@given(
+    st.integers(0, 40),
+    st.integers(1, 6),
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+)
+def test_calls_are_all_microbatches_in_order_and_what_torch_takes(
+    count: int, ranks: int, schedule: str
+) -> None:
     stages = Stages((), (range(0),) * ranks, ranks, ())
     made = schedule_calls(count, stages, schedule)
     assert [place for start, stop, _ in made for place in range(start, stop)] == list(range(count))
     for start, stop, name in made:
-        assert name == "gpipe" or (stop - start >= ranks if name == "1f1b" else (stop - start) % max(1, (stop - start) // ranks) == 0)
+        assert name == "gpipe" or (
+            stop - start >= ranks
+            if name == "1f1b"
+            else (stop - start) % max(1, (stop - start) // ranks) == 0
+        )
 
 
 def test_fewer_microbatches_than_stages() -> None:
     stages = Stages.split(Named(), ALL, ranks=4)
     check_microbatches(4, stages)
-    with pytest.raises(RecipeError, match=r"3 microbatches a step in a pipeline of 4 stages.*smaller microbatch.*fewer stages"):
+    with pytest.raises(
+        RecipeError,
+        match=r"3 microbatches a step in a pipeline of 4 stages.*smaller microbatch.*fewer stages",
+    ):
         check_microbatches(3, stages)

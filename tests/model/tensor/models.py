@@ -1,5 +1,5 @@
-"""Models for the tests of the `tensor` axis, small enough to compute in milliseconds. At module level, so that workers
-find them."""
+"""Models for the tests of the `tensor` axis, small enough to compute in milliseconds. At module
+level, so that workers find them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,28 @@ WIDTH, HEADS, WORDS = 16, 4, 24
 
 
 class Attention(nn.Module):
-    """It never names the number of heads, so a rank may have fewer. A norm over each head, a parameter that is whole on
-    all ranks."""
+    """It never names the number of heads, so a rank may have fewer. A norm over each head, a
+    parameter that is whole on all ranks."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
-        self.query, self.key, self.value, self.projection = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.query, self.key, self.value, self.projection = (
+            nn.Linear(WIDTH, WIDTH) for _ in range(4)
+        )
         self.norm = nn.LayerNorm(WIDTH // HEADS)
         self.rest = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
-            layer(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         drop = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(self.norm(query), self.norm(key), value, is_causal=True, dropout_p=drop)
+        mixed = F.scaled_dot_product_attention(
+            self.norm(query), self.norm(key), value, is_causal=True, dropout_p=drop
+        )
         return self.rest(self.projection(mixed.transpose(1, 2).reshape(batch, length, -1)))
 
 
@@ -43,7 +48,8 @@ class FullCount(Attention):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         query, key, value = (
-            layer(x).view(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).view(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -54,7 +60,10 @@ class HalfDepth(Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        query, key, value = (layer(x).view(batch, length, HEADS, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        query, key, value = (
+            layer(x).view(batch, length, HEADS, -1).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.projection(mixed.transpose(1, 2).reshape(batch, length, -1))
 
@@ -68,7 +77,9 @@ class Fused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        query, key, value = self.c_attn(x).view(batch, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.c_attn(x).view(batch, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
 
@@ -78,7 +89,9 @@ class Block(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.attention = attention(dropout)
-        self.perceptron = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, WIDTH))
+        self.perceptron = nn.Sequential(
+            nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norms[0](x))
@@ -86,9 +99,16 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """(batch, length) words -> (batch, length, WORDS) logits. The output layer is tied to the embedding."""
+    """(batch, length) words -> (batch, length, WORDS) logits. The output layer is tied to the
+    embedding."""
 
-    def __init__(self, attention: type[nn.Module] = Attention, dropout: float = 0.0, *, functional_tie: bool = False) -> None:
+    def __init__(
+        self,
+        attention: type[nn.Module] = Attention,
+        dropout: float = 0.0,
+        *,
+        functional_tie: bool = False,
+    ) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.places = nn.Parameter(torch.randn(8, WIDTH))
@@ -115,12 +135,24 @@ LAYERS = {
     "*.perceptron.3": "rowwise",
 }
 TIED = {**LAYERS, "words": "embedding", "head": "vocabulary"}
-SEQUENCE = {**{name: style.replace("rowwise", "rowwise_sequence") for name, style in LAYERS.items()}, "*.norms.*": "sequence"}
+SEQUENCE = {
+    **{name: style.replace("rowwise", "rowwise_sequence") for name, style in LAYERS.items()},
+    "*.norms.*": "sequence",
+}
 SEQUENCE |= {"norm": "sequence", "words": "embedding_sequence", "head": "vocabulary"}
-GATHERED = {"*.c_attn": "colwise_gathered", "*.projection": "rowwise_split", "*.perceptron.0": "colwise", "*.perceptron.3": "rowwise"}
+GATHERED = {
+    "*.c_attn": "colwise_gathered",
+    "*.projection": "rowwise_split",
+    "*.perceptron.0": "colwise",
+    "*.perceptron.3": "rowwise",
+}
 
 
 def mesh_of(**sizes: int) -> Mesh:
     numbers = {name: int(os.environ[name.upper()]) for name in ("rank", "local_rank")}
-    world = join(size=int(os.environ["WORLD_SIZE"]), local_size=int(os.environ["LOCAL_WORLD_SIZE"]), **numbers)
+    world = join(
+        size=int(os.environ["WORLD_SIZE"]),
+        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        **numbers,
+    )
     return Mesh.of(world, Plan(**{"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1, **sizes}))

@@ -1,5 +1,5 @@
-"""Logits whose classes are cut over two ranks: whatever a loss does with them, it gets the numbers and gradients of
-whole ones."""
+"""Logits whose classes are cut over two ranks: whatever a loss does with them, it gets the numbers
+and gradients of whole ones."""
 
 from __future__ import annotations
 
@@ -39,20 +39,41 @@ def shifted(logits: Tensor) -> Tensor:
 
 def unlikely(logits: Tensor) -> Tensor:
     """Of classes that a mask has ruled out."""
-    return F.cross_entropy(torch.where(torch.arange(CLASSES) == 4, -torch.inf, logits).flatten(0, 1), targets().flatten() % 4)
+    return F.cross_entropy(
+        torch.where(torch.arange(CLASSES) == 4, -torch.inf, logits).flatten(0, 1),
+        targets().flatten() % 4,
+    )
 
 
 ON_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda logits: F.cross_entropy(logits.flatten(0, 1), targets().flatten(), reduction="sum"),
-    "mean": lambda logits: F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets().flatten()),
-    "each": lambda logits: F.cross_entropy(logits.view(-1, logits.size(-1)), targets().flatten(), reduction="none").square().sum(),
-    "classes in dim 1": lambda logits: F.cross_entropy(logits.transpose(1, 2), targets() % 5, ignore_index=3),
+    "sum": lambda logits: F.cross_entropy(
+        logits.flatten(0, 1), targets().flatten(), reduction="sum"
+    ),
+    "mean": lambda logits: F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), targets().flatten()
+    ),
+    "each": (
+        lambda logits: (
+            F.cross_entropy(logits.view(-1, logits.size(-1)), targets().flatten(), reduction="none")
+            .square()
+            .sum()
+        )
+    ),
+    "classes in dim 1": lambda logits: F.cross_entropy(
+        logits.transpose(1, 2), targets() % 5, ignore_index=3
+    ),
     "shifted": shifted,
 }
 WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
-    "smoothed labels": lambda logits: F.cross_entropy(logits.flatten(0, 1), targets().flatten(), label_smoothing=0.1),
-    "weighted classes": lambda logits: F.cross_entropy(logits.flatten(0, 1), targets().flatten(), torch.arange(6.0)),
-    "probabilities": lambda logits: F.cross_entropy(logits.flatten(0, 1), torch.eye(CLASSES).repeat(2, 1)),
+    "smoothed labels": lambda logits: F.cross_entropy(
+        logits.flatten(0, 1), targets().flatten(), label_smoothing=0.1
+    ),
+    "weighted classes": lambda logits: F.cross_entropy(
+        logits.flatten(0, 1), targets().flatten(), torch.arange(6.0)
+    ),
+    "probabilities": lambda logits: F.cross_entropy(
+        logits.flatten(0, 1), torch.eye(CLASSES).repeat(2, 1)
+    ),
     "entropy": entropy,
     "a mask": lambda logits: logits[targets() >= 0].square().sum(),
     "a list of places": lambda logits: logits[[0, 2]].square().sum(),
@@ -70,13 +91,19 @@ def measured(function: Callable[[Tensor], Tensor], *, cut: bool) -> tuple[Tensor
     if cut:
         mesh = mesh_of(tensor=2).torch_mesh
         assert mesh is not None
-        given = as_sharded_logits(DTensor.from_local(whole, mesh, [Replicate()]).redistribute(placements=[Shard(2)]))
+        given = as_sharded_logits(
+            DTensor.from_local(whole, mesh, [Replicate()]).redistribute(placements=[Shard(2)])
+        )
         assert isinstance(given, ShardedLogits)
     with CommDebugMode() as sent:  # type: ignore[no-untyped-call]
         value = function(given)
     assert type(value) is Tensor
     (gradient,) = torch.autograd.grad(value, whole)
-    return value.detach(), gradient, any("gather" in str(operation) for operation in sent.get_comm_counts())
+    return (
+        value.detach(),
+        gradient,
+        any("gather" in str(operation) for operation in sent.get_comm_counts()),
+    )
 
 
 def everything(names: list[str], cut: bool) -> list[tuple[Tensor, Tensor, bool]]:
@@ -87,7 +114,9 @@ def test_a_loss_of_cut_logits_is_that_of_whole_ones(pool: WorkerPool) -> None:
     names = [*ON_PARTS, *WHOLE]
     expected = everything(names, cut=False)
     for found in pool.run(2, everything, names, True):
-        for name, (value, gradient, gathered), (truth, slope, _) in zip(names, found, expected, strict=True):
+        for name, (value, gradient, gathered), (truth, slope, _) in zip(
+            names, found, expected, strict=True
+        ):
             torch.testing.assert_close(value, truth, msg=name)
             torch.testing.assert_close(gradient, slope, msg=name)
             assert not (gathered and name in ON_PARTS), name
@@ -96,7 +125,9 @@ def test_a_loss_of_cut_logits_is_that_of_whole_ones(pool: WorkerPool) -> None:
 def refused(what: str) -> Any:
     mesh = mesh_of(tensor=2).torch_mesh
     assert mesh is not None
-    logits = as_sharded_logits(distribute_tensor(torch.zeros(3, CLASSES), mesh, [Shard(1)], src_data_rank=None))
+    logits = as_sharded_logits(
+        distribute_tensor(torch.zeros(3, CLASSES), mesh, [Shard(1)], src_data_rank=None)
+    )
     if what == "in place":
         logits /= 2
     F.cross_entropy(logits, torch.tensor([0, 1, CLASSES]))
@@ -105,10 +136,19 @@ def refused(what: str) -> Any:
 @pytest.mark.parametrize(
     ("what", "kind", "text"),
     [
-        ("in place", LossError, r"Tensor.div_ changes logits in place .* or give the output layer the style 'vocabulary'"),
+        (
+            "in place",
+            LossError,
+            (
+                r"Tensor.div_ changes logits in place .* or give the output layer the style"
+                r" 'vocabulary'"
+            ),
+        ),
         ("a target", Exception, "a target of the cross entropy is not one of its 6 classes"),
     ],
 )
-def test_what_cannot_be_is_refused(pool: WorkerPool, what: str, kind: type[Exception], text: str) -> None:
+def test_what_cannot_be_is_refused(
+    pool: WorkerPool, what: str, kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind, match=text):
         pool.run(2, refused, what)

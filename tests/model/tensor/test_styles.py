@@ -49,7 +49,9 @@ def test_patterns_are_matched_in_the_order_of_modules_and_the_last_counts() -> N
 def test_an_output_layer_tied_to_a_mapped_embedding_is_cut_like_it() -> None:
     alone = {**LAYERS, "words": "embedding"}
     assert (
-        tensor_styles(Model(), alone, 2) == tensor_styles(Model(), TIED, 2) == tensor_styles(Model(), {**LAYERS, "head": "vocabulary"}, 2)
+        tensor_styles(Model(), alone, 2)
+        == tensor_styles(Model(), TIED, 2)
+        == tensor_styles(Model(), {**LAYERS, "head": "vocabulary"}, 2)
     )
 
 
@@ -61,50 +63,134 @@ def test_a_model_brings_its_own_map_and_the_recipe_goes_before_it() -> None:
 
 
 def hugging_face(plan: dict[str, str], base: dict[str, str]) -> Any:
-    model: Any = layers(model=layers(up=nn.Linear(8, 8), norm=nn.LayerNorm(8)), lm_head=nn.Linear(8, 8), down=Conv1D(8, 8))
-    model.base_model_prefix, model._tp_plan, model.config = "model", plan, SimpleNamespace(base_model_tp_plan=base)
+    model: Any = layers(
+        model=layers(up=nn.Linear(8, 8), norm=nn.LayerNorm(8)),
+        lm_head=nn.Linear(8, 8),
+        down=Conv1D(8, 8),
+    )
+    model.base_model_prefix, model._tp_plan, model.config = (
+        "model",
+        plan,
+        SimpleNamespace(base_model_tp_plan=base),
+    )
     return model
 
 
 def test_a_plan_of_transformers_is_read_with_its_own_names() -> None:
     base = {"up": "colwise", "norm": "replicated_with_grad_allreduce", "experts.*": "rowwise"}
     model = hugging_face({"lm_head": "colwise_gather_output", "down": "rowwise_rep"}, base)
-    assert tensor_styles(model, None, 2) == {"model.up": "colwise", "lm_head": "colwise_gathered", "down": "rowwise_split"}
+    assert tensor_styles(model, None, 2) == {
+        "model.up": "colwise",
+        "lm_head": "colwise_gathered",
+        "down": "rowwise_split",
+    }
 
 
 def test_a_plan_of_transformers_may_cut_a_fused_layer_which_lies_by_heads() -> None:
     model = layers(attention=layers(query_key_value=nn.Linear(8, 24), dense=nn.Linear(8, 8)))
     model._tp_plan = {"*.query_key_value": "colwise", "*.dense": "rowwise"}  # type: ignore[assignment]
-    assert tensor_styles(model, None, 2) == {"attention.query_key_value": "colwise", "attention.dense": "rowwise"}
+    assert tensor_styles(model, None, 2) == {
+        "attention.query_key_value": "colwise",
+        "attention.dense": "rowwise",
+    }
 
 
 def test_a_style_of_transformers_that_is_not_known_is_named() -> None:
     with pytest.raises(
-        RecipeError, match=r"has 'model\.up': 'moe_tp_experts', a style that lockstep does not know; known are .*give Recipe"
+        RecipeError,
+        match=(
+            r"has 'model\.up': 'moe_tp_experts', a style that lockstep does not know; known are"
+            r" .*give Recipe"
+        ),
     ):
         tensor_styles(hugging_face({}, {"up": "moe_tp_experts"}), None, 2)
 
 
 REFUSED: dict[str, tuple[nn.Module, Mapping[str, str] | None, int, str]] = {
-    "no map": (layers(up=nn.Linear(8, 8)), None, 2, r"without a map of its layers.*Recipe\(tensor="),
-    "no match": (layers(up=nn.Linear(8, 8)), {"upp": "colwise"}, 2, r"Recipe.tensor has 'upp', which matches no module.*modules are up;"),
-    "unknown": (layers(up=nn.Linear(8, 8)), {"up": "column"}, 2, r"'up': 'column', an unknown style; known are colwise, "),
-    "kind": (layers(norm=nn.LayerNorm(8)), {"norm": "colwise"}, 2, r"'colwise' for 'norm' \(LayerNorm\); it is for linear or embedding"),
-    "embedding": (layers(e=nn.Embedding(8, 8)), {"e": "rowwise"}, 2, r"'rowwise' for 'e' \(Embedding\); it is for linear layers"),
-    "buffers": (layers(norm=nn.BatchNorm1d(8)), {"norm": "sequence"}, 2, r"'sequence' for 'norm' \(BatchNorm1d\), with .* buffers"),
+    "no map": (
+        layers(up=nn.Linear(8, 8)),
+        None,
+        2,
+        r"without a map of its layers.*Recipe\(tensor=",
+    ),
+    "no match": (
+        layers(up=nn.Linear(8, 8)),
+        {"upp": "colwise"},
+        2,
+        r"Recipe.tensor has 'upp', which matches no module.*modules are up;",
+    ),
+    "unknown": (
+        layers(up=nn.Linear(8, 8)),
+        {"up": "column"},
+        2,
+        r"'up': 'column', an unknown style; known are colwise, ",
+    ),
+    "kind": (
+        layers(norm=nn.LayerNorm(8)),
+        {"norm": "colwise"},
+        2,
+        r"'colwise' for 'norm' \(LayerNorm\); it is for linear or embedding",
+    ),
+    "embedding": (
+        layers(e=nn.Embedding(8, 8)),
+        {"e": "rowwise"},
+        2,
+        r"'rowwise' for 'e' \(Embedding\); it is for linear layers",
+    ),
+    "buffers": (
+        layers(norm=nn.BatchNorm1d(8)),
+        {"norm": "sequence"},
+        2,
+        r"'sequence' for 'norm' \(BatchNorm1d\), with .* buffers",
+    ),
     "size": (
         layers(up=nn.Linear(8, 100)),
         {"up": "colwise"},
         3,
         r"up.weight of shape \(100, 8\) with tensor=3; .* shards its dim 0, and 100 is",
     ),
-    "vocabulary": (layers(e=nn.Embedding(25, 8)), {"e": "embedding"}, 2, r"e.weight of shape \(25, 8\) with tensor=2; .*may be padded"),
-    "heads": (Heads(heads=6), {"*.query": "colwise"}, 4, r"attention has heads=6 with tensor=4; .* 6 is not a multiple of 4"),
-    "heads of a config": (Heads(config=SimpleNamespace(num_attention_heads=3)), {"*.query": "colwise"}, 4, r"num_attention_heads=3 with"),
-    "key heads": (Heads(num_key_value_heads=2, head_dim=24), {"*.query": "colwise"}, 4, r"num_key_value_heads=2 with tensor=4"),
-    "fused": (Model(Fused), {"*.c_attn": "colwise"}, 2, r"several matrices one below the other; .*'colwise_gathered'.*'rowwise_split'"),
-    "inside": (layers(a=nn.MultiheadAttention(8, 2)), {"a.out_proj": "rowwise"}, 2, r"inside a torch.nn.MultiheadAttention"),
-    "tied": (Model(), {"words": "colwise", "head": "vocabulary"}, 2, r"modules 'words', 'head' share a weight.*in different ways"),
+    "vocabulary": (
+        layers(e=nn.Embedding(25, 8)),
+        {"e": "embedding"},
+        2,
+        r"e.weight of shape \(25, 8\) with tensor=2; .*may be padded",
+    ),
+    "heads": (
+        Heads(heads=6),
+        {"*.query": "colwise"},
+        4,
+        r"attention has heads=6 with tensor=4; .* 6 is not a multiple of 4",
+    ),
+    "heads of a config": (
+        Heads(config=SimpleNamespace(num_attention_heads=3)),
+        {"*.query": "colwise"},
+        4,
+        r"num_attention_heads=3 with",
+    ),
+    "key heads": (
+        Heads(num_key_value_heads=2, head_dim=24),
+        {"*.query": "colwise"},
+        4,
+        r"num_key_value_heads=2 with tensor=4",
+    ),
+    "fused": (
+        Model(Fused),
+        {"*.c_attn": "colwise"},
+        2,
+        r"several matrices one below the other; .*'colwise_gathered'.*'rowwise_split'",
+    ),
+    "inside": (
+        layers(a=nn.MultiheadAttention(8, 2)),
+        {"a.out_proj": "rowwise"},
+        2,
+        r"inside a torch.nn.MultiheadAttention",
+    ),
+    "tied": (
+        Model(),
+        {"words": "colwise", "head": "vocabulary"},
+        2,
+        r"modules 'words', 'head' share a weight.*in different ways",
+    ),
 }
 
 
@@ -116,9 +202,15 @@ def test_what_cannot_be_cut_is_refused_with_the_value_the_rule_and_the_remedy(ca
 
 
 def test_heads_that_are_not_this_layers_do_not_matter() -> None:
-    model = layers(block=layers(up=nn.Linear(WIDTH, 4 * WIDTH), down=nn.Linear(4 * WIDTH, WIDTH)), words=nn.Embedding(WORDS, WIDTH))
+    model = layers(
+        block=layers(up=nn.Linear(WIDTH, 4 * WIDTH), down=nn.Linear(4 * WIDTH, WIDTH)),
+        words=nn.Embedding(WORDS, WIDTH),
+    )
     model.get_submodule("block").heads = 3  # type: ignore[assignment]
-    assert tensor_styles(model, {"*.up": "colwise", "*.down": "rowwise"}, 4) == {"block.up": "colwise", "block.down": "rowwise"}
+    assert tensor_styles(model, {"*.up": "colwise", "*.down": "rowwise"}, 4) == {
+        "block.up": "colwise",
+        "block.down": "rowwise",
+    }
 
 
 def test_a_layer_that_fsdp2_gathers_alone_is_what_it_was() -> None:

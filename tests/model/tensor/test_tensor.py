@@ -1,4 +1,5 @@
-"""The `tensor` axis computes what one process computes: outputs, gradients, norms, updates, dropout masks."""
+"""The `tensor` axis computes what one process computes: outputs, gradients, norms, updates, dropout
+masks."""
 
 from __future__ import annotations
 
@@ -12,7 +13,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model.tensor.models import GATHERED, LAYERS, SEQUENCE, TIED, WIDTH, WORDS, Attention, FullCount, Fused, HalfDepth, Model, mesh_of
+from model.tensor.models import (
+    GATHERED,
+    LAYERS,
+    SEQUENCE,
+    TIED,
+    WIDTH,
+    WORDS,
+    Attention,
+    FullCount,
+    Fused,
+    HalfDepth,
+    Model,
+    mesh_of,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -56,7 +70,9 @@ def keep(_: nn.Module) -> None:
 
 def text(microbatch: int) -> Tensor:
     """Microbatches of 2, 1 and 2 sequences; of 7 words, which no axis divides."""
-    return torch.randint(WORDS, (2 - microbatch % 2, 7), generator=torch.Generator().manual_seed(microbatch))
+    return torch.randint(
+        WORDS, (2 - microbatch % 2, 7), generator=torch.Generator().manual_seed(microbatch)
+    )
 
 
 def total(model: nn.Module, microbatch: int) -> Tensor:
@@ -67,14 +83,17 @@ def total(model: nn.Module, microbatch: int) -> Tensor:
 
 
 def norm_of(gradients: list[Tensor], mesh: Mesh) -> float:
-    """The global norm, each number of each gradient counted once: by the ranks with rank 0 on every axis along which it
-    is not cut."""
+    """The global norm, each number of each gradient counted once: by the ranks with rank 0 on every
+    axis along which it is not cut."""
     squares = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
         cut = {}
         if isinstance(gradient, DTensor):
             names = gradient.device_mesh.mesh_dim_names or ()
-            cut = {name: not placement.is_replicate() for name, placement in zip(names, gradient.placements, strict=True)}
+            cut = {
+                name: not placement.is_replicate()
+                for name, placement in zip(names, gradient.placements, strict=True)
+            }
         if all(cut.get(axis, False) or mesh.axis(axis).rank == 0 for axis in ("shard", "tensor")):
             held = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             squares += held.double().square().sum()
@@ -85,20 +104,30 @@ def norm_of(gradients: list[Tensor], mesh: Mesh) -> float:
 
 
 def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
-    """A step on a mesh. Returns the whole gradients, their norm, the whole parameters after the update, and what this
-    rank held."""
+    """A step on a mesh. Returns the whole gradients, their norm, the whole parameters after the
+    update, and what this rank held."""
     mesh = mesh_of(**sizes)
     model = built(subject, dtype)
     assert mesh.torch_mesh is not None
     styles = tensor_styles(model, SUBJECTS[subject][1], sizes["tensor"])
     tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=keep)
     if sizes.get("shard", 1) > 1:
-        shard(model, mesh, [f"blocks.{place}" for place in range(2)], free_after_forward=True, offload=False, materialize=keep, short=None)
+        shard(
+            model,
+            mesh,
+            [f"blocks.{place}" for place in range(2)],
+            free_after_forward=True,
+            offload=False,
+            materialize=keep,
+            short=None,
+        )
     parameters = list(model.parameters())
     reducer: Any = (
         FsdpReducer(model, parameters, mesh, bitwise=False, max_microbatches=MICROBATCHES)
         if sizes.get("shard", 1) > 1
-        else PostBackwardReducer(parameters, mesh, max_microbatches=MICROBATCHES, complete=reduce_partial_gradients)
+        else PostBackwardReducer(
+            parameters, mesh, max_microbatches=MICROBATCHES, complete=reduce_partial_gradients
+        )
     )
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
     separate_meshes(optimizer)
@@ -109,16 +138,26 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     for turn in range(rounds):
         is_dummy = turn >= len(share)
         loss = total(model, 0 if is_dummy else share[turn])
-        reducer.backward(loss, torch.ones((), dtype=dtype), own_parameters_only=False, is_dummy=is_dummy)
+        reducer.backward(
+            loss, torch.ones((), dtype=dtype), own_parameters_only=False, is_dummy=is_dummy
+        )
         values += [] if is_dummy else [loss.detach()]
     stats = reducer.reduce(values, None, flag=False)
     gradients = [parameter.grad for parameter in parameters]
     norm = norm_of(gradients, mesh)
-    found: Found = {"loss": torch.as_tensor(stats.values, dtype=torch.float64).sum().item(), "norm": norm}
-    found["gradients"] = {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    found: Found = {
+        "loss": torch.as_tensor(stats.values, dtype=torch.float64).sum().item(),
+        "norm": norm,
+    }
+    found["gradients"] = {
+        name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()
+    }
     clip(gradients, norm, norm / 2)
     optimizer.step()
-    found["parameters"] = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    found["parameters"] = {
+        name: full_tensor(parameter.detach()).clone()
+        for name, parameter in model.named_parameters()
+    }
     found["held"] = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     reducer.close()
     mesh.close()
@@ -150,13 +189,18 @@ def check(found: Found, subject: str, dtype: torch.dtype) -> None:
     exact, own = by_hand(subject, torch.float64), by_hand(subject, dtype)
     assert list(found["gradients"]) == list(exact["gradients"])
     truth = flat(exact["gradients"])
-    error, own_error = ((flat(one["gradients"]) - truth).norm() / truth.norm() for one in (found, own))
+    error, own_error = (
+        (flat(one["gradients"]) - truth).norm() / truth.norm() for one in (found, own)
+    )
     least = torch.finfo(dtype).eps
     assert error <= max(8 * own_error, 8 * least), f"{error:.2e} and {own_error:.2e}"
     assert found["loss"] == pytest.approx(exact["loss"], rel=64 * least)
     assert found["norm"] == pytest.approx(exact["norm"], rel=64 * least)
-    if dtype is torch.float64:  # AdamW's first update is a sign, which rounding of a gradient near zero turns
-        torch.testing.assert_close(flat(found["parameters"]), flat(exact["parameters"]), rtol=1e-6, atol=1e-6)
+    # AdamW's first update is a sign, which rounding of a gradient near zero turns
+    if dtype is torch.float64:
+        torch.testing.assert_close(
+            flat(found["parameters"]), flat(exact["parameters"]), rtol=1e-6, atol=1e-6
+        )
 
 
 TENSOR, REPLICATE, SHARD = {"tensor": 2}, {"replicate": 2, "tensor": 2}, {"shard": 2, "tensor": 2}
@@ -193,20 +237,28 @@ def test_two_ranks_take_the_step_of_one(steps: Callable[..., list[Found]], subje
     for found in ranks:
         check(found, subject, torch.float64)
         assert found["held"] < 0.65 * whole_size
-    assert all(torch.equal(ranks[0][kind][name], ranks[1][kind][name]) for kind in ("gradients", "parameters") for name in ranks[0][kind])
+    assert all(
+        torch.equal(ranks[0][kind][name], ranks[1][kind][name])
+        for kind in ("gradients", "parameters")
+        for name in ranks[0][kind]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [REPLICATE, SHARD], ids=str)
 @pytest.mark.parametrize("subject", MIXED)
-def test_with_a_data_axis(steps: Callable[..., list[Found]], subject: str, sizes: dict[str, int]) -> None:
+def test_with_a_data_axis(
+    steps: Callable[..., list[Found]], subject: str, sizes: dict[str, int]
+) -> None:
     for found in steps(subject, torch.float64, sizes):
         check(found, subject, torch.float64)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tensor": 4}, REPLICATE, SHARD], ids=str)
-def test_in_float32_the_error_is_float32s_own(steps: Callable[..., list[Found]], sizes: dict[str, int]) -> None:
+def test_in_float32_the_error_is_float32s_own(
+    steps: Callable[..., list[Found]], sizes: dict[str, int]
+) -> None:
     for found in steps(MIXED[0], torch.float32, sizes):
         check(found, MIXED[0], torch.float32)
 
@@ -225,7 +277,10 @@ def filled() -> list[Any]:
     )
     made.materialize(made.module, device)
     parameters = dict(made.module.named_parameters())
-    same = all(torch.equal(full_tensor(parameters[name]), parameter) for name, parameter in values.named_parameters())
+    same = all(
+        torch.equal(full_tensor(parameters[name]), parameter)
+        for name, parameter in values.named_parameters()
+    )
     words, held = made.module.words.weight, parameters["blocks.1.perceptron.3.weight"]
     storages = [parameter.to_local().untyped_storage().nbytes() // 4 for parameter in (words, held)]
     return [made.reason, same, made.module.head.weight is words, storages]
@@ -245,16 +300,38 @@ def first_forward(model: nn.Module, styles: dict[str, str], ranks: int) -> None:
 @pytest.mark.parametrize(
     ("attention", "changed", "message"),
     [
-        (FullCount, {}, r"forward of blocks.0.attention failed .* sharded over the tensor axis: .*view\(batch, length, -1, head_dim\)"),
+        (
+            FullCount,
+            {},
+            (
+                r"forward of blocks.0.attention failed .* sharded over the tensor axis:"
+                r" .*view\(batch, length, -1, head_dim\)"
+            ),
+        ),
         (
             HalfDepth,
             {},
-            r"blocks.0.attention computes something else with its layers query.* sharded .*with -1 for the heads",
+            (
+                r"blocks.0.attention computes something else with its layers query.* sharded .*with"
+                r" -1 for the heads"
+            ),
         ),
-        (Attention, {"*.projection": "rowwise_split"}, r"projection has the style 'rowwise_split', which takes an unsharded input"),
+        (
+            Attention,
+            {"*.projection": "rowwise_split"},
+            r"projection has the style 'rowwise_split', which takes an unsharded input",
+        ),
         (Attention, {"*.projection": "replicated"}, r"forward of blocks.0.attention failed"),
-        (Attention, {"head": "colwise", "words": "embedding"}, r"an output of Model, of shape \(2, 7, 12\) on each rank, is sharded"),
-        (Fused, {"*.projection": "rowwise"}, r"has the style 'rowwise' and 16 inputs.*was given 16; give it 'rowwise_split'"),
+        (
+            Attention,
+            {"head": "colwise", "words": "embedding"},
+            r"an output of Model, of shape \(2, 7, 12\) on each rank, is sharded",
+        ),
+        (
+            Fused,
+            {"*.projection": "rowwise"},
+            r"has the style 'rowwise' and 16 inputs.*was given 16; give it 'rowwise_split'",
+        ),
     ],
     ids=[
         "the full number of heads",
@@ -278,7 +355,13 @@ def llama(dtype: torch.dtype, **changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, **changes)).to(dtype)
 
 
@@ -287,7 +370,9 @@ def llama_gradients(ranks: int, **changes: Any) -> list[tuple[str, Tensor]]:
     if ranks > 1:
         mesh = mesh_of(tensor=ranks)
         assert mesh.torch_mesh is not None
-        tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, None, ranks), materialize=keep)
+        tensor_parallel(
+            model, mesh.torch_mesh["tensor"], tensor_styles(model, None, ranks), materialize=keep
+        )
         assert isinstance(model.model.layers[1].self_attn.q_proj.weight, DTensor)
     torch.manual_seed(3)
     words = torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(2))
@@ -330,7 +415,9 @@ def copied() -> bool:
     mesh = mesh_of(tensor=2)
     assert mesh.torch_mesh is not None
     model = Model()
-    tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, TIED, 2), materialize=keep)
+    tensor_parallel(
+        model, mesh.torch_mesh["tensor"], tensor_styles(model, TIED, 2), materialize=keep
+    )
     before = model(text(0))
     average = deepcopy(model)
     with torch.no_grad():
@@ -347,7 +434,12 @@ def drawn() -> list[Any]:
     mesh = mesh_of(tensor=2)
     assert mesh.torch_mesh is not None
     model = DropsOtherwise()
-    tensor_parallel(model, mesh.torch_mesh["tensor"], tensor_styles(model, {"up": "colwise", "down": "rowwise"}, 2), materialize=keep)
+    tensor_parallel(
+        model,
+        mesh.torch_mesh["tensor"],
+        tensor_styles(model, {"up": "colwise", "down": "rowwise"}, 2),
+        materialize=keep,
+    )
     output = model(torch.ones(16, 8))
     assert model.seen is not None
     return [model.seen.tolist(), output.tolist(), torch.rand(4).tolist()]

@@ -24,17 +24,24 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[tuple[Operation, int]] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if "convolution" in function.overloadpacket.__name__:
             operation = kernel(function, args, kwargs or {}, result, "forward")
             assert operation is not None
-            self.found.append((operation, flop_registry[function.overloadpacket](*args, out_val=result)))
+            self.found.append(
+                (operation, flop_registry[function.overloadpacket](*args, out_val=result))
+            )
         return result
 
 
-def computed(kind: type[nn.Module], changes: dict[str, Any], *, dims: int = 2, reads_data: bool = False) -> list[tuple[Operation, int]]:
-    """The convolutions of a layer's forward and backward. `reads_data`: its input needs no gradient."""
+def computed(
+    kind: type[nn.Module], changes: dict[str, Any], *, dims: int = 2, reads_data: bool = False
+) -> list[tuple[Operation, int]]:
+    """The convolutions of a layer's forward and backward. `reads_data`: its input needs no
+    gradient."""
     layer = kind(INPUTS, OUTPUTS, **{"kernel_size": 3, **changes})
     read = torch.ones(SAMPLES, INPUTS, *[9, 8, 7][:dims], requires_grad=not reads_data)
     with Kernels() as kernels:
@@ -43,8 +50,12 @@ def computed(kind: type[nn.Module], changes: dict[str, Any], *, dims: int = 2, r
 
 
 @pytest.mark.parametrize("changes", PLAIN)
-@pytest.mark.parametrize(("kind", "dims"), [(nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3), (nn.ConvTranspose2d, 2)])
-def test_a_convolution_is_the_matrix_product_whose_flops_torch_counts(kind: type[nn.Module], dims: int, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dims"), [(nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3), (nn.ConvTranspose2d, 2)]
+)
+def test_a_convolution_is_the_matrix_product_whose_flops_torch_counts(
+    kind: type[nn.Module], dims: int, changes: dict[str, Any]
+) -> None:
     (forward, counted), (backward, counted_backward) = computed(kind, changes, dims=dims)
     assert 2 * prod(forward.shape) == forward.flops == counted
     assert backward.shape == forward.shape

@@ -1,4 +1,5 @@
-"""Every private name of torch for tensors without storage is in this torch, and does what it is used for."""
+"""Every private name of torch for tensors without storage is in this torch, and does what it is
+used for."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from lockstep.planner.tracing.torch_fakes import FakeTensor, FakeTensorMode
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -60,7 +63,9 @@ def test_disable_current_modes() -> None:
     seen: list[str] = []
 
     class Seeing(torch_fakes.TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(function.overloadpacket.__name__)
             return function(*args, **(kwargs or {}))
 
@@ -73,7 +78,9 @@ def test_disable_current_modes() -> None:
 
 def test_torch_function_mode() -> None:
     class Doubling(torch_fakes.TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             return function(*args, **(kwargs or {})) * (2 if function is torch.exp else 1)
 
     with Doubling():
@@ -82,9 +89,20 @@ def test_torch_function_mode() -> None:
 
 def test_flop_registry() -> None:
     shapes = torch.empty(2, 3), torch.empty(3, 4)
-    assert torch_fakes.flop_registry[torch.ops.aten.mm](*shapes, out_val=torch.empty(2, 4)) == 2 * 2 * 3 * 4
+    assert (
+        torch_fakes.flop_registry[torch.ops.aten.mm](*shapes, out_val=torch.empty(2, 4))
+        == 2 * 2 * 3 * 4
+    )
     names = {each.__name__ for each in torch_fakes.flop_registry}
-    assert names >= {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_scaled_dot_product_flash_attention"}
+    assert names >= {
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "convolution_backward",
+        "_scaled_dot_product_flash_attention",
+    }
 
 
 def test_pin_memory() -> None:
@@ -119,18 +137,31 @@ class PythonGroup(torch_fakes.PythonProcessGroup):
 
 
 def test_python_process_group() -> None:
-    """Its methods are called by Python, and by torch's own C++, as in DDP and distributed tensors."""
-    before = {name: copy(value) for name, value in vars(dist.Backend).items() if isinstance(value, dict | list | str)}
-    with torch_fakes.temporary_backend("python", lambda store, rank, size, timeout: PythonGroup(rank, size)):
+    """Its methods are called by Python, and by torch's own C++, as in DDP and distributed
+    tensors."""
+    before = {
+        name: copy(value)
+        for name, value in vars(dist.Backend).items()
+        if isinstance(value, dict | list | str)
+    }
+    with torch_fakes.temporary_backend(
+        "python", lambda store, rank, size, timeout: PythonGroup(rank, size)
+    ):
         dist.init_process_group("python", store=torch_fakes.FakeStore(), rank=0, world_size=2)
         try:
             called = PythonGroup.called
             dist.all_reduce(torch.ones(1))
-            torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", torch_fakes.group_name(dist.group.WORLD))
+            torch.ops._c10d_functional.all_reduce(
+                torch.ones(1), "sum", torch_fakes.group_name(dist.group.WORLD)
+            )
             assert PythonGroup.called == called + 2
         finally:
             dist.destroy_process_group()
-    assert {name: value for name, value in vars(dist.Backend).items() if isinstance(value, dict | list | str)} == before
+    assert {
+        name: value
+        for name, value in vars(dist.Backend).items()
+        if isinstance(value, dict | list | str)
+    } == before
 
 
 class Base:
@@ -154,7 +185,13 @@ def test_what_is_replaced_is_afterwards_as_it_was(fails: bool) -> None:
     before = dict(vars(Owner))
     with (
         pytest.raises(ZeroDivisionError) if fails else torch_fakes.replaced(Owner),
-        torch_fakes.replaced(Owner, inherited=10, plain=20, static=staticmethod(lambda: 30), of=staticmethod(lambda: int)),
+        torch_fakes.replaced(
+            Owner,
+            inherited=10,
+            plain=20,
+            static=staticmethod(lambda: 30),
+            of=staticmethod(lambda: int),
+        ),
     ):
         assert (Owner.inherited, Owner.plain, Owner().static(), Owner.of()) == (10, 20, 30, int)
         _ = 1 / (0 if fails else 1)
@@ -191,7 +228,9 @@ def test_cpu_streams(mesh: DeviceMesh) -> None:
         return noted
 
     names = ("Stream", "Event", "current_stream", "stream")
-    with torch_fakes.cpu_streams(*[noting(name, original) for name, original in zip(names, before, strict=True)]):
+    with torch_fakes.cpu_streams(
+        *[noting(name, original) for name, original in zip(names, before, strict=True)]
+    ):
         fully_shard(model := nn.Linear(2, 2), mesh=mesh)
         model(torch.ones(1, 2)).sum().backward()
     assert set(made) >= {"Stream", "current_stream", "stream"}
@@ -206,7 +245,9 @@ def test_chunks_on_demand(length: int, count: int) -> None:
     expected = original(tensor, count, 0)
     with torch_fakes.chunks_on_demand():
         chunks = _fsdp_param._chunk_with_empty(tensor, count, 0)
-        assert [chunks[index].tolist() for index in range(count)] == [each.tolist() for each in expected]
+        assert [chunks[index].tolist() for index in range(count)] == [
+            each.tolist() for each in expected
+        ]
     assert _fsdp_param._chunk_with_empty is original
 
 
@@ -260,7 +301,11 @@ def test_keeping_buckets(group: None) -> None:
             reducer = model.reducer
             model.reducer = SimpleNamespace(
                 _rebuild_buckets=lambda: asked.append(True),
-                **{name: getattr(reducer, name) for name in dir(reducer) if not name.startswith("__") and name != "_rebuild_buckets"},
+                **{
+                    name: getattr(reducer, name)
+                    for name in dir(reducer)
+                    if not name.startswith("__") and name != "_rebuild_buckets"
+                },
             )
             output = model(torch.ones(1, 2))
             model.reducer = reducer
@@ -270,4 +315,7 @@ def test_keeping_buckets(group: None) -> None:
     assert steps() == 2
     with torch_fakes.replaced(DistributedDataParallel, **torch_fakes.keeping_buckets()):
         assert steps() == 0
-    assert sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel is DistributedDataParallel
+    assert (
+        sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
+        is DistributedDataParallel
+    )

@@ -1,5 +1,5 @@
-"""python train.py [--mistake NAME]: a small recipe for tests of `lockstep verify`, correct or with a mistake of its
-author.
+"""python train.py [--mistake NAME]: a small recipe for tests of `lockstep verify`, correct or with
+a mistake of its author.
 
 The mistakes are those that people make in scripts. Faulty engines are in tests/verify/faults.py.
 """
@@ -56,7 +56,9 @@ def texts(mistake: str) -> TensorDataset:
 
 
 def token_sum(logits: Tensor, batch: list[Tensor]) -> Tensor:
-    each = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="none").view_as(batch[2])
+    each = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="none").view_as(
+        batch[2]
+    )
     return (each * batch[2]).sum()
 
 
@@ -79,7 +81,9 @@ def main() -> None:
         model=lambda: Network(mistake),
         data=texts(mistake),
         inputs=lambda batch: batch[0],
-        loss=lambda logits, batch: token_sum(logits, batch) / batch[2].sum() if mean else ls.Sum(token_sum(logits, batch)),
+        loss=lambda logits, batch: (
+            token_sum(logits, batch) / batch[2].sum() if mean else ls.Sum(token_sum(logits, batch))
+        ),
         weight=None if mean else lambda batch: batch[2].sum(),
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=rate),
         global_batch=24,

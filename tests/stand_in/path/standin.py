@@ -1,19 +1,25 @@
-"""The stand-in accelerator: a device of torch's that computes on the host, for tests of what lockstep does on devices.
+"""The stand-in accelerator: a device of torch's that computes on the host, for tests of what
+lockstep does on devices.
 
-torch loads it in each process whose environment has this folder in PYTHONPATH and the extension's file in
-STAND_IN_LIBRARY. There are STAND_IN_DEVICES devices, of type `standin` (default: 2), with 16 GiB each. Their UUIDs and
-names are those in STAND_IN_UUIDS and STAND_IN_NAMES, separated by commas, when a process asks for them.
+torch loads it in each process whose environment has this folder in PYTHONPATH and the extension's
+file in STAND_IN_LIBRARY. There are STAND_IN_DEVICES devices, of type `standin` (default: 2), with
+16 GiB each. Their UUIDs and names are those in STAND_IN_UUIDS and STAND_IN_NAMES, separated by
+commas, when a process asks for them.
 
-- Kernels compute at once, but streams have logical clocks: a kernel that touches what another stream has touched,
-  without having waited for it, raises. So does memory that is used again while another stream may still touch it, and
-  pinned memory that the host changes before it has waited for the copy.
+- Kernels compute at once, but streams have logical clocks: a kernel that touches what another
+  stream has touched, without having waited for it, raises. So does memory that is used again while
+  another stream may still touch it, and pinned memory that the host changes before it has waited
+  for the copy.
 - A copy to the host that nobody has waited for holds NaN. New memory holds NaN.
-- Every kernel is counted, and every wait of the host for the device, which `host_must_not_wait` forbids.
-- Random numbers come from a generator of each device, and are others than the CPU's under the same seed.
-- Collectives are Gloo's, on a stream of their own, with a flight recorder of their own. A group's shutdown waits for
-  all of its ranks, as NCCL's does.
-- With STAND_IN_HOST_AHEAD=SECONDS, a collective that fails, or does not end within so long, stops the device as a
-  collective of NCCL does: the host goes on, what it queues never runs, and where it waits for the device it stays.
+- Every kernel is counted, and every wait of the host for the device, which `host_must_not_wait`
+  forbids.
+- Random numbers come from a generator of each device, and are others than the CPU's under the same
+  seed.
+- Collectives are Gloo's, on a stream of their own, with a flight recorder of their own. A group's
+  shutdown waits for all of its ranks, as NCCL's does.
+- With STAND_IN_HOST_AHEAD=SECONDS, a collective that fails, or does not end within so long, stops
+  the device as a collective of NCCL does: the host goes on, what it queues never runs, and where it
+  waits for the device it stays.
 """
 
 from __future__ import annotations
@@ -36,7 +42,8 @@ BACKEND = "standin_gloo"
 
 
 class Counters(NamedTuple):
-    """What a process did since it was asked last: calls by operator, and waits of the host by cause."""
+    """What a process did since it was asked last: calls by operator, and waits of the host by
+    cause."""
 
     kernels: dict[str, int]
     host_waits: dict[str, int]
@@ -101,7 +108,8 @@ def _load(path: str) -> Any:
 
 def _create_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
-    gloo.options.global_ranks_in_group = list(range(size))  # Gloo's `split` knows them of the first group alone
+    # Gloo's `split` knows them of the first group alone
+    gloo.options.global_ranks_in_group = list(range(size))
     return _extension().on_streams(gloo, BACKEND, store)
 
 
@@ -123,13 +131,16 @@ class _Runtime:
 
 
 def _use_recorder_of_its_own(extension: Any) -> None:
-    """Give the backend's flight recorder where NCCL's is, and leave its calls of Gloo out of Gloo's."""
+    """Give the backend's flight recorder where NCCL's is, and leave its calls of Gloo out of
+    Gloo's."""
     module: Any = torch.distributed.distributed_c10d.torch._C._distributed_c10d
     dump = module._dump_fr_trace_json
 
     def dump_of_gloo(*arguments: Any, **given: Any) -> bytes:
         recorded = json.loads(dump(*arguments, **given))
-        recorded["entries"] = [entry for entry in recorded.get("entries", []) if entry["process_group"][0]]
+        recorded["entries"] = [
+            entry for entry in recorded.get("entries", []) if entry["process_group"][0]
+        ]
         return json.dumps(recorded).encode()
 
     module._dump_fr_trace_json = dump_of_gloo
@@ -191,11 +202,17 @@ def _device_module(extension: Any) -> ModuleType:
     module.empty_cache = lambda: None
     module.is_bf16_supported = lambda: True
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    module.get_device_name = lambda device=None: planted("NAMES", index_of(device), "stand-in accelerator")
+    module.get_device_name = lambda device=None: planted(
+        "NAMES", index_of(device), "stand-in accelerator"
+    )
     module.get_device_properties = lambda device=None: SimpleNamespace(
         uuid=planted("UUIDS", index_of(device), f"device-{index_of(device)}")
     )
-    module.max_memory_allocated = lambda device=None: torch.accelerator.max_memory_allocated(index_of(device))
+    module.max_memory_allocated = lambda device=None: torch.accelerator.max_memory_allocated(
+        index_of(device)
+    )
     module.cudart = lambda: _Runtime
-    module.memory_allocated = lambda device=None: torch.accelerator.memory_allocated(index_of(device))
+    module.memory_allocated = lambda device=None: torch.accelerator.memory_allocated(
+        index_of(device)
+    )
     return module

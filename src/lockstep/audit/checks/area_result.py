@@ -19,17 +19,37 @@ class AreaResult:
     unseen: list[str] = field(default_factory=list)
     _badness: dict[Cause, float] = field(default_factory=dict)
 
-    def find(self, cause: Cause, evidence: str, *, line: str = "", step: int | None = None, names: list[str] | None = None) -> None:
+    def find(
+        self,
+        cause: Cause,
+        evidence: str,
+        *,
+        line: str = "",
+        step: int | None = None,
+        names: list[str] | None = None,
+    ) -> None:
         """Add a finding; only the first of each cause is kept, which is the earliest."""
         if all(each.cause is not cause for each in self.findings):
-            self.findings.append(Finding(cause=cause, area=self.area, evidence=evidence, line=line, step=step, names=names or []))
+            self.findings.append(
+                Finding(
+                    cause=cause,
+                    area=self.area,
+                    evidence=evidence,
+                    line=line,
+                    step=step,
+                    names=names or [],
+                )
+            )
 
     def miss(self, reason: str) -> None:
-        """Add a reason why something was not seen; of those that differ by their numbers alone, only the first."""
+        """Add a reason why something was not seen; of those that differ by their numbers alone,
+        only the first."""
         if all(_NUMBER.sub("", each) != _NUMBER.sub("", reason) for each in self.unseen):
             self.unseen.append(reason)
 
-    def find_worst(self, cause: Cause, evidence: str, *, line: str, step: int, badness: float) -> None:
+    def find_worst(
+        self, cause: Cause, evidence: str, *, line: str, step: int, badness: float
+    ) -> None:
         """Add a finding in place of one of the same cause that is less bad."""
         if badness > self._badness.get(cause, 0.0):
             self._badness[cause] = badness

@@ -13,12 +13,17 @@ from lockstep.audit.finding import Area, Cause
 from lockstep.audit.records import Rank, Records, Row
 
 _ERROR = re.compile(r"^(?:\[\w+\]:\s*)*[\w.]*(?:Error|Exception|Interrupt)\b.*$", re.MULTILINE)
-_BROKEN = re.compile(r"gloo|connection|peer|nccl|process ?group|timed out|timeout|buffer size|size mismatch|collective", re.IGNORECASE)
+_BROKEN = re.compile(
+    r"gloo|connection|peer|nccl|process ?group|timed out|timeout|buffer size|size"
+    r" mismatch|collective",
+    re.IGNORECASE,
+)
 REDUCTION = "DistributedDataParallel's reduction of gradients"
 
 
 def is_broken_collective(error: str) -> bool:
-    """True if a script failed in a collective on all ranks that failed, and by no error of its own."""
+    """True if a script failed in a collective on all ranks that failed, and by no error of its
+    own."""
     errors = _ERROR.findall(error)
     return bool(errors) and all(_BROKEN.search(each) for each in errors)
 
@@ -30,7 +35,9 @@ def check_collectives(records: Records, *, hung: bool, error: str) -> AreaResult
     if records.world_size < 2:
         return result
     if records.joined_at < float("inf"):
-        result.miss("under Join ranks take different numbers of steps: what they do there is not compared")
+        result.miss(
+            "under Join ranks take different numbers of steps: what they do there is not compared"
+        )
         return result
     if hung or failed:
         _check_uneven(result, records)
@@ -38,9 +45,16 @@ def check_collectives(records: Records, *, hung: bool, error: str) -> AreaResult
     if failed and not result.findings:
         _check_left(result, records)
     if hung and not result.findings:
-        result.find(Cause.HANG, "the ranks wait: " + "; ".join(_places(records)), line=_last_line(records.ranks[-1].rows))
+        result.find(
+            Cause.HANG,
+            "the ranks wait: " + "; ".join(_places(records)),
+            line=_last_line(records.ranks[-1].rows),
+        )
     if compared:
-        result.right = f"{compared} collectives, of Python code and of DistributedDataParallel, in the same order on all ranks"
+        result.right = (
+            f"{compared} collectives, of Python code and of DistributedDataParallel, in the same"
+            " order on all ranks"
+        )
     elif not result.findings:
         result.miss("no collective of Python code or of DistributedDataParallel was seen")
     return result
@@ -55,7 +69,12 @@ def check_files(records: Records) -> AreaResult:
     for path, rows in writers.items():
         if len(rows) > 1:
             ranks = ", ".join(map(str, sorted(rows)))
-            result.find(Cause.SAVED_BY_EVERY_RANK, f"ranks {ranks} wrote {path}", line=next(iter(rows.values()))["line"], names=[path])
+            result.find(
+                Cause.SAVED_BY_EVERY_RANK,
+                f"ranks {ranks} wrote {path}",
+                line=next(iter(rows.values()))["line"],
+                names=[path],
+            )
     if writers:
         result.right = f"files that were saved, each by one rank: {len(writers)}"
     elif records.steps:
@@ -68,10 +87,16 @@ def _check_uneven(result: AreaResult, records: Records) -> None:
         for ranks in loader.passes:
             counts = [each.batches for each in ranks]
             ended = [each.is_complete for each in ranks]
-            if loader.is_training and max(counts) > min(counts) and ended[counts.index(min(counts))]:
+            if (
+                loader.is_training
+                and max(counts) > min(counts)
+                and ended[counts.index(min(counts))]
+            ):
                 texts = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(counts))
                 result.find(
-                    Cause.UNEVEN_INPUTS, f"pass {ranks[0].begin['number']} over the training data has batches: {texts}", line=loader.line
+                    Cause.UNEVEN_INPUTS,
+                    f"pass {ranks[0].begin['number']} over the training data has batches: {texts}",
+                    line=loader.line,
                 )
 
 
@@ -83,18 +108,23 @@ def _check_left(result: AreaResult, records: Records) -> None:
         numbers = ", ".join(str(rank.rank) for rank in left)
         result.find(
             Cause.RANK_LEFT,
-            f"rank {numbers} ended after {len(left[0].steps)} steps and {min(counts)} backwards; the others began backward {max(counts)}, "
-            "and its reduction failed without that rank",
+            f"rank {numbers} ended after {len(left[0].steps)} steps and {min(counts)} backwards;"
+            f" the others began backward {max(counts)}, and its reduction failed without that rank",
             line=_last_line(left[0].rows),
         )
 
 
 def _check_order(result: AreaResult, records: Records, *, broken: bool) -> int:
-    """Find the first collective that is another one on another rank. Returns the number of those that were compared."""
+    """Find the first collective that is another one on another rank. Returns the number of those
+    that were compared."""
     by_rank = [_collectives(rank) for rank in records.ranks]
     compared = 0
     for group in sorted({tuple(row["ranks"]) for rows in by_rank for row in rows}):
-        parts = [(rank, rows) for rank, rows in zip(records.ranks, by_rank, strict=True) if rank.rank in group]
+        parts = [
+            (rank, rows)
+            for rank, rows in zip(records.ranks, by_rank, strict=True)
+            if rank.rank in group
+        ]
         members = [rank for rank, _ in parts]
         calls = [[row for row in rows if tuple(row["ranks"]) == group] for _, rows in parts]
         for number, rows in enumerate(zip(*calls, strict=False)):
@@ -106,10 +136,13 @@ def _check_order(result: AreaResult, records: Records, *, broken: bool) -> int:
         counts = [len(each) for each in calls]
         if max(counts) != min(counts) and (broken or all(rank.has_ended for rank in members)):
             extra = calls[counts.index(max(counts))][min(counts)]
-            texts = ", ".join(f"{each} on rank {rank.rank}" for rank, each in zip(members, counts, strict=True))
+            texts = ", ".join(
+                f"{each} on rank {rank.rank}" for rank, each in zip(members, counts, strict=True)
+            )
             result.find(
                 Cause.COLLECTIVE_MISMATCH,
-                f"the ranks called different numbers of collectives ({texts}); the first that not all called: {_text(extra)}",
+                f"the ranks called different numbers of collectives ({texts}); the first that not"
+                f" all called: {_text(extra)}",
                 line=extra["line"],
             )
             return compared
@@ -117,7 +150,8 @@ def _check_order(result: AreaResult, records: Records, *, broken: bool) -> int:
 
 
 def _collectives(rank: Rank) -> list[Row]:
-    """The collectives of a rank in their order, with the reductions of DistributedDataParallel in its backwards."""
+    """The collectives of a rank in their order, with the reductions of DistributedDataParallel in
+    its backwards."""
     found: list[Row] = []
     waiting: dict[int, Row] = {}
     for row in rank.of("collective", "ddp_forward", "backward"):
@@ -134,13 +168,18 @@ def _collectives(rank: Rank) -> list[Row]:
     return found
 
 
-def _mismatch(members: Sequence[Rank], calls: Sequence[Sequence[Row]], number: int) -> tuple[str, str]:
-    """The evidence and the line of collectives that are not the same. The one before them may have come from another
-    line, as of a model that one rank alone calls: then that one is the cause."""
+def _mismatch(
+    members: Sequence[Rank], calls: Sequence[Sequence[Row]], number: int
+) -> tuple[str, str]:
+    """The evidence and the line of collectives that are not the same. The one before them may have
+    come from another line, as of a model that one rank alone calls: then that one is the cause."""
     rows = [each[number] for each in calls]
     text = f"collective {number + 1}: {_texts(members, rows)}"
     kinds = Counter(_kind(row) for row in rows)
-    rare = min(range(len(rows)), key=lambda each: (kinds[_kind(rows[each])], rows[each]["name"] == REDUCTION))
+    rare = min(
+        range(len(rows)),
+        key=lambda each: (kinds[_kind(rows[each])], rows[each]["name"] == REDUCTION),
+    )
     before = [each[number - 1] for each in calls] if number else []
     if len({row["line"] for row in before}) > 1:
         return f"{text}; before it: {_texts(members, before)}", str(before[rare]["line"])
@@ -148,7 +187,9 @@ def _mismatch(members: Sequence[Rank], calls: Sequence[Sequence[Row]], number: i
 
 
 def _texts(members: Sequence[Rank], rows: Sequence[Row]) -> str:
-    return ", ".join(f"rank {rank.rank} {_text(row)}" for rank, row in zip(members, rows, strict=True))
+    return ", ".join(
+        f"rank {rank.rank} {_text(row)}" for rank, row in zip(members, rows, strict=True)
+    )
 
 
 def _kind(row: Row) -> tuple[Any, ...]:
@@ -157,11 +198,16 @@ def _kind(row: Row) -> tuple[Any, ...]:
 
 def _text(row: Row) -> str:
     shape = f" of {'x'.join(map(str, row['shape'][0])) or 'a number'}" if row["shape"] else ""
-    return f"{row['name']}{shape}" + (f" at line {row['line'].rpartition(':')[2]}" if row["line"] else "")
+    return f"{row['name']}{shape}" + (
+        f" at line {row['line'].rpartition(':')[2]}" if row["line"] else ""
+    )
 
 
 def _places(records: Records) -> list[str]:
-    return [f"rank {rank.rank} after {len(rank.steps)} steps" + (", ended" if rank.has_ended else "") for rank in records.ranks]
+    return [
+        f"rank {rank.rank} after {len(rank.steps)} steps" + (", ended" if rank.has_ended else "")
+        for rank in records.ranks
+    ]
 
 
 def _last_line(rows: Sequence[Row]) -> str:

@@ -1,4 +1,5 @@
-"""Compares what a script learned on one process with what it learned on several, with one global batch."""
+"""Compares what a script learned on one process with what it learned on several, with one global
+batch."""
 
 from __future__ import annotations
 
@@ -16,9 +17,12 @@ KINDS = {"gradient": "applied", "parameter": "parameters"}
 """Tensors that are compared in each step, in this order: the fault is in the first that differs."""
 
 
-def check_compare(reference: Records, perturbed: Sequence[Records], others: Mapping[int, Records], likely: str) -> AreaResult:
-    """`reference`: on one process. `perturbed`: the same, from parameters that differ by one unit in the last place.
-    `others`: by their number of processes. `likely`: the cause, if it is known, for the evidence."""
+def check_compare(
+    reference: Records, perturbed: Sequence[Records], others: Mapping[int, Records], likely: str
+) -> AreaResult:
+    """`reference`: on one process. `perturbed`: the same, from parameters that differ by one unit
+    in the last place. `others`: by their number of processes. `likely`: the cause, if it is known,
+    for the evidence."""
     result = AreaResult(Area.COMPARE)
     steps = min([reference.steps, *(each.steps for each in [*perturbed, *others.values()])])
     if not steps:
@@ -30,13 +34,17 @@ def check_compare(reference: Records, perturbed: Sequence[Records], others: Mapp
             step, kind, name, off, times = found
             result.find(
                 Cause.DEPENDS_ON_PROCESSES,
-                f"on {processes} processes, step {step}: the {kind} of {name} is off by {off:.2g} of its size from that on one process, "
-                f"{times:.3g} × what rounding does; {_samples(reference, records, step)}{likely}",
+                f"on {processes} processes, step {step}: the {kind} of {name} is off by {off:.2g}"
+                f" of its size from that on one process, {times:.3g} × what rounding does;"
+                f" {_samples(reference, records, step)}{likely}",
                 line=_step(reference, step)[0]["line"],
                 step=step,
                 names=[name],
             )
-    result.right = f"{steps} steps on {', '.join(map(str, others))} processes are those of one process, to within {TOLERANCE:g} × rounding"
+    result.right = (
+        f"{steps} steps on {', '.join(map(str, others))} processes are those of one process, to"
+        f" within {TOLERANCE:g} × rounding"
+    )
     return result
 
 
@@ -53,8 +61,11 @@ def _first_difference(
     return None
 
 
-def _differences(kind: str, runs: Sequence[Sequence[Row]], other: Sequence[Row]) -> list[tuple[float, float, str]]:
-    """The distance of each tensor, in multiples of rounding and relative to its size, and its name."""
+def _differences(
+    kind: str, runs: Sequence[Sequence[Row]], other: Sequence[Row]
+) -> list[tuple[float, float, str]]:
+    """The distance of each tensor, in multiples of rounding and relative to its size, and its
+    name."""
     found = []
     names = [name for name in runs[0][0]["parameters"] if name in other[0]["parameters"]]
     typical = max((_norm(_tensor(kind, runs[0], name)) for name in names), default=0.0)
@@ -67,7 +78,9 @@ def _differences(kind: str, runs: Sequence[Sequence[Row]], other: Sequence[Row])
         noise = max(_distance(one, two) for one, two in combinations(same, 2))
         rounding = max(noise, MINIMUM_ULPS * EPS["float32"] * max(size, 1e-3 * typical))
         distance = _distance(same[0], there)
-        found.append((distance / rounding if rounding else 0.0, distance / size if size else 0.0, name))
+        found.append(
+            (distance / rounding if rounding else 0.0, distance / size if size else 0.0, name)
+        )
     return found
 
 
@@ -97,7 +110,11 @@ def _samples(reference: Records, other: Records, step: int) -> str:
     one, many = (_samples_of(each, step) for each in (reference, other))
     if not one or not many:
         return "the samples were not seen"
-    return "the samples are the same" if one == many else "the samples are others: the order of the data depends on the number of processes"
+    return (
+        "the samples are the same"
+        if one == many
+        else "the samples are others: the order of the data depends on the number of processes"
+    )
 
 
 def _samples_of(records: Records, step: int) -> list[str]:

@@ -1,4 +1,5 @@
-"""Checks gradients: the factors with which those of all ranks enter the applied one, read from linear sketches."""
+"""Checks gradients: the factors with which those of all ranks enter the applied one, read from
+linear sketches."""
 
 from __future__ import annotations
 
@@ -41,12 +42,18 @@ class Factors:
     def even(self) -> float | None:
         """The factor of all ranks if they have one; else None."""
         largest, smallest = max(self.values), min(self.values)
-        return float(np.mean(self.values)) if largest > 0 and smallest > (1 - EVEN) * largest else None
+        return (
+            float(np.mean(self.values)) if largest > 0 and smallest > (1 - EVEN) * largest else None
+        )
 
     def is_own_only(self, rank: int) -> bool:
         """True if only this rank's own gradient is in it."""
         own = abs(self.values[rank])
-        return own > 0 and all(abs(each) < NEGLIGIBLE * own for number, each in enumerate(self.values) if number != rank)
+        return own > 0 and all(
+            abs(each) < NEGLIGIBLE * own
+            for number, each in enumerate(self.values)
+            if number != rank
+        )
 
 
 def check_gradients(records: Records) -> AreaResult:
@@ -74,7 +81,8 @@ def check_gradients(records: Records) -> AreaResult:
         if alike == LEAST_ALIKE:
             result.find(
                 Cause.SAME_SAMPLES,
-                f"step {step}: the backwards of all ranks gave the same gradient, to the last digits: all ranks have the same batch",
+                f"step {step}: the backwards of all ranks gave the same gradient, to the last"
+                " digits: all ranks have the same batch",
                 line=rows[0]["backward_line"] or rows[0]["line"],
                 step=step,
             )
@@ -82,20 +90,37 @@ def check_gradients(records: Records) -> AreaResult:
     _check_untrained(result, records)
     if records.steps and not steps:
         result.miss("no optimizer step was taken by all ranks together")
-    sketches = [sketch for rows in records.together() for row in rows for sketch in row["applied"].values() if sketch]
+    sketches = [
+        sketch
+        for rows in records.together()
+        for row in rows
+        for sketch in row["applied"].values()
+        if sketch
+    ]
     if steps and not sketches:
         result.miss("no gradient was seen at the steps of the optimizer")
     elif steps and not any(sketch[-1] for sketch in sketches):
         result.miss("every gradient is zero: the script learns nothing")
     if seen:
-        whose = "the gradients of all ranks with one factor" if records.world_size > 1 else "the gradient of their own backwards"
+        whose = (
+            "the gradients of all ranks with one factor"
+            if records.world_size > 1
+            else "the gradient of their own backwards"
+        )
         result.right = f"{seen}{'' if seen == steps else f' of {steps}'} steps apply {whose}"
     return result
 
 
 def _not_finite(rows: Sequence[Row], sketches: str) -> list[str]:
     """The names of what is NaN or infinite on some rank."""
-    return list(dict.fromkeys(name for row in rows for name, each in row[sketches].items() if each and not np.isfinite(each).all()))
+    return list(
+        dict.fromkeys(
+            name
+            for row in rows
+            for name, each in row[sketches].items()
+            if each and not np.isfinite(each).all()
+        )
+    )
 
 
 def _check_finite(result: AreaResult, rows: Sequence[Row], step: int) -> None:
@@ -105,8 +130,13 @@ def _check_finite(result: AreaResult, rows: Sequence[Row], step: int) -> None:
         ("parameters", f"after step {step}, whose gradient was not finite,", rows[0]["line"]),
     ):
         if names := _not_finite(rows, sketches):
-            text = f"{when} {len(names)} of {len(rows[0]['parameters'])} parameters are NaN or infinite: {first_few(names)}"
-            result.find(Cause.NOT_FINITE, text, line=line or rows[0]["line"], step=step, names=names)
+            text = (
+                f"{when} {len(names)} of {len(rows[0]['parameters'])} parameters are NaN or"
+                f" infinite: {first_few(names)}"
+            )
+            result.find(
+                Cause.NOT_FINITE, text, line=line or rows[0]["line"], step=step, names=names
+            )
             return
 
 
@@ -120,37 +150,55 @@ def before_clipping(row: Row, name: str) -> list[float] | None:
 
 
 def own_sums(row: Row, names: Iterable[str], backwards: slice = slice(None)) -> dict[str, Vector]:
-    """The sum of what this rank's backwards, or some of them, added to each gradient since the last step."""
+    """The sum of what this rank's backwards, or some of them, added to each gradient since the last
+    step."""
     sums: dict[str, Vector] = {}
     for name in names:
-        parts = [part for each in list(row["added"].values())[backwards] if (part := vector(each.get(name))) is not None]
+        parts = [
+            part
+            for each in list(row["added"].values())[backwards]
+            if (part := vector(each.get(name))) is not None
+        ]
         sums[name] = np.sum(parts, axis=0) if parts else np.zeros(8)
     return sums
 
 
 def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
-    """The reduced gradient that a rank applies; of a sharded parameter the sum of all ranks' shards."""
+    """The reduced gradient that a rank applies; of a sharded parameter the sum of all ranks'
+    shards."""
     if name in rows[rank]["sharded"]:
-        shards = [vector(before_clipping(row, name) if row["clip"] is None else row["reduced"].get(name)) for row in rows]
+        shards = [
+            vector(before_clipping(row, name) if row["clip"] is None else row["reduced"].get(name))
+            for row in rows
+        ]
         present = [each for each in shards if each is not None]
         return np.sum(present, axis=0) if len(present) == len(shards) else None
     return vector(before_clipping(rows[rank], name))
 
 
 def factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors | None:
-    """Fit the reduced gradients of these names by the ranks' own. None if those are too alike, or there are none."""
+    """Fit the reduced gradients of these names by the ranks' own. None if those are too alike, or
+    there are none."""
     sums = [own_sums(row, names) for row in rows]
     return _fit(rows, rank, names, sums)
 
 
 def last_factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors | None:
     """The same for the last backward of each rank alone, fitted together with those before it."""
-    sums = [own_sums(row, names, backwards) for backwards in (slice(-1, None), slice(0, -1)) for row in rows]
+    sums = [
+        own_sums(row, names, backwards)
+        for backwards in (slice(-1, None), slice(0, -1))
+        for row in rows
+    ]
     found = _fit(rows, rank, names, sums)
-    return None if found is None else Factors(found.names, found.values[: len(rows)], found.residual)
+    return (
+        None if found is None else Factors(found.names, found.values[: len(rows)], found.residual)
+    )
 
 
-def _fit(rows: Sequence[Row], rank: int, names: Sequence[str], sums: Sequence[dict[str, Vector]]) -> Factors | None:
+def _fit(
+    rows: Sequence[Row], rank: int, names: Sequence[str], sums: Sequence[dict[str, Vector]]
+) -> Factors | None:
     names = [name for name in names if reduced_of(rows, rank, name) is not None]
     if not names:
         return None
@@ -172,7 +220,11 @@ def _fit(rows: Sequence[Row], rank: int, names: Sequence[str], sums: Sequence[di
 def shared_names(rows: Sequence[Row]) -> list[str]:
     """The parameters that every rank has, with a gradient on one of them at least."""
     common = set.intersection(*(set(row["applied"]) for row in rows))
-    return [name for name in rows[0]["applied"] if name in common and any(row["applied"][name] is not None for row in rows)]
+    return [
+        name
+        for name in rows[0]["applied"]
+        if name in common and any(row["applied"][name] is not None for row in rows)
+    ]
 
 
 def _check_reduction(result: AreaResult, rows: Sequence[Row], step: int) -> bool:
@@ -186,8 +238,15 @@ def _check_reduction(result: AreaResult, rows: Sequence[Row], step: int) -> bool
         whole = factors(rows, rank, names)
         is_even = whole is not None and whole.fits and whole.even is not None
         is_right = is_right and is_even
-        local = [name for name in names if _is_own_only(rows, rank, name) and _matters(rows, rank, name)]
-        if whole is not None and not whole.fits and not local and all(len(row["added"]) > 1 for row in rows):
+        local = [
+            name for name in names if _is_own_only(rows, rank, name) and _matters(rows, rank, name)
+        ]
+        if (
+            whole is not None
+            and not whole.fits
+            and not local
+            and all(len(row["added"]) > 1 for row in rows)
+        ):
             last = last_factors(rows, rank, names)
             if last is not None and last.fits and last.is_own_only(rank):
                 local = names
@@ -197,7 +256,8 @@ def _check_reduction(result: AreaResult, rows: Sequence[Row], step: int) -> bool
             if clip is not None and _is_reduced_after_clip(rows, rank, local):
                 result.find(
                     Cause.LOCAL_CLIPPING,
-                    f"step {step}: rank {rank} clipped its own gradient (norm {_text(clip.get('norm'))}), reduced only afterwards",
+                    f"step {step}: rank {rank} clipped its own gradient (norm"
+                    f" {_text(clip.get('norm'))}), reduced only afterwards",
                     line=clip["line"],
                     step=step,
                 )
@@ -205,13 +265,15 @@ def _check_reduction(result: AreaResult, rows: Sequence[Row], step: int) -> bool
             part = "every parameter" if len(local) == len(names) else first_few(local)
             result.find(
                 Cause.NOT_REDUCED,
-                f"step {step}: the gradient that rank {rank} applies to {part} holds its own backward alone: "
-                f"{_list(factors(rows, rank, local[:1]))}",
+                f"step {step}: the gradient that rank {rank} applies to {part} holds its own"
+                f" backward alone: {_list(factors(rows, rank, local[:1]))}",
                 line=rows[rank]["backward_line"] or rows[rank]["line"],
                 step=step,
                 names=local,
             )
-        elif not is_even and any(each and each[-1] for row in rows for each in row["applied"].values()):
+        elif not is_even and any(
+            each and each[-1] for row in rows for each in row["applied"].values()
+        ):
             result.miss(_why_unclear(whole, rows, step))
     return is_right
 
@@ -222,8 +284,14 @@ def _why_unclear(whole: Factors | None, rows: Sequence[Row], step: int) -> str:
             return "what backwards add to gradients was not seen"
         return "gradients before their reduction were not seen, or were the same on all ranks"
     if whole.fits:
-        return f"step {step}: the ranks' gradients are applied with factors of the script's own: {_list(whole)}"
-    return f"step {step}: {whole.residual:.2g} of the applied gradient is not a sum of what the backwards added"
+        return (
+            f"step {step}: the ranks' gradients are applied with factors of the script's own:"
+            f" {_list(whole)}"
+        )
+    return (
+        f"step {step}: {whole.residual:.2g} of the applied gradient is not a sum of what the"
+        " backwards added"
+    )
 
 
 def _is_own_only(rows: Sequence[Row], rank: int, name: str) -> bool:
@@ -233,29 +301,44 @@ def _is_own_only(rows: Sequence[Row], rank: int, name: str) -> bool:
 
 def _is_reduced_after_clip(rows: Sequence[Row], rank: int, names: Sequence[str]) -> bool:
     """True if what is applied, after the clipping, is the same on all ranks."""
-    return all(difference(rows[0]["applied"][name], rows[rank]["applied"][name]) < 1e-4 for name in names) and len(rows) > 1
+    return (
+        all(
+            difference(rows[0]["applied"][name], rows[rank]["applied"][name]) < 1e-4
+            for name in names
+        )
+        and len(rows) > 1
+    )
 
 
 def _are_alike(rows: Sequence[Row]) -> bool:
     """True if the own gradients of all ranks are equal, and not zero."""
     names = shared_names(rows)
-    return bool(names) and any(own_sums(rows[0], names)[name].any() for name in names) and all(_is_same(rows, name) for name in names)
+    return (
+        bool(names)
+        and any(own_sums(rows[0], names)[name].any() for name in names)
+        and all(_is_same(rows, name) for name in names)
+    )
 
 
 def _have_equal_losses(records: Records, rows: Sequence[Row]) -> bool:
-    """True if the last backwards of all ranks began from one value. (A hook of the script may reduce gradients before
-    they are seen: then they are alike, although the batches are not.)"""
+    """True if the last backwards of all ranks began from one value. (A hook of the script may
+    reduce gradients before they are seen: then they are alike, although the batches are not.)"""
     values = []
     for rank, row in zip(records.ranks, rows, strict=True):
         last = max(int(number) for number in row["added"])
-        values.append(next((each["value"] for each in rank.of("backward") if each["number"] == last), None))
+        values.append(
+            next((each["value"] for each in rank.of("backward") if each["number"] == last), None)
+        )
     return all(each == values[0] for each in values)
 
 
 def _matters(rows: Sequence[Row], rank: int, name: str) -> bool:
     """True if other ranks added to this gradient too: else the rank's own is all there is."""
     own = [np.linalg.norm(own_sums(row, [name])[name]) for row in rows]
-    return bool(max((each for number, each in enumerate(own) if number != rank), default=0.0) > NEGLIGIBLE * own[rank])
+    return bool(
+        max((each for number, each in enumerate(own) if number != rank), default=0.0)
+        > NEGLIGIBLE * own[rank]
+    )
 
 
 def _is_same(rows: Sequence[Row], name: str) -> bool:
@@ -269,8 +352,8 @@ def _check_stale(result: AreaResult, rows: Sequence[Row], step: int) -> None:
         if row["stale"]:
             result.find(
                 Cause.STALE_GRADIENTS,
-                f"step {step}: on rank {rank} the gradients of {first_few(row['stale'])} still held those of the step before when the next "
-                "backward added to them",
+                f"step {step}: on rank {rank} the gradients of {first_few(row['stale'])} still held"
+                " those of the step before when the next backward added to them",
                 line=row["line"],
                 step=step,
                 names=row["stale"],
@@ -282,18 +365,23 @@ def _check_clipping(result: AreaResult, rows: Sequence[Row], step: int) -> None:
         if row["clip"] is not None and row["clip"]["scaled"]:
             result.find(
                 Cause.CLIPPED_SCALED,
-                f"step {step}: the norm was taken while gradients were multiplied by the loss scale {row['scale']:g}: "
-                f"{_text(row['clip'].get('norm'))}",
+                f"step {step}: the norm was taken while gradients were multiplied by the loss scale"
+                f" {row['scale']:g}: {_text(row['clip'].get('norm'))}",
                 line=row["clip"]["line"],
                 step=step,
             )
         backwards = [int(number) for number, added in row["added"].items() if added]
-        early = [each for each in row["clipped"] if each["backward"] in backwards and each["backward"] < backwards[-1]]
+        early = [
+            each
+            for each in row["clipped"]
+            if each["backward"] in backwards and each["backward"] < backwards[-1]
+        ]
         if early:
             result.find(
                 Cause.LOCAL_CLIPPING,
-                f"step {step}: gradients were clipped after {backwards.index(early[0]['backward']) + 1} of {len(backwards)} microbatches, "
-                "before they were reduced",
+                f"step {step}: gradients were clipped after"
+                f" {backwards.index(early[0]['backward']) + 1} of {len(backwards)} microbatches,"
+                " before they were reduced",
                 line=early[0]["line"],
                 step=step,
             )
@@ -302,11 +390,16 @@ def _check_clipping(result: AreaResult, rows: Sequence[Row], step: int) -> None:
 def _check_unused(result: AreaResult, rows: Sequence[Row], step: int) -> None:
     common = set.intersection(*(set(row["applied"]) for row in rows))
     for name in (name for name in rows[0]["applied"] if name in common):
-        missing = [rank for rank, row in enumerate(rows) if row["applied"][name] is None and name not in row["sharded"]]
+        missing = [
+            rank
+            for rank, row in enumerate(rows)
+            if row["applied"][name] is None and name not in row["sharded"]
+        ]
         if missing and len(missing) < len(rows):
             result.find(
                 Cause.UNUSED_PARAMETER,
-                f"step {step}: {name} has a gradient on some ranks, and none on rank {missing[0]}, which does not update it",
+                f"step {step}: {name} has a gradient on some ranks, and none on rank {missing[0]},"
+                " which does not update it",
                 line=rows[missing[0]]["line"],
                 step=step,
                 names=[name],
@@ -315,19 +408,29 @@ def _check_unused(result: AreaResult, rows: Sequence[Row], step: int) -> None:
 
 def _check_local_clipping(result: AreaResult, rows: Sequence[Row], step: int) -> None:
     """Find norms of a part of the gradient: ranks then clip by different factors."""
-    norms = [norm for row in rows if row["clip"] is not None and isinstance(norm := row["clip"].get("norm"), float)]
+    norms = [
+        norm
+        for row in rows
+        if row["clip"] is not None and isinstance(norm := row["clip"].get("norm"), float)
+    ]
     line = rows[0]["clip"]["line"] if rows[0]["clip"] is not None else rows[0]["line"]
     if len(norms) == len(rows) and max(norms) - min(norms) > 1e-4 * max(norms):
         if not any(row["sharded"] for row in rows) and _is_local(rows):
             return  # not reduced, or reduced after it: that is said elsewhere
         texts = ", ".join(f"{each:.4g}" for each in norms)
-        result.find(Cause.LOCAL_CLIPPING, f"step {step}: the norms by which the ranks clipped differ: {texts}", line=line, step=step)
+        result.find(
+            Cause.LOCAL_CLIPPING,
+            f"step {step}: the norms by which the ranks clipped differ: {texts}",
+            line=line,
+            step=step,
+        )
     ratios = [ratio for row in rows if (ratio := _clip_ratio(row)) is not None]
     if len(ratios) == len(rows) and max(ratios) - min(ratios) > EVEN * max(ratios):
         texts = ", ".join(f"{each:.4g}" for each in ratios)
         result.find(
             Cause.LOCAL_CLIPPING,
-            f"step {step}: the ranks multiplied their shards of one gradient by different factors: {texts}",
+            f"step {step}: the ranks multiplied their shards of one gradient by different factors:"
+            f" {texts}",
             line=line,
             step=step,
         )
@@ -335,12 +438,16 @@ def _check_local_clipping(result: AreaResult, rows: Sequence[Row], step: int) ->
 
 def _is_local(rows: Sequence[Row]) -> bool:
     found = [factors(rows, rank, shared_names(rows)) for rank in range(len(rows))]
-    return any(each is not None and each.fits and each.is_own_only(rank) for rank, each in enumerate(found))
+    return any(
+        each is not None and each.fits and each.is_own_only(rank) for rank, each in enumerate(found)
+    )
 
 
 def _clip_ratio(row: Row) -> float | None:
     """The factor between this rank's reduced shards and the shards that it applied."""
-    names = [name for name in row["sharded"] if row["reduced"].get(name) and row["applied"].get(name)]
+    names = [
+        name for name in row["sharded"] if row["reduced"].get(name) and row["applied"].get(name)
+    ]
     before = np.sqrt(sum(size(row["reduced"][name]) ** 2 for name in names))
     after = np.sqrt(sum(size(row["applied"][name]) ** 2 for name in names))
     return float(after / before) if before else None
@@ -353,18 +460,23 @@ def _check_wasted(result: AreaResult, records: Records) -> None:
         for row in rank.rows:
             if row["kind"] == "ddp_forward":
                 line = row["line"]
-                reducing = reducing | {row["wrapper"]} if row["reduces"] else reducing - {row["wrapper"]}
+                reducing = (
+                    reducing | {row["wrapper"]} if row["reduces"] else reducing - {row["wrapper"]}
+                )
             elif row["kind"] == "backward":
                 counts.update(reducing)
                 reducing = set()
                 before.add(str(row["number"]))
             elif row["kind"] == "step":
                 count = max(counts.values(), default=0)
-                several = sum(1 for number, each in row["added"].items() if each and number in before)
+                several = sum(
+                    1 for number, each in row["added"].items() if each and number in before
+                )
                 if count > 1 and several > 1:
                     result.find(
                         Cause.REDUCED_EVERY_MICROBATCH,
-                        f"step {row['index']}: rank {rank.rank} reduced its gradients {count} times in a step of {several} backwards",
+                        f"step {row['index']}: rank {rank.rank} reduced its gradients {count} times"
+                        f" in a step of {several} backwards",
                         line=line or row["line"],
                         step=row["index"],
                     )
@@ -377,7 +489,8 @@ def _check_untrained(result: AreaResult, records: Records) -> None:
             if names := row.get("untrained"):
                 result.find(
                     Cause.NOT_TRAINED,
-                    f"{len(names)} parameters of the model have gradients and are in no optimizer: {first_few(names)}",
+                    f"{len(names)} parameters of the model have gradients and are in no optimizer:"
+                    f" {first_few(names)}",
                     line=row["line"],
                     step=row["index"],
                     names=names,
@@ -387,7 +500,10 @@ def _check_untrained(result: AreaResult, records: Records) -> None:
 def _list(found: Factors | None) -> str:
     if found is None or not found.fits:
         return "that of its last microbatch is not reduced"
-    return " + ".join(f"{0.0 if abs(value) < 1e-6 else value:.3g} × rank {number}'s" for number, value in enumerate(found.values))
+    return " + ".join(
+        f"{0.0 if abs(value) < 1e-6 else value:.3g} × rank {number}'s"
+        for number, value in enumerate(found.values)
+    )
 
 
 def _text(value: object) -> str:

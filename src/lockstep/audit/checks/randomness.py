@@ -1,4 +1,5 @@
-"""Checks random numbers, of which each rank, worker and step draws its own, and train and eval mode."""
+"""Checks random numbers, of which each rank, worker and step draws its own, and train and eval
+mode."""
 
 from __future__ import annotations
 
@@ -25,17 +26,29 @@ def check_randomness(records: Records) -> AreaResult:
     return result
 
 
-def _forwards_text(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], compared: bool) -> str:
-    """Returns what is right of the forwards: empty if they were not seen or compared. Adds to `result` why not."""
+def _forwards_text(
+    result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], compared: bool
+) -> str:
+    """Returns what is right of the forwards: empty if they were not seen or compared. Adds to
+    `result` why not."""
     backwards = [rank.of("backward") for rank in records.ranks]
-    if any(not found and _may_have_drawn(rank) for found, rank in zip(drawing, records.ranks, strict=True)):
-        result.miss("random numbers of torch were drawn between backwards, by the forward or for the data: which was not seen")
+    if any(
+        not found and _may_have_drawn(rank)
+        for found, rank in zip(drawing, records.ranks, strict=True)
+    ):
+        result.miss(
+            "random numbers of torch were drawn between backwards, by the forward or for the data:"
+            " which was not seen"
+        )
         return ""
     if any(drawing):
         if compared:
             return f"{sum(map(len, drawing))} forwards drew random numbers, each its own"
         if not result.findings:
-            result.miss("too few forwards drew random numbers on all ranks to tell whether they are the same")
+            result.miss(
+                "too few forwards drew random numbers on all ranks to tell whether they are the"
+                " same"
+            )
         return ""
     if all(len(rows) > 1 for rows in backwards):
         return f"none of {sum(map(len, backwards))} forwards drew random numbers of torch"
@@ -45,13 +58,17 @@ def _forwards_text(result: AreaResult, records: Records, drawing: Sequence[Seque
 
 def _fetches_text(result: AreaResult, records: Records) -> str:
     if not any(rank.of("batch") for rank in records.ranks):
-        result.miss("no DataLoader gave batches: random numbers of what makes the data are not seen")
+        result.miss(
+            "no DataLoader gave batches: random numbers of what makes the data are not seen"
+        )
         return ""
     if not records.fetches:
         return "no read of data drew any"
     if len({(row["rank"], row["pid"]) for row in records.fetches}) > 1:
         return f"{len(records.fetches)} reads of data drew random numbers, each its own"
-    result.miss("reads of data drew random numbers in one process only: there was none to compare them with")
+    result.miss(
+        "reads of data drew random numbers in one process only: there was none to compare them with"
+    )
     return ""
 
 
@@ -97,24 +114,47 @@ def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
         if is_other and (training or not row["grad"]):
             result.find(
                 Cause.EVALUATION_IN_TRAIN_MODE,
-                f"rank {rank.rank}: {row['what']} ran in train mode on batches that no backward followed",
+                f"rank {rank.rank}: {row['what']} ran in train mode on batches that no backward"
+                " followed",
                 line=row["line"],
             )
         elif row["loader"] is None and not row["grad"]:
-            result.miss("a forward without gradients ran in train mode, and not on batches of a DataLoader: it may be an evaluation")
+            result.miss(
+                "a forward without gradients ran in train mode, and not on batches of a DataLoader:"
+                " it may be an evaluation"
+            )
     return len(evaluations)
 
 
 def _check_training_mode(result: AreaResult, rank: Rank, backwards: Sequence[Row]) -> None:
-    """Find steps with more layers in eval mode than the first one had, or with dropout off behind trained layers."""
+    """Find steps with more layers in eval mode than the first one had, or with dropout off behind
+    trained layers."""
     first = backwards[0]
     for calls in backwards:
-        if (calls["off"] and not calls["train"]) or (calls["eval"] > first["eval"] and calls["train"] < first["train"]):
+        if (calls["off"] and not calls["train"]) or (
+            calls["eval"] > first["eval"] and calls["train"] < first["train"]
+        ):
             step = sum(1 for each in rank.steps if each["place"] < calls["place"])
-            modes = [each for each in rank.of("mode") if each["place"] < calls["place"] and each["grad"] and not each["training"]]
-            text = f"rank {rank.rank}: step {step} ran {calls['eval']} calls of dropout and BatchNorm in eval mode"
-            text += ", which the first step ran in train mode" if calls["train"] < first["train"] else ", behind layers that are trained"
-            result.find(Cause.TRAINING_IN_EVAL_MODE, text, line=modes[-1]["line"] if modes else calls["line"], step=step)
+            modes = [
+                each
+                for each in rank.of("mode")
+                if each["place"] < calls["place"] and each["grad"] and not each["training"]
+            ]
+            text = (
+                f"rank {rank.rank}: step {step} ran {calls['eval']} calls of dropout and BatchNorm"
+                " in eval mode"
+            )
+            text += (
+                ", which the first step ran in train mode"
+                if calls["train"] < first["train"]
+                else ", behind layers that are trained"
+            )
+            result.find(
+                Cause.TRAINING_IN_EVAL_MODE,
+                text,
+                line=modes[-1]["line"] if modes else calls["line"],
+                step=step,
+            )
             return
 
 
@@ -138,8 +178,8 @@ def _forwards(rank: Rank) -> list[Row]:
 
 
 def _may_have_drawn(rank: Rank) -> bool:
-    """True if random numbers were drawn between backwards, and a forward may have drawn them: it runs after its batch,
-    but a script may fetch the next batch before the backward."""
+    """True if random numbers were drawn between backwards, and a forward may have drawn them: it
+    runs after its batch, but a script may fetch the next batch before the backward."""
     first = min((row["place"] for row in rank.of("backward")), default=0)
     batches = sum(1 for row in rank.of("batch") if row["grad"] and row["place"] < first)
     return batches != 1 and any(row["other_draws"] for row in rank.of("backward"))
@@ -154,14 +194,22 @@ def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequenc
             seeds = [row for row in rank.of("seed") if row["step"] > 0]
             result.find(
                 Cause.SEED_RESET,
-                f"rank {rank.rank}: {again} of {len(states)} forwards drew the same random numbers as one before"
-                + (f"; torch.manual_seed({seeds[-1]['seed']}) is called again and again" if seeds else ""),
+                f"rank {rank.rank}: {again} of {len(states)} forwards drew the same random numbers"
+                " as one before"
+                + (
+                    f"; torch.manual_seed({seeds[-1]['seed']}) is called again and again"
+                    if seeds
+                    else ""
+                ),
                 line=seeds[-1]["line"] if seeds else rows[0]["line"],
             )
 
 
-def _check_ranks(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], *, is_said: bool) -> bool:
-    """Find forwards of two ranks that drew the same. True if the draws of all ranks that drew are told apart."""
+def _check_ranks(
+    result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], *, is_said: bool
+) -> bool:
+    """Find forwards of two ranks that drew the same. True if the draws of all ranks that drew are
+    told apart."""
     drew = [(number, rows) for number, rows in enumerate(drawing) if rows]
     is_compared = True
     for (first, one), (second, other) in combinations(drew, 2):
@@ -173,7 +221,8 @@ def _check_ranks(result: AreaResult, records: Records, drawing: Sequence[Sequenc
             seeds = [row for row in records.ranks[first].of("seed") if row["step"] == 0]
             result.find(
                 Cause.SAME_RANDOM_NUMBERS,
-                f"in {len(both)} of {len(one)} forwards ranks {first} and {second} drew the same random numbers, such as dropout masks"
+                f"in {len(both)} of {len(one)} forwards ranks {first} and {second} drew the same"
+                " random numbers, such as dropout masks"
                 + (f", since torch.manual_seed({seeds[-1]['seed']}) on both" if seeds else ""),
                 line=seeds[-1]["line"] if seeds else both[0]["line"],
             )
@@ -181,19 +230,28 @@ def _check_ranks(result: AreaResult, records: Records, drawing: Sequence[Sequenc
 
 
 def _check_fetches(result: AreaResult, records: Records) -> None:
-    """Find reads of different samples that drew the same random numbers: in workers, on ranks, in epochs."""
+    """Find reads of different samples that drew the same random numbers: in workers, on ranks, in
+    epochs."""
     by_source: dict[tuple[int, int, int], Row] = {}
     passes: dict[tuple[int, object], dict[int, int]] = {}
     for row in records.fetches:
         numbers = passes.setdefault((row["rank"], row["worker"]), {})
         number = numbers.setdefault(row["pid"], len(numbers)) if row["worker"] is not None else 0
-        by_source[row["rank"], -1 if row["worker"] is None else row["worker"], number * 1000 + row["number"]] = row
+        by_source[
+            row["rank"],
+            -1 if row["worker"] is None else row["worker"],
+            number * 1000 + row["number"],
+        ] = row
     for (one, first), (other, second) in combinations(by_source.items(), 2):
         if one[1] == -1 and one[0] == other[0]:
             continue  # one process draws on and on; a seed that is set again shows in its forwards
         if library := _same(first["drawn"], second["drawn"]):
             line = _loader_line(records, workers=one[1] != -1)
-            result.find(Cause.SAME_AUGMENTATION, f"{_source(one)} and {_source(other)} drew the same numbers of {library}", line=line)
+            result.find(
+                Cause.SAME_AUGMENTATION,
+                f"{_source(one)} and {_source(other)} drew the same numbers of {library}",
+                line=line,
+            )
             return
 
 
@@ -208,5 +266,9 @@ def _source(source: tuple[int, int, int]) -> str:
 
 
 def _loader_line(records: Records, *, workers: bool) -> str:
-    rows = [row for row in records.ranks[0].of("pass") if bool(row["workers"]) == workers] if records.ranks else []
+    rows = (
+        [row for row in records.ranks[0].of("pass") if bool(row["workers"]) == workers]
+        if records.ranks
+        else []
+    )
     return str(rows[0]["line"]) if rows else ""

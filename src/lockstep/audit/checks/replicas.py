@@ -1,4 +1,5 @@
-"""Checks that all ranks hold the same model: parameters, optimizer states, buffers, running statistics."""
+"""Checks that all ranks hold the same model: parameters, optimizer states, buffers, running
+statistics."""
 
 from __future__ import annotations
 
@@ -17,8 +18,18 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 def _seed_line(records: Records) -> str:
     """The line that set another seed on each rank before the first step; empty if none did."""
-    seeds = [{row["line"]: row["seed"] for row in rank.of("seed") if row["step"] == 0} for rank in records.ranks]
-    return next((line for line, seed in seeds[0].items() if any(each.get(line, seed) != seed for each in seeds)), "")
+    seeds = [
+        {row["line"]: row["seed"] for row in rank.of("seed") if row["step"] == 0}
+        for rank in records.ranks
+    ]
+    return next(
+        (
+            line
+            for line, seed in seeds[0].items()
+            if any(each.get(line, seed) != seed for each in seeds)
+        ),
+        "",
+    )
 
 
 def check_replicas(records: Records) -> AreaResult:
@@ -26,7 +37,11 @@ def check_replicas(records: Records) -> AreaResult:
     steps = list(records.together())
     if records.world_size < 2 or not steps:
         if records.steps:
-            result.miss("one process has no replica" if records.world_size < 2 else "the ranks took no step together")
+            result.miss(
+                "one process has no replica"
+                if records.world_size < 2
+                else "the ranks took no step together"
+            )
         return result
     own = _own_parameters(records, steps)
     for rows in steps:
@@ -37,45 +52,69 @@ def check_replicas(records: Records) -> AreaResult:
             _check_buffers(result, rows, _wrap_line(records))
     names, others = _compared(steps, own)
     if names:
-        result.right = f"{len(names)} parameters are the same on all ranks after each of {len(steps)} steps"
+        result.right = (
+            f"{len(names)} parameters are the same on all ranks after each of {len(steps)} steps"
+        )
     if others:
-        result.miss(f"{len(others)} parameters are sharded, or NaN, or not on all ranks: {first_few(others)}")
+        result.miss(
+            f"{len(others)} parameters are sharded, or NaN, or not on all ranks:"
+            f" {first_few(others)}"
+        )
     if own:
-        result.miss(f"{len(own)} parameters belong to one rank each (experts): {first_few(sorted(own))}")
+        result.miss(
+            f"{len(own)} parameters belong to one rank each (experts): {first_few(sorted(own))}"
+        )
     _check_element_wise(result, steps)
     return result
 
 
 def _own_parameters(records: Records, steps: Sequence[Sequence[Row]]) -> set[str]:
-    """Parameters that are meant to differ: they do from the beginning, are not reduced, and ranks exchange tokens."""
-    if not any(row["name"].startswith("all_to_all") for rank in records.ranks for row in rank.of("collective")):
+    """Parameters that are meant to differ: they do from the beginning, are not reduced, and ranks
+    exchange tokens."""
+    if not any(
+        row["name"].startswith("all_to_all")
+        for rank in records.ranks
+        for row in rank.of("collective")
+    ):
         return set()
     first = steps[0]
     different = {name for name in first[0]["before"] if _worst(first, "before", [name])[0] > DRIFT}
     found = {name: factors(first, 0, [name]) for name in different}
-    return {name for name, each in found.items() if each is None or not each.fits or each.is_own_only(0)}
+    return {
+        name for name, each in found.items() if each is None or not each.fits or each.is_own_only(0)
+    }
 
 
 def _compared(steps: Sequence[Sequence[Row]], own: set[str]) -> tuple[list[str], list[str]]:
-    """The parameters that were compared after every step of their optimizer, and those that were not."""
+    """The parameters that were compared after every step of their optimizer, and those that were
+    not."""
     found: dict[str, bool] = {}
     for rows in steps:
-        for name in dict.fromkeys(name for row in rows for name in row["parameters"] if name not in own):
+        for name in dict.fromkeys(
+            name for row in rows for name in row["parameters"] if name not in own
+        ):
             sketches = [row["parameters"].get(name) for row in rows]
-            is_seen = name not in rows[0]["sharded"] and all(vector(each) is not None for each in sketches)
+            is_seen = name not in rows[0]["sharded"] and all(
+                vector(each) is not None for each in sketches
+            )
             found[name] = found.get(name, True) and is_seen
-    return [name for name, is_seen in found.items() if is_seen], [name for name, is_seen in found.items() if not is_seen]
+    return [name for name, is_seen in found.items() if is_seen], [
+        name for name, is_seen in found.items() if not is_seen
+    ]
 
 
 def _check_step(result: AreaResult, rows: Sequence[Row], own: set[str], seed_line: str) -> None:
     step, line = rows[0]["index"], rows[0]["line"]
-    names = [name for name in rows[0]["parameters"] if name not in rows[0]["sharded"] and name not in own]
+    names = [
+        name for name in rows[0]["parameters"] if name not in rows[0]["sharded"] and name not in own
+    ]
     if step == 0:
         worst, name = _worst(rows, "before", names)
         if worst > DRIFT:
             result.find(
                 Cause.INITIAL_VALUES_DIFFER,
-                f"before the first step {name} differs by {worst:.2g} of its size from rank to rank",
+                f"before the first step {name} differs by {worst:.2g} of its size from rank to"
+                " rank",
                 line=seed_line or rows[0]["made_at"] or line,
                 step=step,
                 names=[name],
@@ -90,7 +129,8 @@ def _check_step(result: AreaResult, rows: Sequence[Row], own: set[str], seed_lin
     if gradient <= DRIFT and state > DRIFT:
         result.find(
             Cause.OPTIMIZER_STATE_DIFFERS,
-            f"step {step}: the gradients agree, and the optimizer's {state_name} differs by {state:.2g} of its size",
+            f"step {step}: the gradients agree, and the optimizer's {state_name} differs by"
+            f" {state:.2g} of its size",
             line=line,
             step=step,
             names=[state_name],
@@ -108,18 +148,22 @@ def _check_step(result: AreaResult, rows: Sequence[Row], own: set[str], seed_lin
 def _check_statistics(result: AreaResult, records: Records) -> None:
     """Compare the running statistics of BatchNorm as they are when a batch is normalised."""
     by_rank = [_statistics(rank.of("statistics")) for rank in records.ranks]
-    are_sent = any(row.get("broadcast_buffers") for row in records.ranks[0].of("ddp"))  # before the next forward that reduces
+    # before the next forward that reduces
+    are_sent = any(row.get("broadcast_buffers") for row in records.ranks[0].of("ddp"))
     for key in by_rank[0]:
         rows = [each.get(key) for each in by_rank]
         for others in zip(*[each or [] for each in rows], strict=False):
             worst = max(
-                difference(one, other) for each in others[1:] for one, other in zip(others[0]["sketches"], each["sketches"], strict=False)
+                difference(one, other)
+                for each in others[1:]
+                for one, other in zip(others[0]["sketches"], each["sketches"], strict=False)
             )
             if worst > 1e-4 and not (are_sent and others[0]["training"]):
                 where = "in an evaluation" if not others[0]["training"] else "in training"
                 result.find(
                     Cause.BUFFERS_DIFFER,
-                    f"{where} BatchNorm's running statistics differ by {worst:.2g} of their size from rank to rank",
+                    f"{where} BatchNorm's running statistics differ by {worst:.2g} of their size"
+                    " from rank to rank",
                     line=_wrap_line(records) or others[0]["line"],
                 )
 
@@ -127,13 +171,18 @@ def _check_statistics(result: AreaResult, records: Records) -> None:
 def _statistics(rows: Iterable[Row]) -> dict[tuple[object, ...], list[Row]]:
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["loader"], row["number"], row["training"], row["grad"], row["call"]), []).append(row)
+        found.setdefault(
+            (row["loader"], row["number"], row["training"], row["grad"], row["call"]), []
+        ).append(row)
     return found
 
 
 def _wrap_line(records: Records) -> str:
-    """The line that wrapped a model without its buffers being sent to all ranks; empty if none did."""
-    return next((str(row["line"]) for row in records.ranks[0].of("ddp") if not row["broadcast_buffers"]), "")
+    """The line that wrapped a model without its buffers being sent to all ranks; empty if none
+    did."""
+    return next(
+        (str(row["line"]) for row in records.ranks[0].of("ddp") if not row["broadcast_buffers"]), ""
+    )
 
 
 def _check_buffers(result: AreaResult, rows: Sequence[Row], line: str) -> None:
@@ -143,7 +192,8 @@ def _check_buffers(result: AreaResult, rows: Sequence[Row], line: str) -> None:
         step = rows[0]["index"]
         result.find(
             Cause.BUFFERS_DIFFER,
-            f"after step {step} the buffer {name} differs by {worst:.2g} of its size from rank to rank",
+            f"after step {step} the buffer {name} differs by {worst:.2g} of its size from rank to"
+            " rank",
             line=line or rows[0]["line"],
             step=step,
             names=[name],
@@ -155,8 +205,8 @@ def _check_element_wise(result: AreaResult, steps: Sequence[Sequence[Row]]) -> N
         if any(row.get("shards_right") is False for row in rows):
             result.find(
                 Cause.OPTIMIZER_NEEDS_WHOLE_TENSORS,
-                f"{rows[0]['type']} updates an element by the other elements of its tensor, and {len(rows[0]['sharded'])} of them are "
-                f"sharded: {first_few(rows[0]['sharded'])}",
+                f"{rows[0]['type']} updates an element by the other elements of its tensor, and"
+                f" {len(rows[0]['sharded'])} of them are sharded: {first_few(rows[0]['sharded'])}",
                 line=rows[0]["line"],
                 step=rows[0]["index"],
                 names=list(rows[0]["sharded"]),
@@ -164,7 +214,8 @@ def _check_element_wise(result: AreaResult, steps: Sequence[Sequence[Row]]) -> N
 
 
 def _worst(rows: Sequence[Row], kind: str, names: Iterable[str]) -> tuple[float, str]:
-    """The largest relative difference between rank 0 and another one, and the tensor that it is in."""
+    """The largest relative difference between rank 0 and another one, and the tensor that it is
+    in."""
     found = [
         (difference(rows[0][kind].get(name), row[kind][name]), name)
         for name in names

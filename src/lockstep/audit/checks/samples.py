@@ -16,11 +16,27 @@ from lockstep.base.errors import first_few
 LEAST_SAMPLES = 4
 """Samples of a pass from which its order can be told from another one."""
 SAMPLERS = {
-    *("RandomSampler", "SequentialSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler"),
-    *("_InfiniteConstantSampler", "SeedableRandomSampler", "LengthGroupedSampler", "DistributedLengthGroupedSampler"),
-    *("UnrepeatedDistributedSampler", "DistributedSamplerWrapper", "UnrepeatedDistributedSamplerWrapper"),
+    *(
+        "RandomSampler",
+        "SequentialSampler",
+        "SubsetRandomSampler",
+        "WeightedRandomSampler",
+        "DistributedSampler",
+    ),
+    *(
+        "_InfiniteConstantSampler",
+        "SeedableRandomSampler",
+        "LengthGroupedSampler",
+        "DistributedLengthGroupedSampler",
+    ),
+    *(
+        "UnrepeatedDistributedSampler",
+        "DistributedSamplerWrapper",
+        "UnrepeatedDistributedSamplerWrapper",
+    ),
 }
-"""Types of samplers that give each sample once in a pass, or say that they do not: torch's and libraries'."""
+"""Types of samplers that give each sample once in a pass, or say that they do not: torch's and
+libraries'."""
 PARTS = {"SubsetRandomSampler", "list", "tuple", "range", "ndarray", "Tensor"}
 """Types of samplers that are given the samples of a part, such as a fold."""
 BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}
@@ -46,7 +62,8 @@ class Pass:
 
 @dataclass(slots=True)
 class LoaderPasses:
-    """The passes of one loader, by their number and rank; also if it is made anew for each of them."""
+    """The passes of one loader, by their number and rank; also if it is made anew for each of
+    them."""
 
     numbers: list[int]
     dataset: list[dict[str, Any]]
@@ -64,8 +81,11 @@ class LoaderPasses:
 
     @property
     def has_own_sampler(self) -> bool:
-        """True if the sampler is not torch's or a library's: it may leave out, repeat, and go on without an end."""
-        return self.sampler["type"] not in SAMPLERS or self.sampler["batch_type"] not in BATCH_SAMPLERS
+        """True if the sampler is not torch's or a library's: it may leave out, repeat, and go on
+        without an end."""
+        return (
+            self.sampler["type"] not in SAMPLERS or self.sampler["batch_type"] not in BATCH_SAMPLERS
+        )
 
     @property
     def sampler(self) -> Row:
@@ -73,16 +93,34 @@ class LoaderPasses:
         return sampler
 
     def is_followed_by(self, other: LoaderPasses) -> bool:
-        """True if the other loader is this one, made anew: by the same line, for the same data, after its end."""
-        same = [(each.line, each.is_training, each.sampler["type"], [data["digest"] for data in each.dataset]) for each in (self, other)]
+        """True if the other loader is this one, made anew: by the same line, for the same data,
+        after its end."""
+        same = [
+            (
+                each.line,
+                each.is_training,
+                each.sampler["type"],
+                [data["digest"] for data in each.dataset],
+            )
+            for each in (self, other)
+        ]
         is_later = other.passes[0][0].begin["place"] > self.passes[-1][0].end
         return same[0] == same[1] and all(same[0][3]) and is_later
 
     def samples(self, ranks: Sequence[Pass]) -> tuple[list[list[Any]], bool]:
-        """The samples of each rank, and whether they are places in one dataset, which tell them apart for sure."""
+        """The samples of each rank, and whether they are places in one dataset, which tell them
+        apart for sure."""
         wholes = {each.get("whole", each["digest"]) for each in self.dataset}
-        if len(wholes) == 1 and all(wholes) and not self.dataset[0]["iterable"] and all(each.indices is not None for each in ranks):
-            return [_places(each.indices or [], data.get("subset")) for each, data in zip(ranks, self.dataset, strict=True)], True
+        if (
+            len(wholes) == 1
+            and all(wholes)
+            and not self.dataset[0]["iterable"]
+            and all(each.indices is not None for each in ranks)
+        ):
+            return [
+                _places(each.indices or [], data.get("subset"))
+                for each, data in zip(ranks, self.dataset, strict=True)
+            ], True
         return [list(each.contents) for each in ranks], False
 
 
@@ -97,16 +135,24 @@ def check_samples(records: Records) -> AreaResult:
         for ranks in loader.passes:
             if not loader.is_training:
                 evaluated += _check_evaluation_pass(result, records, loader, ranks)
-            elif any(each.is_training for each in ranks) and not differs:  # a script may look at a first batch, and begin again
+            # a script may look at a first batch, and begin again
+            elif any(each.is_training for each in ranks) and not differs:
                 passes += (judged := _check_training_pass(result, loader, ranks, records.fetches))
                 seen += sum(len(each.contents) for each in ranks) if judged else 0
         if loader.is_training:
             _check_orders(result, loader)
     _check_leak(result, loaders)
     if trained and all(len(loader.passes) < 2 for loader in trained):
-        result.miss("one epoch at most was begun: its order cannot be compared with the next one's (more --steps)")
+        result.miss(
+            "one epoch at most was begun: its order cannot be compared with the next one's (more"
+            " --steps)"
+        )
     on_ranks = "none on two ranks, and " if records.world_size > 1 else ""
-    texts = [f"{seen} samples, in passes over the data: {passes}; {on_ranks}none twice in a pass"] if seen else []
+    texts = (
+        [f"{seen} samples, in passes over the data: {passes}; {on_ranks}none twice in a pass"]
+        if seen
+        else []
+    )
     texts += [f"{evaluated} samples of evaluations, each counted once"] if evaluated else []
     result.right = "; ".join(texts)
     return result
@@ -117,9 +163,16 @@ def _say_unseen(result: AreaResult, records: Records, loaders: Sequence[LoaderPa
     if not records.steps and not loaders:
         return
     if not any(rank.of("batch") for rank in records.ranks):
-        result.miss("no DataLoader gave batches: samples that a script takes by itself are not seen")
-    elif not all(training_passes(rank.rows) for rank in records.ranks) and not any(loader.is_training for loader in loaders):
-        result.miss("the DataLoaders gave no batch to a backward: what the training takes by itself is not seen")
+        result.miss(
+            "no DataLoader gave batches: samples that a script takes by itself are not seen"
+        )
+    elif not all(training_passes(rank.rows) for rank in records.ranks) and not any(
+        loader.is_training for loader in loaders
+    ):
+        result.miss(
+            "the DataLoaders gave no batch to a backward: what the training takes by itself is not"
+            " seen"
+        )
     seen = {number for loader in loaders for number in loader.numbers}
     lost = {number for rank in records.ranks for number, _ in training_passes(rank.rows)} - seen
     if lost:
@@ -127,13 +180,19 @@ def _say_unseen(result: AreaResult, records: Records, loaders: Sequence[LoaderPa
 
 
 def loader_passes(records: Records) -> list[LoaderPasses]:
-    """The passes of each loader that all ranks have, or that one rank reads for the training of all (Accelerate does so
-    with streams)."""
+    """The passes of each loader that all ranks have, or that one rank reads for the training of all
+    (Accelerate does so with streams)."""
     by_rank = [_passes_of(rank.rows) for rank in records.ranks]
     found: list[LoaderPasses] = []
     for loader in by_rank[0] if by_rank else ():
-        readers = [each[loader] for each in by_rank if any(one.batches or one.is_complete for one in each.get(loader, ()))]
-        if len(readers) < len(by_rank) and (len(readers) > 1 or not any(each.is_training for each in readers[0])):
+        readers = [
+            each[loader]
+            for each in by_rank
+            if any(one.batches or one.is_complete for one in each.get(loader, ()))
+        ]
+        if len(readers) < len(by_rank) and (
+            len(readers) > 1 or not any(each.is_training for each in readers[0])
+        ):
             continue
         passes = [list(ranks) for ranks in zip(*readers, strict=False)]
         passes = [ranks for ranks in passes if any(each.batches for each in ranks)]
@@ -157,13 +216,20 @@ def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
         if row["kind"] == "pass":
             by_key[row["loader"], row["number"]] = made = Pass(row)
             found.setdefault(row["loader"], []).append(made)
-        elif row["kind"] == "batch" and (current := by_key.get((row["loader"], row["number"]))) is not None:
+        elif (
+            row["kind"] == "batch"
+            and (current := by_key.get((row["loader"], row["number"]))) is not None
+        ):
             current.batches, current.end = current.batches + 1, row["place"]
             current.is_complete = current.is_complete or current.batches == current.begin["batches"]
             current.contents += row["samples"]
             if row["indices"] is not None and len(row["indices"]) == len(row["samples"]):
                 current.contents_at += zip(row["indices"], row["samples"], strict=True)
-            current.indices = current.indices + row["indices"] if current.indices is not None and row["indices"] is not None else None
+            current.indices = (
+                current.indices + row["indices"]
+                if current.indices is not None and row["indices"] is not None
+                else None
+            )
         elif row["kind"] == "pass_end" and (row["loader"], row["number"]) in by_key:
             by_key[row["loader"], row["number"]].is_complete = True
     for place in training_passes(rows):
@@ -173,7 +239,8 @@ def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
 
 
 def _first_epoch(loader: LoaderPasses, samples: Sequence[list[Any]]) -> list[list[Any]]:
-    """Each rank's samples of the first epoch: a sampler of the script's own may go on into the next one."""
+    """Each rank's samples of the first epoch: a sampler of the script's own may go on into the next
+    one."""
     length = loader.dataset[0].get("whole_length", loader.dataset[0]["length"]) or 0
     return [one[: max(1, length // len(samples))] for one in samples]
 
@@ -185,21 +252,36 @@ def _look_alike(ranks: Sequence[Pass], samples: Sequence[Sequence[Any]]) -> bool
 
 
 def _places(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
-    return list(indices) if subset is None else [subset[each] for each in indices if each < len(subset)]
+    return (
+        list(indices)
+        if subset is None
+        else [subset[each] for each in indices if each < len(subset)]
+    )
 
 
 def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
-    """Find ranks whose datasets differ, although a sampler splits one over them. True if they do."""
+    """Find ranks whose datasets differ, although a sampler splits one over them. True if they
+    do."""
     first = loader.dataset[0]
-    splits = loader.sampler.get("num_replicas", 1) > 1 or loader.sampler["batch_type"] == "BatchSamplerShard"
+    splits = (
+        loader.sampler.get("num_replicas", 1) > 1
+        or loader.sampler["batch_type"] == "BatchSamplerShard"
+    )
     if len(loader.dataset) < 2 or not splits or first["iterable"]:
         return False
     read = [_contents_at(ranks) for ranks in zip(*loader.passes, strict=False)]
-    shared = [contents for place in set().union(*read) if len(contents := [each[place] for each in read if place in each]) > 1]
+    shared = [
+        contents
+        for place in set().union(*read)
+        if len(contents := [each[place] for each in read if place in each]) > 1
+    ]
     if 2 * sum(bool(set.intersection(*map(set, each))) for each in shared) > len(shared):
-        return False  # what a dataset holds beside its samples may be the rank's own; one place agrees by chance
+        # what a dataset holds beside its samples may be the rank's own; one place agrees by chance
+        return False
     names = [
-        name for name, digest in first["data"].items() if any(other["data"].get(name, digest) != digest for other in loader.dataset[1:])
+        name
+        for name, digest in first["data"].items()
+        if any(other["data"].get(name, digest) != digest for other in loader.dataset[1:])
     ]
     lengths = [each["length"] for each in loader.dataset]
     if names:
@@ -207,38 +289,51 @@ def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
     elif len(set(lengths)) > 1:
         text = f"the ranks' have {', '.join(map(str, lengths))} samples"
     elif len(shared) >= LEAST_SAMPLES and any(_is_stable(each) for each in read):
-        text = f"{len(shared)} of its places were read on several ranks, and held other samples on each"
+        text = (
+            f"{len(shared)} of its places were read on several ranks, and held other samples on"
+            " each"
+        )
     else:
         return False
     result.find(
         Cause.DATASETS_DIFFER,
-        f"{loader.sampler['type']} splits one dataset over the ranks, and each rank has a dataset of its own: {text}",
+        f"{loader.sampler['type']} splits one dataset over the ranks, and each rank has a dataset"
+        f" of its own: {text}",
         line=loader.line,
     )
     return True
 
 
 def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
-    """Find evaluations of samples on which another rank trains: each rank has split the data itself."""
+    """Find evaluations of samples on which another rank trains: each rank has split the data
+    itself."""
     split = [each for each in loaders if len({data["digest"] for data in each.dataset}) > 1]
-    trained, evaluated = ([_places_by_rank(each) for each in split if each.is_training is kind] for kind in (True, False))
+    trained, evaluated = (
+        [_places_by_rank(each) for each in split if each.is_training is kind]
+        for kind in (True, False)
+    )
     for data, training in filter(None, trained):
         for other, evaluation in filter(None, evaluated):
-            if data != other or any(one & two for one, two in zip(training, evaluation, strict=True)):
+            if data != other or any(
+                one & two for one, two in zip(training, evaluation, strict=True)
+            ):
                 continue
-            for (first, one), (second, two) in permutations(enumerate(zip(training, evaluation, strict=True)), 2):
+            for (first, one), (second, two) in permutations(
+                enumerate(zip(training, evaluation, strict=True)), 2
+            ):
                 if leaked := one[0] & two[1]:
                     result.find(
                         Cause.DATASETS_DIFFER,
-                        f"rank {first} trains on {len(leaked)} of the {len(two[1])} samples with which rank {second} evaluates: "
-                        "each rank has split the data by itself",
+                        f"rank {first} trains on {len(leaked)} of the {len(two[1])} samples with"
+                        f" which rank {second} evaluates: each rank has split the data by itself",
                         line=next(each.line for each in split if each.is_training),
                     )
                     return
 
 
 def _places_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
-    """The whole dataset, and the places in it that each rank was given; None if those are not known."""
+    """The whole dataset, and the places in it that each rank was given; None if those are not
+    known."""
     found: list[set[int]] = [set() for _ in loader.dataset]
     for ranks in loader.passes:
         samples, are_places = loader.samples(ranks)
@@ -276,43 +371,55 @@ def _contents_vary(loader: LoaderPasses, fetches: Sequence[Row]) -> bool:
     return bool(fetches) and not any(one & other for one, other in combinations(contents, 2))
 
 
-def _check_training_pass(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], fetches: Sequence[Row]) -> bool:
-    """Find samples that come twice, or not at all. False if they cannot be judged, which is said."""
+def _check_training_pass(
+    result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], fetches: Sequence[Row]
+) -> bool:
+    """Find samples that come twice, or not at all. False if they cannot be judged, which is
+    said."""
     samples, are_places = loader.samples(ranks)
     if loader.has_own_sampler and are_places:
         samples = _first_epoch(loader, samples)
     repeats = loader.has_own_sampler and any(len(set(one)) < len(one) for one in samples)
     if (repeats or _draws_with_replacement(loader)) and not _all_equal(samples):
-        result.miss(f"{loader.sampler['type']} repeats samples, on purpose perhaps: those of the training are not compared")
+        result.miss(
+            f"{loader.sampler['type']} repeats samples, on purpose perhaps: those of the training"
+            " are not compared"
+        )
         return False
     if not are_places and _contents_vary(loader, fetches):
         result.miss(
-            "the training data have other contents at each read (augmentation), and the ranks' datasets are not known to be "
-            "one: whether samples are on several ranks cannot be told"
+            "the training data have other contents at each read (augmentation), and the ranks'"
+            " datasets are not known to be one: whether samples are on several ranks cannot be told"
         )
         return False
     if not are_places and _look_alike(ranks, samples):
         result.miss("samples of the training data look alike: they cannot be told apart")
         return False
     if not are_places and not loader.dataset[0]["iterable"]:
-        result.miss("what the dataset holds cannot be read: samples are compared by their contents, and missing ones not seen")
+        result.miss(
+            "what the dataset holds cannot be read: samples are compared by their contents, and"
+            " missing ones not seen"
+        )
     number = ranks[0].begin["number"]
     for (first, one), (second, other) in combinations(enumerate(samples), 2):
         both = set(one) & set(other)
         if len(both) > _allowed(len(set(one)), are_places, loader, ranks):
             result.find(
                 Cause.SAME_SAMPLES,
-                f"pass {number} over the training data: {len(both)} of the {len(set(one))} samples of rank {first} are also rank {second}'s"
-                f" (sampler: {loader.sampler['type']})",
+                f"pass {number} over the training data: {len(both)} of the {len(set(one))} samples"
+                f" of rank {first} are also rank {second}'s (sampler: {loader.sampler['type']})",
                 line=loader.line,
             )
     for rank, one in enumerate(samples):
         twice = sum(count - 1 for count in Counter(one).values())
-        if twice > _allowed(len(one), are_places, loader, ranks) and not _draws_with_replacement(loader):
+        if twice > _allowed(len(one), are_places, loader, ranks) and not _draws_with_replacement(
+            loader
+        ):
             workers = ranks[rank].begin["workers"]
             result.find(
                 Cause.SAMPLES_REPEATED,
-                f"pass {number} over the training data: rank {rank} was given {twice} of {len(one)} samples that it had already"
+                f"pass {number} over the training data: rank {rank} was given {twice} of {len(one)}"
+                " samples that it had already"
                 + (f" ({workers} loader workers)" if workers else ""),
                 line=loader.line,
             )
@@ -324,18 +431,27 @@ def _check_training_pass(result: AreaResult, loader: LoaderPasses, ranks: Sequen
 
 
 def _allowed(count: int, are_places: bool, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
-    """The number of equal samples that is no fault: padding to a multiple of the ranks, or data that look alike."""
+    """The number of equal samples that is no fault: padding to a multiple of the ranks, or data
+    that look alike."""
     if not are_places:
         return int(MANY * count)
     length = loader.dataset[0]["length"] or 0
     total = loader.sampler.get("total_size", length)
-    if loader.sampler["batch_type"] == "BatchSamplerShard":  # Accelerate's, which pads with whole batches
+    # Accelerate's, which pads with whole batches
+    if loader.sampler["batch_type"] == "BatchSamplerShard":
         return max(len(each.contents) // max(1, each.batches) for each in ranks) * len(ranks)
     return max(0, int(total) - int(length)) if loader.sampler.get("num_replicas") else 0
 
 
-def _check_missing(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], samples: Sequence[Sequence[Any]]) -> None:
-    whole: Sequence[int] = range(loader.dataset[0].get("whole_length", loader.dataset[0]["length"]) or 0)
+def _check_missing(
+    result: AreaResult,
+    loader: LoaderPasses,
+    ranks: Sequence[Pass],
+    samples: Sequence[Sequence[Any]],
+) -> None:
+    whole: Sequence[int] = range(
+        loader.dataset[0].get("whole_length", loader.dataset[0]["length"]) or 0
+    )
     seen = {each for one in samples for each in one}
     if len({each["digest"] for each in loader.dataset}) == 1:
         whole = _places(range(loader.dataset[0]["length"] or 0), loader.dataset[0].get("subset"))
@@ -343,51 +459,86 @@ def _check_missing(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pas
     sampler, own = loader.sampler, loader.dataset[0]["length"] or 0
     is_drawn = sampler.get("num_samples", own) * sampler.get("num_replicas", 1) < own
     is_part = sampler["type"] in PARTS or is_drawn
-    drops = ranks[0].begin["drop_last"] or sampler.get("drop_last") or ranks[0].begin["batch_size"] is None
+    drops = (
+        ranks[0].begin["drop_last"]
+        or sampler.get("drop_last")
+        or ranks[0].begin["batch_size"] is None
+    )
     allowed = batch * len(ranks) - 1 if drops else 0
     missing = sorted(set(whole) - seen)
     may_choose = loader.has_own_sampler or len({each["digest"] for each in loader.dataset}) > 1
     is_chosen = may_choose and missing and missing[-1] - missing[0] >= len(missing)
-    if whole and len(missing) > allowed and not is_part and not is_chosen:  # scattered ones are left out on purpose
+    # scattered ones are left out on purpose
+    if whole and len(missing) > allowed and not is_part and not is_chosen:
         result.find(
             Cause.SAMPLES_MISSING,
-            f"pass {ranks[0].begin['number']} over the training data: {len(missing)} of {len(whole)} samples were given to no rank",
+            f"pass {ranks[0].begin['number']} over the training data: {len(missing)} of"
+            f" {len(whole)} samples were given to no rank",
             line=loader.line,
         )
 
 
-def _check_stream(result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], samples: Sequence[Sequence[Any]]) -> None:
-    """Find streams that are split over the ranks twice: a library does so, and the dataset itself too."""
+def _check_stream(
+    result: AreaResult,
+    loader: LoaderPasses,
+    ranks: Sequence[Pass],
+    samples: Sequence[Sequence[Any]],
+) -> None:
+    """Find streams that are split over the ranks twice: a library does so, and the dataset itself
+    too."""
     held, seen = loader.dataset[0]["held"], len({each for one in samples for each in one})
-    batch = max((len(one) // max(1, each.batches) for one, each in zip(samples, ranks, strict=True)), default=1)
-    if held and abs(seen - held / loader.world_size) <= batch and seen < held - batch * loader.world_size:
+    batch = max(
+        (len(one) // max(1, each.batches) for one, each in zip(samples, ranks, strict=True)),
+        default=1,
+    )
+    if (
+        held
+        and abs(seen - held / loader.world_size) <= batch
+        and seen < held - batch * loader.world_size
+    ):
         result.find(
             Cause.SAMPLES_MISSING,
-            f"pass {ranks[0].begin['number']} over a stream: the dataset holds {held} samples, and the ranks were given {seen} of "
-            f"them together, one in {loader.world_size}: it is split over the ranks twice",
+            f"pass {ranks[0].begin['number']} over a stream: the dataset holds {held} samples, and"
+            f" the ranks were given {seen} of them together, one in {loader.world_size}: it is"
+            " split over the ranks twice",
             line=loader.line,
         )
 
 
-def _check_evaluation_pass(result: AreaResult, records: Records, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
-    """Find samples that count twice. Returns the number of samples that were seen to count once each."""
+def _check_evaluation_pass(
+    result: AreaResult, records: Records, loader: LoaderPasses, ranks: Sequence[Pass]
+) -> int:
+    """Find samples that count twice. Returns the number of samples that were seen to count once
+    each."""
     samples, are_places = loader.samples(ranks)
     if not all(each.is_complete for each in ranks):
         result.miss("a pass of an evaluation did not come to its end: its samples are not compared")
         return 0
     if not are_places:
-        result.miss("the samples of an evaluation cannot be told apart: what its dataset holds is not the same on all ranks, or not read")
+        result.miss(
+            "the samples of an evaluation cannot be told apart: what its dataset holds is not the"
+            " same on all ranks, or not read"
+        )
         return 0
     if _all_equal(samples):  # every rank evaluates all: that counts each once too
         return len(samples[0])
     counts = Counter(each for one in samples for each in one)
     twice = sum(count - 1 for count in counts.values())
-    if twice and any(row["place"] > ranks[0].begin["place"] for row in records.ranks[0].of("gather_for_metrics")):
-        result.miss("an evaluation repeats samples, and gather_for_metrics drops some: whether each counts once is not seen")
+    if twice and any(
+        row["place"] > ranks[0].begin["place"] for row in records.ranks[0].of("gather_for_metrics")
+    ):
+        result.miss(
+            "an evaluation repeats samples, and gather_for_metrics drops some: whether each counts"
+            " once is not seen"
+        )
         return 0
     if twice:
         total = sum(counts.values())
-        why = ", to give all ranks the same number" if loader.sampler.get("num_replicas", 1) > 1 else ""
+        why = (
+            ", to give all ranks the same number"
+            if loader.sampler.get("num_replicas", 1) > 1
+            else ""
+        )
         result.find(
             Cause.EVALUATION_REPEATS,
             f"an evaluation over {len(counts)} samples counted {total}: {twice} of them twice{why}",
@@ -402,21 +553,30 @@ def _check_orders(result: AreaResult, loader: LoaderPasses) -> None:
     passes = [ranks[0] for ranks in loader.passes if ranks[0].is_training]
     orders = [each.indices if each.indices is not None else each.contents for each in passes]
     sampler = loader.sampler
-    shuffles = sampler.get("shuffle", sampler["type"] == "RandomSampler") or "Random" in sampler["type"]
+    shuffles = (
+        sampler.get("shuffle", sampler["type"] == "RandomSampler") or "Random" in sampler["type"]
+    )
     for number, (one, other) in enumerate(pairwise(orders)):
         count = min(len(one), len(other))
         if shuffles and count >= LEAST_SAMPLES and list(one[:count]) == list(other[:count]):
             begin = passes[number + 1].begin
             result.find(
                 Cause.SAME_ORDER,
-                f"the first {count} samples of rank 0 are the same in epochs {number} and {number + 1}, in the same order"
-                + (f"; the sampler's epoch was {begin['sampler']['epoch']} in both" if "epoch" in sampler else ""),
+                f"the first {count} samples of rank 0 are the same in epochs {number} and"
+                f" {number + 1}, in the same order"
+                + (
+                    f"; the sampler's epoch was {begin['sampler']['epoch']} in both"
+                    if "epoch" in sampler
+                    else ""
+                ),
                 line=begin["loop"] or loader.line,
             )
 
 
 def _draws_with_replacement(loader: LoaderPasses) -> bool:
-    return bool(loader.sampler.get("replacement")) or loader.sampler["type"] == "WeightedRandomSampler"
+    return (
+        bool(loader.sampler.get("replacement")) or loader.sampler["type"] == "WeightedRandomSampler"
+    )
 
 
 def _all_equal(samples: Sequence[Sequence[Any]]) -> bool:

@@ -21,16 +21,25 @@ def check_schedules(records: Records) -> AreaResult:
         rates = [row["lr"] for row in rows]
         compared += any(rate is not None for each in rates for rate in each)
         if any(each != rates[0] for each in rates):
-            texts = ", ".join(f"{each[0]:.4g}" if each and each[0] is not None else "none" for each in rates)
+            texts = ", ".join(
+                f"{each[0]:.4g}" if each and each[0] is not None else "none" for each in rates
+            )
             result.find(
-                Cause.LEARNING_RATES_DIFFER, f"step {rows[0]['index']}: {texts} on the ranks", line=rows[0]["line"], step=rows[0]["index"]
+                Cause.LEARNING_RATES_DIFFER,
+                f"step {rows[0]['index']}: {texts} on the ranks",
+                line=rows[0]["line"],
+                step=rows[0]["index"],
             )
     rank = records.ranks[0]
     judged = 0
     for optimizer in sorted({row["optimizer"] for row in rank.of("schedule")}):
         judged += _check_speed(result, records, rank, optimizer)
         _check_skipped(result, rank, optimizer)
-    seen = [f"one learning rate on all ranks in {compared} steps"] if compared and records.world_size > 1 else []
+    seen = (
+        [f"one learning rate on all ranks in {compared} steps"]
+        if compared and records.world_size > 1
+        else []
+    )
     if not compared:
         result.miss("no learning rate was seen in steps that all ranks took")
     if judged:
@@ -46,14 +55,25 @@ def _check_speed(result: AreaResult, records: Records, rank: Rank, optimizer: in
     if optimizer < 0:
         result.miss("a schedule's optimizer was not seen")
         return 0
-    schedules = dict.fromkeys(row["schedule"] for row in rank.of("schedule") if row["optimizer"] == optimizer)
+    schedules = dict.fromkeys(
+        row["schedule"] for row in rank.of("schedule") if row["optimizer"] == optimizer
+    )
     between = [_calls_between_steps(rank, optimizer, schedule) for schedule in schedules]
     return sum(_check_calls(result, records, rank, optimizer, each) for each in between)
 
 
-def _check_calls(result: AreaResult, records: Records, rank: Rank, optimizer: int, between: Sequence[Sequence[Row]]) -> bool:
+def _check_calls(
+    result: AreaResult,
+    records: Records,
+    rank: Rank,
+    optimizer: int,
+    between: Sequence[Sequence[Row]],
+) -> bool:
     if len(between) < LEAST_STEPS:
-        result.miss(f"a schedule was stepped among {len(between)} steps of its optimizer, too few to tell its speed (more --steps)")
+        result.miss(
+            f"a schedule was stepped among {len(between)} steps of its optimizer, too few to tell"
+            " its speed (more --steps)"
+        )
         return False
     calls = statistics.median(len(each) for each in between)
     if calls < 2:
@@ -74,13 +94,16 @@ def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, ca
     steps = [row for row in rank.steps if row["optimizer"] == optimizer]
     done = calls * len(steps)
     if last["horizon"] is None:
-        result.miss(f"Accelerate steps {last['type']} {calls} times a step; whether its length was counted so cannot be seen")
+        result.miss(
+            f"Accelerate steps {last['type']} {calls} times a step; whether its length was counted"
+            " so cannot be seen"
+        )
         return False
     if done > 1.05 * last["horizon"] + calls:
         result.find(
             Cause.SCHEDULE_SPEED,
-            f"{last['type']} was stepped {calls} times for each optimizer step, and came to its end (after {last['horizon']}) in step "
-            f"{last['horizon'] // calls} of {len(steps)}",
+            f"{last['type']} was stepped {calls} times for each optimizer step, and came to its end"
+            f" (after {last['horizon']}) in step {last['horizon'] // calls} of {len(steps)}",
             line=last["line"],
         )
     return True
@@ -109,6 +132,7 @@ def _check_skipped(result: AreaResult, rank: Rank, optimizer: int) -> None:
         elif row["kind"] == "schedule" and skipped:
             result.find(
                 Cause.SCHEDULE_ON_SKIPPED_STEP,
-                "the loss scale was too large, the optimizer's step was skipped, and the schedule was stepped",
+                "the loss scale was too large, the optimizer's step was skipped, and the schedule"
+                " was stepped",
                 line=row["line"],
             )

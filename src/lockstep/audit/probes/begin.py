@@ -1,4 +1,5 @@
-"""Installs the probes when torch has been imported: a process that never imports it pays nothing."""
+"""Installs the probes when torch has been imported: a process that never imports it pays
+nothing."""
 
 from __future__ import annotations
 
@@ -23,12 +24,15 @@ def begin() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of `AFTER` as Python does, with a loader that installs probes after them."""
+    """Finds the modules of `AFTER` as Python does, with a loader that installs probes after
+    them."""
 
     def __init__(self, request: AuditRequest) -> None:
         self._request = request
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in AFTER:
             return None
         spec = PathFinder.find_spec(name, path, target)

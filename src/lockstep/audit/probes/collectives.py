@@ -1,4 +1,5 @@
-"""Watches the collectives that Python code calls, in their order, and the process group that they belong to."""
+"""Watches the collectives that Python code calls, in their order, and the process group that they
+belong to."""
 
 from __future__ import annotations
 
@@ -15,8 +16,24 @@ from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 from lockstep.base import torch_private
 
 NAMES = (
-    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter"),
-    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "all_gather_object", "gather_object"),
+    *(
+        "all_reduce",
+        "broadcast",
+        "reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "gather",
+        "scatter",
+        "reduce_scatter",
+    ),
+    *(
+        "reduce_scatter_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "all_gather_object",
+        "gather_object",
+    ),
     *("broadcast_object_list", "scatter_object_list", "monitored_barrier"),
 )
 SHAPED = {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
@@ -31,14 +48,25 @@ class Collectives:
     def install(self) -> None:
         wrap(dist, "init_process_group", after=guarded(self._recorder, self._after_init))
         dist.distributed_c10d.init_process_group = dist.init_process_group
-        wrap(Join, "__enter__", before=guarded(self._recorder, lambda *_: self._recorder.write("join", line=self._recorder.line())))
+        wrap(
+            Join,
+            "__enter__",
+            before=guarded(
+                self._recorder, lambda *_: self._recorder.write("join", line=self._recorder.line())
+            ),
+        )
         for name in NAMES:
             watched = self._watched(name, getattr(dist, name))
             setattr(dist, name, watched)
             setattr(dist.distributed_c10d, name, watched)
 
     def _after_init(self, *_: Any, **__: Any) -> None:
-        self._recorder.write("rank", rank=dist.get_rank(), world_size=dist.get_world_size(), backend=dist.get_backend())
+        self._recorder.write(
+            "rank",
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            backend=dist.get_backend(),
+        )
 
     def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -56,15 +84,36 @@ class Collectives:
         return collective
 
     def _note(self, name: str, args: Any, kwargs: Any) -> None:
-        group = kwargs.get("group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
+        group = kwargs.get("group") or next(
+            (each for each in args if isinstance(each, dist.ProcessGroup)), None
+        )
         tensors = [each for each in [*args, *kwargs.values()] if isinstance(each, Tensor)]
         first = tensors[0] if tensors else None
         floats = min((each.numel() for each in tensors if each.is_floating_point()), default=0)
-        shape = [list(first.shape), str(first.dtype).removeprefix("torch.")] if first is not None and name in SHAPED else []
-        ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-        operation = kwargs.get("op") or next((each for each in args if isinstance(each, dist.ReduceOp | dist.ReduceOp.RedOpType)), None)
+        shape = (
+            [list(first.shape), str(first.dtype).removeprefix("torch.")]
+            if first is not None and name in SHAPED
+            else []
+        )
+        ranks = (
+            dist.get_process_group_ranks(group)
+            if group is not None
+            else list(range(dist.get_world_size()))
+        )
+        operation = kwargs.get("op") or next(
+            (each for each in args if isinstance(each, dist.ReduceOp | dist.ReduceOp.RedOpType)),
+            None,
+        )
         operation = "" if operation is None else str(operation).rpartition(".")[2]
-        write_collective(self._recorder, name, ranks, self._recorder.line(), shape=shape, floats=floats, operation=operation)
+        write_collective(
+            self._recorder,
+            name,
+            ranks,
+            self._recorder.line(),
+            shape=shape,
+            floats=floats,
+            operation=operation,
+        )
 
 
 def write_collective(
@@ -78,4 +127,6 @@ def write_collective(
     operation: str = "",
 ) -> None:
     row = {"ranks": ranks, "shape": shape, "floats": floats, "operation": operation}
-    recorder.write("collective", name=name, line=line, in_backward=torch_private.in_backward(), **row)
+    recorder.write(
+        "collective", name=name, line=line, in_backward=torch_private.in_backward(), **row
+    )

@@ -18,7 +18,8 @@ from lockstep.audit.probes.recorder import RecordWriter, guarded, replace
 from lockstep.base import accelerator, torch_private
 
 NOISE = ("rand", "randn", "rand_like", "randn_like", "bernoulli", "normal")
-"""Functions that count as the forward's if a module calls them; elsewhere they may make the data."""
+"""Functions that count as the forward's if a module calls them; elsewhere they may make the
+data."""
 
 
 class Draws:
@@ -34,13 +35,15 @@ class Draws:
             replace(torch, name, self._watched(getattr(torch, name)))
 
     def note(self) -> None:
-        """Note the state before a forward draws. What is computed again in a backward draws the same numbers again."""
+        """Note the state before a forward draws. What is computed again in a backward draws the
+        same numbers again."""
         if not self._first and not self._depth and not torch_private.in_backward():
             self._first = generator_state()
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """A time in which a loader or a seed changes the state. What has changed it until then is not known."""
+        """A time in which a loader or a seed changes the state. What has changed it until then is
+        not known."""
         guarded(self._recorder, self._begin_others)()
         try:
             yield
@@ -48,8 +51,9 @@ class Draws:
             guarded(self._recorder, self._end_others)()
 
     def take(self, state: str) -> tuple[str, bool]:
-        """Return the state before the first draw of a forward since the last call of this, empty if none was seen; and
-        whether anything but loaders and seeds has drawn since. `state`: the present one."""
+        """Return the state before the first draw of a forward since the last call of this, empty if
+        none was seen; and whether anything but loaders and seeds has drawn since. `state`: the
+        present one."""
         self._see(state)
         taken = self._first, self._is_unplaced
         self._first, self._is_unplaced, self._known = "", False, state
@@ -87,7 +91,9 @@ def generator_state() -> str:
     states = [torch.default_generator.get_state()]
     if accelerator.is_initialized():
         states.append(accelerator.generator(accelerator.current_device()).get_state())
-    return hashlib.blake2b(b"".join(each.numpy().tobytes() for each in states), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        b"".join(each.numpy().tobytes() for each in states), digest_size=8
+    ).hexdigest()
 
 
 def _is_in_forward() -> bool:

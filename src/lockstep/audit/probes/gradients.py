@@ -1,7 +1,9 @@
-"""Watches gradients: what each backward adds on this rank, before any reduction, and what the optimizer is given.
+"""Watches gradients: what each backward adds on this rank, before any reduction, and what the
+optimizer is given.
 
-The hook of a parameter sees what a backward adds to its gradient, which DistributedDataParallel reduces after it. FSDP2
-reduces whole gradients that are in no parameter: they are seen where it does so. FSDP1's are not seen.
+The hook of a parameter sees what a backward adds to its gradient, which DistributedDataParallel
+reduces after it. FSDP2 reduces whole gradients that are in no parameter: they are seen where it
+does so. FSDP1's are not seen.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ class Watched:
     was_stepped: bool = False
     """True from the optimizer's step until the next backward adds to the gradient."""
     reduced: Sketch | None = None
-    """This rank's shard of the gradient after the last backward. None for a parameter that is not sharded."""
+    """This rank's shard of the gradient after the last backward. None for a parameter that is not
+    sharded."""
 
 
 class Gradients:
     def __init__(self, recorder: RecordWriter) -> None:
         self._recorder = recorder
         self._watched: dict[int, Watched] = {}
-        self._parameters: dict[int, Tensor] = {}  # kept: the id of a parameter that is gone may be given to another one
+        # kept: the id of a parameter that is gone may be given to another one
+        self._parameters: dict[int, Tensor] = {}
         self.backward = -1
         """The number of the last backward."""
         self.line = ""
@@ -47,18 +51,27 @@ class Gradients:
         self._depth = 0
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Watch the parameters of an optimizer. Those that are watched already are not watched twice."""
+        """Watch the parameters of an optimizer. Those that are watched already are not watched
+        twice."""
         for parameter in parameters:
             if id(parameter) in self._watched:
                 continue
             watched = self._watched[id(parameter)] = Watched()
             self._parameters[id(parameter)] = parameter
-            if parameter.requires_grad and parameter.is_leaf and not torch_private.is_distributed(parameter):
-                hook = guarded(self._recorder, lambda gradient, of=parameter, seen=watched: self._see(of, seen, gradient))
+            if (
+                parameter.requires_grad
+                and parameter.is_leaf
+                and not torch_private.is_distributed(parameter)
+            ):
+                hook = guarded(
+                    self._recorder,
+                    lambda gradient, of=parameter, seen=watched: self._see(of, seen, gradient),
+                )
                 parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def take(self, parameter: Tensor) -> Watched:
-        """Return what was seen of a parameter since the last call, which is at the optimizer's step."""
+        """Return what was seen of a parameter since the last call, which is at the optimizer's
+        step."""
         watched = self._watched.setdefault(id(parameter), Watched())
         taken = Watched(watched.added, watched.is_stale, reduced=watched.reduced)
         watched.added, watched.was_stepped = [], True
@@ -71,13 +84,15 @@ class Gradients:
                 watched.added, watched.is_stale, watched.was_stepped = [], False, False
 
     def of(self, parameter: Tensor) -> tuple[Sketch | None, bool]:
-        """Return the sketch of the gradient as it is now, of this rank's part of it; and whether that is a shard."""
+        """Return the sketch of the gradient as it is now, of this rank's part of it; and whether
+        that is a shard."""
         if parameter.grad is None:
             return None, False
         return local_sketch(parameter.grad)
 
     def install_backward(self, on_backward: Any, after_backward: Any) -> None:
-        """Number the outermost backwards. `on_backward(roots)` is called before each, `after_backward()` after it."""
+        """Number the outermost backwards. `on_backward(roots)` is called before each,
+        `after_backward()` after it."""
 
         def before(tensors: Any, *args: Any, **kwargs: Any) -> None:
             self._depth += 1
@@ -103,7 +118,9 @@ class Gradients:
     def install_fsdp(self, module: ModuleType) -> None:
         """Watch FSDP2's reduction of whole gradients, in its module."""
 
-        def before(parameters: Sequence[Any], gradients: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+        def before(
+            parameters: Sequence[Any], gradients: Sequence[Tensor], *args: Any, **kwargs: Any
+        ) -> None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 watched = self._watched.get(id(parameter.sharded_param))
                 if watched is not None:
@@ -119,7 +136,9 @@ class Gradients:
     def _see(self, parameter: Tensor, watched: Watched, gradient: Tensor) -> None:
         if not self._depth:
             return  # autograd.grad runs hooks too, and adds nothing to a gradient
-        if parameter.grad is None or ((watched.is_stale or watched.was_stepped) and not parameter.grad.any()):
+        if parameter.grad is None or (
+            (watched.is_stale or watched.was_stepped) and not parameter.grad.any()
+        ):
             watched.is_stale, watched.added = False, []  # set to zero by the script itself, perhaps
         elif watched.was_stepped:
             watched.is_stale = True
@@ -128,8 +147,8 @@ class Gradients:
 
 
 def local_sketch(tensor: Tensor) -> tuple[Sketch | None, bool]:
-    """Return the sketch of a tensor, or of this rank's shard of it, and whether it is a shard. None: a part that does
-    not add up to the whole with those of other ranks alone."""
+    """Return the sketch of a tensor, or of this rank's shard of it, and whether it is a shard.
+    None: a part that does not add up to the whole with those of other ranks alone."""
     if not torch_private.is_distributed(tensor):
         return sketch(tensor), False
     first = shard_start(tensor)
@@ -139,7 +158,8 @@ def local_sketch(tensor: Tensor) -> tuple[Sketch | None, bool]:
 def shard_start(tensor: Any) -> int | None:
     """Return the place of a DTensor's local part in the whole one, in row-major order.
 
-    None if the part is not one run of rows, or if other ranks hold it as well and this one is not the first of them.
+    None if the part is not one run of rows, or if other ranks hold it as well and this one is not
+    the first of them.
     """
     coordinates = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     rows, first = tensor.shape[0] if tensor.dim() else 1, 0
@@ -151,7 +171,9 @@ def shard_start(tensor: Any) -> int | None:
         part = -(-rows // tensor.device_mesh.size(axis))  # as torch.chunk splits
         first += min(coordinate * part, rows)
         rows = max(0, min(part, rows - coordinate * part))
-    return int(first * (tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1))
+    return int(
+        first * (tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1)
+    )
 
 
 def scalar(value: Any) -> float | None:
@@ -174,7 +196,10 @@ def divisors(root: Tensor) -> list[float]:
     for _ in range(12):
         if node is None:
             break
-        if type(node).__name__ == "DivBackward0" and (number := scalar(torch_private.divisor(node))) is not None:
+        if (
+            type(node).__name__ == "DivBackward0"
+            and (number := scalar(torch_private.divisor(node))) is not None
+        ):
             found.append(number)
         following = [each for each, _ in node.next_functions if each is not None]
         node = following[0] if len(following) == 1 else None

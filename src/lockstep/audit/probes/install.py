@@ -1,4 +1,5 @@
-"""Installs all probes in this process, and joins what they see into the record of each backward and each step."""
+"""Installs all probes in this process, and joins what they see into the record of each backward and
+each step."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ class Probes:
         parts = (self.models, self.optimizers, self.draws, self.loaders, self.losses, self.modes)
         for each in (*parts, *self.others):
             each.install()
-        self.gradients.install_backward(guarded(self.recorder, self._before_backward), guarded(self.recorder, self._after_backward))
+        self.gradients.install_backward(
+            guarded(self.recorder, self._before_backward),
+            guarded(self.recorder, self._after_backward),
+        )
         _watch_torchscript()
         self.optimizers.on_step.append(self._add_to_step)
 
@@ -85,7 +89,8 @@ def _watch_torchscript() -> None:
 
     @functools.wraps(original)
     def script(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1  # names are looked up in the frame of the caller
+        # names are looked up in the frame of the caller
+        kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
         with originals():
             return original(*args, **kwargs)
 
@@ -102,6 +107,10 @@ def after_import(module: ModuleType, request: AuditRequest) -> None:
             _installed[0].gradients.install_fsdp(fsdp)
     elif _installed and module.__name__ == "accelerate.accelerator":
         recorder = _installed[0].recorder
-        wrap(module.Accelerator, "gather_for_metrics", before=guarded(recorder, lambda *_, **__: recorder.write("gather_for_metrics")))
+        wrap(
+            module.Accelerator,
+            "gather_for_metrics",
+            before=guarded(recorder, lambda *_, **__: recorder.write("gather_for_metrics")),
+        )
     elif _installed:
         _installed[0].gradients.install_fsdp(module)

@@ -1,4 +1,5 @@
-"""Watches data loaders: the samples of each batch, its pass over the data, and the random numbers that it took."""
+"""Watches data loaders: the samples of each batch, its pass over the data, and the random numbers
+that it took."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ MOST_SAMPLES = 512
 MOST_BYTES = 1 << 16
 """Bytes of a sample's tensor that are hashed; of a larger one, that many are taken evenly."""
 LEAST_ITEMS = 8
-"""Items from which a list or an array of a dataset counts as its data: a pair of numbers may be the rank's."""
+"""Items from which a list or an array of a dataset counts as its data: a pair of numbers may be the
+rank's."""
 FETCHES = 3
 """Fetches of a pass whose random states are recorded."""
 
@@ -41,17 +43,21 @@ class Loaders:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count()
         self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._described: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._described: weakref.WeakKeyDictionary[Any, dict[str, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._passes: dict[int, int] = {}
         self._of: dict[int, tuple[int, int]] = {}  # by the id of an iterator: its loader and pass
         self._indices: dict[int, deque[Any]] = {}
         self._fetches = 0
         self.last: tuple[int, int] | None = None
-        """The loader and the pass of the batch that came last, until that pass has come to its end."""
+        """The loader and the pass of the batch that came last, until that pass has come to its
+        end."""
         self.last_trained: tuple[int, int] | None = None
-        """The same of the batch that came last with gradients enabled, also after the end of its pass: an evaluation
-        fetches its batches without them."""
-        self._since: Counter[tuple[int, int]] = Counter()  # batches since the last backward, of passes that go on
+        """The same of the batch that came last with gradients enabled, also after the end of its
+        pass: an evaluation fetches its batches without them."""
+        # batches since the last backward, of passes that go on
+        self._since: Counter[tuple[int, int]] = Counter()
         self.state = ""
         """The state of torch's generator when it came."""
 
@@ -67,8 +73,9 @@ class Loaders:
             self._wrap_fetch(fetcher)
 
     def take(self) -> list[tuple[int, int]]:
-        """Return the passes that a backward is of: that of the last batch, and each that gave one batch since the last
-        backward. (An evaluation between two backwards gives several, or has come to its end.)"""
+        """Return the passes that a backward is of: that of the last batch, and each that gave one
+        batch since the last backward. (An evaluation between two backwards gives several, or has
+        come to its end.)"""
         last = self.last_trained
         taken = [place for place, count in self._since.items() if count == 1 or place == last]
         self._since.clear()
@@ -78,7 +85,8 @@ class Loaders:
         self._lines.setdefault(loader, self._origin())
 
     def _origin(self) -> str:
-        """The line of the loader from which a library (Accelerate, Lightning) makes this one; else the user's line."""
+        """The line of the loader from which a library (Accelerate, Lightning) makes this one; else
+        the user's line."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not self._recorder.is_users_file(frame.f_code.co_filename):
             for value in frame.f_locals.values():
@@ -159,7 +167,12 @@ class Loaders:
         waiting = self._indices.get(id(iterator))
         index = waiting.popleft() if waiting else None
         indices = index if isinstance(index, list | tuple) else [index]
-        numbers = [int(each) for each in indices if isinstance(each, int | np.integer) or (isinstance(each, Tensor) and each.numel() == 1)]
+        numbers = [
+            int(each)
+            for each in indices
+            if isinstance(each, int | np.integer)
+            or (isinstance(each, Tensor) and each.numel() == 1)
+        ]
         self.last, self.state = place, generator_state()
         if torch.is_grad_enabled():
             self.last_trained = place
@@ -174,7 +187,8 @@ class Loaders:
         )
 
     def _wrap_fetch(self, fetcher: Any) -> None:
-        """Note random states before a fetch, where it runs: in a worker, or in the process itself."""
+        """Note random states before a fetch, where it runs: in a worker, or in the process
+        itself."""
         original = fetcher.fetch
 
         def fetch(this: Any, index: Any) -> Any:
@@ -192,7 +206,12 @@ class Loaders:
         drawn = {name: state for name, state in before.items() if after.get(name) != state}
         self._fetches += 1
         if drawn:
-            self._recorder.write("fetch", worker=None if worker is None else worker.id, number=self._fetches, drawn=drawn)
+            self._recorder.write(
+                "fetch",
+                worker=None if worker is None else worker.id,
+                number=self._fetches,
+                drawn=drawn,
+            )
 
 
 def length_of(loader: Any) -> int | None:
@@ -208,17 +227,24 @@ def random_states() -> dict[str, str]:
     states = {"torch": generator_state(), "python": f"{hash(random.getstate()[1]):x}"}
     if "numpy.random" in sys.modules:
         kind, keys, place, *_ = np.random.get_state(legacy=True)
-        states["numpy"] = hashlib.blake2b(np.asarray(keys).tobytes() + f"{kind}{place}".encode(), digest_size=8).hexdigest()
+        states["numpy"] = hashlib.blake2b(
+            np.asarray(keys).tobytes() + f"{kind}{place}".encode(), digest_size=8
+        ).hexdigest()
     return states
 
 
 def digests(batch: Any) -> list[str]:
-    """A digest of each sample of a batch, from all its tensors and arrays; of the whole batch where they have no common
-    first dimension."""
-    leaves = [each.detach().to("cpu") if isinstance(each, Tensor) else _from_numpy(each) for each in _leaves(batch)]
+    """A digest of each sample of a batch, from all its tensors and arrays; of the whole batch where
+    they have no common first dimension."""
+    leaves = [
+        each.detach().to("cpu") if isinstance(each, Tensor) else _from_numpy(each)
+        for each in _leaves(batch)
+    ]
     sizes = {len(each) if each.dim() else -1 for each in leaves}
     if len(sizes) == 1 and -1 not in sizes:
-        return [_digest([each[row] for each in leaves]) for row in range(min(MOST_SAMPLES, sizes.pop()))]
+        return [
+            _digest([each[row] for each in leaves]) for row in range(min(MOST_SAMPLES, sizes.pop()))
+        ]
     return [_digest(leaves)] if leaves else []
 
 
@@ -240,7 +266,11 @@ def _from_numpy(array: Any) -> Tensor:
 def _digest(tensors: list[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1).to(torch.uint8)
+        flat = (
+            tensor.contiguous().reshape(-1).view(torch.uint8)
+            if tensor.numel()
+            else tensor.reshape(-1).to(torch.uint8)
+        )
         if len(flat) > MOST_BYTES:
             flat = flat[:: -(-len(flat) // MOST_BYTES)]
         digest.update(flat.numpy().tobytes())
@@ -250,14 +280,33 @@ def _digest(tensors: list[Tensor]) -> str:
 def sampler_of(loader: Any) -> dict[str, Any]:
     """The settings of a loader's sampler that say which rank has which samples."""
     sampler = loader.sampler
-    names = ("epoch", "shuffle", "num_replicas", "rank", "drop_last", "replacement", "num_samples", "total_size", "seed")
-    found = {name: getattr(sampler, name) for name in names if isinstance(getattr(sampler, name, None), int | bool)}
-    return {"type": type(sampler).__name__, "batch_type": type(loader.batch_sampler).__name__, **found}
+    names = (
+        "epoch",
+        "shuffle",
+        "num_replicas",
+        "rank",
+        "drop_last",
+        "replacement",
+        "num_samples",
+        "total_size",
+        "seed",
+    )
+    found = {
+        name: getattr(sampler, name)
+        for name in names
+        if isinstance(getattr(sampler, name, None), int | bool)
+    }
+    return {
+        "type": type(sampler).__name__,
+        "batch_type": type(loader.batch_sampler).__name__,
+        **found,
+    }
 
 
 def describe(dataset: Any) -> dict[str, Any]:
-    """A dataset as other ranks can compare it: its kind, its length, and a digest of what it holds. The digest is empty
-    if that cannot be read, so that only the contents of batches tell samples apart."""
+    """A dataset as other ranks can compare it: its kind, its length, and a digest of what it holds.
+    The digest is empty if that cannot be read, so that only the contents of batches tell samples
+    apart."""
     if isinstance(dataset, Subset):
         inner = describe(dataset.dataset)
         indices = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
@@ -288,15 +337,19 @@ def describe(dataset: Any) -> dict[str, Any]:
 
 
 def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
-    """Digests of the tensors, arrays and lists that a dataset holds, and not of its settings, which may be the rank's.
+    """Digests of the tensors, arrays and lists that a dataset holds, and not of its settings, which
+    may be the rank's.
 
-    Left out: dictionaries by number and lists with None, which are caches; few numbers; what cannot be read.
+    Left out: dictionaries by number and lists with None, which are caches; few numbers; what cannot
+    be read.
     """
     values = vars(dataset) if hasattr(dataset, "__dict__") else {"items": dataset}
     found: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Dataset) and depth < 4:
-            found |= {f"{name}.{inner}": digest for inner, digest in data_of(value, depth + 1).items()}
+            found |= {
+                f"{name}.{inner}": digest for inner, digest in data_of(value, depth + 1).items()
+            }
         elif _is_data(value):
             with suppress(_Unreadable):
                 found[name] = _held(value)
@@ -310,14 +363,25 @@ def _is_data(value: Any) -> bool:
         first = value[:MOST_SAMPLES]
         is_held = len(value) >= LEAST_ITEMS or any(map(_is_data, first))
         return is_held and not any(each is None for each in first)
-    return isinstance(value, dict) and bool(value) and all(isinstance(name, str) and _is_data(each) for name, each in value.items())
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(name, str) and _is_data(each) for name, each in value.items())
+    )
 
 
 def held_items(dataset: Any, depth: int = 0) -> int:
-    """The items that a stream, or what it wraps, holds in its largest sequence; 0 if it holds none."""
+    """The items that a stream, or what it wraps, holds in its largest sequence; 0 if it holds
+    none."""
     values = list(getattr(dataset, "__dict__", {}).values())
-    sizes = [len(each) for each in values if isinstance(each, list | tuple | np.ndarray) or (isinstance(each, Tensor) and each.dim())]
-    inner = [held_items(each, depth + 1) for each in values if isinstance(each, Dataset) and depth < 3]
+    sizes = [
+        len(each)
+        for each in values
+        if isinstance(each, list | tuple | np.ndarray) or (isinstance(each, Tensor) and each.dim())
+    ]
+    inner = [
+        held_items(each, depth + 1) for each in values if isinstance(each, Dataset) and depth < 3
+    ]
     return max([*sizes, *inner], default=0)
 
 
@@ -327,9 +391,12 @@ class _Unreadable(Exception):
 
 def _held_by(owner: Any, depth: int = 0) -> str:
     """A text of what an object holds in its attributes."""
-    if isinstance(fingerprint := getattr(owner, "_fingerprint", None), str):  # of the datasets library
+    # of the datasets library
+    if isinstance(fingerprint := getattr(owner, "_fingerprint", None), str):
         return fingerprint
-    return ";".join(f"{name}={_held(value, depth + 1)}" for name, value in sorted(vars(owner).items()))
+    return ";".join(
+        f"{name}={_held(value, depth + 1)}" for name, value in sorted(vars(owner).items())
+    )
 
 
 def _held(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
@@ -338,21 +405,29 @@ def _held(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
         return _digest([value.detach().cpu()])
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufUS":
         flat = np.asarray(value).reshape(-1)
-        taken = flat[:: max(1, -(-flat.nbytes // MOST_BYTES))]  # before it is copied: it may be a file larger than memory
-        return hashlib.blake2b(f"{flat.shape}".encode() + taken.tobytes(), digest_size=8).hexdigest()
+        # before it is copied: it may be a file larger than memory
+        taken = flat[:: max(1, -(-flat.nbytes // MOST_BYTES))]
+        return hashlib.blake2b(
+            f"{flat.shape}".encode() + taken.tobytes(), digest_size=8
+        ).hexdigest()
     if isinstance(value, str | int | float | bool | bytes | None):
         return repr(value)
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
     if isinstance(value, list | tuple) and depth < 8:
         step = max(1, len(value) // MOST_SAMPLES)
-        return f"{len(value)}:" + ",".join(_held(each, depth + 1, is_item=True) for each in value[::step])
+        return f"{len(value)}:" + ",".join(
+            _held(each, depth + 1, is_item=True) for each in value[::step]
+        )
     if isinstance(value, dict) and depth < 8:
-        return ",".join(f"{key}:{_held(each, depth + 1, is_item=True)}" for key, each in value.items())
+        return ",".join(
+            f"{key}:{_held(each, depth + 1, is_item=True)}" for key, each in value.items()
+        )
     if isinstance(value, Dataset) and depth < 8:
         return _held_by(value, depth)
     if isinstance(fingerprint := getattr(value, "_fingerprint", None), str):
         return fingerprint
-    if (is_item or hasattr(value, "__len__")) and not callable(value):  # a table, or one of many objects
+    # a table, or one of many objects
+    if (is_item or hasattr(value, "__len__")) and not callable(value):
         raise _Unreadable
     return type(value).__name__

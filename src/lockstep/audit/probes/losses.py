@@ -1,4 +1,5 @@
-"""Watches the loss functions of torch: how many targets each call has, and with which weight they enter the gradient.
+"""Watches the loss functions of torch: how many targets each call has, and with which weight they
+enter the gradient.
 
 The gradient of the final loss by the function's output is that weight: 1 / accumulation_steps, say.
 With `reduction="none"` it is a tensor, and a mask of the user's own is in it.
@@ -19,7 +20,14 @@ from lockstep.audit.probes.recorder import RecordWriter, guarded, replace
 
 CLASSIFICATION = ("cross_entropy", "nll_loss")
 ELEMENTS = (
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *(
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+    ),
     *("gaussian_nll_loss", "poisson_nll_loss", "soft_margin_loss"),
 )
 
@@ -51,7 +59,12 @@ class Losses:
                 output = original(*args, **kwargs)
             finally:
                 self._depth -= 1
-            if not self._depth and torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad:
+            if (
+                not self._depth
+                and torch.is_grad_enabled()
+                and isinstance(output, Tensor)
+                and output.requires_grad
+            ):
                 guarded(self._recorder, self._note)(name, output, args, kwargs)
             return output
 
@@ -60,7 +73,11 @@ class Losses:
     def _note(self, name: str, output: Tensor, args: Any, kwargs: Any) -> None:
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         reduction = kwargs.get("reduction", "mean")
-        row: dict[str, Any] = {"function": name, "line": self._recorder.line(), "reduction": reduction}
+        row: dict[str, Any] = {
+            "function": name,
+            "line": self._recorder.line(),
+            "reduction": reduction,
+        }
         if isinstance(target, Tensor) and reduction != "none":
             row["count"] = _count(name, target, args, kwargs)
             row["targets"] = target.shape[0] if target.dim() else 1
@@ -76,11 +93,14 @@ class Losses:
             return
         nonzero = gradient.detach()[gradient != 0].to(torch.float64)
         row["count"] = nonzero.numel()
-        row["weights"] = [float(nonzero.min()), float(nonzero.max())] if row["count"] else [0.0, 0.0]
+        row["weights"] = (
+            [float(nonzero.min()), float(nonzero.max())] if row["count"] else [0.0, 0.0]
+        )
 
 
 def _count(name: str, target: Tensor, args: Any, kwargs: Any) -> float:
-    """The number that the mean is taken over: of targets that count, by their classes' weights; of elements."""
+    """The number that the mean is taken over: of targets that count, by their classes' weights; of
+    elements."""
     if name not in CLASSIFICATION or target.is_floating_point():
         return float(target.numel() if name not in CLASSIFICATION else target.shape[0])
     kept = target[target != kwargs.get("ignore_index", -100)]
@@ -89,5 +109,7 @@ def _count(name: str, target: Tensor, args: Any, kwargs: Any) -> float:
 
 
 def _class_weights(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    found = kwargs.get("weight", args[2] if len(args) > 2 else None) if name in CLASSIFICATION else None
+    found = (
+        kwargs.get("weight", args[2] if len(args) > 2 else None) if name in CLASSIFICATION else None
+    )
     return found if isinstance(found, Tensor) else None

@@ -25,17 +25,22 @@ class Models:
         self._recorder = recorder
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
-        self._within: list[DistributedDataParallel] = []  # wrappers whose forward is running, without a backward in it
+        # wrappers whose forward is running, without a backward in it
+        self._within: list[DistributedDataParallel] = []
 
     def install(self) -> None:
         wrap(DistributedDataParallel, "__init__", after=guarded(self._recorder, self._after_wrap))
         self._watch_forward()
 
     def names(self, parameters: Sequence[Tensor], *, again: bool = False) -> list[str]:
-        """The names of parameters in their model, without wrappers' parts. `again`: search the models once more."""
+        """The names of parameters in their model, without wrappers' parts. `again`: search the
+        models once more."""
         if again or any(id(each) not in self._names for each in parameters):
             self._search(parameters)
-        return [self._names.get(id(each), f"parameter {number}") for number, each in enumerate(parameters)]
+        return [
+            self._names.get(id(each), f"parameter {number}")
+            for number, each in enumerate(parameters)
+        ]
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of the models whose parameters are trained."""
@@ -44,7 +49,8 @@ class Models:
                 yield plain(name), buffer
 
     def untrained(self, trained: set[int]) -> list[str]:
-        """The parameters of the models that require a gradient, have one, and are in no optimizer."""
+        """The parameters of the models that require a gradient, have one, and are in no
+        optimizer."""
         return [
             plain(name)
             for root in self._roots
@@ -53,13 +59,19 @@ class Models:
         ]
 
     def _search(self, parameters: Sequence[Tensor]) -> None:
-        """Find the outermost modules that hold the parameters, or else those that hold parameters with gradients: the
-        optimizer's parameters may not be a model's at all."""
+        """Find the outermost modules that hold the parameters, or else those that hold parameters
+        with gradients: the optimizer's parameters may not be a model's at all."""
         wanted = {id(each) for each in parameters}
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
         children = {id(child) for module in modules for child in module.children()}
-        outermost = [module for module in modules if id(module) not in children and not _is_loss(module)]
-        self._roots = [each for each in outermost if any(id(p) in wanted or p.grad is not None for p in each.parameters())]
+        outermost = [
+            module for module in modules if id(module) not in children and not _is_loss(module)
+        ]
+        self._roots = [
+            each
+            for each in outermost
+            if any(id(p) in wanted or p.grad is not None for p in each.parameters())
+        ]
         self._names = {}
         for root in self._roots:
             for name, parameter in root.named_parameters():

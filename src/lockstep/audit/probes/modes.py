@@ -1,4 +1,5 @@
-"""Watches what depends on train and eval mode: dropout, and BatchNorm with its running statistics."""
+"""Watches what depends on train and eval mode: dropout, and BatchNorm with its running
+statistics."""
 
 from __future__ import annotations
 
@@ -22,10 +23,18 @@ from lockstep.audit.probes.recorder import RecordWriter, guarded, replace, wrap
 from lockstep.audit.probes.sketch import sketch
 from lockstep.base import torch_private
 
-DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+DROPOUTS = (
+    "dropout",
+    "alpha_dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_alpha_dropout",
+)
 _CHECKPOINT_FILE = inspect.getfile(checkpoint)
 MOST_STATISTICS = 8
-"""Calls of BatchNorm between two backwards, or evaluation batches, whose statistics are recorded."""
+"""Calls of BatchNorm between two backwards, or evaluation batches, whose statistics are
+recorded."""
 
 
 class Arguments:
@@ -33,11 +42,16 @@ class Arguments:
 
     def __init__(self, function: Callable[..., Any], *names: str) -> None:
         parameters = inspect.signature(function).parameters
-        self._places = [(name, list(parameters).index(name), parameters[name].default) for name in names]
+        self._places = [
+            (name, list(parameters).index(name), parameters[name].default) for name in names
+        ]
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The values of the arguments in a call, or their defaults."""
-        return [kwargs.get(name, args[place] if place < len(args) else default) for name, place, default in self._places]
+        return [
+            kwargs.get(name, args[place] if place < len(args) else default)
+            for name, place, default in self._places
+        ]
 
 
 class Modes:
@@ -50,12 +64,17 @@ class Modes:
         self._statistics = 0
         self._place: Any = None
         self._is_updating = False
-        """True while statistics are taken anew with `update_bn`, which is in train mode and no evaluation."""
+        """True while statistics are taken anew with `update_bn`, which is in train mode and no
+        evaluation."""
 
     def install(self) -> None:
         for name in DROPOUTS:
             replace(F, name, self._watched_dropout(getattr(F, name)))
-        replace(F, "scaled_dot_product_attention", self._watched_attention(F.scaled_dot_product_attention))
+        replace(
+            F,
+            "scaled_dot_product_attention",
+            self._watched_attention(F.scaled_dot_product_attention),
+        )
         replace(F, "batch_norm", self._watched_batch_norm(F.batch_norm))
         wrap(
             swa_utils,
@@ -124,19 +143,34 @@ class Modes:
 
     def _note_dropout(self, input: Tensor, output: Tensor, training: bool) -> None:
         has_gradient = torch.is_grad_enabled() and input.requires_grad
-        self._note("dropout", training, output, is_off=not training and has_gradient and not _is_frozen())
+        self._note(
+            "dropout", training, output, is_off=not training and has_gradient and not _is_frozen()
+        )
 
     def _note(self, what: str, training: bool, output: Tensor, *, is_off: bool = False) -> None:
-        """Write the first call of each pass with its mode, and have a backward count the call that it comes to."""
+        """Write the first call of each pass with its mode, and have a backward count the call that
+        it comes to."""
         grad = torch.is_grad_enabled()
         key = (what, training, grad, self._loaders.last)
         number = None
-        if key not in self._noted and not torch_private.in_backward() and not (not grad and _is_checkpointed()):
+        if (
+            key not in self._noted
+            and not torch_private.in_backward()
+            and not (not grad and _is_checkpointed())
+        ):
             self._noted.add(key)
             number = len(self._noted)
             loader, pass_number = self._loaders.last or (None, None)
-            row = {"what": what, "training": training, "grad": grad, "loader": loader, "number": pass_number}
-            self._recorder.write("mode", mode=number, line=self._recorder.line(caller_of_forward=True), **row)
+            row = {
+                "what": what,
+                "training": training,
+                "grad": grad,
+                "loader": loader,
+                "number": pass_number,
+            }
+            self._recorder.write(
+                "mode", mode=number, line=self._recorder.line(caller_of_forward=True), **row
+            )
         if output.requires_grad:
             hook = guarded(self._recorder, lambda _: self._reach(number, training, is_off))
             output.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -157,8 +191,16 @@ class Modes:
             return
         loader, number = self._loaders.last or (None, None)
         sketches = [sketch(mean), *([sketch(variance)] if variance is not None else [])]
-        row = {"training": training, "grad": torch.is_grad_enabled(), "loader": loader, "number": number, "call": self._statistics}
-        self._recorder.write("statistics", sketches=sketches, line=self._recorder.line(caller_of_forward=True), **row)
+        row = {
+            "training": training,
+            "grad": torch.is_grad_enabled(),
+            "loader": loader,
+            "number": number,
+            "call": self._statistics,
+        }
+        self._recorder.write(
+            "statistics", sketches=sketches, line=self._recorder.line(caller_of_forward=True), **row
+        )
 
 
 def _no_calls() -> dict[str, int]:
@@ -166,7 +208,8 @@ def _no_calls() -> dict[str, int]:
 
 
 def _is_checkpointed() -> bool:
-    """True within reentrant activation checkpointing, whose forward has no gradients although it trains."""
+    """True within reentrant activation checkpointing, whose forward has no gradients although it
+    trains."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
@@ -176,7 +219,8 @@ def _is_checkpointed() -> bool:
 
 
 def _is_frozen() -> bool:
-    """True if the innermost module with parameters that runs trains none of them: it may be in eval mode on purpose."""
+    """True if the innermost module with parameters that runs trains none of them: it may be in eval
+    mode on purpose."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")

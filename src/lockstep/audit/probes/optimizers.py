@@ -1,4 +1,5 @@
-"""Watches optimizers: a record of each step, with the gradients, parameters and settings that it used."""
+"""Watches optimizers: a record of each step, with the gradients, parameters and settings that it
+used."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lockstep.audit.probes.gradients import Gradients, Sketch, local_sketch, scalar
 from lockstep.audit.probes.models import Models
@@ -32,7 +36,8 @@ class Optimizers:
         self._count = itertools.count()
         self._steps: dict[int, int] = {}
         self._made_at: dict[int, str] = {}
-        self._stepping: list[int] = []  # optimizers in whose step this process is: the outermost first
+        # optimizers in whose step this process is: the outermost first
+        self._stepping: list[int] = []
         self._row: dict[str, Any] = {}
         self._clip: dict[str, Any] | None = None
         self._clipped: list[dict[str, Any]] = []  # since the last step
@@ -47,8 +52,11 @@ class Optimizers:
         return max(self._steps.values(), default=0)
 
     def number(self, optimizer: Any) -> int:
-        """The number of an optimizer, in the order in which they were made. A wrapper has that of what it wraps."""
-        while not isinstance(optimizer, Optimizer) or (hasattr(optimizer, "optimizer") and isinstance(optimizer.optimizer, Optimizer)):
+        """The number of an optimizer, in the order in which they were made. A wrapper has that of
+        what it wraps."""
+        while not isinstance(optimizer, Optimizer) or (
+            hasattr(optimizer, "optimizer") and isinstance(optimizer.optimizer, Optimizer)
+        ):
             if not hasattr(optimizer, "optimizer"):
                 return -1
             optimizer = optimizer.optimizer
@@ -60,7 +68,13 @@ class Optimizers:
         guard = self._recorder
         wrap(Optimizer, "add_param_group", after=guarded(guard, self._after_group))
         wrap(Optimizer, "zero_grad", after=guarded(guard, self._after_zero_grad))
-        wrap(torch.nn.Module, "zero_grad", after=guarded(guard, lambda _, module, *__, **___: self._gradients.clear(module.parameters())))
+        wrap(
+            torch.nn.Module,
+            "zero_grad",
+            after=guarded(
+                guard, lambda _, module, *__, **___: self._gradients.clear(module.parameters())
+            ),
+        )
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(guarded(guard, self._after_step))
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -68,9 +82,20 @@ class Optimizers:
                 self._wrap_clip(owner, name)
         scaler = torch.amp.GradScaler
         wrap(scaler, "scale", before=guarded(guard, self._before_scale))
-        wrap(scaler, "unscale_", after=guarded(guard, lambda *_: setattr(self, "_is_unscaled", True)))
-        wrap(scaler, "step", before=guarded(guard, self._before_scaler_step), after=guarded(guard, self._after_scaler_step))
-        wrap(scaler, "update", after=guarded(guard, lambda *_, **__: setattr(self, "_is_unscaled", False)))
+        wrap(
+            scaler, "unscale_", after=guarded(guard, lambda *_: setattr(self, "_is_unscaled", True))
+        )
+        wrap(
+            scaler,
+            "step",
+            before=guarded(guard, self._before_scaler_step),
+            after=guarded(guard, self._after_scaler_step),
+        )
+        wrap(
+            scaler,
+            "update",
+            after=guarded(guard, lambda *_, **__: setattr(self, "_is_unscaled", False)),
+        )
 
     # Steps
 
@@ -92,7 +117,10 @@ class Optimizers:
         self._stepping.append(id(optimizer))
         if len(self._stepping) > 1:
             return None
-        if self.steps >= self._recorder.request.steps and self._steps.get(self.number(optimizer), 0) >= self._recorder.request.steps:
+        if (
+            self.steps >= self._recorder.request.steps
+            and self._steps.get(self.number(optimizer), 0) >= self._recorder.request.steps
+        ):
             self._recorder.flush_and_end("steps")
         closure = kwargs.get("closure") or next((each for each in args if callable(each)), None)
         if closure is None:
@@ -116,12 +144,21 @@ class Optimizers:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         names = self._models.names(parameters, again=index == 0)
         added: dict[int, dict[str, Sketch]] = {}
-        row: dict[str, Any] = {"applied": {}, "sharded": [], "stale": [], "before": {}, "unused": [], "reduced": {}}
+        row: dict[str, Any] = {
+            "applied": {},
+            "sharded": [],
+            "stale": [],
+            "before": {},
+            "unused": [],
+            "reduced": {},
+        }
         for parameter, name in zip(parameters, names, strict=True):
             seen = self._gradients.take(parameter)
             for backward, each in seen.added:
                 sums = added.setdefault(backward, {})
-                sums[name] = [a + b for a, b in zip(sums[name], each, strict=True)] if name in sums else each
+                sums[name] = (
+                    [a + b for a, b in zip(sums[name], each, strict=True)] if name in sums else each
+                )
             if seen.is_stale:
                 row["stale"].append(name)
             row["applied"][name], is_shard = self._gradients.of(parameter)
@@ -155,21 +192,34 @@ class Optimizers:
                 self._row["shards_right"] = self._try_shards(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepping = self._stepping[: self._stepping.index(id(optimizer))] if id(optimizer) in self._stepping else []
+        self._stepping = (
+            self._stepping[: self._stepping.index(id(optimizer))]
+            if id(optimizer) in self._stepping
+            else []
+        )
         if self._stepping or not self._row:
             return
         row, self._row = self._row, {}
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         names = self._models.names(parameters)
-        row["parameters"] = {name: local_sketch(parameter)[0] for parameter, name in zip(parameters, names, strict=True)}
+        row["parameters"] = {
+            name: local_sketch(parameter)[0]
+            for parameter, name in zip(parameters, names, strict=True)
+        }
         row["states"] = self._states(optimizer, parameters, names)
-        row["buffers"] = {name: local_sketch(each)[0] for name, each in self._models.buffers() if each.is_floating_point()}
+        row["buffers"] = {
+            name: local_sketch(each)[0]
+            for name, each in self._models.buffers()
+            if each.is_floating_point()
+        }
         for each in self.on_step:
             each(row)
         self._recorder.write("step", **row)
         self._steps[row["optimizer"]] = row["index"] + 1
 
-    def _states(self, optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, Sketch | None]:
+    def _states(
+        self, optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]
+    ) -> dict[str, Sketch | None]:
         return {
             f"{name}/{key}": local_sketch(value)[0]
             for parameter, name in zip(parameters, names, strict=True)
@@ -178,7 +228,12 @@ class Optimizers:
         }
 
     def _all_parameters(self) -> set[int]:
-        return {id(each) for optimizer in self._numbers for group in optimizer.param_groups for each in group["params"]}
+        return {
+            id(each)
+            for optimizer in self._numbers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
 
     def _try_shards(self, optimizer: Optimizer) -> bool | None:
         self._recorder.is_suspended = True
@@ -206,7 +261,9 @@ class Optimizers:
         def after(result: Any, *args: Any, **kwargs: Any) -> None:
             if self._clip is not None:
                 self._clip["norm"] = scalar(result)
-                self._clipped.append({"backward": self._gradients.backward, "line": self._clip["line"]})
+                self._clipped.append(
+                    {"backward": self._gradients.backward, "line": self._clip["line"]}
+                )
 
         original = getattr(owner, name)
 
@@ -230,14 +287,21 @@ class Optimizers:
 
     def _after_scaler_step(self, _: Any, scaler: Any, optimizer: Any, *__: Any, **___: Any) -> None:
         if scaler.is_enabled() and self._steps_before == self._steps:
-            self._recorder.write("skipped_step", optimizer=self.number(optimizer), line=self._recorder.line())
+            self._recorder.write(
+                "skipped_step", optimizer=self.number(optimizer), line=self._recorder.line()
+            )
 
     def _scale(self) -> float | None:
-        return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else None
+        return (
+            float(self._scaler.get_scale())
+            if self._scaler is not None and self._scaler.is_enabled()
+            else None
+        )
 
 
 def _steps_on_the_stack() -> int:
-    """The number of optimizers' steps that are being run, one within the other: an optimizer may wrap another one."""
+    """The number of optimizers' steps that are being run, one within the other: an optimizer may
+    wrap another one."""
     count, frame = 0, sys._getframe(1).f_back
     while frame is not None:
         count += frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _OPTIMIZER_FILE

@@ -1,4 +1,5 @@
-"""Writes the record of one process: JSON lines, each written at once, because a process may end at any moment."""
+"""Writes the record of one process: JSON lines, each written at once, because a process may end at
+any moment."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from typing import Any, TextIO, TypeVar
 from lockstep.audit.request import AuditRequest
 
 _HERE = str(Path(__file__).resolve().parent)
-_LIBRARIES = tuple({os.path.realpath(path) for path in (os.path.dirname(os.__file__), sys.prefix + "/lib", sys.base_prefix + "/lib")})
+_LIBRARIES = tuple(
+    {
+        os.path.realpath(path)
+        for path in (os.path.dirname(os.__file__), sys.prefix + "/lib", sys.base_prefix + "/lib")
+    }
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -38,8 +44,16 @@ class RecordWriter:
 
     def write(self, kind: str, **row: Any) -> None:
         if self._file is None:
-            self._file = (self.request.folder / f"process-{os.getpid()}.jsonl").open("w", encoding="utf-8", buffering=1)
-            self.write("process", pid=os.getpid(), parent=os.getppid(), rank=os.environ.get("RANK"), argv=sys.argv)
+            self._file = (self.request.folder / f"process-{os.getpid()}.jsonl").open(
+                "w", encoding="utf-8", buffering=1
+            )
+            self.write(
+                "process",
+                pid=os.getpid(),
+                parent=os.getppid(),
+                rank=os.environ.get("RANK"),
+                argv=sys.argv,
+            )
         self._file.write(json.dumps({"kind": kind, **row}, default=str) + "\n")
 
     def problem(self, where: str) -> None:
@@ -49,7 +63,8 @@ class RecordWriter:
             self.write("problem", where=where, text=traceback.format_exc(limit=-4))
 
     def line(self, *, caller_of_forward: bool = False) -> str:
-        """Return the innermost line of the user's code that is being run, as path:number; empty if there is none.
+        """Return the innermost line of the user's code that is being run, as path:number; empty if
+        there is none.
 
         `caller_of_forward`: the line that called the model rather than one in its `forward`.
         """
@@ -68,12 +83,17 @@ class RecordWriter:
         if name not in self._is_users:
             path = os.path.realpath(name)
             inside = any(path.startswith(root.rstrip("/") + "/") for root in self.request.roots)
-            library = "site-packages" in path or path.startswith(_HERE) or (path.startswith(_LIBRARIES) and not inside)
+            library = (
+                "site-packages" in path
+                or path.startswith(_HERE)
+                or (path.startswith(_LIBRARIES) and not inside)
+            )
             self._is_users[name] = inside and not library and not name.startswith("<")
         return self._is_users[name]
 
     def flush_and_end(self, reason: str) -> None:
-        """End this process at once: other ranks are at the same place, and the script must not go on."""
+        """End this process at once: other ranks are at the same place, and the script must not go
+        on."""
         self.write("end", reason=reason)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # nobody reads it any more
@@ -94,7 +114,9 @@ class RecordWriter:
 
 
 def _is_forward(frame: FrameType) -> bool:
-    return frame.f_code.co_name in ("forward", "_forward", "__call__") or hasattr(frame.f_locals.get("self"), "named_parameters")
+    return frame.f_code.co_name in ("forward", "_forward", "__call__") or hasattr(
+        frame.f_locals.get("self"), "named_parameters"
+    )
 
 
 def _end_children() -> None:
@@ -105,7 +127,8 @@ def _end_children() -> None:
 
 
 def guarded(recorder: RecordWriter, function: Function) -> Function:
-    """Return `function` with its exceptions noted, not raised: a fault of a probe is not one of the script."""
+    """Return `function` with its exceptions noted, not raised: a fault of a probe is not one of the
+    script."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -143,8 +166,15 @@ def originals() -> Iterator[None]:
             setattr(owner, name, probe)
 
 
-def wrap(owner: Any, name: str, *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:
-    """Replace a function or method: `before(*args, **kwargs)` is called first, `after(result, *args, **kwargs)` last.
+def wrap(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[..., Any] | None = None,
+    after: Callable[..., Any] | None = None,
+) -> None:
+    """Replace a function or method: `before(*args, **kwargs)` is called first, `after(result,
+    *args, **kwargs)` last.
 
     Neither changes what it returns. Both must be guarded.
     """

@@ -19,10 +19,15 @@ from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 class Schedules:
     def __init__(self, recorder: RecordWriter, optimizers: Optimizers) -> None:
         self._recorder, self._optimizers = recorder, optimizers
-        self._depth = 0  # of schedules that step others; and 1 while a schedule is made, which steps it too
+        # of schedules that step others; and 1 while a schedule is made, which steps it too
+        self._depth = 0
 
     def install(self) -> None:
-        kinds = {each for each in vars(lr_scheduler).values() if isinstance(each, type) and issubclass(each, lr_scheduler.LRScheduler)}
+        kinds = {
+            each
+            for each in vars(lr_scheduler).values()
+            if isinstance(each, type) and issubclass(each, lr_scheduler.LRScheduler)
+        }
         for kind in kinds:
             if "step" in vars(kind):
                 self._count_steps(kind)
@@ -58,7 +63,8 @@ class Schedules:
 
 
 def horizon(schedule: Any) -> int | None:
-    """The number of its steps after which a schedule has come to its end; None if it has none that can be seen."""
+    """The number of its steps after which a schedule has come to its end; None if it has none that
+    can be seen."""
     for name in ("T_max", "total_iters", "total_steps"):
         if isinstance(value := getattr(schedule, name, None), int):
             return value
@@ -99,7 +105,14 @@ class SavedFiles:
     def install(self) -> None:
         wrap(torch, "save", before=guarded(self._recorder, self._note))
         torch.serialization.save = torch.save
-        wrap(torch, "load", before=guarded(self._recorder, lambda *_, **__: self._recorder.write("load", line=self._recorder.line())))
+        wrap(
+            torch,
+            "load",
+            before=guarded(
+                self._recorder,
+                lambda *_, **__: self._recorder.write("load", line=self._recorder.line()),
+            ),
+        )
 
     def _note(self, saved: Any = None, to: Any = None, *_: Any, **kwargs: Any) -> None:
         to = kwargs.get("f", to)
@@ -108,5 +121,9 @@ class SavedFiles:
         if isinstance(to, str | os.PathLike) and str(to) != os.devnull:
             keys = [str(each) for each in saved][:50] if isinstance(saved, dict) else []
             path = str(Path(to).resolve())
-            row = {"step": self._optimizers.steps, "line": self._recorder.line(), "existed": Path(path).exists()}
+            row = {
+                "step": self._optimizers.steps,
+                "line": self._recorder.line(),
+                "existed": Path(path).exists(),
+            }
             self._recorder.write("save", path=path, keys=keys, **row)

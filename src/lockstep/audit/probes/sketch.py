@@ -1,8 +1,9 @@
 """Sketches of tensors: a few linear projections and the squared norm, in float64.
 
-A sketch is linear: that of a sum is the sum of the sketches. So the factors with which a reduction adds the ranks'
-gradients are read from sketches alone, which are small enough to be written at every step. Those of shards add up to
-the whole tensor's, because the sign of an element depends on its place in the whole tensor.
+A sketch is linear: that of a sum is the sum of the sketches. So the factors with which a reduction
+adds the ranks' gradients are read from sketches alone, which are small enough to be written at
+every step. Those of shards add up to the whole tensor's, because the sign of an element depends on
+its place in the whole tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ _CHUNK = 1 << 16
 _CHUNKS = 1 << 16
 
 _generator = torch.Generator().manual_seed(0x10C57E9)
-_SIGNS = torch.randint(0, 2, (PROJECTIONS, _CHUNK), generator=_generator, dtype=torch.float64) * 2 - 1
+_SIGNS = (
+    torch.randint(0, 2, (PROJECTIONS, _CHUNK), generator=_generator, dtype=torch.float64) * 2 - 1
+)
 _CHUNK_SIGNS = torch.randint(0, 2, (_CHUNKS,), generator=_generator, dtype=torch.float64) * 2 - 1
 
 
@@ -30,7 +33,12 @@ def sketch(tensor: Tensor, first: int = 0) -> list[float]:
     count = flat.numel()
     place = first % _CHUNK
     if place + count <= _CHUNK:
-        return [*(_SIGNS[:, place : place + count] @ flat * _CHUNK_SIGNS[first // _CHUNK % _CHUNKS]).tolist(), squared]
+        return [
+            *(
+                _SIGNS[:, place : place + count] @ flat * _CHUNK_SIGNS[first // _CHUNK % _CHUNKS]
+            ).tolist(),
+            squared,
+        ]
     rows = -(-(place + count) // _CHUNK)
     padded = torch.zeros(rows * _CHUNK, dtype=torch.float64)
     padded[place : place + count] = flat

@@ -1,7 +1,8 @@
-"""Python imports this at its start in every process of an audited script: it installs the probes once torch is there.
+"""Python imports this at its start in every process of an audited script: it installs the probes
+once torch is there.
 
-The folder of this file is first on PYTHONPATH, so that processes that the script starts have the probes too. A
-`sitecustomize` of the user's, which this one hides, is run as well.
+The folder of this file is first on PYTHONPATH, so that processes that the script starts have the
+probes too. A `sitecustomize` of the user's, which this one hides, is run as well.
 """
 
 import sys

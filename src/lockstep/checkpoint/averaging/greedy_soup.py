@@ -7,14 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 
-def greedy_soup(scores: Sequence[float], measure: Callable[[list[int]], float], mode: Literal["min", "max"]) -> list[int] | None:
+def greedy_soup(
+    scores: Sequence[float], measure: Callable[[list[int]], float], mode: Literal["min", "max"]
+) -> list[int] | None:
     """Return the models whose average is kept, best first; None if every score is NaN.
 
-    Starts with the best model, and goes through the others from better to worse. Each stays only if the average with it
-    has a better score than that without. `scores`: of each model alone. `measure`: the score of the average of several.
+    Starts with the best model, and goes through the others from better to worse. Each stays only if
+    the average with it has a better score than that without. `scores`: of each model alone.
+    `measure`: the score of the average of several.
     """
     sign = 1 if mode == "min" else -1
-    ordered = sorted((index for index, score in enumerate(scores) if not math.isnan(score)), key=lambda index: sign * scores[index])
+    ordered = sorted(
+        (index for index, score in enumerate(scores) if not math.isnan(score)),
+        key=lambda index: sign * scores[index],
+    )
     if not ordered:
         return None
     chosen, best = ordered[:1], scores[ordered[0]]

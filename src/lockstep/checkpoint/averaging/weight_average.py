@@ -1,8 +1,10 @@
-"""The weighted mean of several saved models, tensor by tensor (Wortsman et al., "Model soups", 2022, arXiv:2203.05482).
+"""The weighted mean of several saved models, tensor by tensor (Wortsman et al., "Model soups",
+2022, arXiv:2203.05482).
 
-Floating-point and complex tensors are summed in float64, and rounded once to their own type. An element that is the
-same in all models keeps its bits. Other tensors, such as counters and tables of indices, have no mean: they are those
-of the first model. Only a few copies of one tensor are in memory at a time.
+Floating-point and complex tensors are summed in float64, and rounded once to their own type. An
+element that is the same in all models keeps its bits. Other tensors, such as counters and tables of
+indices, have no mean: they are those of the first model. Only a few copies of one tensor are in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COUNTER = "num_batches_tracked"
-"""BatchNorm's count of training batches, which no longer says anything once weights are averaged."""
+"""BatchNorm's count of training batches, which no longer says anything once weights are
+averaged."""
 _STATISTICS = ("running_mean", "running_var")
 _PIECE = 1 << 20
 
@@ -37,25 +40,30 @@ class AverageMember:
 
 
 class WeightAverage:
-    """The weighted mean of several saved models. Raises `CheckpointError` if their tensors are not alike."""
+    """The weighted mean of several saved models. Raises `CheckpointError` if their tensors are not
+    alike."""
 
     def __init__(self, members: Sequence[AverageMember]) -> None:
         shares = normalised([member.weight for member in members])
         for other in members[1:]:
             check_alike(members[0], other)
-        self._members = [(member, share) for member, share in zip(members, shares, strict=True) if share > 0]
+        self._members = [
+            (member, share) for member, share in zip(members, shares, strict=True) if share > 0
+        ]
         self.differing: dict[str, str] = {}
-        """Each tensor without a mean in which models that were read differ -> the first such model."""
+        """Each tensor without a mean in which models that were read differ -> the first such
+        model."""
 
     @property
     def model(self) -> StateDictReader:
-        """The mean. Reading it raises `CheckpointError` for NaN, and for infinities that not all models have."""
+        """The mean. Reading it raises `CheckpointError` for NaN, and for infinities that not all
+        models have."""
         return StateDictReader(self._members[0][0].model.specs, self.read)
 
     @property
     def statistics(self) -> list[str]:
-        """Running statistics of BatchNorm, by name, if they are averaged. They are not those of the mean's own
-        activations."""
+        """Running statistics of BatchNorm, by name, if they are averaged. They are not those of the
+        mean's own activations."""
         names = self._members[0][0].model.specs if len(self._members) > 1 else ()
         return [name for name in names if name.rpartition(".")[2] in _STATISTICS]
 
@@ -81,45 +89,53 @@ class WeightAverage:
         for other, other_share in others:
             if not mean.add(_tensor(other, name), other_share):
                 raise CheckpointError(
-                    f"{name!r} has infinities in {first.name} or {other.name} where the other has none; their mean is no weight; leave one "
-                    "of the two out"
+                    f"{name!r} has infinities in {first.name} or {other.name} where the other has"
+                    " none; their mean is no weight; leave one of the two out"
                 )
         return mean.result().view(torch.uint8).numpy().data
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Return the weights divided by their sum. Raises `CheckpointError` for a weight that is negative, infinite or NaN,
-    and if all are zero."""
+    """Return the weights divided by their sum. Raises `CheckpointError` for a weight that is
+    negative, infinite or NaN, and if all are zero."""
     for weight in weights:
         if not 0 <= weight < math.inf:
-            raise CheckpointError(f"the weight {weight:g} in an average; each is a number of at least 0; correct it")
+            raise CheckpointError(
+                f"the weight {weight:g} in an average; each is a number of at least 0; correct it"
+            )
     largest = max(weights)
     if largest == 0:
-        raise CheckpointError("weights of an average that are all 0; they are divided by their sum; give at least one more than 0")
+        raise CheckpointError(
+            "weights of an average that are all 0; they are divided by their sum; give at least one"
+            " more than 0"
+        )
     scaled = [weight / largest for weight in weights]
     total = math.fsum(scaled)
     return [weight / total for weight in scaled]
 
 
 def check_alike(first: AverageMember, other: AverageMember) -> None:
-    """Raise `CheckpointError` unless both models have the same tensors, of the same shapes and types."""
+    """Raise `CheckpointError` unless both models have the same tensors, of the same shapes and
+    types."""
     for one, two in ((first, other), (other, first)):
         if missing := [name for name in one.model.specs if name not in two.model.specs]:
             raise CheckpointError(
-                f"{one.name} has {first_few(missing)}, and {two.name} has no tensor of that name; an average is of models of one "
-                "architecture; leave one of the two out"
+                f"{one.name} has {first_few(missing)}, and {two.name} has no tensor of that name;"
+                " an average is of models of one architecture; leave one of the two out"
             )
     for name, (dtype, shape) in first.model.specs.items():
         other_dtype, other_shape = other.model.specs[name]
         if (dtype, shape) != (other_dtype, other_shape):
             raise CheckpointError(
-                f"{name!r} is {dtype} {list(shape)} in {first.name}, and {other_dtype} {list(other_shape)} in {other.name}; an average is "
-                "of tensors of one shape and type; leave one of the two out"
+                f"{name!r} is {dtype} {list(shape)} in {first.name}, and {other_dtype}"
+                f" {list(other_shape)} in {other.name}; an average is of tensors of one shape and"
+                " type; leave one of the two out"
             )
 
 
 class _TensorMean:
-    """The weighted sum of one tensor over several models, in float64, piece by piece; shares add up to 1."""
+    """The weighted sum of one tensor over several models, in float64, piece by piece; shares add up
+    to 1."""
 
     def __init__(self, first: Tensor, share: float) -> None:
         import torch
@@ -132,7 +148,8 @@ class _TensorMean:
             torch.mul(first[piece].to(self._wide), share, out=self._sum[piece])
 
     def add(self, tensor: Tensor, share: float) -> bool:
-        """Add a model's tensor. Returns False if it has, or lacks, an infinity that the first one has not, or has."""
+        """Add a model's tensor. Returns False if it has, or lacks, an infinity that the first one
+        has not, or has."""
         for piece in _pieces(self._first):
             first, other = self._first[piece].to(self._wide), tensor[piece].to(self._wide)
             differs = first != other
@@ -164,5 +181,8 @@ def _tensor(member: AverageMember, name: str) -> Tensor:
         return torch.empty(0, dtype=dtype)
     tensor = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
     if any(tensor[piece].to(torch.complex128).isnan().any() for piece in _pieces(tensor)):
-        raise CheckpointError(f"{member.name} has NaN in {name!r}; its training has failed; leave it out, or give a checkpoint before it")
+        raise CheckpointError(
+            f"{member.name} has NaN in {name!r}; its training has failed; leave it out, or give a"
+            " checkpoint before it"
+        )
     return tensor

@@ -1,7 +1,9 @@
-"""Copies of images in memory on other hosts, so that the loss of a whole host loses no part of the state.
+"""Copies of images in memory on other hosts, so that the loss of a whole host loses no part of the
+state.
 
-Each rank sends its image to a *buddy*, a rank of the next host, which keeps it in memory of its own. That has two slots
-too, and the header is written last: either of the two may be killed at any moment.
+Each rank sends its image to a *buddy*, a rank of the next host, which keeps it in memory of its
+own. That has two slots too, and the header is written last: either of the two may be killed at any
+moment.
 """
 
 from __future__ import annotations
@@ -21,27 +23,32 @@ _HEADER_TAG, _FILE_TAG, _TEXT_TAG = range(3)
 
 
 def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
-    """The buddy of each rank, for the numbers of ranks of each host, in the order of the ranks; at least two hosts.
+    """The buddy of each rank, for the numbers of ranks of each host, in the order of the ranks; at
+    least two hosts.
 
-    Each is on the next host, and the last host's are on the first. There, all are buddies of equally many, to within 1.
+    Each is on the next host, and the last host's are on the first. There, all are buddies of
+    equally many, to within 1.
     """
     starts = [0, *accumulate(local_sizes)]
     return [
-        starts[(host + 1) % len(local_sizes)] + local_rank % local_sizes[(host + 1) % len(local_sizes)]
+        starts[(host + 1) % len(local_sizes)]
+        + local_rank % local_sizes[(host + 1) % len(local_sizes)]
         for host, size in enumerate(local_sizes)
         for local_rank in range(size)
     ]
 
 
 class Buddies:
-    """The images of other ranks that this rank keeps, and its own at its buddy. Every rank makes one, and calls all
-    alike. On one host there is nothing of this."""
+    """The images of other ranks that this rank keeps, and its own at its buddy. Every rank makes
+    one, and calls all alike. On one host there is nothing of this."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         buddies = buddy_of_each(_local_sizes(world)) if world.local_size != world.size else []
         self._mine = buddies[world.rank] if buddies else None
-        self._kept = {rank: ImageMemory() for rank, buddy in enumerate(buddies) if buddy == world.rank}
+        self._kept = {
+            rank: ImageMemory() for rank, buddy in enumerate(buddies) if buddy == world.rank
+        }
         """The memory for the images of each rank that this one is the buddy of."""
         self.size_bytes = 0
         """Bytes of memory that these images take."""
@@ -57,18 +64,21 @@ class Buddies:
         return [memory.newest for memory in self._kept.values()]
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory for the files of others. `file_bytes`: the size of this rank's. Raises `OSError`, perhaps on
-        some ranks only."""
+        """Allocate memory for the files of others. `file_bytes`: the size of this rank's. Raises
+        `OSError`, perhaps on some ranks only."""
         if self._mine is None:
             return
         everyone = self._world.gather_values(file_bytes)
-        self.size_bytes = max(self.size_bytes, sum(2 * (FILE_START + everyone[rank]) for rank in self._kept))
+        self.size_bytes = max(
+            self.size_bytes, sum(2 * (FILE_START + everyone[rank]) for rank in self._kept)
+        )
         for rank, memory in self._kept.items():
             memory.allocate(everyone[rank])
 
     def exchange(self, own: Slot, text: bytes, header: Header, common: int) -> float:
-        """Send this rank's image, which is complete, to its buddy, and receive those of others. Writes over no image of
-        the step `common`. Returns the seconds that this rank waited for data, without the waits for others to begin."""
+        """Send this rank's image, which is complete, to its buddy, and receive those of others.
+        Writes over no image of the step `common`. Returns the seconds that this rank waited for
+        data, without the waits for others to begin."""
         if self._mine is None:
             return 0.0
         slots = {rank: memory.oldest_but(common) for rank, memory in self._kept.items()}
@@ -76,10 +86,21 @@ class Buddies:
         for slot in slots.values():
             slot.begin()
         receiving = {
-            rank: (self._receive(heads[rank], rank, _HEADER_TAG), self._receive(slot.file, rank, _FILE_TAG)) for rank, slot in slots.items()
+            rank: (
+                self._receive(heads[rank], rank, _HEADER_TAG),
+                self._receive(slot.file, rank, _FILE_TAG),
+            )
+            for rank, slot in slots.items()
         }
-        sent = {_HEADER_TAG: _tensor(header.packed()), _FILE_TAG: own.file, _TEXT_TAG: _tensor(text)}
-        sending = [dist.isend(data, group=self._world.group, group_dst=self._mine, tag=tag) for tag, data in sent.items()]
+        sent = {
+            _HEADER_TAG: _tensor(header.packed()),
+            _FILE_TAG: own.file,
+            _TEXT_TAG: _tensor(text),
+        }
+        sending = [
+            dist.isend(data, group=self._world.group, group_dst=self._mine, tag=tag)
+            for tag, data in sent.items()
+        ]
         seconds = 0.0
         for rank, (head, file) in receiving.items():
             head.wait()

@@ -1,5 +1,5 @@
-"""Reading images of the state in memory: under any plan, on any number of ranks, each of which may see only the parts
-that its own machine holds."""
+"""Reading images of the state in memory: under any plan, on any number of ranks, each of which may
+see only the parts that its own machine holds."""
 
 from __future__ import annotations
 
@@ -28,14 +28,21 @@ class Images:
         self._mine: dict[tuple[CheckpointName, int], dict[int, Part]] = {}
         for part in parts:
             self._mine.setdefault((part.header.name, part.header.size), {})[part.header.rank] = part
-        seen = sorted([name.step, name.attempt, size, sorted(ranks)] for (name, size), ranks in self._mine.items())
+        seen = sorted(
+            [name.step, name.attempt, size, sorted(ranks)]
+            for (name, size), ranks in self._mine.items()
+        )
         places: dict[tuple[CheckpointName, int], dict[int, list[int]]] = {}
         for place, theirs in enumerate(world.gather_values(seen)):
             for step, attempt, size, ranks in theirs:
                 for rank in ranks:
-                    places.setdefault((CheckpointName(step, attempt), size), {}).setdefault(rank, []).append(place)
+                    places.setdefault((CheckpointName(step, attempt), size), {}).setdefault(
+                        rank, []
+                    ).append(place)
         self._complete = {
-            name: [ranks[rank] for rank in range(size)] for (name, size), ranks in sorted(places.items()) if len(ranks) == size
+            name: [ranks[rank] for rank in range(size)]
+            for (name, size), ranks in sorted(places.items())
+            if len(ranks) == size
         }
         """The ranks that see the part of each old rank."""
 
@@ -58,14 +65,25 @@ class Images:
 class ImageReader:
     """Reads the state that all ranks' images of one step hold together, for one rank."""
 
-    def __init__(self, name: CheckpointName, mine: Mapping[int, Part], places: Sequence[Sequence[int]], world: World) -> None:
-        """Every rank makes one. `mine`: the parts that this rank sees, by old rank. `places`: for each old rank, the
-        ranks that see its part."""
-        sources = {rank: seen_by[0] for rank, seen_by in enumerate(places) if len(seen_by) != world.size}
+    def __init__(
+        self,
+        name: CheckpointName,
+        mine: Mapping[int, Part],
+        places: Sequence[Sequence[int]],
+        world: World,
+    ) -> None:
+        """Every rank makes one. `mine`: the parts that this rank sees, by old rank. `places`: for
+        each old rank, the ranks that see its part."""
+        sources = {
+            rank: seen_by[0] for rank, seen_by in enumerate(places) if len(seen_by) != world.size
+        }
         texts = _texts(mine, sources, world)
         self.name = name
         self.manifest = Manifest(
-            step=name.step, files={}, values=merge_objects([text["values"] for text in texts]), metadata=texts[0]["metadata"]
+            step=name.step,
+            files={},
+            values=merge_objects([text["values"] for text in texts]),
+            metadata=texts[0]["metadata"],
         )
         self._saved: dict[TensorShard, int | None] = {}
         """Each shard, and the rank that sends it to those that do not see it; None if all do."""
@@ -77,7 +95,11 @@ class ImageReader:
                 shard = TensorShard.from_json(described)
                 self._saved[shard] = sources.get(rank)
                 if file is not None:
-                    self._seen[shard] = file[start : start + shard.bytes].view(torch_dtype(shard.dtype)).view(shard.lengths)
+                    self._seen[shard] = (
+                        file[start : start + shard.bytes]
+                        .view(torch_dtype(shard.dtype))
+                        .view(shard.lengths)
+                    )
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -86,8 +108,8 @@ class ImageReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Copy the values into this rank's tensors; names and shapes must be among the saved ones. Every rank calls it.
-        If all see all parts, nothing is sent; else one shard after another."""
+        """Copy the values into this rank's tensors; names and shapes must be among the saved ones.
+        Every rank calls it. If all see all parts, nothing is sent; else one shard after another."""
         copies = copies_by_shard(state, list(self._saved))
         for shard, wanted in copies.items():
             if shard in self._seen:
@@ -95,12 +117,18 @@ class ImageReader:
         sent = {shard: source for shard, source in self._saved.items() if source is not None}
         if not sent:
             return
-        lacked = torch.tensor([[shard in copies and shard not in self._seen for shard in sent]], dtype=torch.uint8)
+        lacked = torch.tensor(
+            [[shard in copies and shard not in self._seen for shard in sent]], dtype=torch.uint8
+        )
         is_lacked = world.gather_rows(lacked, [1] * world.size).any(0)
         for (shard, source), some_lack_it in zip(sent.items(), is_lacked.tolist(), strict=True):
             if not some_lack_it:
                 continue
-            values = self._seen[shard] if world.rank == source else torch.empty(shard.lengths, dtype=torch_dtype(shard.dtype))
+            values = (
+                self._seen[shard]
+                if world.rank == source
+                else torch.empty(shard.lengths, dtype=torch_dtype(shard.dtype))
+            )
             world.broadcast(values.reshape(-1).view(torch.uint8), source)
             if shard not in self._seen:
                 _take(state, copies.get(shard, ()), values)
@@ -109,8 +137,8 @@ class ImageReader:
 def open_images(paths: Sequence[str], world: World) -> Images:
     """Map the images behind `paths`, such as /proc/4711/fd/12, for reading. Raises `OSError`.
 
-    Every rank calls it. The paths may be of several starts of a run: an image counts if those of all ranks of its start
-    are there, on any of the ranks of `world`.
+    Every rank calls it. The paths may be of several starts of a run: an image counts if those of
+    all ranks of its start are there, on any of the ranks of `world`.
     """
     return Images([part for path in paths for part in parts_in(path)], world)
 
@@ -121,10 +149,15 @@ def _take(state: Mapping[str, Tensor], copies: Sequence[ShardCopy], values: Tens
         fill(to_local(state[copy.shard.name]).detach()[copy.target], values[copy.source])
 
 
-def _texts(mine: Mapping[int, Part], sources: Mapping[int, int], world: World) -> list[dict[str, Any]]:
-    """The texts of all parts, by old rank. `sources`: the rank that tells the others of a part that not all see."""
+def _texts(
+    mine: Mapping[int, Part], sources: Mapping[int, int], world: World
+) -> list[dict[str, Any]]:
+    """The texts of all parts, by old rank. `sources`: the rank that tells the others of a part that
+    not all see."""
     texts = {rank: json.loads(part.text) for rank, part in mine.items()}
     if sources:
-        told = world.gather_values([[rank, texts[rank]] for rank, source in sources.items() if source == world.rank])
+        told = world.gather_values(
+            [[rank, texts[rank]] for rank, source in sources.items() if source == world.rank]
+        )
         texts.update((rank, text) for each in told for rank, text in each)
     return [texts[rank] for rank in sorted(texts)]

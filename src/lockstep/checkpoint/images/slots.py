@@ -1,14 +1,16 @@
 """The memory that holds the images of one rank: two slots, of which one is complete at any moment.
 
-The memory has no name. It lives as long as any process holds its descriptor. A slot is, from a multiple of `SLOT_BYTES`
-on:
+The memory has no name. It lives as long as any process holds its descriptor. A slot is, from a
+multiple of `SLOT_BYTES` on:
 
-    header           step, attempt, rank and number of ranks, position of the text; zeros until all else is written
+    header           step, attempt, rank and number of ranks, position of the text; zeros
+                     until all else is written
     file             the rank's file of a checkpoint (safetensors)
     text             JSON: positions of the shards, values, metadata
 
-A write first takes away the header of its slot, and puts a header there last. Thus a process that is killed at any
-moment leaves the other slot as it was. Nothing is hashed: memory is not a disk. Linux only.
+A write first takes away the header of its slot, and puts a header there last. Thus a process that
+is killed at any moment leaves the other slot as it was. Nothing is hashed: memory is not a disk.
+Linux only.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torch import Tensor
 from lockstep.checkpoint.storage import CheckpointName
 
 SLOT_BYTES = 1 << 40
-"""Distance of the two slots. More than any rank's part; pages that were never written take no memory."""
+"""Distance of the two slots. More than any rank's part; pages that were never written take no
+memory."""
 FILE_START = mmap.ALLOCATIONGRANULARITY
 """Position of the file in its slot."""
 NONE = -1
@@ -74,11 +77,14 @@ class Slot:
         """The bytes of the file, mapped."""
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory for the next images. The image that is there stays as it is. Raises `OSError`."""
+        """Allocate memory for the next images. The image that is there stays as it is. Raises
+        `OSError`."""
         size = FILE_START + file_bytes
         self.file = torch.empty(0, dtype=torch.uint8)
-        os.posix_fallocate(self._descriptor, self._start, size)  # it raises where a first access would end the process
-        populated = mmap.MAP_SHARED | mmap.MAP_POPULATE  # page faults make the first write several times slower than later ones
+        # it raises where a first access would end the process
+        os.posix_fallocate(self._descriptor, self._start, size)
+        # page faults make the first write several times slower than later ones
+        populated = mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = mmap.mmap(self._descriptor, size, flags=populated, offset=self._start)
         self.file = torch.frombuffer(memory, dtype=torch.uint8, offset=FILE_START)
 
@@ -120,8 +126,12 @@ class ImageMemory:
         return max(slot.step for slot in self.slots)
 
     def oldest_but(self, step: int) -> Slot:
-        """The slot for the next image: the one with the older image, which must not be that of `step`."""
-        return min((slot for slot in self.slots if slot.step != step or step == NONE), key=lambda slot: slot.step)
+        """The slot for the next image: the one with the older image, which must not be that of
+        `step`."""
+        return min(
+            (slot for slot in self.slots if slot.step != step or step == NONE),
+            key=lambda slot: slot.step,
+        )
 
     def allocate(self, file_bytes: int) -> None:
         """Allocate memory for files of this size, in both slots. Raises `OSError`."""
@@ -167,4 +177,5 @@ def _part(descriptor: int, start: int) -> Part | None:
     if header is None:
         return None
     size = header.text_start + header.text_bytes
-    return Part(header, mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start))  # torch warns of read-only memory
+    # torch warns of read-only memory
+    return Part(header, mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start))

@@ -1,4 +1,5 @@
-"""Command-line arguments that several commands have: options derived from `LaunchOptions`, and the script."""
+"""Command-line arguments that several commands have: options derived from `LaunchOptions`, and the
+script."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ _IN_ENVIRONMENT = {each.name for each in fields(RunOptions)}
 
 
 def launch_options(command: Command) -> Command:
-    """Give a command all options of `LaunchOptions`: first the launcher's own, then those passed to workers."""
+    """Give a command all options of `LaunchOptions`: first the launcher's own, then those passed to
+    workers."""
     for name in sorted(_FIELDS, key=_IN_ENVIRONMENT.__contains__)[::-1]:
         command = launch_option(name)(command)
     return command
 
 
 def launch_option(name: str, **changed: Any) -> Callable[[Command], Command]:
-    """Give a command one option of `LaunchOptions`, None if not given. `changed`: arguments of `click.option`."""
+    """Give a command one option of `LaunchOptions`, None if not given. `changed`: arguments of
+    `click.option`."""
     option = option_of(_FIELDS[name])
     details: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.kind is bool:
@@ -38,23 +41,32 @@ def launch_option(name: str, **changed: Any) -> Callable[[Command], Command]:
         details |= {"multiple": True, "default": None}
     elif option.choices:
         details["type"] = click.Choice(option.choices)
-    if name in _IN_ENVIRONMENT and option.kind is not tuple:  # click would split the variable at spaces
+    # click would split the variable at spaces
+    if name in _IN_ENVIRONMENT and option.kind is not tuple:
         details["envvar"] = variable(name)
     return click.option(flag(name), name, **(details | changed))
 
 
 def options_from(values: dict[str, Any]) -> LaunchOptions:
-    """The launch options from a command's parameters, those that were not given left at their defaults."""
-    return LaunchOptions(**{name: value for name, value in values.items() if value not in (None, ())})
+    """The launch options from a command's parameters, those that were not given left at their
+    defaults."""
+    return LaunchOptions(
+        **{name: value for name, value in values.items() if value not in (None, ())}
+    )
 
 
 def script_arguments(*, required: bool = True) -> Callable[[Command], Command]:
-    """Give a command the parameters `is_module`, `script` and `arguments`. Everything after SCRIPT is the script's."""
+    """Give a command the parameters `is_module`, `script` and `arguments`. Everything after SCRIPT
+    is the script's."""
 
     def decorate(command: Command) -> Command:
-        command = click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)(command)
+        command = click.argument(
+            "arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED
+        )(command)
         command = click.argument("script", required=required)(command)
-        return click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")(command)
+        return click.option(
+            "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
+        )(command)
 
     return decorate
 

@@ -1,4 +1,5 @@
-"""The option `--plans`, which takes several values, of commands that run a script under several plans."""
+"""The option `--plans`, which takes several values, of commands that run a script under several
+plans."""
 
 from __future__ import annotations
 
@@ -9,12 +10,22 @@ import click
 from lockstep.base.errors import LaunchError
 from lockstep.cli.arguments.script_command import ScriptCommand
 
-_FLAGS = {"--bitwise", "--json", "--no-float64", "--whole-microbatch-loss", "--share-devices", "-m", "-h", "--help"}
+_FLAGS = {
+    "--bitwise",
+    "--json",
+    "--no-float64",
+    "--whole-microbatch-loss",
+    "--share-devices",
+    "-m",
+    "-h",
+    "--help",
+}
 """Options of these commands that take no value."""
 
 
 class PlansCommand(ScriptCommand):
-    """A command whose `--plans` takes several values. Arguments between SCRIPT and `--plans` are the script's."""
+    """A command whose `--plans` takes several values. Arguments between SCRIPT and `--plans` are
+    the script's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, rearranged(args))
@@ -24,19 +35,23 @@ class PlansCommand(ScriptCommand):
 
 
 def rearranged(args: Sequence[str]) -> list[str]:
-    """Return `args` with the options first, a `--plans` before each plan, then the script and its arguments, with the
-    `--` that was given before it."""
+    """Return `args` with the options first, a `--plans` before each plan, then the script and its
+    arguments, with the `--` that was given before it."""
     own, rest = _own(args, 0)
     script, after = args[rest : rest + 1], list(args[rest + 1 :])
     if list(args[:rest][-1:]) == ["--"]:
         script = ["--", *script]
     if "--plans" not in own:
-        place = next((i for i, arg in enumerate(after) if arg == "--plans" or arg.startswith("--plans=")), len(after))
+        place = next(
+            (i for i, arg in enumerate(after) if arg == "--plans" or arg.startswith("--plans=")),
+            len(after),
+        )
         more, stop = _own(after, place)
         if stop < len(after):
             raise LaunchError(
-                f"{after[stop]!r} is behind --plans and is no plan; a plan is KEY=VALUE[,KEY=VALUE...], and SCRIPT's arguments come before "
-                "--plans; write for example --plans replicate=2 shard=2"
+                f"{after[stop]!r} is behind --plans and is no plan; a plan is"
+                " KEY=VALUE[,KEY=VALUE...], and SCRIPT's arguments come before --plans; write for"
+                " example --plans replicate=2 shard=2"
             )
         own, after = own + more, after[:place]
     return [*own, *script, *after]
@@ -58,7 +73,8 @@ def _own(args: Sequence[str], start: int) -> tuple[list[str], int]:
             if place == first:
                 follows = repr(args[first]) if first < len(args) else "nothing"
                 raise LaunchError(
-                    f"--plans is followed by {follows}, which is no plan; a plan is KEY=VALUE[,KEY=VALUE...], such as replicate=2"
+                    f"--plans is followed by {follows}, which is no plan; a plan is"
+                    " KEY=VALUE[,KEY=VALUE...], such as replicate=2"
                 )
         elif option in _FLAGS or "=" in option:
             found.append(option)

@@ -1,4 +1,5 @@
-"""The target of a command: a run directory, a folder of checkpoints, or one checkpoint, at a path or a URL."""
+"""The target of a command: a run directory, a folder of checkpoints, or one checkpoint, at a path
+or a URL."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Target:
     run: Path | None
     """The run directory. None if the target is not one."""
     elsewhere: str | None = None
-    """The URL of the run's checkpoints, as `run.json` names it. It is not opened: its user has not named it."""
+    """The URL of the run's checkpoints, as `run.json` names it. It is not opened: its user has not
+    named it."""
 
     @classmethod
     def find(cls, text: str) -> Target:
@@ -43,10 +45,14 @@ class Target:
         if self.elsewhere is None:
             return "there is none; lockstep inspect shows what is there"
         url = without_password(self.elsewhere)
-        return f"{RUN} says that they are in {url}, and only what you name yourself is connected to; give {url}"
+        return (
+            f"{RUN} says that they are in {url}, and only what you name yourself is connected to;"
+            f" give {url}"
+        )
 
     def result(self) -> dict[str, Any] | None:
-        """The contents of `result.json`; None unless the target is a run that has ended. Raises `RunDirectoryError`."""
+        """The contents of `result.json`; None unless the target is a run that has ended. Raises
+        `RunDirectoryError`."""
         return None if self.run is None else read_result(self.run)
 
 
@@ -56,11 +62,15 @@ def reachable(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{what} cannot be read ({error.strerror or error}); see that it is there, and yours to read") from error
+        raise CheckpointError(
+            f"{what} cannot be read ({error.strerror or error}); see that it is there, and yours to"
+            " read"
+        ) from error
 
 
 def fingerprint(model: StateDictReader) -> str:
-    """The fingerprint of a saved model, as `ls.fingerprint` computes it. Raises `DamagedError`, `UnreachableError`."""
+    """The fingerprint of a saved model, as `ls.fingerprint` computes it. Raises `DamagedError`,
+    `UnreachableError`."""
 
     def records() -> Iterator[TensorRecord]:
         for name in sorted(model.specs, key=str.encode):
@@ -71,14 +81,16 @@ def fingerprint(model: StateDictReader) -> str:
 
 
 def best_of(scores: Mapping[CheckpointName, dict[str, Any] | None]) -> CheckpointName | None:
-    """Return the earliest checkpoint with the best score; None if none has one. `scores`: as the checkpoints record
-    them. If the run has changed its metric, those of the latest one count."""
+    """Return the earliest checkpoint with the best score; None if none has one. `scores`: as the
+    checkpoints record them. If the run has changed its metric, those of the latest one count."""
     given = {name: score for name, score in scores.items() if score is not None}
     if not given:
         return None
     latest = given[max(given)]
     saving, best = Saving(best=latest["metric"], mode=latest["mode"]), None
-    for name in sorted(name for name, score in given.items() if score["metric"] == latest["metric"]):
+    for name in sorted(
+        name for name, score in given.items() if score["metric"] == latest["metric"]
+    ):
         if saving.improves(given[name]["value"], None if best is None else given[best]["value"]):
             best = name
     return best
@@ -91,7 +103,8 @@ def _at_url(url: str) -> Target:
     storage = open_storage(url)
     if not (names := storage.names()):
         raise CheckpointError(
-            f"{url} holds no checkpoint; give the URL of one, or of the folder that they are in, as in Saving(folder=...)"
+            f"{url} holds no checkpoint; give the URL of one, or of the folder that they are in, as"
+            " in Saving(folder=...)"
         )
     return Target(storage, names, None)
 
@@ -99,24 +112,38 @@ def _at_url(url: str) -> Target:
 def _at_path(text: str) -> Target:
     path = Path(text).resolve()
     if not path.exists():
-        raise CheckpointError(f"{text} is not there; give a run directory, or a checkpoint in its folder `checkpoints`")
+        raise CheckpointError(
+            f"{text} is not there; give a run directory, or a checkpoint in its folder"
+            " `checkpoints`"
+        )
     if not path.is_dir():
-        raise CheckpointError(f"{text} is a file; a run and a checkpoint are folders; give the one that it is in")
+        raise CheckpointError(
+            f"{text} is a file; a run and a checkpoint are folders; give the one that it is in"
+        )
     if (name := CheckpointName.parse(path.name)) is not None:
         return _one(open_storage(path.parent), name, text)
     if is_there(path, RUN):
         return _of_run(path)
     if is_there(path, SEARCH):
-        raise CheckpointError(f"{text} is the folder of a search, whose runs are in its folders `trial-*`; give one of them")
+        raise CheckpointError(
+            f"{text} is the folder of a search, whose runs are in its folders `trial-*`; give one"
+            " of them"
+        )
     storage = open_storage(path)
     if not (names := storage.names()):
-        raise CheckpointError(f"{text} is neither a run directory (it has no run.json) nor a checkpoint, nor does it hold any; give one")
+        raise CheckpointError(
+            f"{text} is neither a run directory (it has no run.json) nor a checkpoint, nor does it"
+            " hold any; give one"
+        )
     return Target(storage, names, None)
 
 
 def _one(storage: Storage, name: CheckpointName, text: str) -> Target:
     if name not in storage.names():
-        raise CheckpointError(f"{text} is no complete checkpoint; {storage} has {', '.join(map(str, storage.names())) or 'none'}")
+        raise CheckpointError(
+            f"{text} is no complete checkpoint; {storage} has"
+            f" {', '.join(map(str, storage.names())) or 'none'}"
+        )
     return Target(storage, [name], None)
 
 
@@ -128,5 +155,6 @@ def _of_run(path: Path) -> Target:
 
 
 def _is_remote(place: str) -> bool:
-    """True if it takes a connection to read a place: a URL, or another machine's folder (Windows)."""
+    """True if it takes a connection to read a place: a URL, or another machine's folder
+    (Windows)."""
     return ("://" in place and not place.startswith("file://")) or place.startswith((r"\\", "//"))

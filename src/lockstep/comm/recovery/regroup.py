@@ -1,26 +1,30 @@
-"""The way of a surviving process from a group that has lost a process into a new one: abort, leave, join.
+"""The way of a surviving process from a group that has lost a process into a new one: abort, leave,
+join.
 
     with abortable(within_seconds=1.0):       # the main thread
         train()                               # raises CollectivesAborted
     abort_collectives()                       # meanwhile, a thread that hears of the loss
     leave_groups()                            # the main thread again
-    world = join_over(PrefixStore("generation 2", store), rank=…, size=…, local_rank=…, local_size=…)
+    store = PrefixStore("generation 2", store)
+    world = join_over(store, rank=…, size=…, local_rank=…, local_size=…)
 
-There is one `abort_collectives` for each loss, and the main thread leaves after it: an abort that came late would end
-the next group. Before `leave_groups` the main thread drops what refers to the old groups: the exception (its
-traceback's frames hold their variables), every `World` and `Mesh`, DDP and FSDP2 modules, `DTensor`s, pipeline stages.
-What it keeps costs descriptors and threads, and cannot be used: its groups are dead, and their names are not used
-again.
+There is one `abort_collectives` for each loss, and the main thread leaves after it: an abort that
+came late would end the next group. Before `leave_groups` the main thread drops what refers to the
+old groups: the exception (its traceback's frames hold their variables), every `World` and `Mesh`,
+DDP and FSDP2 modules, `DTensor`s, pipeline stages. What it keeps costs descriptors and threads, and
+cannot be used: its groups are dead, and their names are not used again.
 
-[Note: A lost wake-up] If a connection ends while a message is on its way, a wait in Gloo is sometimes not woken, on
-torch 2.13 as on 2.15, until the group's timeout. Ranks that waited for a lost one were woken in every try; an abort
-amid a tight loop of barriers failed about once in ten, amid FSDP2's steps less often, whether connections were shut
-down for reading, for writing or both. So whoever calls `abort_collectives` sets a time in which a process must have
-left, and takes one that has not for lost too.
+[Note: A lost wake-up] If a connection ends while a message is on its way, a wait in Gloo is
+sometimes not woken, on torch 2.13 as on 2.15, until the group's timeout. Ranks that waited for a
+lost one were woken in every try; an abort amid a tight loop of barriers failed about once in ten,
+amid FSDP2's steps less often, whether connections were shut down for reading, for writing or both.
+So whoever calls `abort_collectives` sets a time in which a process must have left, and takes one
+that has not for lost too.
 
-[Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`, in 1 to 20 ms at 4 ranks), and
-ends the waits in it as it does. It is not used: making a new group takes as long, and the groups of axes, FSDP2's
-meshes and shared memory are made anew in any case. It ends connections too, and so may lose the same wake-up.
+[Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`, in 1 to 20 ms
+at 4 ranks), and ends the waits in it as it does. It is not used: making a new group takes as long,
+and the groups of axes, FSDP2's meshes and shared memory are made anew in any case. It ends
+connections too, and so may lose the same wake-up.
 """
 
 from __future__ import annotations
@@ -95,17 +99,19 @@ _names_used = 0
 
 
 def abort_collectives() -> None:
-    """Make every collective of this process raise soon, whether it waits now or is called later on a group of the
-    moment: in shared memory, in Gloo and on an accelerator. Any thread may call it, at any time; a second call does
-    nothing more until `leave_groups`.
+    """Make every collective of this process raise soon, whether it waits now or is called later on
+    a group of the moment: in shared memory, in Gloo and on an accelerator. Any thread may call it,
+    at any time; a second call does nothing more until `leave_groups`.
 
-    Takes a few milliseconds. A wait in shared memory ends within 20 ms; see [Note: A lost wake-up] for the wait in
-    Gloo that goes on. Waits for the store end too, in a group that `join_over` made or is making. A computation is not
-    interrupted: it ends at its next collective, or asks `is_aborted`.
+    Takes a few milliseconds. A wait in shared memory ends within 20 ms; see [Note: A lost wake-up]
+    for the wait in Gloo that goes on. Waits for the store end too, in a group that `join_over` made
+    or is making. A computation is not interrupted: it ends at its next collective, or asks
+    `is_aborted`.
 
-    On an accelerator it has never been run. NCCL's abort ends its kernels, so that a synchronization of the device
-    returns as if nothing had happened, with wrong numbers: ask `is_aborted` before they are used. NCCL's watchdog must
-    not end the process before: set TORCH_NCCL_ASYNC_ERROR_HANDLING=0 before the group is made.
+    On an accelerator it has never been run. NCCL's abort ends its kernels, so that a
+    synchronization of the device returns as if nothing had happened, with wrong numbers: ask
+    `is_aborted` before they are used. NCCL's watchdog must not end the process before: set
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 before the group is made.
     """
     with _lock:
         if not _abort.is_set.is_set():
@@ -118,8 +124,9 @@ def is_aborted(within_seconds: float = 0.0) -> bool:
 
 
 class abortable:
-    """Raise `CollectivesAborted` for what a collective of the body raises, if it was aborted or is within so many
-    seconds: a peer's end may be seen before the abort comes. The exception refers to none of the body's variables."""
+    """Raise `CollectivesAborted` for what a collective of the body raises, if it was aborted or is
+    within so many seconds: a peer's end may be seen before the abort comes. The exception refers to
+    none of the body's variables."""
 
     def __init__(self, within_seconds: float = 0.0) -> None:
         self._within_seconds = within_seconds
@@ -128,10 +135,13 @@ class abortable:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        del trace  # the new exception's traceback has this frame, and with it what the frame refers to
+        # the new exception's traceback has this frame, and with it what the frame refers to
+        del trace
         if isinstance(error, CollectivesAborted):
             text = str(error)
-        elif isinstance(error, (ExchangeError, LaunchError, RuntimeError)) and is_aborted(self._within_seconds):
+        elif isinstance(error, (ExchangeError, LaunchError, RuntimeError)) and is_aborted(
+            self._within_seconds
+        ):
             text = f"another process was lost: {_first_line(error)}"
         else:
             return
@@ -150,21 +160,24 @@ def _first_line(error: BaseException) -> str:
 
 
 def leave_groups(*, collect: bool = True) -> int:
-    """Leave all process groups and shared memory, so that `join_over`, or `join`, works again. The main thread calls
-    it, whatever the other processes do. Returns the number of Gloo groups that something still refers to: 0 if the
-    caller has dropped everything. `collect`: free those in reference cycles, as FSDP2's modules are; that takes about
-    0.3 s in a process that has imported FSDP2, and the caller may do it later (`gc.collect`), once the new group works.
+    """Leave all process groups and shared memory, so that `join_over`, or `join`, works again. The
+    main thread calls it, whatever the other processes do. Returns the number of Gloo groups that
+    something still refers to: 0 if the caller has dropped everything. `collect`: free those in
+    reference cycles, as FSDP2's modules are; that takes about 0.3 s in a process that has imported
+    FSDP2, and the caller may do it later (`gc.collect`), once the new group works.
 
     Raises `LaunchError` if the script made the process group itself.
     """
     global _abort, _names_used, _store_connection
     if dist.is_initialized() and not owns_group():
         raise LaunchError(
-            "the script has made the process group itself (init_process_group), and lockstep cannot replace it; leave that to lockstep"
+            "the script has made the process group itself (init_process_group), and lockstep cannot"
+            " replace it; leave that to lockstep"
         )
     with _lock:  # the abort has begun before what it raised was seen; let it finish
         _abort.end()
-    while not sockets.shut_down_gloo_sockets():  # a group waits for its pending collectives when it is freed
+    # a group waits for its pending collectives when it is freed
+    while not sockets.shut_down_gloo_sockets():
         pass
     SharedMemoryGroup.close_all()
     forget_meshes()
@@ -189,12 +202,13 @@ def join_over(
     timeout: timedelta = TIMEOUT,
     share_devices: bool = False,
 ) -> World:
-    """Join the processes that meet at `store`, as `join` does. Every rank calls it. `store`: a `PrefixStore` with a
-    prefix that no group has used, over a `TCPStore` that outlives every process of the group.
+    """Join the processes that meet at `store`, as `join` does. Every rank calls it. `store`: a
+    `PrefixStore` with a prefix that no group has used, over a `TCPStore` that outlives every
+    process of the group.
 
-    The group has a connection to the store of its own, so that `abort_collectives` ends this call too, and every group
-    that is made later. It then raises `CollectivesAborted`. Group names go on from those that any of the processes has
-    used, so that a mesh of an earlier group finds none.
+    The group has a connection to the store of its own, so that `abort_collectives` ends this call
+    too, and every group that is made later. It then raises `CollectivesAborted`. Group names go on
+    from those that any of the processes has used, so that a mesh of an earlier group finds none.
     """
     global _store_connection
     with abortable():
@@ -205,7 +219,9 @@ def join_over(
             raise CollectivesAborted("another process was lost before this one could join")
         own.set(f"names/{rank}", str(_names_used))
         own.set_timeout(timeout)
-        number_process_groups_from(max(map(int, own.multi_get([f"names/{each}" for each in range(size)]))))
+        number_process_groups_from(
+            max(map(int, own.multi_get([f"names/{each}" for each in range(size)])))
+        )
         return join(
             rank=rank,
             size=size,
@@ -219,7 +235,8 @@ def join_over(
 
 
 def launcher_store(environ: Mapping[str, str]) -> Store:
-    """Connect to the store that the launcher has made for this start, at MASTER_ADDR:MASTER_PORT. For `join_over`."""
+    """Connect to the store that the launcher has made for this start, at MASTER_ADDR:MASTER_PORT.
+    For `join_over`."""
     server = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
     return PrefixStore("lockstep/start", server)
 

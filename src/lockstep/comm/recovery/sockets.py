@@ -1,10 +1,12 @@
-"""The connected sockets of torch's Gloo groups, and of a store, in this process: shut down, they wake what waits there.
+"""The connected sockets of torch's Gloo groups, and of a store, in this process: shut down, they
+wake what waits there.
 
-On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a Gloo group wakes a thread that waits in one of its
-collectives; a connection that ends does. Gloo has a thread for each group, with a name of its own, which sleeps in
-epoll. The kernel tells which epoll a thread sleeps in (/proc/self/task/*/syscall), and which sockets are in that epoll
-(/proc/self/fdinfo). So the sockets are known to be Gloo's, in whatever group, made by whom and when: those of other
-code in the process are never among them. Linux only.
+On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a Gloo group wakes a thread that waits in
+one of its collectives; a connection that ends does. Gloo has a thread for each group, with a name
+of its own, which sleeps in epoll. The kernel tells which epoll a thread sleeps in
+(/proc/self/task/*/syscall), and which sockets are in that epoll (/proc/self/fdinfo). So the sockets
+are known to be Gloo's, in whatever group, made by whom and when: those of other code in the process
+are never among them. Linux only.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ _LOOKS, _LOOK_SECONDS = 5, 0.001
 
 
 def gloo_threads() -> list[str]:
-    """Return the ids of the threads that serve Gloo's sockets: one for each process group that is not freed yet."""
+    """Return the ids of the threads that serve Gloo's sockets: one for each process group that is
+    not freed yet."""
     return [task for task in _entries("task") if _read(f"task/{task}/comm").strip() == GLOO_THREAD]
 
 
 def shut_down_gloo_sockets() -> bool:
-    """End the connections of every Gloo group of this process, whose collectives then raise, on the peers too. Any
-    thread may call it. Returns False if some group's could not be found this time, and may be the next."""
+    """End the connections of every Gloo group of this process, whose collectives then raise, on the
+    peers too. Any thread may call it. Returns False if some group's could not be found this time,
+    and may be the next."""
     waiting = gloo_threads()
     for attempt in range(_LOOKS):
         if attempt:
@@ -51,8 +55,9 @@ def shut_down_gloo_sockets() -> bool:
 
 
 def with_own_connection(store: Store) -> tuple[Store, int | None]:
-    """Return a clone of the store, with a connection of its own, and the inode of that connection's socket, by which
-    `shut_down` ends it. None: the store is not a `TCPStore`, and keeps no connection."""
+    """Return a clone of the store, with a connection of its own, and the inode of that connection's
+    socket, by which `shut_down` ends it. None: the store is not a `TCPStore`, and keeps no
+    connection."""
     server = store
     while isinstance(server, PrefixStore):
         server = server.underlying_store
@@ -61,26 +66,33 @@ def with_own_connection(store: Store) -> tuple[Store, int | None]:
     while True:
         before = _sockets()
         clone = clone_store(store)
-        new = [inode for inode, number in _sockets().items() if inode not in before and _leads_to(number, inode, server.port)]
+        new = [
+            inode
+            for inode, number in _sockets().items()
+            if inode not in before and _leads_to(number, inode, server.port)
+        ]
         if len(new) == 1:
             return clone, new[0]
         # Another thread has connected to the store in this moment.
 
 
 def shut_down(inode: int) -> None:
-    """End the connection of the socket with that inode, if it is still open. Any thread may call it."""
+    """End the connection of the socket with that inode, if it is still open. Any thread may call
+    it."""
     number = _sockets().get(inode)
     if number is not None:
         _with_socket(number, inode, _end)
 
 
 def _shut_down_those_of(thread: str) -> bool:
-    """End the connections that this thread of Gloo serves. False if it does not show its epoll at the moment."""
+    """End the connections that this thread of Gloo serves. False if it does not show its epoll at
+    the moment."""
     epoll = _epoll_of(thread)
     if epoll is None:
         return not (_PROCESS / "task" / thread).exists()
     found = _FILE_IN_EPOLL.findall(_read(f"fdinfo/{epoll}"))
-    if _epoll_of(thread) != epoll:  # the group was freed meanwhile, and the number may be another file's
+    # the group was freed meanwhile, and the number may be another file's
+    if _epoll_of(thread) != epoll:
         return False
     for number, inode in found:
         _with_socket(int(number), int(inode, 16), _end)
@@ -94,8 +106,8 @@ def _epoll_of(thread: str) -> int | None:
 
 
 def _with_socket(number: int, inode: int, function: Callable[[socket.socket], T]) -> T | None:
-    """Call the function with a duplicate of a connected TCP socket. None if the descriptor is not, or no longer, that
-    socket's."""
+    """Call the function with a duplicate of a connected TCP socket. None if the descriptor is not,
+    or no longer, that socket's."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         descriptor = os.dup(number)
         opened.callback(os.close, descriptor)
@@ -103,7 +115,9 @@ def _with_socket(number: int, inode: int, function: Callable[[socket.socket], T]
         if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
             return None
         found = opened.enter_context(socket.socket(fileno=os.dup(descriptor)))
-        if found.family in (socket.AF_INET, socket.AF_INET6) and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if found.family in (socket.AF_INET, socket.AF_INET6) and not found.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
             return function(found)
     return None
 

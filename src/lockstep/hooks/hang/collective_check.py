@@ -1,6 +1,8 @@
-"""Compares collectives across ranks before they start: a mismatch raises an error with every rank's line, on all ranks.
+"""Compares collectives across ranks before they start: a mismatch raises an error with every rank's
+line, on all ranks.
 
-For debugging: each collective costs some requests to torch's store, and every operation a call of Python.
+For debugging: each collective costs some requests to torch's store, and every operation a call of
+Python.
 """
 
 from __future__ import annotations
@@ -17,23 +19,39 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.errors import MismatchError
-from lockstep.base.torch_private import TorchDispatchMode, resolve_process_group, schema, tree_leaves
+from lockstep.base.torch_private import (
+    TorchDispatchMode,
+    resolve_process_group,
+    schema,
+    tree_leaves,
+)
 from lockstep.comm.active_calls import CollectiveCall, announce
 from lockstep.hooks.hang.snapshot import innermost_line, stack_of
 
 _SAME_SIZES = frozenset(
     (
-        *("allreduce", "broadcast", "allgather", "allgather_base", "reduce_scatter", "reduce_scatter_base", "reduce"),
+        *(
+            "allreduce",
+            "broadcast",
+            "allgather",
+            "allgather_base",
+            "reduce_scatter",
+            "reduce_scatter_base",
+            "reduce",
+        ),
         *("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"),
     )
 )
-"""Collectives to which all ranks give tensors of the same sizes, by the names of torch's operators."""
-_numbers = count()  # numbers the instances of `CollectiveCheck` in this process; the same on all ranks
+"""Collectives to which all ranks give tensors of the same sizes, by the names of torch's
+operators."""
+# numbers the instances of `CollectiveCheck` in this process; the same on all ranks
+_numbers = count()
 _NOT_ON_ALL_RANKS = ("send", "recv", "recv_any_source", "wait_tensor", "monitored_barrier")
 
 
 class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, compares this thread's collectives. Every rank enters it at the same point, one at a time."""
+    """While entered, compares this thread's collectives. Every rank enters it at the same point,
+    one at a time."""
 
     def __init__(self, store: Any, rank: int) -> None:
         """`store`: torch's default store. `rank`: the global one."""
@@ -46,7 +64,10 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional"):
             name = schema(func).name.rpartition("::")[2].strip("_")
             if name not in _NOT_ON_ALL_RANKS:
-                given = {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)}
+                given = {
+                    argument.name: value
+                    for argument, value in zip(schema(func).arguments, args, strict=False)
+                }
                 given |= kwargs or {}
                 if "group_name" in given or "process_group" in given:
                     self._compare(name, given)
@@ -58,40 +79,59 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._calls[group.group_name] += 1
         number = self._calls[group.group_name]
-        call = CollectiveCall(name, group.group_desc, number, _tensors(given) if name in _SAME_SIZES else "")
-        mine = {"rank": self._rank, "call": _described(call, given), "line": str(innermost_line(stack_of(sys._getframe(2))))}
+        call = CollectiveCall(
+            name, group.group_desc, number, _tensors(given) if name in _SAME_SIZES else ""
+        )
+        mine = {
+            "rank": self._rank,
+            "call": _described(call, given),
+            "line": str(innermost_line(stack_of(sys._getframe(2)))),
+        }
         with announce(call):
-            if text := self._mismatch(f"{group.group_name}/{number}", f"{group.group_name}/{number - 1}", mine, group.size()):
+            if text := self._mismatch(
+                f"{group.group_name}/{number}",
+                f"{group.group_name}/{number - 1}",
+                mine,
+                group.size(),
+            ):
                 raise MismatchError(
-                    f"call {number} of {group.group_desc} differs between ranks; all must make the same calls in the same order: {text}"
+                    f"call {number} of {group.group_desc} differs between ranks; all must make the"
+                    f" same calls in the same order: {text}"
                 )
 
     def _mismatch(self, key: str, before: str, mine: Mapping[str, Any], size: int) -> str:
-        """The differences between the ranks' calls; empty if there are none. The last rank to come compares for all."""
+        """The differences between the ranks' calls; empty if there are none. The last rank to come
+        compares for all."""
         self._store.set(f"{key}/{mine['rank']}", json.dumps(mine))
         self._store.append(f"{key}/ranks", f"{mine['rank']} ")
         if self._store.add(f"{key}/count", 1) == size:
             ranks = self._store.get(f"{key}/ranks").decode().split()
-            text = difference([json.loads(self._store.get(f"{key}/{rank}")) for rank in sorted(ranks, key=int)])
+            text = difference(
+                [json.loads(self._store.get(f"{key}/{rank}")) for rank in sorted(ranks, key=int)]
+            )
             for name in (*ranks, "ranks", "count"):
                 self._store.delete_key(f"{key}/{name}")
             self._store.delete_key(f"{before}/mismatch")  # which all have read
             self._store.set(f"{key}/mismatch", json.dumps(text))
         pause_seconds = 1e-4
-        while not self._store.check([f"{key}/mismatch"]):  # the watchdog reports ranks that do not come
-            time.sleep(pause_seconds)  # torch's own wait ignores signals, and prints to stderr at each timeout
+        # the watchdog reports ranks that do not come
+        while not self._store.check([f"{key}/mismatch"]):
+            # torch's own wait ignores signals, and prints to stderr at each timeout
+            time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 0.05)
         found: str = json.loads(self._store.get(f"{key}/mismatch"))
         return found
 
 
 def difference(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """Return the differences between the ranks' calls, with their lines; empty if all call the same."""
+    """Return the differences between the ranks' calls, with their lines; empty if all call the
+    same."""
     by_call: dict[str, list[Mapping[str, Any]]] = {}
     for each in everyone:
         by_call.setdefault(each["call"], []).append(each)
     texts = [
-        f"rank{'s' * (len(several) > 1)} {', '.join(str(each['rank']) for each in several)} {call} at {several[0]['line']}"
+        f"rank{'s' * (len(several) > 1)} {', '.join(str(each['rank']) for each in several)} {call}"
+        f" at {several[0]['line']}"
         for call, several in by_call.items()
     ]
     return "; ".join(texts) if len(texts) > 1 else ""
@@ -105,13 +145,20 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
 
 
 def _described(call: CollectiveCall, given: Mapping[str, Any]) -> str:
-    details: dict[str, int | str] = {name: given[name] for name in ("root_rank", "src") if name in given}
+    details: dict[str, int | str] = {
+        name: given[name] for name in ("root_rank", "src") if name in given
+    }
     if "reduce_op" in given:
-        op = given["reduce_op"]  # the name in torch's functional collectives; else torch's own object
-        details["reduce_op"] = op if isinstance(op, str) else dist.ReduceOp.RedOpType(op.op()).name.lower()
+        # the name in torch's functional collectives; else torch's own object
+        op = given["reduce_op"]
+        details["reduce_op"] = (
+            op if isinstance(op, str) else dist.ReduceOp.RedOpType(op.op()).name.lower()
+        )
     return f"{call}{''.join(f', {name} {value}' for name, value in details.items())}"
 
 
 def _tensors(given: Mapping[str, Any]) -> str:
     tensors = [each for each in tree_leaves(list(given.values())) if isinstance(each, Tensor)]
-    return ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in tensors)
+    return ", ".join(
+        f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in tensors
+    )

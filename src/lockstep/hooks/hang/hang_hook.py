@@ -1,4 +1,5 @@
-"""The hook that acts when the run hangs: it writes a report, saves the last complete step, and ends the process."""
+"""The hook that acts when the run hangs: it writes a report, saves the last complete step, and ends
+the process."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from lockstep.training.hook import Hook, Run
 from lockstep.training.recovery.recovery import Recovery
 
 SAVING_SECONDS = 300.0  # the longest time for the last save of a rank that hangs
-EXIT_DELAY_SECONDS = 0.5  # before a rank exits, so that all ranks read the diagnosis before they lose a peer
+# before a rank exits, so that all ranks read the diagnosis before they lose a peer
+EXIT_DELAY_SECONDS = 0.5
 
 
 class HangHook(Hook):
@@ -36,8 +38,9 @@ class HangHook(Hook):
         rescue: Callable[[Run, BaseException], bool],
         recovery: Recovery | None,
     ) -> None:
-        """Start the watchdog of this thread. Every rank calls it. `timeouts`: None: no watchdog. `rescue` saves without
-        the other ranks. `recovery`: that of the run, if it can recover in place."""
+        """Start the watchdog of this thread. Every rank calls it. `timeouts`: None: no watchdog.
+        `rescue` saves without the other ranks. `recovery`: that of the run, if it can recover in
+        place."""
         self._recovery = recovery
         self._timeouts = timeouts
         self._context = context
@@ -47,7 +50,11 @@ class HangHook(Hook):
         if timeouts is None:
             return
         world = context.world
-        mailbox = None if world.size == 1 else Mailbox(default_store(), f"lockstep/watch/{context.recorder.attempt}")
+        mailbox = (
+            None
+            if world.size == 1
+            else Mailbox(default_store(), f"lockstep/watch/{context.recorder.attempt}")
+        )
         self._watchdog = Watchdog(
             context.phases,
             timeouts,
@@ -83,7 +90,13 @@ class HangHook(Hook):
     def _is_recovered(self, hang: Hang) -> bool:
         return self._recovery is not None and self._recovery.can_replace and hang.kind == "missing"
 
-    def _on_hang(self, hang: Hang, snapshots: Mapping[int, StackSnapshot], collected: bool, mine: StackSnapshot) -> None:
+    def _on_hang(
+        self,
+        hang: Hang,
+        snapshots: Mapping[int, StackSnapshot],
+        collected: bool,
+        mine: StackSnapshot,
+    ) -> None:
         """See `Watchdog`. Called in its thread."""
         if collected:
             path = self._context.run_dir / f"hang-{mine.step:08d}.txt"
@@ -92,9 +105,18 @@ class HangHook(Hook):
                 path.write_text(page(hang, snapshots), encoding="utf-8")
             except OSError as failure:
                 stacks = f"{cannot_write(path, failure)}; all stacks:\n\n{page(hang, snapshots)}"
-            say(f"lockstep: the run hangs after step {mine.step}: {hang.summary}\n{hang.report}\n{stacks}")
+            say(
+                f"lockstep: the run hangs after step {mine.step}:"
+                f" {hang.summary}\n{hang.report}\n{stacks}"
+            )
         if self._context.world.rank == 0:
-            self._event("hang", kind=hang.kind, ranks=list(hang.ranks), summary=hang.summary, seconds=round(mine.seconds, 1))
+            self._event(
+                "hang",
+                kind=hang.kind,
+                ranks=list(hang.ranks),
+                summary=hang.summary,
+                seconds=round(mine.seconds, 1),
+            )
         if self._timeouts is None or self._timeouts.on_hang != "end":
             return
         error = HangError(hang.summary)
@@ -116,7 +138,12 @@ class HangHook(Hook):
 
     def _on_stuck(self) -> None:
         """See `Watchdog`: this rank waits for one that has ended, and its wait does not fail."""
-        self._event("run-failed", error="a peer was lost: another process of this run ended, or the connection to it broke")
+        self._event(
+            "run-failed",
+            error=(
+                "a peer was lost: another process of this run ended, or the connection to it broke"
+            ),
+        )
         self._save(HangError("the run was ended while this process waited for another"))
         os._exit(128 + signal.SIGTERM)
 
@@ -130,7 +157,13 @@ def page(hang: Hang, snapshots: Mapping[int, StackSnapshot]) -> str:
     """The report with all stacks, for a file."""
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), hang.summary, "", hang.report]
     for rank, each in sorted(snapshots.items()):
-        lines += ["", f"rank {rank} ({each.host}, process {each.process}): {each.phase}, after step {each.step}, {each.seconds:.1f} s"]
+        lines += [
+            "",
+            (
+                f"rank {rank} ({each.host}, process {each.process}): {each.phase}, after step"
+                f" {each.step}, {each.seconds:.1f} s"
+            ),
+        ]
         lines += [f"  in {call}, call {call.sequence} of {call.group}" for call in each.calls]
         for name, frames in {"training thread": each.stack, **each.threads}.items():
             lines += [f"  {name}, innermost frame last:", *(f"    {frame}" for frame in frames)]

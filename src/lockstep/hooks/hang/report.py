@@ -1,4 +1,5 @@
-"""Which ranks make a run hang, from all ranks' stack snapshots. Pure, but it reads source lines of the user."""
+"""Which ranks make a run hang, from all ranks' stack snapshots. Pure, but it reads source lines of
+the user."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from lockstep.comm.active_calls import CollectiveCall
 from lockstep.hooks.hang.snapshot import Frame, StackSnapshot, innermost_line
 
 Kind = Literal["missing", "differ", "between"]
-"""Ranks do not reach the call in which the others wait; all wait, in different calls; all wait in the same call."""
+"""Ranks do not reach the call in which the others wait; all wait, in different calls; all wait in
+the same call."""
 _SAME_SHAPE_ON_ALL_RANKS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 _IN_WORDS = {
     "waits": "waits",
@@ -28,13 +30,15 @@ class Hang:
     """The diagnosis of a run that hangs."""
 
     kind: Kind
-    ranks: tuple[int, ...]  # at fault: the missing ones; those whose call is not that of most ranks; all
+    # at fault: the missing ones; those whose call is not that of most ranks; all
+    ranks: tuple[int, ...]
     summary: str  # one line
     report: str  # lines about each rank
 
 
 def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
-    """Return the diagnosis; None if the run may still progress. `silent`: rank without a snapshot -> the reason."""
+    """Return the diagnosis; None if the run may still progress. `silent`: rank without a snapshot
+    -> the reason."""
     everyone = list(snapshots.values())
     working = [each for each in everyone if each.activity != "waits"]
     is_waited_for = len(working) < len(everyone)
@@ -45,41 +49,65 @@ def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) 
         return None
     if len({_kind_of(each.call) for each in everyone}) > 1 or everyone[0].call is None:
         return _different_calls(everyone)
-    text = f"all ranks wait in {everyone[0].call}: the data that one sends does not reach the others; check the network between their hosts"
+    text = (
+        f"all ranks wait in {everyone[0].call}: the data that one sends does not reach the others;"
+        " check the network between their hosts"
+    )
     return Hang("between", tuple(snapshots), text, "\n".join(_waiting(everyone)))
 
 
-def _missing(everyone: Sequence[StackSnapshot], late: Sequence[StackSnapshot], silent: Mapping[int, str]) -> Hang:
+def _missing(
+    everyone: Sequence[StackSnapshot], late: Sequence[StackSnapshot], silent: Mapping[int, str]
+) -> Hang:
     ranks = tuple(sorted({each.rank for each in late} | silent.keys()))
     reasons = {each.rank: f"it {_reason(each)}" for each in late} | dict(silent)
-    texts = list(reasons.values()) if len(reasons) == 1 else [f"rank {rank}: {text}" for rank, text in sorted(reasons.items())]
+    texts = (
+        list(reasons.values())
+        if len(reasons) == 1
+        else [f"rank {rank}: {text}" for rank, text in sorted(reasons.items())]
+    )
     lines = [line for each in late for line in [_late_line(each), *_stack(each)]]
     lines += [f"rank {rank}: {reason}" for rank, reason in silent.items()]
     lines += _waiting([each for each in everyone if each.rank not in ranks])
     is_alone = len(everyone) + len(silent) == 1
-    head = "this process is late" if is_alone else f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} waited for"
+    head = (
+        "this process is late"
+        if is_alone
+        else f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} waited for"
+    )
     return Hang("missing", ranks, f"{head}: {'; '.join(texts)}", "\n".join(lines))
 
 
 def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
     groups = _by_call(everyone)
     ranks = tuple(each.rank for each in groups[-1])
-    texts = [f"{_ranks([each.rank for each in group])} in {_call(group[0])} at {group[0].line}" for group in groups]
+    texts = [
+        f"{_ranks([each.rank for each in group])} in {_call(group[0])} at {group[0].line}"
+        for group in groups
+    ]
     lines = _waiting(everyone)
     for group in groups:
         if (line := group[0].line) is not None and line.is_user_code:
             lines += [f"the call at {line} is inside {block}" for block in enclosing(line)]
     lines.append(
-        "every rank must make the same calls in the same order: a condition on the rank, or an exception that was swallowed, skips one"
+        "every rank must make the same calls in the same order: a condition on the rank, or an"
+        " exception that was swallowed, skips one"
     )
-    return Hang("differ", ranks, f"ranks wait in different calls: {'; '.join(texts)}", "\n".join(lines))
+    return Hang(
+        "differ", ranks, f"ranks wait in different calls: {'; '.join(texts)}", "\n".join(lines)
+    )
 
 
 def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
     """The properties of a call that must be the same on all ranks in it."""
     if call is None:
         return None
-    return call.name, call.group, call.sequence, call.tensors if call.name in _SAME_SHAPE_ON_ALL_RANKS else None
+    return (
+        call.name,
+        call.group,
+        call.sequence,
+        call.tensors if call.name in _SAME_SHAPE_ON_ALL_RANKS else None,
+    )
 
 
 def _by_call(snapshots: Sequence[StackSnapshot]) -> list[list[StackSnapshot]]:
@@ -96,7 +124,10 @@ def _waiting(snapshots: Sequence[StackSnapshot]) -> list[str]:
     lines: list[str] = []
     for group in _by_call(snapshots):
         first, verb = group[0], "wait" if len(group) > 1 else "waits"
-        ranks, since = _ranks([each.rank for each in group]), f"since {first.seconds:.0f} s, after step {first.step}, {first.phase}"
+        ranks, since = (
+            _ranks([each.rank for each in group]),
+            f"since {first.seconds:.0f} s, after step {first.step}, {first.phase}",
+        )
         lines += [f"{ranks} {verb} in {_call(first)} {since}", *_stack(first)]
     return lines
 
@@ -111,7 +142,11 @@ def _call(snapshot: StackSnapshot) -> str:
 def _reason(late: StackSnapshot) -> str:
     """The activity of the rank, and its line."""
     lines = {process: innermost_line(frames) for process, frames in late.children.items()}
-    workers = [f"process {process} is at {line}" for process, line in lines.items() if line is not None and line.is_user_code]
+    workers = [
+        f"process {process} is at {line}"
+        for process, line in lines.items()
+        if line is not None and line.is_user_code
+    ]
     if late.phase == "data" and workers:
         return f"waits for loader workers: {'; '.join(workers)}"
     return f"{_IN_WORDS[late.activity]} at {late.line}"
@@ -119,8 +154,9 @@ def _reason(late: StackSnapshot) -> str:
 
 def _late_line(late: StackSnapshot) -> str:
     return (
-        f"rank {late.rank} ({late.host}, process {late.process}) {_IN_WORDS[late.activity]} since {late.seconds:.0f} s, "
-        f"after step {late.step}, {late.phase}, which may take {late.limit_seconds:.0f} s"
+        f"rank {late.rank} ({late.host}, process {late.process}) {_IN_WORDS[late.activity]} since"
+        f" {late.seconds:.0f} s, after step {late.step}, {late.phase}, which may take"
+        f" {late.limit_seconds:.0f} s"
     )
 
 
@@ -136,7 +172,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def enclosing(frame: Frame) -> list[str]:
-    """The `if`, `try`, `while` and `for` statements of its function that a line is inside, innermost first."""
+    """The `if`, `try`, `while` and `for` statements of its function that a line is inside,
+    innermost first."""
     try:
         source = Path(frame.file).read_text(encoding="utf-8")
         tree = ast.parse(source)
@@ -145,8 +182,15 @@ def enclosing(frame: Frame) -> list[str]:
     lines = source.splitlines()
     found: list[int] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and node.lineno <= frame.line <= (node.end_lineno or 0):
+        if isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ) and node.lineno <= frame.line <= (node.end_lineno or 0):
             found.clear()  # the statements around a function's definition
-        if isinstance(node, ast.If | ast.Try | ast.While | ast.For) and node.lineno < frame.line <= (node.end_lineno or 0):
+        if isinstance(
+            node, ast.If | ast.Try | ast.While | ast.For
+        ) and node.lineno < frame.line <= (node.end_lineno or 0):
             found.append(node.lineno)
-    return [f"{lines[number - 1].strip()!r} (line {number})" for number in sorted(set(found), reverse=True)]
+    return [
+        f"{lines[number - 1].strip()!r} (line {number})"
+        for number in sorted(set(found), reverse=True)
+    ]

@@ -1,7 +1,9 @@
-"""Stack snapshots: a process's phase, its threads' stacks, its active collectives, and whether it makes progress.
+"""Stack snapshots: a process's phase, its threads' stacks, its active collectives, and whether it
+makes progress.
 
-A process whose GIL is held, and a forked loader worker, take no snapshot of themselves. For those, faulthandler writes
-the stack from a signal handler into memory that other processes can read through /proc. That is for Linux only.
+A process whose GIL is held, and a forked loader worker, take no snapshot of themselves. For those,
+faulthandler writes the stack from a signal handler into memory that other processes can read
+through /proc. That is for Linux only.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.logging.phases import Phases
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
-"""Waits in a collective, or for its device, which does; runs Python code; computes in native code; is in a call that
-does not return."""
+"""Waits in a collective, or for its device, which does; runs Python code; computes in native code;
+is in a call that does not return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # A process that does not handle it ignores it
 _WRITING_SECONDS = 0.1
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_JUMPS = ("JUMP", "POP_JUMP")  # A loop without a body is always seen at its jump; a thread in native code is at no jump
+# A loop without a body is always seen at its jump; a thread in native code is at no jump
+_JUMPS = ("JUMP", "POP_JUMP")
 SAMPLES = 5
 SAMPLE_SECONDS = 0.04
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
@@ -55,7 +58,9 @@ class Frame:
     @property
     def is_user_code(self) -> bool:
         """True if it is not of Python, an installed package, or lockstep."""
-        return not self.file.startswith(("<", _LOCKSTEP, _PYTHON)) and not any(folder in self.file for folder in _PACKAGES)
+        return not self.file.startswith(("<", _LOCKSTEP, _PYTHON)) and not any(
+            folder in self.file for folder in _PACKAGES
+        )
 
 
 Stack = tuple[Frame, ...]  # outermost frame first
@@ -78,7 +83,8 @@ class StackSnapshot:
     stack: Stack  # of the training thread
     threads: Mapping[str, Stack]  # the other threads, by name
     children: Mapping[int, Stack] = field(default_factory=dict)
-    """The main threads of forked processes (loader workers), by process id; only if the rank itself is late."""
+    """The main threads of forked processes (loader workers), by process id; only if the rank itself
+    is late."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StackSnapshot:
@@ -86,7 +92,15 @@ class StackSnapshot:
         threads = {name: _frames(frames) for name, frames in values["threads"].items()}
         calls = tuple(CollectiveCall(**call) for call in values["calls"])
         children = {int(process): _frames(frames) for process, frames in values["children"].items()}
-        return cls(**{**values, "calls": calls, "stack": _frames(values["stack"]), "threads": threads, "children": children})
+        return cls(
+            **{
+                **values,
+                "calls": calls,
+                "stack": _frames(values["stack"]),
+                "threads": threads,
+                "children": children,
+            }
+        )
 
     @property
     def is_late(self) -> bool:
@@ -105,15 +119,20 @@ class StackSnapshot:
 
 def innermost_line(stack: Sequence[Frame]) -> Frame | None:
     """The innermost frame of the user's code; if there is none, the innermost frame."""
-    return next((frame for frame in reversed(stack) if frame.is_user_code), stack[-1] if stack else None)
+    return next(
+        (frame for frame in reversed(stack) if frame.is_user_code), stack[-1] if stack else None
+    )
 
 
 def _frames(values: Sequence[Mapping[str, Any]]) -> Stack:
     return tuple(Frame(**frame) for frame in values)
 
 
-def take_snapshot(rank: int, thread: threading.Thread, phases: Phases, *, limit_seconds: float, is_first: bool) -> StackSnapshot:
-    """Take a snapshot of this process, whose training thread is `thread`. Takes a fifth of a second."""
+def take_snapshot(
+    rank: int, thread: threading.Thread, phases: Phases, *, limit_seconds: float, is_first: bool
+) -> StackSnapshot:
+    """Take a snapshot of this process, whose training thread is `thread`. Takes a fifth of a
+    second."""
     assert thread.ident is not None
     phase, step, seconds = phases.name, phases.step, phases.seconds
     before, seen = _cpu_seconds(thread), []
@@ -136,35 +155,58 @@ def take_snapshot(rank: int, thread: threading.Thread, phases: Phases, *, limit_
         seconds=seconds,
         limit_seconds=limit_seconds,
         is_first=is_first,
-        activity=activity(stack, calls=calls, moves=len(set(seen)) > 1 or seen[-1][2].startswith(_JUMPS), cpu_use=cpu_use),
+        activity=activity(
+            stack,
+            calls=calls,
+            moves=len(set(seen)) > 1 or seen[-1][2].startswith(_JUMPS),
+            cpu_use=cpu_use,
+        ),
         calls=tuple(calls),
         stack=stack,
-        threads={names.get(ident, str(ident)): frames for ident, frames in stacks.items() if ident != threading.get_ident()},
+        threads={
+            names.get(ident, str(ident)): frames
+            for ident, frames in stacks.items()
+            if ident != threading.get_ident()
+        },
     )
 
 
-def activity(stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, cpu_use: float) -> Activity:
-    """`moves`: its Python code advanced between samples. `cpu_use`: the fraction of the time on the processor.
+def activity(
+    stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, cpu_use: float
+) -> Activity:
+    """`moves`: its Python code advanced between samples. `cpu_use`: the fraction of the time on the
+    processor.
 
-    [Note: waits for the device] A host that waits for its device is in `item()` or `synchronize`, often at full use of
-    a processor, called by anybody. So a rank whose device is in a collective waits, whatever native code its host is
-    in: a collective that all ranks have queued ends, and the device of the rank that the others wait for has none."""
+    [Note: waits for the device] A host that waits for its device is in `item()` or `synchronize`,
+    often at full use of a processor, called by anybody. So a rank whose device is in a collective
+    waits, whatever native code its host is in: a collective that all ranks have queued ends, and
+    the device of the rank that the others wait for has none."""
     if moves:
         return "runs"
     if any(call.on_device for call in calls):
         return "waits"
-    if calls and stack and (f"{os.sep}torch{os.sep}" in stack[-1].file or stack[-1].file.startswith(_LOCKSTEP)):
+    if (
+        calls
+        and stack
+        and (f"{os.sep}torch{os.sep}" in stack[-1].file or stack[-1].file.startswith(_LOCKSTEP))
+    ):
         return "waits"
     return "computes" if cpu_use > 0.5 else "sleeps"
 
 
 def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
-    """The collective that a stack is in, if torch's flight recorder has no entry for it, as for send and recv."""
-    frames = [frame for frame in stack if frame.file != wait_times.__file__]  # it wraps torch's waits
+    """The collective that a stack is in, if torch's flight recorder has no entry for it, as for
+    send and recv."""
+    # it wraps torch's waits
+    frames = [frame for frame in stack if frame.file != wait_times.__file__]
     inside = [frame for frame in frames if _TORCH_DISTRIBUTED in frame.file]
     if not inside or inside[-1] is not frames[-1]:
         return None
-    public = [frame.function for frame in inside if frame.file.endswith("distributed_c10d.py") and frame.function[0] != "_"]
+    public = [
+        frame.function
+        for frame in inside
+        if frame.file.endswith("distributed_c10d.py") and frame.function[0] != "_"
+    ]
     names = [name for name in public if name != "wrapper"] or [frames[-1].function.strip("_")]
     return CollectiveCall(names[0], "", 0, "")
 
@@ -186,10 +228,16 @@ def stack_of(frame: FrameType | None) -> Stack:
 
 
 def error_with_line(error: BaseException) -> str:
-    """Return the type and text of an exception, and the innermost line of the user's code in its traceback, if any."""
-    frames = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(error.__traceback__)]
+    """Return the type and text of an exception, and the innermost line of the user's code in its
+    traceback, if any."""
+    frames = [
+        Frame(each.filename, each.lineno or 0, each.name)
+        for each in traceback.extract_tb(error.__traceback__)
+    ]
     line = innermost_line(frames)
-    return f"{type(error).__name__}: {error}" + (f" (at {line})" if line is not None and line.is_user_code else "")
+    return f"{type(error).__name__}: {error}" + (
+        f" (at {line})" if line is not None and line.is_user_code else ""
+    )
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:
@@ -203,8 +251,8 @@ def _cpu_seconds(thread: threading.Thread) -> float:
 
 
 class StackWriter:
-    """Makes this process and its later forks write their main thread's stack at `STACK_SIGNAL`. One at a time. Does
-    nothing on systems other than Linux."""
+    """Makes this process and its later forks write their main thread's stack at `STACK_SIGNAL`. One
+    at a time. Does nothing on systems other than Linux."""
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
@@ -226,14 +274,19 @@ class StackWriter:
 
 
 def read_stack(process: int, descriptor: int) -> Stack:
-    """Make a process with a `StackWriter` of this descriptor write its stack, and read it. Empty if it is gone."""
+    """Make a process with a `StackWriter` of this descriptor write its stack, and read it. Empty if
+    it is gone."""
     path = Path(f"/proc/{process}/fd/{descriptor}")
     with suppress(OSError):
         before = path.stat().st_size
         os.kill(process, STACK_SIGNAL)
         time.sleep(_WRITING_SECONDS)
         lines = path.read_bytes()[before:].decode(errors="replace").splitlines()
-        frames = [Frame(found[1], int(found[2]), found[3]) for line in lines if (found := _FRAME.fullmatch(line)) is not None]
+        frames = [
+            Frame(found[1], int(found[2]), found[3])
+            for line in lines
+            if (found := _FRAME.fullmatch(line)) is not None
+        ]
         return tuple(reversed(frames))  # faulthandler writes the innermost first
     return ()
 

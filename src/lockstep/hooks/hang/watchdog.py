@@ -1,9 +1,9 @@
-"""The watchdog thread of each rank: if its training thread exceeds a timeout, it collects the stack snapshots of all
-ranks.
+"""The watchdog thread of each rank: if its training thread exceeds a timeout, it collects the stack
+snapshots of all ranks.
 
-[Note: rounds] The first late rank to write the round's key collects the snapshots that all others, who poll that key,
-then write. It diagnoses the hang, and writes the diagnosis for all. A rank that was late to a round reads its
-diagnosis, and goes on to the next round.
+[Note: rounds] The first late rank to write the round's key collects the snapshots that all others,
+who poll that key, then write. It diagnoses the hang, and writes the diagnosis for all. A rank that
+was late to a round reads its diagnosis, and goes on to the next round.
 """
 
 from __future__ import annotations
@@ -26,29 +26,45 @@ from lockstep.base.container import process_id_space
 from lockstep.base.torch_private import clone_store
 from lockstep.comm.recovery import sockets
 from lockstep.hooks.hang.report import Hang, diagnose
-from lockstep.hooks.hang.snapshot import StackSnapshot, StackWriter, innermost_line, read_stack, take_snapshot
+from lockstep.hooks.hang.snapshot import (
+    StackSnapshot,
+    StackWriter,
+    innermost_line,
+    read_stack,
+    take_snapshot,
+)
 from lockstep.logging.phases import Phases
 from lockstep.options import WatchdogTimeouts
 
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2  # A rank that asks for snapshots waits this long for the answers
 SILENCE_SECONDS = 10.0
-"""A rank that does not answer for this long counts as hanging, as one in native code that holds the GIL."""
-STUCK_SECONDS = 1.0  # when the run ends, a rank that still waits for another after this time is ended by its watchdog
-AGAIN_SECONDS = 2.0  # after a diagnosis that no rank is late, this rank waits so long before it asks again
+"""A rank that does not answer for this long counts as hanging, as one in native code that holds the
+GIL."""
+# when the run ends, a rank that still waits for another after this time is ended by its watchdog
+STUCK_SECONDS = 1.0
+# after a diagnosis that no rank is late, this rank waits so long before it asks again
+AGAIN_SECONDS = 2.0
 
 
 class Mailbox:
-    """Texts in torch's store. All methods raise `DistError` or `RuntimeError` if the store cannot be reached."""
+    """Texts in torch's store. All methods raise `DistError` or `RuntimeError` if the store cannot
+    be reached."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        # Of its own, so that it need not wait until other threads' requests are answered, and can be ended.
-        connection, self._socket = sockets.with_own_connection(store) if sys.platform == "linux" else (clone_store(store), None)
+        # Of its own, so that it need not wait until other threads' requests are answered, and can
+        # be ended.
+        connection, self._socket = (
+            sockets.with_own_connection(store)
+            if sys.platform == "linux"
+            else (clone_store(store), None)
+        )
         connection.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """End the request that another thread makes: the host of the store may not answer any more."""
+        """End the request that another thread makes: the host of the store may not answer any
+        more."""
         if self._socket is not None:
             sockets.shut_down(self._socket)
 
@@ -69,7 +85,8 @@ class Mailbox:
 
 @dataclass(slots=True, eq=False)
 class Watchdog:
-    """The watchdog of one rank. Every rank makes one, in its training thread, which it watches from then on."""
+    """The watchdog of one rank. Every rank makes one, in its training thread, which it watches from
+    then on."""
 
     phases: Phases
     timeouts: WatchdogTimeouts
@@ -77,13 +94,15 @@ class Watchdog:
     size: int
     mailbox: Mailbox | None  # None with one process
     on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
-    """Called in the watchdog's thread on every rank that learns of a hang: with the hang, the snapshots of all ranks
-    (empty unless this rank collected them), whether it did, and this rank's own."""
+    """Called in the watchdog's thread on every rank that learns of a hang: with the hang, the
+    snapshots of all ranks (empty unless this rank collected them), whether it did, and this rank's
+    own."""
     is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
     is_recovered: Callable[[Hang], bool]
     """True if the launcher replaces the ranks that hang, and no other ends."""
     on_stuck: Callable[[], None]  # called in the watchdog's thread if this rank still waits then
-    ends_the_process: bool = False  # True if the watchdog's thread is about to end this process; then nothing else may
+    # True if the watchdog's thread is about to end this process; then nothing else may
+    ends_the_process: bool = False
     _shutting_down_since: float | None = None
     _training_thread: threading.Thread = field(default_factory=threading.current_thread)
     _closed: threading.Event = field(default_factory=threading.Event)
@@ -123,30 +142,55 @@ class Watchdog:
                 self.on_stuck()
             try:
                 if not self._is_cut_off:
-                    if self._must_ask() or (self.mailbox is not None and self.mailbox.take(f"{self._round}/asked") is not None):
+                    if self._must_ask() or (
+                        self.mailbox is not None
+                        and self.mailbox.take(f"{self._round}/asked") is not None
+                    ):
                         self._take_part()
                     continue
-            except (dist.DistError, RuntimeError) as error:  # the store is gone, or cannot be reached
-                self._is_cut_off = isinstance(error, dist.DistNetworkError)  # torch does not connect again, and logs each try
+            # the store is gone, or cannot be reached
+            except (dist.DistError, RuntimeError) as error:
+                # torch does not connect again, and logs each try
+                self._is_cut_off = isinstance(error, dist.DistNetworkError)
             if not self._closed.is_set() and self._must_ask():
                 self._report_alone()
 
     def _is_stuck(self) -> bool:
-        """True if this rank still waits for another some time after the launcher began to end the run."""
+        """True if this rank still waits for another some time after the launcher began to end the
+        run."""
         self._shutting_down_since = self._shutting_down_since or time.monotonic()
-        return time.monotonic() - self._shutting_down_since >= STUCK_SECONDS and self._snapshot().activity == "waits"
+        return (
+            time.monotonic() - self._shutting_down_since >= STUCK_SECONDS
+            and self._snapshot().activity == "waits"
+        )
 
     def _limit_seconds(self) -> float:
         return self.timeouts.limit_seconds(self.phases.name, self.phases.usual(self.phases.name))
 
     def _must_ask(self) -> bool:
         is_late = self.phases.seconds >= self._limit_seconds()
-        return is_late and time.monotonic() >= self._not_before and self._reported_since != self.phases.since
+        return (
+            is_late
+            and time.monotonic() >= self._not_before
+            and self._reported_since != self.phases.since
+        )
 
     def _snapshot(self) -> StackSnapshot:
-        is_first = self.timeouts.fixed_seconds is None and self.phases.usual(self.phases.name) is None
-        mine = take_snapshot(self.rank, self._training_thread, self.phases, limit_seconds=self._limit_seconds(), is_first=is_first)
-        return replace(mine, children=self._stacks.of_children()) if mine.is_late and mine.activity != "waits" else mine
+        is_first = (
+            self.timeouts.fixed_seconds is None and self.phases.usual(self.phases.name) is None
+        )
+        mine = take_snapshot(
+            self.rank,
+            self._training_thread,
+            self.phases,
+            limit_seconds=self._limit_seconds(),
+            is_first=is_first,
+        )
+        return (
+            replace(mine, children=self._stacks.of_children())
+            if mine.is_late and mine.activity != "waits"
+            else mine
+        )
 
     def _take_part(self) -> None:
         """[Note: rounds]"""
@@ -162,16 +206,25 @@ class Watchdog:
         if collects:
             snapshots = {self.rank: mine} | self._collect(number, deadline)
             hang = diagnose(snapshots, self._silent(snapshots))
-            self.mailbox.put(f"{number}/diagnosis", json.dumps(None if hang is None else asdict(hang)))
+            self.mailbox.put(
+                f"{number}/diagnosis", json.dumps(None if hang is None else asdict(hang))
+            )
             self._round += 1
             self._conclude(hang, snapshots, mine, collected=True)
             return
-        while (text := self.mailbox.take(f"{number}/diagnosis")) is None and time.monotonic() < deadline:
+        while (
+            text := self.mailbox.take(f"{number}/diagnosis")
+        ) is None and time.monotonic() < deadline:
             if self._closed.wait(TICK_SECONDS / 4):
                 return
         self._round += 1
         found = None if text is None else json.loads(text)
-        self._conclude(None if found is None else Hang(**{**found, "ranks": tuple(found["ranks"])}), {}, mine, collected=False)
+        self._conclude(
+            None if found is None else Hang(**{**found, "ranks": tuple(found["ranks"])}),
+            {},
+            mine,
+            collected=False,
+        )
 
     def _collect(self, number: int, deadline: float) -> dict[int, StackSnapshot]:
         assert self.mailbox is not None
@@ -200,7 +253,14 @@ class Watchdog:
                 found[rank] = reason
         return found
 
-    def _conclude(self, hang: Hang | None, snapshots: Mapping[int, StackSnapshot], mine: StackSnapshot, *, collected: bool) -> None:
+    def _conclude(
+        self,
+        hang: Hang | None,
+        snapshots: Mapping[int, StackSnapshot],
+        mine: StackSnapshot,
+        *,
+        collected: bool,
+    ) -> None:
         if hang is None:
             self._not_before = time.monotonic() + AGAIN_SECONDS
             return
@@ -211,27 +271,54 @@ class Watchdog:
     def _report_alone(self) -> None:
         """Report this rank's own snapshot, because the others cannot be asked."""
         mine = self._snapshot()
-        reason = "torch's store does not answer: its process has ended, or the network to it is broken"
+        reason = (
+            "torch's store does not answer: its process has ended, or the network to it is broken"
+        )
         others = dict.fromkeys(set(range(self.size)) - {self.rank}, reason)
         self._conclude(diagnose({self.rank: mine}, others), {}, mine, collected=True)
 
 
 def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:
-    """Why a process does not answer, in words, and whether that is certain. `who`: what it wrote at its start."""
+    """Why a process does not answer, in words, and whether that is certain. `who`: what it wrote at
+    its start."""
     if who is None:
         return "it has not started its watchdog yet", False
     name = f"process {who['process']} on {who['host']}"
     if who["process_ids"] != process_id_space():
-        return f"{name} does not answer: it has ended, it is stopped, or its machine cannot be reached", False
+        return (
+            (
+                f"{name} does not answer: it has ended, it is stopped, or its machine cannot be"
+                " reached"
+            ),
+            False,
+        )
     if sys.platform != "linux":
-        return f"{name} does not answer: it has ended, it is stopped, or native code holds the GIL", False
+        return (
+            f"{name} does not answer: it has ended, it is stopped, or native code holds the GIL",
+            False,
+        )
     try:
-        state = Path(f"/proc/{who['process']}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+        state = (
+            Path(f"/proc/{who['process']}/stat")
+            .read_text(encoding="ascii")
+            .rpartition(")")[2]
+            .split()[0]
+        )
     except OSError:
         return f"{name} has ended", True
     if state == "T":
-        return f"{name} is stopped (by SIGSTOP, or a debugger); kill -CONT {who['process']} resumes it", True
+        return (
+            (
+                f"{name} is stopped (by SIGSTOP, or a debugger); kill -CONT {who['process']}"
+                " resumes it"
+            ),
+            True,
+        )
     if state in "ZX":
         return f"{name} has ended", True
     line = innermost_line(read_stack(who["process"], who["stacks"]))
-    return f"{name} does not answer: native code holds the GIL" + (f", called at {line}" if line else ""), False
+    return (
+        f"{name} does not answer: native code holds the GIL"
+        + (f", called at {line}" if line else ""),
+        False,
+    )

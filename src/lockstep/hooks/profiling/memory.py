@@ -1,8 +1,9 @@
-"""Memory over time by cause, from a trace of torch's profiler with its memory events. Needs no torch.
+"""Memory over time by cause, from a trace of torch's profiler with its memory events. Needs no
+torch.
 
-A memory event has an address and a size; negative for one that is freed. It does not say what the memory is for. Notes
-of the tensors that are known at some moments do: an address at a moment is one allocation, and so the cause of all of
-its life is known.
+A memory event has an address and a size; negative for one that is freed. It does not say what the
+memory is for. Notes of the tensors that are known at some moments do: an address at a moment is one
+allocation, and so the cause of all of its life is known.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MOST_POINTS = 400
 LARGEST = 10
 """Number of allocations in the list of those that were the largest at the peak."""
 MARK = "lockstep::memory "
-"""Beginning of the name of the ranges in a trace that say when a note was taken; its number follows."""
+"""Beginning of the name of the ranges in a trace that say when a note was taken; its number
+follows."""
 _Row = tuple[float, int, list[int]]
 """A moment, the bytes in all, and the bytes of each cause."""
 _BACKWARD = "autograd::engine::evaluate_function: "
@@ -62,7 +64,8 @@ class MemoryNote:
 
 @dataclass(slots=True)
 class Allocation:
-    """A piece of memory from its allocation until it is freed. Times are seconds of the trace's clock."""
+    """A piece of memory from its allocation until it is freed. Times are seconds of the trace's
+    clock."""
 
     start: float
     size_bytes: int
@@ -102,11 +105,15 @@ def memory_timeline(
 ) -> MemoryTimeline | None:
     """Return the memory in `window`; None if the trace has no memory events of the device.
 
-    `phases`: (name, start, stop). All times are seconds of the trace's clock. `thread`: that of training. `device`: the
-    accelerator's index; None for the CPU. An accelerator's events say how much is allocated in all; the rest is then
-    what remains of it, with what was there before and what other threads have done, which the trace lacks.
+    `phases`: (name, start, stop). All times are seconds of the trace's clock. `thread`: that of
+    training. `device`: the accelerator's index; None for the CPU. An accelerator's events say how
+    much is allocated in all; the rest is then what remains of it, with what was there before and
+    what other threads have done, which the trace lacks.
     """
-    events = sorted((event for event in trace["traceEvents"] if _is_of(event, device)), key=lambda event: float(event["ts"]))
+    events = sorted(
+        (event for event in trace["traceEvents"] if _is_of(event, device)),
+        key=lambda event: float(event["ts"]),
+    )
     if not events:
         return None
     found = _allocations(events, [*_noted(trace, notes)])
@@ -114,7 +121,9 @@ def memory_timeline(
     phases = sorted(phases, key=lambda phase: phase[1])
     _attribute(found, timed, phases, thread)
     totals = [] if device is None else _totals(events)
-    return _timeline(found, totals, window, lambda at: _phase_at(at, phases, _backward_spans(timed)))
+    return _timeline(
+        found, totals, window, lambda at: _phase_at(at, phases, _backward_spans(timed))
+    )
 
 
 def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
@@ -124,19 +133,30 @@ def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
     return bool(kind == 0 if device is None else kind != 0 and event["args"]["Device Id"] == device)
 
 
-def _noted(trace: Mapping[str, Any], notes: Sequence[MemoryNote]) -> Iterator[tuple[float, MemoryNote]]:
+def _noted(
+    trace: Mapping[str, Any], notes: Sequence[MemoryNote]
+) -> Iterator[tuple[float, MemoryNote]]:
     """Yield each note with its moment."""
     for event in trace["traceEvents"]:
-        if event.get("ph") == "X" and event["name"].startswith(MARK) and event.get("cat") != "gpu_user_annotation":
+        if (
+            event.get("ph") == "X"
+            and event["name"].startswith(MARK)
+            and event.get("cat") != "gpu_user_annotation"
+        ):
             yield float(event["ts"]) / 1e6, notes[int(event["name"].removeprefix(MARK))]
 
 
-def _allocations(events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]]) -> list[Allocation]:
+def _allocations(
+    events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]]
+) -> list[Allocation]:
     """Return the life of each allocation, with the causes and names that the notes give.
 
     Those from before the trace are there from the first note on, if it knows them.
     """
-    moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [*noted, *((float(event["ts"]) / 1e6, event) for event in events)]
+    moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [
+        *noted,
+        *((float(event["ts"]) / 1e6, event) for event in events),
+    ]
     live: dict[int, Allocation] = {}
     found: list[Allocation] = []
 
@@ -169,9 +189,11 @@ def _allocations(events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[floa
 
 
 def _end_missing(live: dict[int, Allocation], known: set[int], seen_at: float) -> None:
-    """End what was there before the trace, and is not there any more, at the moment it was last seen: on a CPU the
-    trace has no end of it."""
-    for address in [address for address, each in live.items() if each.thread is None and address not in known]:
+    """End what was there before the trace, and is not there any more, at the moment it was last
+    seen: on a CPU the trace has no end of it."""
+    for address in [
+        address for address, each in live.items() if each.thread is None and address not in known
+    ]:
         live.pop(address).stop = seen_at
 
 
@@ -186,19 +208,30 @@ def _totals(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
     """Return the allocated bytes from each event to the next; the first since ever."""
     args = events[0]["args"]
     before = (-math.inf, args["Total Allocated"] - args["Bytes"])
-    return [before, *((float(event["ts"]) / 1e6, event["args"]["Total Allocated"]) for event in events)]
+    return [
+        before,
+        *((float(event["ts"]) / 1e6, event["args"]["Total Allocated"]) for event in events),
+    ]
 
 
 def _attribute(
-    found: Sequence[Allocation], timed: Sequence[Mapping[str, Any]], phases: Sequence[tuple[str, float, float]], thread: int
+    found: Sequence[Allocation],
+    timed: Sequence[Mapping[str, Any]],
+    phases: Sequence[tuple[str, float, float]],
+    thread: int,
 ) -> None:
-    """Give each allocation that no note knows a cause, and each without a name that of its operator.
+    """Give each allocation that no note knows a cause, and each without a name that of its
+    operator.
 
-    Activations: what the training thread has allocated in a forward, and is still there at the next backward.
+    Activations: what the training thread has allocated in a forward, and is still there at the next
+    backward.
     """
     backward = _backward_spans(timed)
     starts = [start for start, _ in backward]
-    paths = _paths([each for each in found if each.thread is not None and not (each.cause and each.name)], timed)
+    paths = _paths(
+        [each for each in found if each.thread is not None and not (each.cause and each.name)],
+        timed,
+    )
     for allocation in found:
         path = paths.get(id(allocation), [])
         if not allocation.cause:
@@ -223,13 +256,17 @@ def _attribute(
 def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
     """Return the spans in which autograd's engine computed: sorted, and not one inside another."""
     found: list[Span] = []
-    for start, stop in sorted(span(event) for event in timed if event["name"].startswith(_BACKWARD)):
+    for start, stop in sorted(
+        span(event) for event in timed if event["name"].startswith(_BACKWARD)
+    ):
         if not found or start >= found[-1][1]:
             found.append((start, stop))
     return found
 
 
-def _phase_at(at: float, phases: Sequence[tuple[str, float, float]], backward: Sequence[Span]) -> str:
+def _phase_at(
+    at: float, phases: Sequence[tuple[str, float, float]], backward: Sequence[Span]
+) -> str:
     place = bisect_right(phases, at, key=lambda phase: phase[1]) - 1
     name = phases[place][0] if place >= 0 and at < phases[place][2] else "between steps"
     if name != "compute":
@@ -238,11 +275,17 @@ def _phase_at(at: float, phases: Sequence[tuple[str, float, float]], backward: S
     return "backward" if place >= 0 and at < backward[place][1] else "forward"
 
 
-def _paths(allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
-    """Return the names of the operators and ranges around each allocation, outermost first, by its `id`."""
+def _paths(
+    allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]
+) -> dict[int, list[str]]:
+    """Return the names of the operators and ranges around each allocation, outermost first, by its
+    `id`."""
     found: dict[int, list[str]] = {}
     kinds = ("cpu_op", "user_annotation")
-    events = sorted((event for event in timed if event.get("cat") in kinds), key=lambda event: (float(event["ts"]), -float(event["dur"])))
+    events = sorted(
+        (event for event in timed if event.get("cat") in kinds),
+        key=lambda event: (float(event["ts"]), -float(event["dur"])),
+    )
     starts = [float(event["ts"]) / 1e6 for event in events]
     open_: dict[int, list[tuple[str, float]]] = {}
     seen = 0
@@ -256,30 +299,45 @@ def _paths(allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]
             stack.append((event["name"], stop))
         seen = until
         assert allocation.thread is not None
-        found[id(allocation)] = [name for name, stop in open_.get(allocation.thread, []) if stop > allocation.start]
+        found[id(allocation)] = [
+            name for name, stop in open_.get(allocation.thread, []) if stop > allocation.start
+        ]
     return found
 
 
 def _operator(path: Sequence[str]) -> str:
-    """Return the name of the operator that an allocation was for, with autograd's function if it was a backward's."""
-    inner = next((name for name in reversed(path) if not name.startswith((_BACKWARD, *_MAKES_MEMORY))), "".join(path[-1:]))
+    """Return the name of the operator that an allocation was for, with autograd's function if it
+    was a backward's."""
+    inner = next(
+        (name for name in reversed(path) if not name.startswith((_BACKWARD, *_MAKES_MEMORY))),
+        "".join(path[-1:]),
+    )
     outer = next((name for name in path if name.startswith(_BACKWARD)), inner)
     return ", ".join(dict.fromkeys(name.removeprefix(_BACKWARD) for name in (outer, inner)))
 
 
 def _timeline(
-    found: Sequence[Allocation], totals: Sequence[tuple[float, int]], window: Span, phase_at: Callable[[float], str]
+    found: Sequence[Allocation],
+    totals: Sequence[tuple[float, int]],
+    window: Span,
+    phase_at: Callable[[float], str],
 ) -> MemoryTimeline:
     rows = _rows(found, totals, window)
     at, peak, by_cause = max(rows, key=lambda row: row[1])
-    there = [(each.size_bytes, each.cause, each.name or "unknown") for each in found if each.start <= at < each.stop and each.size_bytes]
+    there = [
+        (each.size_bytes, each.cause, each.name or "unknown")
+        for each in found
+        if each.start <= at < each.stop and each.size_bytes
+    ]
     seen = sum(count for count, _, _ in there)
     if totals and peak > seen:
         there.append((peak - seen, "rest", "allocated before, or by other threads"))
     kept = _thinned(rows, window)
     return MemoryTimeline(
         seconds=[round(row[0] - window[0], 6) for row in kept],
-        bytes_by_cause={cause: [row[2][place] for row in kept] for place, cause in enumerate(CAUSES)},
+        bytes_by_cause={
+            cause: [row[2][place] for row in kept] for place, cause in enumerate(CAUSES)
+        },
         peak_bytes=peak,
         peak_seconds=round(at - window[0], 6),
         peak_phase=phase_at(at),
@@ -288,11 +346,22 @@ def _timeline(
     )
 
 
-def _rows(found: Sequence[Allocation], totals: Sequence[tuple[float, int]], window: Span) -> list[_Row]:
-    """Add up the allocations by cause at each moment; with `totals` the rest is what remains of them."""
-    changes = [(at, sign * each.size_bytes, each.cause) for each in found for at, sign in ((each.start, 1), (each.stop, -1))]
+def _rows(
+    found: Sequence[Allocation], totals: Sequence[tuple[float, int]], window: Span
+) -> list[_Row]:
+    """Add up the allocations by cause at each moment; with `totals` the rest is what remains of
+    them."""
+    changes = [
+        (at, sign * each.size_bytes, each.cause)
+        for each in found
+        for at, sign in ((each.start, 1), (each.stop, -1))
+    ]
     changes += [(at, 0, "rest") for at, _ in totals]
-    inside = [(min(max(at, window[0]), window[1]), change, cause) for at, change, cause in changes if at < window[1]]
+    inside = [
+        (min(max(at, window[0]), window[1]), change, cause)
+        for at, change, cause in changes
+        if at < window[1]
+    ]
     bytes_now = dict.fromkeys(CAUSES, 0)
     rows: list[_Row] = []
     for at, several in groupby(sorted(inside), key=lambda change: change[0]):
@@ -301,31 +370,42 @@ def _rows(found: Sequence[Allocation], totals: Sequence[tuple[float, int]], wind
         by_cause = dict(bytes_now)
         if totals:
             total = totals[bisect_right(totals, at, key=lambda pair: pair[0]) - 1][1]
-            by_cause["rest"] = max(0, total - sum(bytes_now[cause] for cause in CAUSES if cause != "rest"))
+            by_cause["rest"] = max(
+                0, total - sum(bytes_now[cause] for cause in CAUSES if cause != "rest")
+            )
         rows.append((at, sum(by_cause.values()), list(by_cause.values())))
     return rows
 
 
 def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
-    """Return at most `MOST_POINTS` rows: of each equal part of the window that with the most memory."""
+    """Return at most `MOST_POINTS` rows: of each equal part of the window that with the most
+    memory."""
     most: dict[int, _Row] = {}
     for row in rows:
-        part = min(MOST_POINTS - 1, int(MOST_POINTS * (row[0] - window[0]) / (window[1] - window[0])))
+        part = min(
+            MOST_POINTS - 1, int(MOST_POINTS * (row[0] - window[0]) / (window[1] - window[0]))
+        )
         if part not in most or row[1] > most[part][1]:
             most[part] = row
     return [most[part] for part in sorted(most)]
 
 
 def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    """Return lines of text: each rank's memory at its peak by cause, and the largest allocations of the highest peak.
-    `ranks`: `MemoryTimeline` as JSON; None where torch did not count."""
+    """Return lines of text: each rank's memory at its peak by cause, and the largest allocations of
+    the highest peak. `ranks`: `MemoryTimeline` as JSON; None where torch did not count."""
     known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
     if not known:
         return ["memory over time: not known, since torch counts no memory of this device"]
     lines = [f"{'memory at its peak':<18}" + "".join(f"{name:>17}" for name in ("in all", *CAUSES))]
     for rank, each in known:
         sizes = (each["peak_bytes"], *(each["at_peak"][cause] for cause in CAUSES))
-        lines.append(f"  rank {rank:<11}" + "".join(f"{size(count):>17}" for count in sizes) + f"  in {each['peak_phase']}")
+        lines.append(
+            f"  rank {rank:<11}"
+            + "".join(f"{size(count):>17}" for count in sizes)
+            + f"  in {each['peak_phase']}"
+        )
     rank, highest = max(known, key=lambda pair: pair[1]["peak_bytes"])
     lines.append(f"the largest at the peak of rank {rank}:")
-    return lines + [f"  {size(count):>12}  {cause:<15}  {name}" for count, cause, name in highest["largest"]]
+    return lines + [
+        f"  {size(count):>12}  {cause:<15}  {name}" for count, cause, name in highest["largest"]
+    ]

@@ -1,4 +1,5 @@
-"""Notes of which tensors are where in memory, and marks in the trace that say when a note was taken."""
+"""Notes of which tensors are where in memory, and marks in the trace that say when a note was
+taken."""
 
 from __future__ import annotations
 
@@ -25,9 +26,12 @@ class MemoryNotes:
         self._device = device.type
         self._hooks = ExitStack()
         for module in modules:
-            if not any(map(is_compiled_in_place, module.model.modules())):  # a hook would be compiled with the module
+            # a hook would be compiled with the module
+            if not any(map(is_compiled_in_place, module.model.modules())):
                 for name, part in module.model.named_modules():
-                    self._hooks.callback(part.register_forward_hook(partial(self._note_output, name)).remove)
+                    self._hooks.callback(
+                        part.register_forward_hook(partial(self._note_output, name)).remove
+                    )
 
     def close(self) -> None:
         """Remove the hooks from the modules."""
@@ -54,22 +58,36 @@ class MemoryNotes:
             for optimizer in module.optimizers:
                 for held, state in optimizer.state.items():
                     of = names.get(held, "a parameter")
-                    leaves = ((kind, leaf) for kind, value in state.items() for leaf in tree_leaves(value))
-                    yield from (("optimizer state", f"{kind} of {of}", leaf) for kind, leaf in leaves)
+                    leaves = (
+                        (kind, leaf) for kind, value in state.items() for leaf in tree_leaves(value)
+                    )
+                    yield from (
+                        ("optimizer state", f"{kind} of {of}", leaf) for kind, leaf in leaves
+                    )
 
     def _known(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
-        """Return the place of a tensor on the rank's device; None for one that has no memory there."""
-        if not isinstance(tensor, Tensor) or (tensor := to_local(tensor)).device.type != self._device or tensor.layout is not torch.strided:
+        """Return the place of a tensor on the rank's device; None for one that has no memory
+        there."""
+        if (
+            not isinstance(tensor, Tensor)
+            or (tensor := to_local(tensor)).device.type != self._device
+            or tensor.layout is not torch.strided
+        ):
             return None
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return None
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return KnownTensor(cause, storage.data_ptr(), storage.nbytes(), name, tuple(tensor.shape), dtype)
+        return KnownTensor(
+            cause, storage.data_ptr(), storage.nbytes(), name, tuple(tensor.shape), dtype
+        )
 
     def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """A forward hook that notes what a module has made."""
-        found = [self._known("", f"output of {name or type(module).__name__}", leaf) for leaf in tree_leaves(output)]
+        found = [
+            self._known("", f"output of {name or type(module).__name__}", leaf)
+            for leaf in tree_leaves(output)
+        ]
         self._mark(MemoryNote([each for each in found if each is not None], is_complete=False))
 
     def _mark(self, note: MemoryNote) -> None:

@@ -1,4 +1,5 @@
-"""The hook that profiles some steps: a trace of each rank, one of all ranks, and tables of times and memory."""
+"""The hook that profiles some steps: a trace of each rank, one of all ranks, and tables of times
+and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from typing import Any
 from torch.profiler import profile
 
 from lockstep.base import accelerator
-from lockstep.hooks.profiling.memory import MemoryNote, MemoryTimeline, memory_table, memory_timeline
+from lockstep.hooks.profiling.memory import (
+    MemoryNote,
+    MemoryTimeline,
+    memory_table,
+    memory_timeline,
+)
 from lockstep.hooks.profiling.memory_notes import MemoryNotes
 from lockstep.hooks.profiling.timeline import Span, TimeParts, heaviest, merged, span, time_parts
 from lockstep.hooks.stragglers import peak_bytes
@@ -26,7 +32,8 @@ from lockstep.training.hook import ControlHook, Run
 LISTED_OPERATORS = 10
 CLOCK_EXCHANGES = 9  # exchanges that compare the ranks' clocks; the median counts
 _FAILURES = (OSError, ValueError, RuntimeError)
-"""Errors when a trace cannot be written, or only in part: torch's export does not always report it."""
+"""Errors when a trace cannot be written, or only in part: torch's export does not always report
+it."""
 PHASES_THREAD = 0  # the thread number of the phases in a trace
 
 
@@ -42,7 +49,11 @@ class Profiler(ControlHook):
         self._has_failed = False
 
     def on_start(self, run: Run) -> None:
-        self._world, self._phases, self._folder = run.context.world, run.context.phases, run.context.run_dir / "profile"
+        self._world, self._phases, self._folder = (
+            run.context.world,
+            run.context.phases,
+            run.context.run_dir / "profile",
+        )
 
     def before_step(self, run: Run) -> None:
         if run.source is not None and run.source.step == self._steps.start:
@@ -56,14 +67,20 @@ class Profiler(ControlHook):
         self._world.gather_values(None)
         accelerator.reset_peak_bytes(self._world.device)
         self._notes = MemoryNotes(run.modules, self._world.device)
-        self._profiler = profile(activities=accelerator.profiled(self._world.device), profile_memory=True)
+        self._profiler = profile(
+            activities=accelerator.profiled(self._world.device), profile_memory=True
+        )
         self._profiler.__enter__()  # type: ignore[no-untyped-call]
         self._phases.log = []
         self._began = time.time()
         self._notes.note_all()
 
     def between_steps(self, run: Run) -> None:
-        if self._profiler is not None and run.source is not None and run.source.step == self._steps.stop - 1:
+        if (
+            self._profiler is not None
+            and run.source is not None
+            and run.source.step == self._steps.stop - 1
+        ):
             self._finish(run, self._profiler, time.time())
 
     def on_error(self, run: Run, error: BaseException) -> None:
@@ -76,7 +93,8 @@ class Profiler(ControlHook):
         if not self._is_done and not self._has_failed:
             first, last = self._steps.start, self._steps.stop - 1
             run.context.recorder.message(
-                f"no profile: the run did not go through all of steps {first} to {last}; give --profile others, or train longer"
+                f"no profile: the run did not go through all of steps {first} to {last}; give"
+                " --profile others, or train longer"
             )
 
     def _finish(self, run: Run, profiler: profile, ended: float) -> None:
@@ -98,18 +116,34 @@ class Profiler(ControlHook):
         except _FAILURES as error:
             failure = str(error)
         peak = peak_bytes(self._world.device)
-        everyone = self._world.gather_values([found, peak, socket.gethostname(), memory and asdict(memory), failure])
-        failures = [f"rank {rank}: {failure}" for rank, (*_, failure) in enumerate(everyone) if failure is not None]
+        everyone = self._world.gather_values(
+            [found, peak, socket.gethostname(), memory and asdict(memory), failure]
+        )
+        failures = [
+            f"rank {rank}: {failure}"
+            for rank, (*_, failure) in enumerate(everyone)
+            if failure is not None
+        ]
         if self._world.rank == 0 and not failures:
             try:
-                run.context.recorder.message(self._write([each[:4] for each in everyone], ahead, heaviest(trace, thread, LISTED_OPERATORS)))
+                run.context.recorder.message(
+                    self._write(
+                        [each[:4] for each in everyone],
+                        ahead,
+                        heaviest(trace, thread, LISTED_OPERATORS),
+                    )
+                )
             except _FAILURES as error:
                 failures = [f"rank 0: {error}"]
         if failures:
             run.event("profile-failed", reason=failures[0])
-            run.context.recorder.message(f"no profile: it cannot be written ({failures[0]}); training continues")
+            run.context.recorder.message(
+                f"no profile: it cannot be written ({failures[0]}); training continues"
+            )
         else:
-            run.event("profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder))
+            run.event(
+                "profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder)
+            )
         self._is_done = True
 
     def _stop_profiler(self, profiler: profile) -> list[MemoryNote]:
@@ -120,13 +154,21 @@ class Profiler(ControlHook):
         notes.close()
         return notes.notes
 
-    def _memory(self, trace: Mapping[str, Any], notes: Sequence[MemoryNote], window: Span, thread: int) -> MemoryTimeline | None:
+    def _memory(
+        self, trace: Mapping[str, Any], notes: Sequence[MemoryNote], window: Span, thread: int
+    ) -> MemoryTimeline | None:
         device = self._world.device
         index = device.index if accelerator.is_accelerator(device) else None
-        phases = [(event["name"], *span(event)) for event in trace["traceEvents"] if event.get("cat") == "phase"]
+        phases = [
+            (event["name"], *span(event))
+            for event in trace["traceEvents"]
+            if event.get("cat") == "phase"
+        ]
         return memory_timeline(trace, notes, phases, window, thread=thread, device=index)
 
-    def _export(self, profiler: profile, phases: Sequence[tuple[str, float, float]]) -> tuple[dict[str, Any], float]:
+    def _export(
+        self, profiler: profile, phases: Sequence[tuple[str, float, float]]
+    ) -> tuple[dict[str, Any], float]:
         """Write this rank's trace. Returns it, and the start of its clock in seconds since 1970."""
         mine = self._folder / f"rank-{self._world.rank}.json"
         profiler.export_chrome_trace(str(mine))
@@ -137,31 +179,54 @@ class Profiler(ControlHook):
         return trace, base
 
     def _clocks(self) -> list[float]:
-        """Return the seconds by which each rank's clock is ahead of rank 0's. Every rank calls it."""
+        """Return the seconds by which each rank's clock is ahead of rank 0's. Every rank calls
+        it."""
         times = []
         for _ in range(CLOCK_EXCHANGES):
             self._world.gather_values(None)
             times.append(time.time())
         everyone = self._world.gather_values(times)
-        return [statistics.median(theirs - first for theirs, first in zip(row, everyone[0], strict=True)) for row in everyone]
+        return [
+            statistics.median(
+                theirs - first for theirs, first in zip(row, everyone[0], strict=True)
+            )
+            for row in everyone
+        ]
 
-    def _write(self, everyone: Sequence[Sequence[Any]], ahead: Sequence[float], operators: Sequence[tuple[str, int, float]]) -> str:
+    def _write(
+        self,
+        everyone: Sequence[Sequence[Any]],
+        ahead: Sequence[float],
+        operators: Sequence[tuple[str, int, float]],
+    ) -> str:
         """Write the merged trace, `summary.json` and `memory.json`. Returns the tables."""
-        traces = {rank: json.loads((self._folder / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(self._world.size)}
+        traces = {
+            rank: json.loads((self._folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+            for rank in range(self._world.size)
+        }
         with gzip.open(self._folder / "trace.json.gz", "wt", encoding="utf-8") as file:
             json.dump(merged(traces, [host for _, _, host, _ in everyone], ahead), file)
         summary: dict[str, Any] = {
             "steps": [self._steps.start, self._steps.stop],
-            "ranks": [{**found, "peak_bytes": peak, "host": host} for found, peak, host, _ in everyone],
-            "operators": [{"name": name, "calls": calls, "seconds": seconds} for name, calls, seconds in operators],
+            "ranks": [
+                {**found, "peak_bytes": peak, "host": host} for found, peak, host, _ in everyone
+            ],
+            "operators": [
+                {"name": name, "calls": calls, "seconds": seconds}
+                for name, calls, seconds in operators
+            ],
         }
-        (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        (self._folder / "summary.json").write_text(
+            json.dumps(summary, indent=2) + "\n", encoding="utf-8"
+        )
         memory = {"steps": summary["steps"], "ranks": [timeline for *_, timeline in everyone]}
         (self._folder / "memory.json").write_text(json.dumps(memory) + "\n", encoding="utf-8")
         return "\n".join([table(summary, self._folder), *memory_table(memory["ranks"])])
 
 
-def _phase_events(phases: Sequence[tuple[str, float, float]], offset_seconds: float) -> list[dict[str, Any]]:
+def _phase_events(
+    phases: Sequence[tuple[str, float, float]], offset_seconds: float
+) -> list[dict[str, Any]]:
     """The phases as events of a trace. `offset_seconds`: the trace's clock minus theirs."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "tid": PHASES_THREAD, "args": {"name": "phases"}},
@@ -176,12 +241,29 @@ def _phase_events(phases: Sequence[tuple[str, float, float]], offset_seconds: fl
 def table(summary: Mapping[str, Any], folder: Path) -> str:
     """Return `summary.json` as lines of text."""
     first, stop = summary["steps"]
-    lines = [f"{f'steps {first} to {stop - 1}, ms':<18}    in all   compute   exposed  overlapped      idle   peak memory"]
+    lines = [
+        f"{f'steps {first} to {stop - 1}, ms':<18}    in all   compute   exposed  overlapped     "
+        " idle   peak memory"
+    ]
     for rank, row in enumerate(summary["ranks"]):
-        found = TimeParts(*(row[name] * 1e3 for name in ("whole", "compute", "exposed", "overlapped")))
-        figures = f"{found.whole:10.1f}{found.compute:10.1f}{found.exposed:10.1f}{found.overlapped:12.1f}{found.idle:10.1f}"
+        found = TimeParts(
+            *(row[name] * 1e3 for name in ("whole", "compute", "exposed", "overlapped"))
+        )
+        figures = (
+            f"{found.whole:10.1f}{found.compute:10.1f}{found.exposed:10.1f}"
+            f"{found.overlapped:12.1f}{found.idle:10.1f}"
+        )
         lines.append(f"  rank {rank:<11}{figures} {row['peak_bytes'] / 1e6:10.1f} MB")
-    lines.append("exposed, overlapped: exchanges without, and behind, a computation; rank 0's heaviest operators, without what they call:")
-    lines += [f"  {each['seconds'] * 1e3:9.1f} ms {each['calls']:7} x  {each['name']}" for each in summary["operators"]]
-    lines.append(f"all ranks on one clock, for ui.perfetto.dev or chrome://tracing: {folder / 'trace.json.gz'}")
+    lines.append(
+        "exposed, overlapped: exchanges without, and behind, a computation; rank 0's heaviest"
+        " operators, without what they call:"
+    )
+    lines += [
+        f"  {each['seconds'] * 1e3:9.1f} ms {each['calls']:7} x  {each['name']}"
+        for each in summary["operators"]
+    ]
+    lines.append(
+        "all ranks on one clock, for ui.perfetto.dev or chrome://tracing:"
+        f" {folder / 'trace.json.gz'}"
+    )
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""Reads and merges traces of torch's profiler: the parts of each rank's time, and all ranks on one clock. Needs no
-torch.
+"""Reads and merges traces of torch's profiler: the parts of each rank's time, and all ranks on one
+clock. Needs no torch.
 
-A trace is the JSON that `export_chrome_trace` writes: events with `ts` and `dur` in microseconds after
-`baseTimeNanoseconds`.
+A trace is the JSON that `export_chrome_trace` writes: events with `ts` and `dur` in microseconds
+after `baseTimeNanoseconds`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def steps_of(text: str) -> range:
     found = _STEPS.fullmatch(text)
     steps = range(0) if found is None else range(int(found[1]), int(found[2]))
     if not steps:
-        raise LaunchError(f"--profile {text!r}; it is the first step and the one after the last: steps=10:13 are 10, 11 and 12")
+        raise LaunchError(
+            f"--profile {text!r}; it is the first step and the one after the last: steps=10:13 are"
+            " 10, 11 and 12"
+        )
     return steps
 
 
@@ -46,32 +49,45 @@ class TimeParts:
 
 
 def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts:
-    """The parts of the time in `window`, by the trace's clock. `thread`: the number of the training thread."""
+    """The parts of the time in `window`, by the trace's clock. `thread`: the number of the training
+    thread."""
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
-    operators = [event for event in timed if event.get("cat") == "cpu_op" and event["tid"] == thread]
+    operators = [
+        event for event in timed if event.get("cat") == "cpu_op" and event["tid"] == thread
+    ]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
     exchanges = [event for event in timed if event["name"].startswith(_EXCHANGES)]
     exchanges += [event for event in kernels if event["name"].startswith("nccl")]
-    computed = [*_own_spans(operators), *(span(event) for event in kernels if not event["name"].startswith(_NOT_COMPUTATION))]
+    computed = [
+        *_own_spans(operators),
+        *(span(event) for event in kernels if not event["name"].startswith(_NOT_COMPUTATION)),
+    ]
     inside = union(map(span, exchanges), window)
-    shared = union((span(event) for event in exchanges if event["name"].startswith("shared:")), window)
-    busy = without(union(computed, window), shared)  # operators inside a shared-memory collective are exchange
+    shared = union(
+        (span(event) for event in exchanges if event["name"].startswith("shared:")), window
+    )
+    # operators inside a shared-memory collective are exchange
+    busy = without(union(computed, window), shared)
     exposed = length(without(inside, busy))
     return TimeParts(window[1] - window[0], length(busy), exposed, length(inside) - exposed)
 
 
 def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """The time of the operators that compute, without what they call. One of autograd's counts only if it calls no
-    other: it runs hooks too, which may wait for other ranks."""
+    """The time of the operators that compute, without what they call. One of autograd's counts only
+    if it calls no other: it runs hooks too, which may wait for other ranks."""
     found: list[Span] = []
     for event, called in _with_called(operators):
         name = event["name"]
-        if not name.startswith(_NOT_COMPUTATION) and (not called or ("::" in name and not name.startswith("autograd::"))):
+        if not name.startswith(_NOT_COMPUTATION) and (
+            not called or ("::" in name and not name.startswith("autograd::"))
+        ):
             found += without([span(event)], called)
     return found
 
 
-def _with_called(operators: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[Span]]]:
+def _with_called(
+    operators: Iterable[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], list[Span]]]:
     """Yield each operator with the spans of those that it calls itself."""
     open_: list[tuple[Mapping[str, Any], list[Span]]] = []
     for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
@@ -92,7 +108,9 @@ def span(event: Mapping[str, Any]) -> Span:
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
     """The union of the spans, cut to the window: sorted spans that do not touch."""
     found: list[Span] = []
-    for start, stop in sorted((max(start, window[0]), min(stop, window[1])) for start, stop in spans):
+    for start, stop in sorted(
+        (max(start, window[0]), min(stop, window[1])) for start, stop in spans
+    ):
         if stop <= start:
             continue
         if found and start <= found[-1][1]:
@@ -121,16 +139,30 @@ def length(spans: Iterable[Span]) -> float:
     return sum(stop - start for start, stop in spans)
 
 
-def merged(traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]) -> dict[str, Any]:
-    """One trace by rank 0's clock, with a process for each rank. `ahead_seconds`: by how much each rank's clock is
-    ahead of rank 0's."""
+def merged(
+    traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]
+) -> dict[str, Any]:
+    """One trace by rank 0's clock, with a process for each rank. `ahead_seconds`: by how much each
+    rank's clock is ahead of rank 0's."""
     base = min(int(trace.get("baseTimeNanoseconds", 0)) for trace in traces.values())
     events: list[dict[str, Any]] = []
     for rank, trace in sorted(traces.items()):
         shift = (int(trace.get("baseTimeNanoseconds", 0)) - base) / 1e3 - ahead_seconds[rank] * 1e6
         events += [
-            {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank} on {hosts[rank]}"}},
-            {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": rank,
+                "tid": 0,
+                "args": {"name": f"rank {rank} on {hosts[rank]}"},
+            },
+            {
+                "ph": "M",
+                "name": "process_sort_index",
+                "pid": rank,
+                "tid": 0,
+                "args": {"sort_index": rank},
+            },
         ]
         for event in trace["traceEvents"]:
             if event.get("ph") == "M" and event["name"].startswith("process_"):
@@ -141,16 +173,26 @@ def merged(traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_
             if "id" in event:  # of an arrow between events; it must differ between ranks
                 moved["id"] = f"{rank}.{event['id']}"
             events.append(moved)
-    return {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base, "traceEvents": events}
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": base,
+        "traceEvents": events,
+    }
 
 
 def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[str, int, float]]:
-    """The operators in which the most time was spent, without what they called: name, calls, seconds."""
+    """The operators in which the most time was spent, without what they called: name, calls,
+    seconds."""
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     open_: list[tuple[str, float]] = []
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    events = [each for each in timed if each.get("cat") == "kernel" or (each.get("cat") == "cpu_op" and each["tid"] == thread)]
+    events = [
+        each
+        for each in timed
+        if each.get("cat") == "kernel" or (each.get("cat") == "cpu_op" and each["tid"] == thread)
+    ]
     for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         start, stop = span(event)
         while open_ and open_[-1][1] <= start:
@@ -161,4 +203,7 @@ def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[st
         seconds[event["name"]] += stop - start
         if event["cat"] != "kernel":
             open_.append((event["name"], stop))
-    return [(name, calls[name], seconds[name]) for name in sorted(seconds, key=lambda name: -seconds[name])[:count]]
+    return [
+        (name, calls[name], seconds[name])
+        for name in sorted(seconds, key=lambda name: -seconds[name])[:count]
+    ]

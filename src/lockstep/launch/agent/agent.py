@@ -1,8 +1,9 @@
 """Start, watch, end and restart the workers of this machine, with torch's elastic agent.
 
-[Note: restarts] Torch's loop decides. It asks `_monitor_workers`; if that reports a failure and restarts are left, or
-if another machine waits to join, the loop stops the workers, meets the other machines and starts new workers. Each
-start has a new store and port, a new folder for the workers' files, and new `WorkerProcesses`.
+[Note: restarts] Torch's loop decides. It asks `_monitor_workers`; if that reports a failure and
+restarts are left, or if another machine waits to join, the loop stops the workers, meets the other
+machines and starts new workers. Each start has a new store and port, a new folder for the workers'
+files, and new `WorkerProcesses`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError, DistStoreError
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
@@ -30,7 +38,13 @@ from lockstep.launch.failures import Ending
 from lockstep.launch.machine_store import STORE_SILENCE_SECONDS
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.in_place import InPlace
-from lockstep.launch.recovery.reasons import FAILED, JOINED, failure_reason, rendezvous_error, restart_variables
+from lockstep.launch.recovery.reasons import (
+    FAILED,
+    JOINED,
+    failure_reason,
+    rendezvous_error,
+    restart_variables,
+)
 from lockstep.launch.rendezvous import ABLE_SECONDS, ElasticRendezvous
 from lockstep.launch.termination import INTERRUPTED, tell
 from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
@@ -41,13 +55,21 @@ LOST, JOINS = "lost", "joins"
 
 
 class Agent(SimpleElasticAgent):
-    """torch's agent, with worker processes that we start, judge and end ourselves. See [Note: restarts]."""
+    """torch's agent, with worker processes that we start, judge and end ourselves. See [Note:
+    restarts]."""
 
     def __init__(
-        self, spec: WorkerSpec, start: Start, given: Mapping[str, str], folder: Path, *, never_in_place: str | None, shrinks: bool
+        self,
+        spec: WorkerSpec,
+        start: Start,
+        given: Mapping[str, str],
+        folder: Path,
+        *,
+        never_in_place: str | None,
+        shrinks: bool,
     ) -> None:
-        """`never_in_place`: why the workers cannot recover in place; empty if nobody has asked for it; None: they may.
-        `shrinks`: they go on without those that are lost."""
+        """`never_in_place`: why the workers cannot recover in place; empty if nobody has asked for
+        it; None: they may. `shrinks`: they go on without those that are lost."""
         super().__init__(spec)
         self.in_place = InPlace(start, shrinks=shrinks)
         self._never_in_place = never_in_place
@@ -72,7 +94,8 @@ class Agent(SimpleElasticAgent):
         self._workers = WorkerProcesses(folder, self._signals)
 
     def close(self) -> None:
-        """Close the connections to the workers, and end the spare process, and what workers have left running."""
+        """Close the connections to the workers, and end the spare process, and what workers have
+        left running."""
         self._close_workers()
         self.in_place.close()
 
@@ -92,7 +115,12 @@ class Agent(SimpleElasticAgent):
                     raise
                 self._elsewhere = rendezvous_error(error, machines)
         new_run_dir = _new_run_dir(self._given)
-        return replace(self._workers.ending(), signal=self._signals.received, elsewhere=self._elsewhere, new_run_dir=new_run_dir)
+        return replace(
+            self._workers.ending(),
+            signal=self._signals.received,
+            elsewhere=self._elsewhere,
+            new_run_dir=new_run_dir,
+        )
 
     def _tell_of_interrupt(self) -> None:
         if self._workers.ending().options_read:
@@ -101,8 +129,8 @@ class Agent(SimpleElasticAgent):
             tell("interrupted: the workers are asked to end; Ctrl-C again ends them at once")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other machines, and agree with them on the number of restarts, the reason of this one, and whether
-        it is a recovery in place: it is, if it is on all machines."""
+        """Meet the other machines, and agree with them on the number of restarts, the reason of
+        this one, and whether it is a recovery in place: it is, if it is on all machines."""
         try:
             super()._rendezvous(worker_group)
             everyone = self._exchange(worker_group)
@@ -112,7 +140,9 @@ class Agent(SimpleElasticAgent):
             self._rendezvous(worker_group)  # without the machine that was lost in it
             return
         machines = worker_group.spec.rdzv_handler.addresses  # type: ignore[attr-defined]
-        self._remaining_restarts = max(0, worker_group.spec.max_restarts - max(restarts for restarts, *_ in everyone))
+        self._remaining_restarts = max(
+            0, worker_group.spec.max_restarts - max(restarts for restarts, *_ in everyone)
+        )
         self._goes_on = all(goes_on for *_, goes_on, _, _ in everyone)
         self.in_place.lost_at = max(lost_at for *_, lost_at in everyone)
         self._given |= restart_variables(everyone, machines, in_place=self._goes_on)
@@ -123,13 +153,23 @@ class Agent(SimpleElasticAgent):
         group: Any = worker_group  # torch says of its fields that they are None
         self._shared = StartStore(group.store)
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
-        mine = [restarts, self._machines, self._why, self._goes_on, self._not_in_place, self.in_place.lost_at]
+        mine = [
+            restarts,
+            self._machines,
+            self._why,
+            self._goes_on,
+            self._not_in_place,
+            self.in_place.lost_at,
+        ]
         return self._shared.exchange(group.group_rank, group.group_world_size, mine)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._new_workers()
         with self._signals.deferred():
-            pids = [self._workers.add(rank, self._start, variables) for rank, variables in self._variables(worker_group).items()]
+            pids = [
+                self._workers.add(rank, self._start, variables)
+                for rank, variables in self._variables(worker_group).items()
+            ]
         return dict(enumerate(pids))
 
     def _new_workers(self) -> None:
@@ -148,10 +188,15 @@ class Agent(SimpleElasticAgent):
             worker_group.spec.local_world_size = self._count_asked
             super()._initialize_workers(worker_group)
             return
-        say("lockstep: the run is under way; the workers of this machine are started, and join it then")
+        say(
+            "lockstep: the run is under way; the workers of this machine are started, and join it"
+            " then"
+        )
         self._new_workers()
         with self._signals.deferred():
-            self.in_place.put(self._workers, self._variables(worker_group, _after(size, self._count_asked)))
+            self.in_place.put(
+                self._workers, self._variables(worker_group, _after(size, self._count_asked))
+            )
         self._goes_on = self.is_joining = True
         self._recover(worker_group)
         worker_group.state = WorkerState.HEALTHY
@@ -163,7 +208,11 @@ class Agent(SimpleElasticAgent):
         if self._workers.have_failed() or (self._workers.running and self._lost_a_machine()):
             return self._failed()
         # LOST, JOINS, or JSON of those that hang on another machine, and of the record of that.
-        why = self._elastic.announced() if self._elastic is not None and self._never_in_place is None else None
+        why = (
+            self._elastic.announced()
+            if self._elastic is not None and self._never_in_place is None
+            else None
+        )
         if self._workers.running and why is not None:
             if why == JOINS:
                 self._remaining_restarts += 1  # torch's loop subtracts it
@@ -186,11 +235,16 @@ class Agent(SimpleElasticAgent):
         if continues:
             self._prepare_to_recover()
             return RunResult(state=WorkerState.HEALTHY)
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._workers.ranks))
+        return RunResult(
+            state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._workers.ranks)
+        )
 
     def _prepare_to_recover(self) -> None:
         """Keep a spare process, and tell the other machines, once all workers train."""
-        if self._never_in_place is None and self._workers.connections.why_not(self._workers.ranks) is None:
+        if (
+            self._never_in_place is None
+            and self._workers.connections.why_not(self._workers.ranks) is None
+        ):
             if not self._is_able and self._elastic is not None:
                 self._elastic.note_able()
             self._is_able = True
@@ -206,7 +260,8 @@ class Agent(SimpleElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _leave(self, why: str) -> str | None:
-        """Have the workers that are left wait for new ranks. Returns why they cannot, and None if they do."""
+        """Have the workers that are left wait for new ranks. Returns why they cannot, and None if
+        they do."""
         if not self._goes_on:
             self.in_place.lost_at = time.time()
         self._not_in_place = self._why_not_in_place(why)
@@ -218,21 +273,35 @@ class Agent(SimpleElasticAgent):
         return self._not_in_place
 
     def _why_not_in_place(self, why: str) -> str | None:
-        """Why the workers that are left cannot go on in their processes; None if they can. `why`: LOST or JOINS."""
-        if (why == LOST and not self._remaining_restarts) or self._workers.restart_request() or self._workers.has_user_error():
+        """Why the workers that are left cannot go on in their processes; None if they can. `why`:
+        LOST or JOINS."""
+        if (
+            (why == LOST and not self._remaining_restarts)
+            or self._workers.restart_request()
+            or self._workers.has_user_error()
+        ):
             return "the run does not go on with the same plan"
         if self._elastic is not None and not self._elastic.all_are_able():
             return "the training had not begun on all machines, or cannot recover in place there"
         healthy = self._workers.healthy
-        return self._workers.connections.why_not(healthy, [rank for rank in self._workers.ranks if rank not in healthy])
+        return self._workers.connections.why_not(
+            healthy, [rank for rank in self._workers.ranks if rank not in healthy]
+        )
 
     def _count_failure(self) -> None:
-        """Announce a restart, or set the restarts left to 0 if these failures must not cause one."""
+        """Announce a restart, or set the restarts left to 0 if these failures must not cause
+        one."""
         ending = self._workers.ending()
         first, waiting = ending.first, self._goes_on
         by_mistake = first is not None and first.record is not None and first.record.user_error
-        stopped = self._signals.is_asked() or bool(ending.preempted) or (bool(ending.unkillable) and not waiting)
-        again = waiting and self.in_place.note_losses(self._workers.lost_in_training, self._workers.connections.steps_done())
+        stopped = (
+            self._signals.is_asked()
+            or bool(ending.preempted)
+            or (bool(ending.unkillable) and not waiting)
+        )
+        again = waiting and self.in_place.note_losses(
+            self._workers.lost_in_training, self._workers.connections.steps_done()
+        )
         if stopped or by_mistake or again:
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():
@@ -252,18 +321,22 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _lost_a_machine(self) -> bool:
-        """True if another machine has left, and the workers here, not asked to save, may wait for it for minutes."""
+        """True if another machine has left, and the workers here, not asked to save, may wait for
+        it for minutes."""
         group = self._worker_group
         rendezvous = group.spec.rdzv_handler
         self._lost = rendezvous.lost_machines() if isinstance(rendezvous, ElasticRendezvous) else ()
         return bool(self._lost) and (self._is_able or not self._shared.regroups())
 
     def _recover(self, worker_group: WorkerGroup) -> None:
-        """Replace the workers that are lost, and give all their new ranks. See [Note: recovery in place]."""
+        """Replace the workers that are lost, and give all their new ranks. See [Note: recovery in
+        place]."""
         while True:
             with self._signals.deferred():
                 known = self._variables(worker_group)
-                self.in_place.fill_places(self._workers, known.__getitem__, partial(self._newcomers, worker_group))
+                self.in_place.fill_places(
+                    self._workers, known.__getitem__, partial(self._newcomers, worker_group)
+                )
             if self.in_place.all_are_ready(self._workers):
                 break
             self._failed()
@@ -276,25 +349,34 @@ class Agent(SimpleElasticAgent):
         self._rendezvous(worker_group)
         if self._goes_on:
             self._workers.renumber([each.global_rank for each in worker_group.workers])
-            self._workers.connections.rejoin(self._variables(worker_group), lost_at=self.in_place.lost_at)
+            self._workers.connections.rejoin(
+                self._variables(worker_group), lost_at=self.in_place.lost_at
+            )
             self._is_able = False
         else:  # on another machine, the workers cannot go on in their processes
             self._workers.end_after_loss()
             self._start_workers(worker_group)
         self._goes_on = False
 
-    def _newcomers(self, group: WorkerGroup, count: int) -> tuple[WorkerProcesses, dict[int, dict[str, str]]]:
+    def _newcomers(
+        self, group: WorkerGroup, count: int
+    ) -> tuple[WorkerProcesses, dict[int, dict[str, str]]]:
         """An empty set of so many workers that are to join later, and their variables by rank."""
         self._starts += 1
         name = f"newcomer-{self._starts}"
         kept = WorkerProcesses(self._workers.folder, self._signals, not_in_place=None, name=name)
         return kept, self._variables(group, _after(group.workers[0].world_size, count))
 
-    def _variables(self, group: WorkerGroup, workers: Sequence[Worker] | None = None) -> dict[int, dict[str, str]]:
+    def _variables(
+        self, group: WorkerGroup, workers: Sequence[Worker] | None = None
+    ) -> dict[int, dict[str, str]]:
         """The variables of this machine's workers, by rank."""
         restarts = group.spec.max_restarts - self._remaining_restarts
         each_of = group.workers if workers is None else workers
-        return {each.global_rank: self._given | _torch_variables(group, each, restarts) for each in each_of}
+        return {
+            each.global_rank: self._given | _torch_variables(group, each, restarts)
+            for each in each_of
+        }
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._goes_on or (self._workers.running and self._takes_in()):
@@ -303,7 +385,11 @@ class Agent(SimpleElasticAgent):
         if self._workers.running:
             self._regroup(worker_group)
         ending = self._workers.ending()
-        if not self._lost and not ending.preempted and len(ending.finished) == len(self._workers.ranks):
+        if (
+            not self._lost
+            and not ending.preempted
+            and len(ending.finished) == len(self._workers.ranks)
+        ):
             return  # they are done
         super()._restart_workers(worker_group)
 
@@ -317,7 +403,8 @@ class Agent(SimpleElasticAgent):
         return True
 
     def _regroup(self, worker_group: WorkerGroup) -> None:
-        """Have the workers of all machines save and end, to start again with the machine that waits."""
+        """Have the workers of all machines save and end, to start again with the machine that
+        waits."""
         say("lockstep: another machine waits to join: the workers save, and start again with it")
         self._why = (JOINED, "another machine joined")
         self._shared.announce_regroup()
@@ -335,26 +422,32 @@ class Agent(SimpleElasticAgent):
             self._workers.end_after_loss()
 
     def _exit_barrier(self) -> None:
-        """Wait a moment, on the machine that hosts the store, until the others know too that all are done.
+        """Wait a moment, on the machine that hosts the store, until the others know too that all
+        are done.
 
-        Torch's own barrier waits five minutes for a machine whose workers have failed, and does not react to signals.
+        Torch's own barrier waits five minutes for a machine whose workers have failed, and does not
+        react to signals.
         """
         rendezvous = self._worker_group.spec.rdzv_handler
         if self._workers.ending().was_preempted or not isinstance(rendezvous, ElasticRendezvous):
             return
         until = time.monotonic() + STORE_SILENCE_SECONDS
         while (
-            self._shared.count("known") < (self._worker_group.group_world_size or 0) and rendezvous.hosts_store and time.monotonic() < until
+            self._shared.count("known") < (self._worker_group.group_world_size or 0)
+            and rendezvous.hosts_store
+            and time.monotonic() < until
         ):
             time.sleep(POLL_SECONDS)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        # torch's own asks the name service for this host's name, each time, and nobody reads the event.
+        # torch's own asks the name service for this host's name, each time, and nobody reads the
+        # event.
         return Event(f"torchelastic.worker.status.{state}", source)
 
 
 def _new_run_dir(given: Mapping[str, str]) -> str:
-    """The run directory that the launcher chose, if the run wrote to it, else empty. `given`: variables of workers."""
+    """The run directory that the launcher chose, if the run wrote to it, else empty. `given`:
+    variables of workers."""
     path = given.get(variable("default_run_dir"), "")
     return path if path and variable("run_dir") not in given and os.path.isdir(path) else ""
 

@@ -32,20 +32,25 @@ def run_workers(
     command: str = "",
     recovery: str = "restart",
 ) -> Ending:
-    """Start `count` workers, wait for all of them, and return how they ended. If one fails, the others are stopped.
+    """Start `count` workers, wait for all of them, and return how they ended. If one fails, the
+    others are stopped.
 
-    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`. Workers get the
-    `options` in their environment. In the main thread, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to
-    the workers, except those that this process ignores; the handlers from before are put back at the end. `machines`:
-    the run is on several machines. Its workers also start again when a machine is lost or joins. Each machine calls
-    this with the same `command`. Raises `LaunchError` if they cannot meet.
+    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`.
+    Workers get the `options` in their environment. In the main thread, SIGINT, SIGTERM, SIGUSR1,
+    SIGHUP and SIGQUIT are passed on to the workers, except those that this process ignores; the
+    handlers from before are put back at the end. `machines`: the run is on several machines. Its
+    workers also start again when a machine is lost or joins. Each machine calls this with the same
+    `command`. Raises `LaunchError` if they cannot meet.
     """
     with locked_folder() as folder, quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
         if isinstance(rendezvous, ElasticRendezvous):
             _check_command(rendezvous, command)
             if options.default_run_dir is not None:
-                options = replace(options, default_run_dir=rendezvous.agree("default_run_dir", options.default_run_dir))
+                options = replace(
+                    options,
+                    default_run_dir=rendezvous.agree("default_run_dir", options.default_run_dir),
+                )
         # The entry point is a name for torch's logs: `start` is what starts a worker.
         spec = WorkerSpec(
             role="default",
@@ -60,9 +65,13 @@ def run_workers(
             chosen |= dict.fromkeys(_INTERFACES, rendezvous.interface)
         asked = _INTERFACES if machines is not None and machines.interface is not None else ()
         environment = {"LOCKSTEP_LAUNCHER": launcher, **options.to_environment()}
-        environment |= {name: value for name, value in chosen.items() if name not in os.environ or name in asked}
+        environment |= {
+            name: value for name, value in chosen.items() if name not in os.environ or name in asked
+        }
         why_not = "" if recovery == "restart" else None
-        agent = Agent(spec, start, environment, folder, never_in_place=why_not, shrinks=recovery == "shrink")
+        agent = Agent(
+            spec, start, environment, folder, never_in_place=why_not, shrinks=recovery == "shrink"
+        )
         ending = None
         try:
             ending = agent.run_to_the_end(machines)
@@ -70,7 +79,9 @@ def run_workers(
         finally:
             agent.close()
             # As under torchrun, the other machines may go on without one that was asked to end.
-            if not agent.is_joining and (machines is None or ending is None or ending.signal is None):
+            if not agent.is_joining and (
+                machines is None or ending is None or ending.signal is None
+            ):
                 rendezvous.shutdown()
 
 
@@ -78,6 +89,7 @@ def _check_command(rendezvous: ElasticRendezvous, command: str) -> None:
     first = rendezvous.agree("command", command)
     if first != command:
         raise LaunchError(
-            f"this machine was to run {command!r}, and the first that came to {rendezvous.machines.endpoint} runs {first!r}; every machine "
-            "of a run is given the same command; give that one, or another port for another run"
+            f"this machine was to run {command!r}, and the first that came to"
+            f" {rendezvous.machines.endpoint} runs {first!r}; every machine of a run is given the"
+            " same command; give that one, or another port for another run"
         )

@@ -13,13 +13,16 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from lockstep.base.system import signals
 from lockstep.launch.termination import END_SECONDS, ENDING, PREEMPTING
 
-GRACE_SECONDS = dict.fromkeys(signals("SIGQUIT"), 5.0) | dict.fromkeys((*PREEMPTING, *ENDING), END_SECONDS)
-"""Seconds from a signal, which the launcher passes on, to SIGKILL. A second signal ends the wait."""
+GRACE_SECONDS = dict.fromkeys(signals("SIGQUIT"), 5.0) | dict.fromkeys(
+    (*PREEMPTING, *ENDING), END_SECONDS
+)
+"""Seconds from a signal, which the launcher passes on, to SIGKILL. A second signal ends the
+wait."""
 
 
 class SignalForwarding:
-    """The first signal ends the run, by a `SignalException` in the main thread, or, while workers are being ended, by
-    what follows that; a later one ends the wait for it."""
+    """The first signal ends the run, by a `SignalException` in the main thread, or, while workers
+    are being ended, by what follows that; a later one ends the wait for it."""
 
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
         """`on_interrupt`: called at the first signal, in its handler, if that is SIGINT."""
@@ -28,7 +31,8 @@ class SignalForwarding:
         """The first signal."""
         self._is_impatient = False
         self.is_ending = False
-        """True while the workers are being ended, because one has failed: the run then ends with that."""
+        """True while the workers are being ended, because one has failed: the run then ends with
+        that."""
         self._is_deferred = False
 
     def is_asked(self) -> bool:
@@ -40,14 +44,15 @@ class SignalForwarding:
         return self._is_impatient
 
     def go_on(self) -> None:
-        """Note that workers are no longer being ended. Raises `SignalException` for a signal that came meanwhile."""
+        """Note that workers are no longer being ended. Raises `SignalException` for a signal that
+        came meanwhile."""
         self.is_ending = False
         self._raise_received()
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Handle the signals, in the main thread. Those that this process ignores (nohup, a background job) stay
-        ignored."""
+        """Handle the signals, in the main thread. Those that this process ignores (nohup, a
+        background job) stay ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -20,8 +20,8 @@ class StartStore:
         self._counted = set[Count]()
 
     def exchange(self, number: int, machines: int, mine: list[Any]) -> list[list[Any]]:
-        """Return the values, as JSON, that each of the machines gives, in order of their numbers. `number`: that of
-        this one."""
+        """Return the values, as JSON, that each of the machines gives, in order of their numbers.
+        `number`: that of this one."""
         self._store.set(f"lockstep/agent-{number}", json.dumps(mine))
         return [json.loads(self._store.get(f"lockstep/agent-{each}")) for each in range(machines)]
 

@@ -2,15 +2,18 @@
 
 [Note: recovery in place] Messages are JSON objects with a `kind`.
 
-1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With `images` it gives the
-   launcher the memory in which it keeps images of its state, and of that of ranks of other hosts; so they outlive it.
-   When it writes its second image, all ranks have given theirs: it says `all-offered`, and launchers drop older ones.
-2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave the collective that they wait
-   in, and say `ready`, with the step whose state they hold, or `refuses`, with the reason. The launcher starts a
-   replacement for the lost worker. It says `ready`, without a state, when its script comes to `ls.train`.
-   A worker that hangs does not end. The watchdog that finds it sends `hangs`, with its rank, and the launcher kills it.
-3. When all are ready, the launcher makes a new store and sends `rejoin` to each, with the variables of its rank and the
-   images of all. If that is not possible, it sends `restart`: the workers save and end, and all start again.
+1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With
+   `images` it gives the launcher the memory in which it keeps images of its state, and of that of
+   ranks of other hosts; so they outlive it. When it writes its second image, all ranks have given
+   theirs: it says `all-offered`, and launchers drop older ones.
+2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave the
+   collective that they wait in, and say `ready`, with the step whose state they hold, or `refuses`,
+   with the reason. The launcher starts a replacement for the lost worker. It says `ready`, without
+   a state, when its script comes to `ls.train`. A worker that hangs does not end. The watchdog that
+   finds it sends `hangs`, with its rank, and the launcher kills it.
+3. When all are ready, the launcher makes a new store and sends `rejoin` to each, with the variables
+   of its rank and the images of all. If that is not possible, it sends `restart`: the workers save
+   and end, and all start again.
 """
 
 from __future__ import annotations
@@ -53,10 +56,12 @@ class Channel:
         return self._end.fileno()
 
     def send(self, kind: str, descriptors: Sequence[int] = (), **values: Any) -> None:
-        """Send a message of any length. Does nothing if the other process has ended. `descriptors`: open files that it
-        then has too."""
+        """Send a message of any length. Does nothing if the other process has ended. `descriptors`:
+        open files that it then has too."""
         text = json.dumps({"kind": kind, **values}).encode()
-        count = max(1, math.ceil(len(text) / _PIECE_BYTES), math.ceil(len(descriptors) / _PIECE_DESCRIPTORS))
+        count = max(
+            1, math.ceil(len(text) / _PIECE_BYTES), math.ceil(len(descriptors) / _PIECE_DESCRIPTORS)
+        )
         with self._sending, suppress(ConnectionError):
             for place in range(count):
                 mark = _FIRST * (place == 0) | _LAST * (place == count - 1)
@@ -65,12 +70,15 @@ class Channel:
                 socket.send_fds(self._end, [bytes([mark]), piece], theirs)
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """Return the next message; None after `seconds` without a whole one, or if the other process has ended.
-        `seconds`: None waits for as long as that process runs. The receiver closes the message's `descriptors`."""
+        """Return the next message; None after `seconds` without a whole one, or if the other
+        process has ended. `seconds`: None waits for as long as that process runs. The receiver
+        closes the message's `descriptors`."""
         until = None if seconds is None else time.monotonic() + seconds
         while self._is_readable(until):
             try:
-                piece, descriptors, _, _ = socket.recv_fds(self._end, 1 + _PIECE_BYTES, _PIECE_DESCRIPTORS)
+                piece, descriptors, _, _ = socket.recv_fds(
+                    self._end, 1 + _PIECE_BYTES, _PIECE_DESCRIPTORS
+                )
             except (OSError, ValueError):
                 piece, descriptors = b"", []
             if not piece:
@@ -89,7 +97,8 @@ class Channel:
         return None
 
     def _is_readable(self, until: float | None) -> bool:
-        """Wait until there is something to read. The socket itself stays blocking, so that `send` waits for room."""
+        """Wait until there is something to read. The socket itself stays blocking, so that `send`
+        waits for room."""
         poll = select.poll()
         try:
             poll.register(self._end, select.POLLIN)
@@ -103,7 +112,8 @@ class Channel:
 
 
 def open_channel() -> tuple[Channel, socket.socket] | None:
-    """Return the launcher's end, and the worker's, which the worker inherits. None where there is no such socket."""
+    """Return the launcher's end, and the worker's, which the worker inherits. None where there is
+    no such socket."""
     if sys.platform != "linux":
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

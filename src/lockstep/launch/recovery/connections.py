@@ -1,4 +1,5 @@
-"""The launcher's connections to the workers of one start, for recovery in place. See [Note: recovery in place]."""
+"""The launcher's connections to the workers of one start, for recovery in place. See [Note:
+recovery in place]."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Connection:
     is_starting: bool = False
     """True for a replacement whose script has not come to its training: it is in no collective."""
     step: int | None = None
-    """The step whose state a worker that waits for its new rank holds, -1 for none. None: it does not wait."""
+    """The step whose state a worker that waits for its new rank holds, -1 for none. None: it does
+    not wait."""
 
 
 @dataclass(slots=True)
@@ -46,14 +48,16 @@ class Connections:
     hanging: list[tuple[Sequence[int], Mapping[str, Any]]] = field(default_factory=list)
     """Ranks that a watchdog has found to hang, and the record of that failure."""
     images: list[dict[int, list[int]]] = field(default_factory=lambda: [{}])
-    """The descriptors of the memory in which each rank keeps images, one dict for each start of the run. The last is of
-    this one."""
+    """The descriptors of the memory in which each rank keeps images, one dict for each start of the
+    run. The last is of this one."""
     all_offered: bool = False
-    """True once the workers of this start have all given their launchers such memory, on other machines too."""
+    """True once the workers of this start have all given their launchers such memory, on other
+    machines too."""
 
     @contextmanager
     def opened(self, rank: int) -> Iterator[Mapping[str, str]]:
-        """Connect to the worker of this rank. Yields the variables with which it is started within."""
+        """Connect to the worker of this rank. Yields the variables with which it is started
+        within."""
         ends = open_channel() if self.unused is None else None
         if ends is None:
             yield {}
@@ -74,7 +78,8 @@ class Connections:
         replacement.is_starting, replacement.why_not, replacement.was_able = True, None, True
 
     def drop(self, ranks: Collection[int]) -> None:
-        """Close the connections to workers that have ended. The images that they gave last are kept."""
+        """Close the connections to workers that have ended. The images that they gave last are
+        kept."""
         for rank in ranks:
             if rank in self.by_rank:
                 self._read(rank)
@@ -95,7 +100,9 @@ class Connections:
             if message["kind"] == "able":
                 connection.why_not, connection.sizes = message["why_not"], message["sizes"]
                 connection.script_seconds = message["script_seconds"]
-                connection.was_able = connection.why_not is None or (connection.was_able and connection.why_not != ENDED)
+                connection.was_able = connection.why_not is None or (
+                    connection.was_able and connection.why_not != ENDED
+                )
             elif message["kind"] == "hangs":
                 self.hanging.append((message["ranks"], message["record"]))
             elif message["kind"] == "refuses":
@@ -110,7 +117,8 @@ class Connections:
         self._drop_old_images()
 
     def why_not(self, ranks: Collection[int], lost: Collection[int] = ()) -> str | None:
-        """Why the workers of these ranks cannot recover in place, without those that are `lost`; None if they can."""
+        """Why the workers of these ranks cannot recover in place, without those that are `lost`;
+        None if they can."""
         if self.unused is not None:
             return self.unused
         self.look()
@@ -127,10 +135,18 @@ class Connections:
     def refusal(self) -> str | None:
         """Why a worker that was asked to recover in place will end instead; None if all try."""
         self.look()
-        return next((f"rank {rank}: {each.refusal}" for rank, each in self.by_rank.items() if each.refusal is not None), None)
+        return next(
+            (
+                f"rank {rank}: {each.refusal}"
+                for rank, each in self.by_rank.items()
+                if each.refusal is not None
+            ),
+            None,
+        )
 
     def largest_size(self, ranks: Sequence[int]) -> int:
-        """The most of these workers that the run's plan has a place for; 0 if it has none for so few."""
+        """The most of these workers that the run's plan has a place for; 0 if it has none for so
+        few."""
         sizes = next((self.by_rank[rank].sizes for rank in ranks if self.by_rank[rank].sizes), ())
         return max((size for size in sizes if size <= len(ranks)), default=0)
 
@@ -148,9 +164,14 @@ class Connections:
         return [rank for rank, each in self.by_rank.items() if each.is_starting]
 
     def must_leave(self, ranks: Collection[int]) -> list[int]:
-        """Those of these ranks that do not wait for a new rank yet, and have to leave their step first."""
+        """Those of these ranks that do not wait for a new rank yet, and have to leave their step
+        first."""
         self.look()
-        return [rank for rank in ranks if self.by_rank[rank].step is None and not self.by_rank[rank].is_starting]
+        return [
+            rank
+            for rank in ranks
+            if self.by_rank[rank].step is None and not self.by_rank[rank].is_starting
+        ]
 
     def send(self, ranks: Collection[int], kind: str) -> None:
         for rank in ranks:
@@ -158,7 +179,8 @@ class Connections:
                 self.by_rank[rank].channel.send(kind)
 
     def _drop_old_images(self) -> None:
-        """Drop the images of earlier starts once those of this one are kept, here and on other machines."""
+        """Drop the images of earlier starts once those of this one are kept, here and on other
+        machines."""
         if self.all_offered and self.images[-1].keys() == self.by_rank.keys():
             self._close_images(self.images[:-1])
             del self.images[:-1]
@@ -168,13 +190,15 @@ class Connections:
             os.close(descriptor)
 
     def rejoin(self, environments: Mapping[int, Mapping[str, str]], *, lost_at: float) -> None:
-        """Send each waiting worker the variables of its rank, the images, and when the loss was seen, in seconds since
-        1970."""
+        """Send each waiting worker the variables of its rank, the images, and when the loss was
+        seen, in seconds since 1970."""
         descriptors = _descriptors(self.images)
         for rank, environment in environments.items():
             connection = self.by_rank[rank]
             connection.step = None
-            connection.channel.send("rejoin", descriptors, environment=dict(environment), lost_at=lost_at)
+            connection.channel.send(
+                "rejoin", descriptors, environment=dict(environment), lost_at=lost_at
+            )
         self.images.append({})
         self.all_offered = False
 

@@ -1,4 +1,5 @@
-"""Recovery in place, in the launcher: the spare process, and the wait until all workers are ready to go on."""
+"""Recovery in place, in the launcher: the spare process, and the wait until all workers are ready
+to go on."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Start, WorkerProcesses
 
 QUICK_SECONDS = 1.0
-"""The others wait for a spare process that takes less time from its script's beginning to its training."""
+"""The others wait for a spare process that takes less time from its script's beginning to its
+training."""
 START_SECONDS = 60.0
 """The least time that a new process has for that."""
 SAME_STEP = 3
-"""Losses of the same rank at the same step after which the run ends: a further recovery would not mend it."""
+"""Losses of the same rank at the same step after which the run ends: a further recovery would not
+mend it."""
 
 
 class InPlace:
@@ -33,7 +36,8 @@ class InPlace:
         self._newcomers: WorkerProcesses | None = None
         self._spare: Spare | None = None
         self._losses: Counter[tuple[int, int]] = Counter()
-        self._script_seconds = 0.0  # the longest that a worker took from its script's beginning to its training
+        # the longest that a worker took from its script's beginning to its training
+        self._script_seconds = 0.0
         self.lost_at = 0.0
         """When the latest recovery began, in seconds since 1970."""
 
@@ -46,8 +50,8 @@ class InPlace:
             self._spare = Spare(self._start, environment)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
-        """Note that workers that trained were lost after this step, -1 if it is not known. Returns True if one was lost
-        there too often."""
+        """Note that workers that trained were lost after this step, -1 if it is not known. Returns
+        True if one was lost there too often."""
         if step < 0:
             return False
         losses = [(rank, step) for rank in ranks]
@@ -60,17 +64,25 @@ class InPlace:
         variables: Callable[[int], Mapping[str, str]],
         newcomers: Callable[[int], tuple[WorkerProcesses, Mapping[int, Mapping[str, str]]]],
     ) -> None:
-        """Put a new process in the place of each worker that has ended; or, if that takes long, leave it out for now,
-        and start a newcomer that joins later. `variables`: those of a rank. `newcomers`: where so many are to be kept,
-        and their variables by rank."""
-        self._script_seconds = max(self._script_seconds, *(each.script_seconds for each in workers.connections.by_rank.values()), 0.0)
+        """Put a new process in the place of each worker that has ended; or, if that takes long,
+        leave it out for now, and start a newcomer that joins later. `variables`: those of a rank.
+        `newcomers`: where so many are to be kept, and their variables by rank."""
+        self._script_seconds = max(
+            self._script_seconds,
+            *(each.script_seconds for each in workers.connections.by_rank.values()),
+            0.0,
+        )
         if self._newcomers is not None and self.newcomers_are_ready():
             workers.adopt(self._newcomers)
             self._newcomers = None
         if self._shrinks:
             if self._go_on_with_fewer(workers):
                 return
-        elif self._newcomers is None and not self._is_quick(workers) and (fewer := self._go_on_with_fewer(workers)):
+        elif (
+            self._newcomers is None
+            and not self._is_quick(workers)
+            and (fewer := self._go_on_with_fewer(workers))
+        ):
             self._newcomers, theirs = newcomers(fewer)
             self.put(self._newcomers, theirs)
             return
@@ -83,7 +95,10 @@ class InPlace:
         if self._newcomers.have_failed() or self._newcomers.lost:
             first = self._newcomers.ending().first
             line = "a new process ended before its training" if first is None else first.line
-            say(f"lockstep: {line}; it was to take the place of a lost one, and the run goes on without it")
+            say(
+                f"lockstep: {line}; it was to take the place of a lost one, and the run goes on"
+                " without it"
+            )
             self.drop_newcomers()
             return False
         return len(self._newcomers.connections.waiting()) == len(self._newcomers.ranks)
@@ -96,8 +111,14 @@ class InPlace:
 
     def _is_quick(self, workers: WorkerProcesses) -> bool:
         """True if new processes come soon to their training."""
-        imports = self._spare.import_seconds() if self._spare is not None and self._spare.is_alive() else None
-        return is_quick(len(workers.lost), script_seconds=self._script_seconds, import_seconds=imports)
+        imports = (
+            self._spare.import_seconds()
+            if self._spare is not None and self._spare.is_alive()
+            else None
+        )
+        return is_quick(
+            len(workers.lost), script_seconds=self._script_seconds, import_seconds=imports
+        )
 
     def _take_spare(self) -> Spare | None:
         spare, self._spare = self._spare, None
@@ -107,8 +128,8 @@ class InPlace:
         return spare
 
     def _go_on_with_fewer(self, workers: WorkerProcesses) -> int:
-        """Drop the workers that have ended, and as many more as the plan has no place for. Returns how many: none, if
-        the plan does not fit so few."""
+        """Drop the workers that have ended, and as many more as the plan has no place for. Returns
+        how many: none, if the plan does not fit so few."""
         lost = set(workers.lost)
         left = [rank for rank in workers.ranks if rank not in lost]
         kept = workers.connections.largest_size(left) if lost else 0
@@ -119,13 +140,15 @@ class InPlace:
         return len(dropped)
 
     def put(self, workers: WorkerProcesses, variables: Mapping[int, Mapping[str, str]]) -> None:
-        """Start processes that wait until the run takes them in. `variables`: those of each, by its rank."""
+        """Start processes that wait until the run takes them in. `variables`: those of each, by its
+        rank."""
         for rank, each in variables.items():
             workers.replace(rank, self._start, {**each, REPLACEMENT: "1"}, self._take_spare())
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
-        """Wait until all workers wait for their new ranks. Returns False if one ends, or takes far longer than earlier
-        ones from its script's beginning to its training; it is killed then. On a machine that joins there were none."""
+        """Wait until all workers wait for their new ranks. Returns False if one ends, or takes far
+        longer than earlier ones from its script's beginning to its training; it is killed then. On
+        a machine that joins there were none."""
         limit = max(START_SECONDS, 10 * self._script_seconds) if self._script_seconds else math.inf
         until = time.monotonic() + limit
         while True:
@@ -133,7 +156,9 @@ class InPlace:
                 return False
             if time.monotonic() > until:
                 error = HangError("the script does not come to its training, as it did before")
-                workers.kill(workers.connections.starting(), asdict(failure_record(error, None, HUNG_STATUS)))
+                workers.kill(
+                    workers.connections.starting(), asdict(failure_record(error, None, HUNG_STATUS))
+                )
             waiting = workers.connections.waiting()
             if len(waiting) == len(workers.ranks):
                 return True
@@ -148,8 +173,9 @@ class InPlace:
 
 
 def is_quick(lost: int, *, script_seconds: float, import_seconds: float | None) -> bool:
-    """True if the places of so many lost workers are soon filled by a spare process. `script_seconds`: those of a
-    worker, its imports included. `import_seconds`: those of the spare; None if there is none, or it is not ready."""
+    """True if the places of so many lost workers are soon filled by a spare process.
+    `script_seconds`: those of a worker, its imports included. `import_seconds`: those of the spare;
+    None if there is none, or it is not ready."""
     if lost != 1:
         return lost == 0
     return import_seconds is not None and script_seconds - import_seconds < QUICK_SECONDS

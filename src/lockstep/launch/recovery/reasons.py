@@ -21,8 +21,8 @@ FAILED, LOST_A_PEER, JOINED = range(3)
 def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
     """The reason for a restart; None at the first start.
 
-    `everyone`: from each machine its restarts, the addresses of the machines before, and the kind and the words of its
-    own reason. `machines`: the addresses of the machines now.
+    `everyone`: from each machine its restarts, the addresses of the machines before, and the kind
+    and the words of its own reason. `machines`: the addresses of the machines now.
     """
     reasons = [why for _, _, why in everyone if why is not None]
     if not reasons:
@@ -35,9 +35,12 @@ def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | No
     return str(words)
 
 
-def restart_variables(everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool) -> dict[str, str]:
-    """The variables that tell workers why they start again; none at the first start. `everyone`: what each machine
-    tells, first what `restart_reason` takes, and last but one why it is not `in_place`."""
+def restart_variables(
+    everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool
+) -> dict[str, str]:
+    """The variables that tell workers why they start again; none at the first start. `everyone`:
+    what each machine tells, first what `restart_reason` takes, and last but one why it is not
+    `in_place`."""
     why = restart_reason([each[:3] for each in everyone], machines)
     if why is None:
         return {}
@@ -48,21 +51,31 @@ def restart_variables(everyone: Sequence[Any], machines: Sequence[str], *, in_pl
 
 
 def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:
-    """The kind and the words of a machine's reason. `first`: the failure of its workers that caused the others, `lost`:
-    the addresses of lost machines."""
+    """The kind and the words of a machine's reason. `first`: the failure of its workers that caused
+    the others, `lost`: the addresses of lost machines."""
     if first is not None:
         return (LOST_A_PEER if first.lost_a_peer else FAILED), first.line
-    silent = f"lost the machine {', '.join(lost)}: its workers failed, or it has been silent for {SILENCE_SECONDS} s"
+    silent = (
+        f"lost the machine {', '.join(lost)}: its workers failed, or it has been silent for"
+        f" {SILENCE_SECONDS} s"
+    )
     return LOST_A_PEER, silent if lost else "another machine has lost a worker"
 
 
 def rendezvous_error(error: Exception, machines: Machines) -> str:
     """Why a rendezvous failed, in words."""
     if isinstance(error, RendezvousClosedError):
-        return f"the run at {machines.endpoint} was ended by another machine, whose own output says why"
+        return (
+            f"the run at {machines.endpoint} was ended by another machine, whose own output"
+            " says why"
+        )
     if isinstance(error, RendezvousTimeoutError):
-        return f"fewer than {machines.least} machines came to {machines.endpoint} within {JOIN_SECONDS} s; start the same command on them"
+        return (
+            f"fewer than {machines.least} machines came to {machines.endpoint} within"
+            f" {JOIN_SECONDS} s; start the same command on them"
+        )
     return (
-        f"the rendezvous at {machines.endpoint} is gone: the machine that keeps it has ended, or cannot be reached; what was saved is in "
-        "the run directory; the same command (with --run-dir, if it had none), started again on every machine, resumes from there"
+        f"the rendezvous at {machines.endpoint} is gone: the machine that keeps it has ended, or"
+        " cannot be reached; what was saved is in the run directory; the same command (with"
+        " --run-dir, if it had none), started again on every machine, resumes from there"
     )

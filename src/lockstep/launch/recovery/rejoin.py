@@ -1,5 +1,6 @@
-"""Recovery in place, in a worker: it leaves its collectives when the launcher says that another worker is lost, waits
-for its new rank, and then trains on. See [Note: recovery in place] in `channel`."""
+"""Recovery in place, in a worker: it leaves its collectives when the launcher says that another
+worker is lost, waits for its new rank, and then trains on. See [Note: recovery in place] in
+`channel`."""
 
 from __future__ import annotations
 
@@ -21,24 +22,30 @@ from lockstep.launch.worker_files import write_failure
 REPLACEMENT = "LOCKSTEP_REPLACEMENT"
 """The variable that is set for a process that takes the place of a lost one."""
 STUCK_SECONDS = 2.0
-"""Seconds after an abort in which a wait that does not end makes this process end: it counts as lost then."""
+"""Seconds after an abort in which a wait that does not end makes this process end: it counts as
+lost then."""
 NOTICE_SECONDS = 5.0
-"""The longest time from an error that the loss of a peer caused to the launcher's notice of that loss."""
+"""The longest time from an error that the loss of a peer caused to the launcher's notice of that
+loss."""
 
 
 class Rejoin:
     """This process's part in recoveries. Made once, in the training thread."""
 
-    def __init__(self, channel: Channel, abort: Callable[[], None], waits: Callable[[], object]) -> None:
-        """`abort`: makes all collectives of this process raise, from any thread, until it leaves its groups. `waits`:
-        what this process waits for in a collective, None if it does not; equal as long as it is one wait."""
+    def __init__(
+        self, channel: Channel, abort: Callable[[], None], waits: Callable[[], object]
+    ) -> None:
+        """`abort`: makes all collectives of this process raise, from any thread, until it leaves
+        its groups. `waits`: what this process waits for in a collective, None if it does not; equal
+        as long as it is one wait."""
         is_replacement = os.environ.pop(REPLACEMENT, None) is not None
         self.is_rejoining = is_replacement
         """True from the loss until the state of the run is restored."""
         self.trainings = 0
         """Trainings that have begun in this process."""
         self.lost_at = self.rejoined_at = 0.0
-        """When the launcher saw the latest loss, and when this process got its new rank, in seconds since 1970."""
+        """When the launcher saw the latest loss, and when this process got its new rank, in seconds
+        since 1970."""
         self.images: list[int] = []
         """Descriptors of the images in memory of all processes before the loss."""
         self._script_seconds = time.monotonic() - _script_began
@@ -51,24 +58,30 @@ class Rejoin:
         self._is_lost = threading.Event()
         self._handled: BaseException | None = None
         self._refused: BaseException | None = None
-        self._listener = threading.Thread(target=self._listen, name="lockstep-recovery", daemon=True)
+        self._listener = threading.Thread(
+            target=self._listen, name="lockstep-recovery", daemon=True
+        )
         self._listener.start()
 
     def announce(self, why_not: str | None, sizes: Sequence[int] = ()) -> None:
-        """Tell the launcher that this worker can recover in place, or why it cannot. `sizes`: the numbers of processes
-        that the run's plan fits."""
-        self._channel.send("able", why_not=why_not, sizes=list(sizes), script_seconds=self._script_seconds)
+        """Tell the launcher that this worker can recover in place, or why it cannot. `sizes`: the
+        numbers of processes that the run's plan fits."""
+        self._channel.send(
+            "able", why_not=why_not, sizes=list(sizes), script_seconds=self._script_seconds
+        )
 
     def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
         """Have the launcher kill the workers of these ranks. `record`: of that failure."""
         self._channel.send("hangs", ranks=list(ranks), record=asdict(record))
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Give the launcher the memory in which this process keeps images: of its own state, and of other ranks'."""
+        """Give the launcher the memory in which this process keeps images: of its own state, and of
+        other ranks'."""
         self._channel.send("images", descriptors)
 
     def note_all_offered(self) -> None:
-        """Tell the launcher that all ranks have offered their images, so that nobody needs those of earlier starts."""
+        """Tell the launcher that all ranks have offered their images, so that nobody needs those of
+        earlier starts."""
         self._channel.send("all-offered")
 
     def drop_images(self) -> None:
@@ -78,8 +91,8 @@ class Rejoin:
         self.images = []
 
     def join_at_first(self) -> None:
-        """Wait, in a replacement, until the run can take it up. Ends the process if the run does not need it. Does
-        nothing in any other process."""
+        """Wait, in a replacement, until the run can take it up. Ends the process if the run does
+        not need it. Does nothing in any other process."""
         if self._is_new:
             self._is_new = False
             if not self._wait_for_verdict(-1):
@@ -87,12 +100,16 @@ class Rejoin:
                 sys.stderr.flush()
                 os._exit(128 + signal.SIGTERM)  # as one that the launcher stops
 
-    def rejoined(self, error: BaseException, hold: Callable[[], int | str], *, at: int = -1) -> bool:
-        """Return True if `error` came from the loss of another worker, and this process has a new rank in the
-        environment. Called in the training thread; a second call for the same error returns what the first did.
+    def rejoined(
+        self, error: BaseException, hold: Callable[[], int | str], *, at: int = -1
+    ) -> bool:
+        """Return True if `error` came from the loss of another worker, and this process has a new
+        rank in the environment. Called in the training thread; a second call for the same error
+        returns what the first did.
 
-        `hold`: keeps the state of this process, and returns its step; -1 if there is none; or why this process cannot
-        recover. `at`: the steps that this process has done, -1 if that is not known.
+        `hold`: keeps the state of this process, and returns its step; -1 if there is none; or why
+        this process cannot recover. `at`: the steps that this process has done, -1 if that is not
+        known.
         """
         if any(link is self._handled for link in chain(error)):
             return True
@@ -101,7 +118,9 @@ class Rejoin:
         if not isinstance(error, Exception) or isinstance(error, UserError):
             return False
         is_lost = lost_a_peer(error)
-        if not self._is_lost.wait(NOTICE_SECONDS if is_lost else 0.0) or not (is_lost or isinstance(error, RuntimeError | OSError)):
+        if not self._is_lost.wait(NOTICE_SECONDS if is_lost else 0.0) or not (
+            is_lost or isinstance(error, RuntimeError | OSError)
+        ):
             return False
         self.is_rejoining = True
         held = hold()
@@ -114,7 +133,8 @@ class Rejoin:
         return True
 
     def refuse(self, why_not: str) -> None:
-        """Tell the launcher that this process, amid a recovery, will end, and so would another one in its place."""
+        """Tell the launcher that this process, amid a recovery, will end, and so would another one
+        in its place."""
         self._channel.send("refuses", why_not=why_not)
 
     def raise_if_lost(self) -> None:
@@ -123,13 +143,15 @@ class Rejoin:
             raise ConnectionAbortedError("another process was lost, or joins")
 
     def leave(self, leave_groups: Callable[[], object]) -> None:
-        """Leave the old groups. If one more worker was lost meanwhile, its notice was for the new ones."""
+        """Leave the old groups. If one more worker was lost meanwhile, its notice was for the new
+        ones."""
         leave_groups()
         if self._is_lost.is_set():
             self._abort()
 
     def close(self, *, failed: bool) -> None:
-        """Called when the training has ended: from then on the loss of a worker ends this one too."""
+        """Called when the training has ended: from then on the loss of a worker ends this one
+        too."""
         self._has_left.set()
         self.announce("its training has failed" if failed else ENDED)
 
@@ -160,7 +182,9 @@ class Rejoin:
             self._has_left.clear()
             self._is_lost.set()
             self._abort()
-            threading.Thread(target=self._end_if_stuck, name="lockstep-recovery-limit", daemon=True).start()
+            threading.Thread(
+                target=self._end_if_stuck, name="lockstep-recovery-limit", daemon=True
+            ).start()
         self._verdicts.put(None)
 
     def _end_if_stuck(self) -> None:
@@ -169,7 +193,9 @@ class Rejoin:
         while not self._has_left.wait(STUCK_SECONDS):
             before, waited_for = waited_for, self._waits_for()
             if waited_for is not None and waited_for == before:
-                error = ConnectionAbortedError(f"the wait for other processes did not end after the loss of one: {waited_for}")
+                error = ConnectionAbortedError(
+                    f"the wait for other processes did not end after the loss of one: {waited_for}"
+                )
                 write_failure(failure_record(error, None, 1))
                 os._exit(1)
 
@@ -181,13 +207,15 @@ _rejoin: Rejoin | None = None
 
 
 def use_channel(channel: Channel | None) -> None:
-    """Use this connection to the launcher, if any, from now on. Called once, before the user's code runs."""
+    """Use this connection to the launcher, if any, from now on. Called once, before the user's code
+    runs."""
     global _channel, _script_began
     _channel, _script_began = channel, time.monotonic()
 
 
 def refuse_recovery(why_not: str) -> None:
-    """Tell the launcher, if it recovers in place, why this process cannot. Called when a session is opened."""
+    """Tell the launcher, if it recovers in place, why this process cannot. Called when a session is
+    opened."""
     global _session_was_opened
     _session_was_opened = True
     if _channel is not None and _rejoin is None:
@@ -200,8 +228,8 @@ def session_was_opened() -> bool:
 
 
 def connect(abort: Callable[[], None], waits: Callable[[], object]) -> Rejoin | None:
-    """Return this process's part in recoveries; None without a launcher that recovers in place. The arguments are those
-    of `Rejoin`."""
+    """Return this process's part in recoveries; None without a launcher that recovers in place. The
+    arguments are those of `Rejoin`."""
     global _rejoin
     if _rejoin is None and _channel is not None:
         _rejoin = Rejoin(_channel, abort, waits)

@@ -1,4 +1,5 @@
-"""A spare process: it has imported torch and lockstep, and waits to take the place of a worker that is lost."""
+"""A spare process: it has imported torch and lockstep, and waits to take the place of a worker that
+is lost."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ class Spare:
         self.channel, theirs = ends
         self._import_seconds: float | None = None
         with theirs:
-            self.process: WorkerProcess = start({**environment, SPARE: str(os.getpid()), **variables(theirs)})
+            self.process: WorkerProcess = start(
+                {**environment, SPARE: str(os.getpid()), **variables(theirs)}
+            )
 
     def import_seconds(self) -> float | None:
-        """The seconds that the imports took: a worker's script takes them too, and a spare's does not. None before they
-        are done."""
+        """The seconds that the imports took: a worker's script takes them too, and a spare's does
+        not. None before they are done."""
         if self._import_seconds is None and (message := self.channel.receive(0.0)) is not None:
             self._import_seconds = message["import_seconds"]
         return self._import_seconds
@@ -51,8 +54,9 @@ class Spare:
 
 
 def wait_to_start(environ: MutableMapping[str, str]) -> Channel | None:
-    """In a spare, import what a worker needs, wait until it becomes one, take over its variables, and return the
-    connection. Returns None in any other process. Ends the process if the launcher does not need it."""
+    """In a spare, import what a worker needs, wait until it becomes one, take over its variables,
+    and return the connection. Returns None in any other process. Ends the process if the launcher
+    does not need it."""
     if (launcher := environ.pop(SPARE, None)) is None:
         return None
     die_with_parent(int(launcher))
@@ -70,8 +74,9 @@ def wait_to_start(environ: MutableMapping[str, str]) -> Channel | None:
 
 
 def prepare_process() -> None:
-    """Import what training needs, and exempt all objects that there are then from garbage collection: a collection
-    after a recovery, of the modules of the old model, takes milliseconds, instead of 0.2 s."""
+    """Import what training needs, and exempt all objects that there are then from garbage
+    collection: a collection after a recovery, of the modules of the old model, takes milliseconds,
+    instead of 0.2 s."""
     for name in import_module("lockstep.base.torch_private").IMPORTED_IN_TRAINING:
         import_module(name)
     freeze_for_good()

@@ -1,4 +1,5 @@
-"""The batch script of a run, and Slurm's descriptions of jobs and steps. Pure: does not call Slurm."""
+"""The batch script of a run, and Slurm's descriptions of jobs and steps. Pure: does not call
+Slurm."""
 
 from __future__ import annotations
 
@@ -14,12 +15,24 @@ from lockstep.options import flag
 _FIRST_PORT, _PORTS = 10000, 20000
 """Ports below those that Linux gives to programs that ask for any."""
 _PORTS_BETWEEN_STEPS = 997
-_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "REVOKED"}
+_ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+    "REVOKED",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchScript:
-    """The contents of a batch script. Made by `lockstep slurm`, and by `lockstep search --slurm`."""
+    """The contents of a batch script. Made by `lockstep slurm`, and by `lockstep search
+    --slurm`."""
 
     script: str = ""
     arguments: Sequence[str] = ()
@@ -31,7 +44,8 @@ class BatchScript:
     gpus_per_node: int | None = None
     """None: the script does not mention GPUs."""
     cpus_per_task: int | None = None
-    """CPUs for all processes of a node. None: the job has its nodes to itself, with all their CPUs."""
+    """CPUs for all processes of a node. None: the job has its nodes to itself, with all their
+    CPUs."""
     time: str
     """The time limit, as Slurm writes times."""
     signal_seconds: int = 120
@@ -50,16 +64,22 @@ class BatchScript:
         limit = limit_seconds(self.time)
         if limit is not None and self.signal_seconds >= limit:
             raise LaunchError(
-                f"--signal-before {self.signal_seconds}s with --time {self.time}; the run is asked to save and end so long before the "
-                "limit; give it less, or the job more"
+                f"--signal-before {self.signal_seconds}s with --time {self.time}; the run is asked"
+                " to save and end so long before the limit; give it less, or the job more"
             )
-        setup = [*([f"export PATH={shlex.quote(self.path)}:$PATH"] if self.path is not None else []), *self.setup]
+        setup = [
+            *([f"export PATH={shlex.quote(self.path)}:$PATH"] if self.path is not None else []),
+            *self.setup,
+        ]
         parts = [
             ["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options())],
             ["# The environment of the run.", *setup] if setup else [],
             self._step(),
             [
-                f"# {PREEMPTED_STATUS}: it was asked to end, before the time limit or for another job, and has saved. It will go on.",
+                (
+                    f"# {PREEMPTED_STATUS}: it was asked to end, before the time limit or for"
+                    " another job, and has saved. It will go on."
+                ),
                 f'if [ "$status" -eq {PREEMPTED_STATUS} ]; then',
                 '    scontrol requeue "$SLURM_JOB_ID"',
                 "fi",
@@ -74,9 +94,16 @@ class BatchScript:
         yield "--ntasks-per-node=1  # lockstep run starts the processes of its node"
         if self.gpus_per_node is not None:
             yield f"--gpus-per-node={self.gpus_per_node}"
-        yield f"--cpus-per-task={self.cpus_per_task}" if self.cpus_per_task is not None else "--exclusive"
+        yield (
+            f"--cpus-per-task={self.cpus_per_task}"
+            if self.cpus_per_task is not None
+            else "--exclusive"
+        )
         yield f"--time={self.time}"
-        yield f"--signal=USR1@{self.signal_seconds}  # so many seconds before that, the run saves and ends"
+        yield (
+            f"--signal=USR1@{self.signal_seconds}  # so many seconds before that, the run saves and"
+            " ends"
+        )
         yield "--requeue"
         yield "--open-mode=append"
         yield f"--output={self.name}-%j.txt"
@@ -84,15 +111,27 @@ class BatchScript:
 
     def _step(self) -> list[str]:
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task is not None else []
-        srun = ["srun", *cpus, "--kill-on-bad-exit=0", "--open-mode=append", f"--output={self.name}-%j-%n-%N.txt"]
+        srun = [
+            "srun",
+            *cpus,
+            "--kill-on-bad-exit=0",
+            "--open-mode=append",
+            f"--output={self.name}-%j-%n-%N.txt",
+        ]
         if self.command:
             return [f"{' '.join(srun)} \\", f"    {shlex.join(self.command)}", "status=$?"]
         has_run_dir = any(option.partition("=")[0] == flag("run_dir") for option in self.run)
         run_dir = [] if has_run_dir else [f'{flag("run_dir")} "runs/{self.name}-$SLURM_JOB_ID"']
         run = ["lockstep run", *run_dir, shlex.join([*self.run, self.script, *self.arguments])]
         return [
-            "# The nodes meet at the first of them, at a port made of the job's number: lockstep run sees both in what srun sets.",
-            "# Each node's output goes to a file of its own. A node that has ended does not end the others: they may be saving.",
+            (
+                "# The nodes meet at the first of them, at a port made of the job's number:"
+                " lockstep run sees both in what srun sets."
+            ),
+            (
+                "# Each node's output goes to a file of its own. A node that has ended does not end"
+                " the others: they may be saving."
+            ),
             f"{' '.join(srun)} \\",
             f"    {' '.join(run)}",
             "status=$?",
@@ -106,8 +145,9 @@ def limit_seconds(time: str) -> int | None:
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if found is None:
         raise LaunchError(
-            f"--time {time}; it is a time as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
-            "days-hours:minutes or days-hours:minutes:seconds; give one of those"
+            f"--time {time}; it is a time as Slurm writes it: minutes, minutes:seconds,"
+            " hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds;"
+            " give one of those"
         )
     days, *given = found.groups()
     numbers = [int(each) for each in given if each is not None]
@@ -141,7 +181,8 @@ class SlurmStep:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> SlurmStep | None:
-        """The step of this task; None outside of srun, as in a batch script itself. Raises `LaunchError`."""
+        """The step of this task; None outside of srun, as in a batch script itself. Raises
+        `LaunchError`."""
         if "SLURM_STEP_ID" not in environ:
             return None
         try:
@@ -151,26 +192,39 @@ class SlurmStep:
                 node=int(environ["SLURM_NODEID"]),
                 task=int(environ["SLURM_PROCID"]),
                 local_task=int(environ["SLURM_LOCALID"]),
-                port=_FIRST_PORT + (int(environ["SLURM_JOB_ID"]) + _PORTS_BETWEEN_STEPS * int(environ["SLURM_STEP_ID"])) % _PORTS,
-                cpus=int(environ["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in environ else None,
-                gpus=int(environ["SLURM_GPUS_ON_NODE"]) if "SLURM_GPUS_ON_NODE" in environ else None,
+                port=_FIRST_PORT
+                + (
+                    int(environ["SLURM_JOB_ID"])
+                    + _PORTS_BETWEEN_STEPS * int(environ["SLURM_STEP_ID"])
+                )
+                % _PORTS,
+                cpus=(
+                    int(environ["SLURM_CPUS_PER_TASK"])
+                    if "SLURM_CPUS_PER_TASK" in environ
+                    else None
+                ),
+                gpus=(
+                    int(environ["SLURM_GPUS_ON_NODE"]) if "SLURM_GPUS_ON_NODE" in environ else None
+                ),
             )
         except (KeyError, ValueError) as error:
             raise LaunchError(
-                f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, and the rest of what srun sets is not there or not whole ({error!r}); start "
-                "the script by srun, or unset SLURM_STEP_ID"
+                f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, and the rest of what srun sets is not"
+                f" there or not whole ({error!r}); start the script by srun, or unset SLURM_STEP_ID"
             ) from None
 
     def check_launchers(self) -> None:
         """Raise `LaunchError` unless there is one task on each node."""
         if any(count != 1 for count in self.tasks):
             raise LaunchError(
-                f"srun started {sum(self.tasks)} times lockstep run on {len(self.nodes)} nodes; it starts the processes of its node "
-                "itself; srun --ntasks-per-node=1 lockstep run, or srun python SCRIPT, which needs no launcher"
+                f"srun started {sum(self.tasks)} times lockstep run on {len(self.nodes)} nodes; it"
+                " starts the processes of its node itself; srun --ntasks-per-node=1 lockstep run,"
+                " or srun python SCRIPT, which needs no launcher"
             )
 
     def variables(self, address: str) -> dict[str, str]:
-        """The variables that a launcher would set for this task of a run. `address`: of the first node."""
+        """The variables that a launcher would set for this task of a run. `address`: of the first
+        node."""
         values = {
             "RANK": self.task,
             "WORLD_SIZE": sum(self.tasks),
@@ -186,7 +240,8 @@ class SlurmStep:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The node names in a list as Slurm writes it: `a[1-2,05],b` is a1, a2, a05, b. Raises `ValueError`."""
+    """The node names in a list as Slurm writes it: `a[1-2,05],b` is a1, a2, a05, b. Raises
+    `ValueError`."""
     if re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+(?:,(?:[^\[\],\s]|\[[\d,-]+\])+)*", text) is None:
         raise ValueError(f"no list of nodes: {text!r}")
     return [name for each in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text) for name in _names(each)]
@@ -205,7 +260,8 @@ def _names(pattern: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Numbers of tasks per node, as Slurm writes them: `2(x3),1` is 2, 2, 2, 1. Raises `ValueError`."""
+    """Numbers of tasks per node, as Slurm writes them: `2(x3),1` is 2, 2, 2, 1. Raises
+    `ValueError`."""
     counts: list[int] = []
     for each in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
@@ -248,7 +304,8 @@ class JobState:
 
     @property
     def status(self) -> int:
-        """Exit status for a command that followed the job to its end: 0 if the job has completed."""
+        """Exit status for a command that followed the job to its end: 0 if the job has
+        completed."""
         return 0 if self.state == "COMPLETED" else self.exit_status or 1
 
     def __str__(self) -> str:

@@ -1,10 +1,12 @@
-"""Deferred initialization: a model is built without values, and the initial value of each tensor is computed alone.
+"""Deferred initialization: a model is built without values, and the initial value of each tensor is
+computed alone.
 
-Under `KeyedInit` each random operation draws from a generator seeded by the operation's number, so its result does
-not depend on the operations before it. `DeferredModel.build` runs the user's factory on fake tensors and logs every
-operation that writes; `materialize` replays only those on which one tensor depends. Tensors made from values (lists,
-NumPy, a file) have their values at once, and so have results of such tensors alone. If Python asks for a value
-(`.item()`, `if mask.any():`), it is computed from the log."""
+Under `KeyedInit` each random operation draws from a generator seeded by the operation's number, so
+its result does not depend on the operations before it. `DeferredModel.build` runs the user's
+factory on fake tensors and logs every operation that writes; `materialize` replays only those on
+which one tensor depends. Tensors made from values (lists, NumPy, a file) have their values at once,
+and so have results of such tensors alone. If Python asks for a value (`.item()`, `if mask.any():`),
+it is computed from the log."""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.base.garbage import is_frozen
 from lockstep.base.torch_private import gradient_hooks, post_accumulate_hooks, storage_address
-from lockstep.model.initialization.fake_parameters import fake_parameters_keep_class, replace_contents
+from lockstep.model.initialization.fake_parameters import (
+    fake_parameters_keep_class,
+    replace_contents,
+)
 from lockstep.model.initialization.operation_log import OperationLog, StorageView
 from lockstep.model.initialization.recorder import CannotDefer, InitRecorder, KeyedInit
 
@@ -37,15 +42,24 @@ class DeferredModel:
     """A model without storage, whose tensors can be computed one at a time."""
 
     module: Any
-    """The factory's model: parameters and buffers on the meta device, other tensors with their values."""
+    """The factory's model: parameters and buffers on the meta device, other tensors with their
+    values."""
 
-    def __init__(self, module: Any, log: OperationLog, sources: dict[int, StorageView | Tensor], tensors: list[Tensor]) -> None:
+    def __init__(
+        self,
+        module: Any,
+        log: OperationLog,
+        sources: dict[int, StorageView | Tensor],
+        tensors: list[Tensor],
+    ) -> None:
         self.module = module
         self._log = log
         self._sources = sources
         self._tensors = tensors  # so that no other tensor gets the identity of one of them
         self._names = {
-            name: tensor for named in (module.named_parameters, module.named_buffers) for name, tensor in named(remove_duplicate=False)
+            name: tensor
+            for named in (module.named_parameters, module.named_buffers)
+            for name, tensor in named(remove_duplicate=False)
         }
         self.names = {id(tensor): name for name, tensor in reversed(self._names.items())}
         """The first name of each parameter and buffer, by its identity in `module`."""
@@ -56,27 +70,41 @@ class DeferredModel:
         recorder = InitRecorder(key)
         with _older_objects_frozen():
             try:
-                with recorder, fake_parameters_keep_class(recorder.fake_class, recorder.is_fake), warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
+                with (
+                    recorder,
+                    fake_parameters_keep_class(recorder.fake_class, recorder.is_fake),
+                    warnings.catch_warnings(),
+                ):
+                    # copy.deepcopy does
+                    warnings.filterwarnings(
+                        "ignore", message="Accessing the data pointer of FakeTensor"
+                    )
                     module = factory()
             except Exception as error:
                 raise CannotDefer(_reason(error, recorder)) from error
-            if recorder.failure is not None:  # the factory caught it, and took another branch than it would with values
+            # the factory caught it, and took another branch than it would with values
+            if recorder.failure is not None:
                 raise CannotDefer(_reason(recorder.failure, recorder)) from recorder.failure
             if not isinstance(module, nn.Module):
-                raise CannotDefer(f"the function returned a {type(module).__name__}, not a torch.nn.Module")
+                raise CannotDefer(
+                    f"the function returned a {type(module).__name__}, not a torch.nn.Module"
+                )
             return _finish(cls, module, recorder)
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes of the values from NumPy, lists and files, which stay in memory as long as this object."""
+        """Bytes of the values from NumPy, lists and files, which stay in memory as long as this
+        object."""
         made = sum(value.nbytes() for value in self._log.constants.values())
-        return made + sum(source.nbytes for source in self._sources.values() if isinstance(source, Tensor))
+        return made + sum(
+            source.nbytes for source in self._sources.values() if isinstance(source, Tensor)
+        )
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
-        """Compute one parameter or buffer, given by its name or as it is in the module: a new plain tensor on the CPU.
-        Needs memory only for the tensor and those on which it depends. Torch's default generator keeps its state."""
+        """Compute one parameter or buffer, given by its name or as it is in the module: a new plain
+        tensor on the CPU. Needs memory only for the tensor and those on which it depends. Torch's
+        default generator keeps its state."""
         meta = self._names[tensor] if isinstance(tensor, str) else tensor
         source = self._sources[id(meta)]
         if isinstance(source, Tensor):
@@ -86,17 +114,30 @@ class DeferredModel:
 
 
 def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder) -> DeferredModel:
-    """Move parameters and buffers to the meta device, and give the factory's other tensors their values, in place."""
-    named = {id(tensor): (name, tensor) for name, tensor in (*module.named_buffers(), *module.named_parameters())}
+    """Move parameters and buffers to the meta device, and give the factory's other tensors their
+    values, in place."""
+    named = {
+        id(tensor): (name, tensor)
+        for name, tensor in (*module.named_buffers(), *module.named_parameters())
+    }
     other = [fake for fake in _fakes(recorder) if id(fake) not in named]
     if other:
         gc.collect()
         other = [fake for fake in _fakes(recorder) if id(fake) not in named]
-    _check(recorder, [*named.values(), *(("a tensor outside its parameters and buffers", tensor) for tensor in other)])
+    _check(
+        recorder,
+        [
+            *named.values(),
+            *(("a tensor outside its parameters and buffers", tensor) for tensor in other),
+        ],
+    )
     sources: dict[int, StorageView | Tensor] = {}
     for _, tensor in named.values():
         source = recorder.view(tensor) if recorder.is_fake(tensor) else None
-        before = replace_contents(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+        before = replace_contents(
+            tensor,
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"),
+        )
         sources[id(tensor)] = before.detach() if source is None else source
     for tensor in other:
         replace_contents(tensor, recorder.log.replay([recorder.view(tensor)])[0].clone())
@@ -117,7 +158,11 @@ def _older_objects_frozen() -> Iterator[None]:
 
 
 def _fakes(recorder: InitRecorder) -> list[Any]:
-    return [item for item in gc.get_objects() if issubclass(type(item), recorder.fake_class) and item.fake_mode is recorder.fake]
+    return [
+        item
+        for item in gc.get_objects()
+        if issubclass(type(item), recorder.fake_class) and item.fake_mode is recorder.fake
+    ]
 
 
 def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
@@ -141,7 +186,8 @@ def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
 
 
 def _reason(error: Exception, recorder: InitRecorder) -> str:
-    """Return the failed operation, and the last line outside torch and this package that led to it."""
+    """Return the failed operation, and the last line outside torch and this package that led to
+    it."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -1,4 +1,5 @@
-"""Fake parameters and buffers (torch's tensors without values): they keep their class and get contents in place."""
+"""Fake parameters and buffers (torch's tensors without values): they keep their class and get
+contents in place."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from lockstep.base.torch_private import FAKE_PARAMETER_MARK, make_subclass, swap
 
 
 def replace_contents(tensor: Any, new: Any) -> Any:
-    """Exchange two tensors' contents; `tensor` keeps identity, class and attributes. Returns its former contents."""
+    """Exchange two tensors' contents; `tensor` keeps identity, class and attributes. Returns its
+    former contents."""
     kind = _plain_class(tensor)
     if issubclass(kind, nn.Parameter):
         new = make_subclass(kind, new, tensor.requires_grad)
@@ -51,7 +53,8 @@ def _fake_attributes() -> frozenset[str]:
 
 @contextmanager
 def fake_parameters_keep_class(fake_class: Any, is_fake: Callable[[Any], bool]) -> Iterator[None]:
-    """Let fake parameters keep their subclass, and let `module.to` keep parameters with their attributes."""
+    """Let fake parameters keep their subclass, and let `module.to` keep parameters with their
+    attributes."""
     make: Any = nn.Parameter.__new__
     swap: Any = torch.utils.swap_tensors
 

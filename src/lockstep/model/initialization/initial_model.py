@@ -1,4 +1,5 @@
-"""A model with its initial values: initialized at once, or deferred until it is known which tensors this rank holds."""
+"""A model with its initial values: initialized at once, or deferred until it is known which tensors
+this rank holds."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.torch_private import FakeTensor, disable_current_modes, own_buffers, own_parameters
+from lockstep.base.torch_private import (
+    FakeTensor,
+    disable_current_modes,
+    own_buffers,
+    own_parameters,
+)
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.model.consistency import check_checksums, check_structure, checksum, checksums_of
@@ -19,24 +25,30 @@ from lockstep.model.initialization.recorder import CannotDefer
 
 @dataclass(slots=True)
 class InitialModel:
-    """A model from its factory, deferred if the plan shards or splits it and if the factory allows that."""
+    """A model from its factory, deferred if the plan shards or splits it and if the factory allows
+    that."""
 
     module: Any
     deferred: DeferredModel | None
     """Computes the values of single tensors; None if the module was initialized at once."""
     reason: str | None
-    """Why the module was initialized at once under a plan that asks for deferred initialization; else None."""
+    """Why the module was initialized at once under a plan that asks for deferred initialization;
+    else None."""
 
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums of the values computed on this rank, by name, if there are other ranks."""
     given: frozenset[str] = frozenset()
-    """First names of the tensors whose values are loaded later; their initial values are not computed."""
+    """First names of the tensors whose values are loaded later; their initial values are not
+    computed."""
 
     @classmethod
-    def build(cls, factory: Callable[[], Any], key: int, mesh: Mesh, *, without_values: bool = False) -> InitialModel:
-        """Call the factory. The values follow from `key` alone, not from the plan. Every rank calls it.
-        `without_values`: tensors are left empty, and a factory that cannot be deferred is called under the modes that
-        are entered. Raises `RecipeError` if two ranks' models differ in their structure."""
+    def build(
+        cls, factory: Callable[[], Any], key: int, mesh: Mesh, *, without_values: bool = False
+    ) -> InitialModel:
+        """Call the factory. The values follow from `key` alone, not from the plan. Every rank calls
+        it. `without_values`: tensors are left empty, and a factory that cannot be deferred is
+        called under the modes that are entered. Raises `RecipeError` if two ranks' models differ in
+        their structure."""
         deferred, reason = None, None
         if mesh.torch_mesh is not None or without_values:
             try:
@@ -44,9 +56,13 @@ class InitialModel:
                     deferred = DeferredModel.build(factory, key)
             except CannotDefer as error:
                 reason = str(error)
-            reason = next((each for each in mesh.world.gather_values(reason) if each is not None), None)
+            reason = next(
+                (each for each in mesh.world.gather_values(reason) if each is not None), None
+            )
             deferred = deferred if reason is None else None  # if one rank cannot defer, none does
-        initial = cls(build(factory, key) if deferred is None else deferred.module, deferred, reason)
+        initial = cls(
+            build(factory, key) if deferred is None else deferred.module, deferred, reason
+        )
         check_structure(initial.module, mesh.world)
         if without_values:
             initial.given = frozenset() if deferred is None else frozenset(deferred.names.values())
@@ -55,18 +71,30 @@ class InitialModel:
         return initial
 
     def materialize(self, part: nn.Module, device: torch.device) -> None:
-        """Give a part's meta parameters and buffers their values, under each of their names in the model."""
+        """Give a part's meta parameters and buffers their values, under each of their names in the
+        model."""
         if self.deferred is None:
             return
-        empty = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers()) if tensor.is_meta}
-        values = {number: self._value(tensor, self.deferred, device) for number, tensor in empty.items()}
+        empty = {
+            id(tensor): tensor for tensor in (*part.parameters(), *part.buffers()) if tensor.is_meta
+        }
+        values = {
+            number: self._value(tensor, self.deferred, device) for number, tensor in empty.items()
+        }
         for module in self.module.modules():
             tensors: tuple[dict[str, Any], ...] = own_parameters(module), own_buffers(module)
             for named in tensors:
-                named.update({name: values[id(tensor)] for name, tensor in named.items() if id(tensor) in values})
+                named.update(
+                    {
+                        name: values[id(tensor)]
+                        for name, tensor in named.items()
+                        if id(tensor) in values
+                    }
+                )
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute the values of these parts only for `check_values`, which compares them with the holding rank's."""
+        """Compute the values of these parts only for `check_values`, which compares them with the
+        holding rank's."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)
@@ -75,12 +103,15 @@ class InitialModel:
                         self.checksums[name] = checksum(self.deferred.materialize(tensor))
 
     def check_values(self, world: World) -> None:
-        """Raise `RecipeError` on all ranks if two have different values of a tensor. Every rank calls it."""
+        """Raise `RecipeError` on all ranks if two have different values of a tensor. Every rank
+        calls it."""
         check_checksums(self.checksums, world)
 
     def _value(self, tensor: Tensor, deferred: DeferredModel, device: torch.device) -> Tensor:
         if (name := deferred.names[id(tensor)]) in self.given:
-            value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            value = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
         else:
             value = deferred.materialize(tensor)
             self.checksums[name] = checksum(value)

@@ -1,6 +1,7 @@
-"""The log of all operations that wrote to a storage, and the replay of those on which one tensor depends.
-The log knows storages; a view is a storage with size, strides and offset. So views need no entry, an operation on a
-slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q` need no special rule."""
+"""The log of all operations that wrote to a storage, and the replay of those on which one tensor
+depends. The log knows storages; a view is a storage with size, strides and offset. So views need no
+entry, an operation on a slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q`
+need no special rule."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class OperationLog:
         self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self.storages: dict[int, Any] = {}
-        """The storages seen, by address. They are kept so that no other gets the address; fake ones have no memory."""
+        """The storages seen, by address. They are kept so that no other gets the address; fake ones
+        have no memory."""
         self.constants: dict[int, torch.UntypedStorage] = {}
         """The values of storages that no operation writes."""
 
@@ -96,14 +98,23 @@ class OperationLog:
         self._entries.append(entry)
 
     def is_whole(self, view: StorageView) -> bool:
-        return view.offset == 0 and view.bytes == self.storages[view.storage].nbytes() and _is_dense(view)
+        return (
+            view.offset == 0
+            and view.bytes == self.storages[view.storage].nbytes()
+            and _is_dense(view)
+        )
 
     def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
-        """Run the operations on which `views` depend again. Return their values at the end of the log."""
+        """Run the operations on which `views` depend again. Return their values at the end of the
+        log."""
         views = list(views)
         wanted = {view.storage for view in views}
         chosen = self._slice(wanted)
-        last = {storage: index for index in chosen for storage in self._entries[index].reads | self._entries[index].writes}
+        last = {
+            storage: index
+            for index in chosen
+            for storage in self._entries[index].reads | self._entries[index].writes
+        }
         values: dict[int, torch.UntypedStorage] = {}
         state, dtype = torch.default_generator.get_state(), torch.get_default_dtype()
         try:
@@ -154,7 +165,11 @@ class OperationLog:
 
     def _run(self, entry: LoggedOperation, values: dict[int, torch.UntypedStorage]) -> None:
         def real(item: Any) -> Any:
-            return item.of(self._value(item.storage, values)) if isinstance(item, StorageView) else item
+            return (
+                item.of(self._value(item.storage, values))
+                if isinstance(item, StorageView)
+                else item
+            )
 
         args, kwargs = tree_map(real, entry.args), tree_map(real, entry.kwargs)
         if entry.number is not None:
@@ -162,7 +177,10 @@ class OperationLog:
         if entry.generator is not None:
             generator = torch.Generator()
             generator.set_state(entry.generator)
-            args, kwargs = tree_map(lambda item: generator if isinstance(item, torch.Generator) else item, (args, kwargs))
+            args, kwargs = tree_map(
+                lambda item: generator if isinstance(item, torch.Generator) else item,
+                (args, kwargs),
+            )
         torch.set_default_dtype(entry.dtype)
         outputs = tensors_of(entry.func(*args, **kwargs))
         for view, output in zip(entry.outputs, outputs, strict=True):
@@ -181,7 +199,9 @@ def tensors_of(tree: Any) -> list[Any]:
 def _is_dense(view: StorageView) -> bool:
     """True if the elements fill a contiguous range of memory without overlap."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(view.stride, view.size, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(view.stride, view.size, strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size

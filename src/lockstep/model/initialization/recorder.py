@@ -1,4 +1,5 @@
-"""The dispatch modes in which a model's factory runs: keyed random operations, and a log of those that write."""
+"""The dispatch modes in which a model's factory runs: keyed random operations, and a log of those
+that write."""
 
 from __future__ import annotations
 
@@ -10,24 +11,44 @@ from torch import Tensor
 
 from lockstep.base.errors import LockstepError
 from lockstep.base.torch_private import TorchDispatchMode, schema, storage_address, tree_map
-from lockstep.model.initialization.operation_log import LoggedOperation, OperationLog, OperationSeeds, StorageView, tensors_of
+from lockstep.model.initialization.operation_log import (
+    LoggedOperation,
+    OperationLog,
+    OperationSeeds,
+    StorageView,
+    tensors_of,
+)
 
 OVERWRITES = frozenset(
     f"aten::{name}_"
-    for name in ("normal", "uniform", "exponential", "random", "log_normal", "cauchy", "geometric", "bernoulli", "fill", "zero", "copy")
+    for name in (
+        "normal",
+        "uniform",
+        "exponential",
+        "random",
+        "log_normal",
+        "cauchy",
+        "geometric",
+        "bernoulli",
+        "fill",
+        "zero",
+        "copy",
+    )
 )
 """In-place operations whose result does not depend on the former contents."""
 
 
 class CannotDefer(LockstepError):
-    """A model whose initialization cannot be deferred. The text names the operation and its line in the user's code."""
+    """A model whose initialization cannot be deferred. The text names the operation and its line in
+    the user's code."""
 
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds torch's default CPU generator with `key(key, n)` before the n-th random operation inside the context.
-    An operation with its own generator draws from that; `torch.manual_seed` inside has no effect. Python's and NumPy's
-    generators are seeded once, at the start, and all three once more at the end. Operations in other threads and on
-    other devices than the CPU are not covered."""
+    """Seeds torch's default CPU generator with `key(key, n)` before the n-th random operation
+    inside the context. An operation with its own generator draws from that; `torch.manual_seed`
+    inside has no effect. Python's and NumPy's generators are seeded once, at the start, and all
+    three once more at the end. Operations in other threads and on other devices than the CPU are
+    not covered."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -58,7 +79,12 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
     def __init__(self, key: int) -> None:
         super().__init__(key)
         # Importing it takes a quarter of a second.
-        from lockstep.base.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+        from lockstep.base.torch_private import (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            FakeTensor,
+            FakeTensorMode,
+        )
 
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake_class = FakeTensor
@@ -74,7 +100,9 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         storage = storage_address(fake.untyped_storage())
         if storage not in self.log.storages:
             raise CannotDefer("it uses a tensor that no operation made")
-        return StorageView(storage, fake.dtype, tuple(fake.shape), fake.stride(), fake.storage_offset())
+        return StorageView(
+            storage, fake.dtype, tuple(fake.shape), fake.stride(), fake.storage_offset()
+        )
 
     def values(self, tree: Any) -> Any:
         """Return `tree` with the values of its tensors."""
@@ -106,7 +134,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         state = None
         if given is not None:
             state = given.get_state()
-            self._now(func, self.values(args), self.values(kwargs), None)  # for what it does to the generator
+            # for what it does to the generator
+            self._now(func, self.values(args), self.values(kwargs), None)
         args, kwargs = tree_map(self._constant, (args, kwargs))
         try:
             with self.fake:
@@ -124,7 +153,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _constant(self, item: Any) -> Any:
-        """Return a tensor with values as a fake one, and copy the values it has now: NumPy may change them unseen."""
+        """Return a tensor with values as a fake one, and copy the values it has now: NumPy may
+        change them unseen."""
         if not isinstance(item, Tensor) or self.is_fake(item):
             return item
         copy = item.detach().clone()
@@ -132,14 +162,18 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         self.log.constants[self.log.keep(fake.untyped_storage())] = copy.untyped_storage()
         return fake
 
-    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, number: int | None, state: Tensor | None) -> None:
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, out: Any, number: int | None, state: Tensor | None
+    ) -> None:
         inputs = tensors_of((args, kwargs))
         written = [self.view(tensor) for tensor in _written(func, args, kwargs)]
         outputs, new = self._outputs(out)
         if not written and not new:
             return
         fresh = new | self._overwritten(func, written, inputs)
-        given_args, given_kwargs = tree_map(lambda item: self.view(item) if self.is_fake(item) else item, (args, kwargs))
+        given_args, given_kwargs = tree_map(
+            lambda item: self.view(item) if self.is_fake(item) else item, (args, kwargs)
+        )
         self.log.add(
             LoggedOperation(
                 func=func,
@@ -163,7 +197,9 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
             if tensor.device.type != "cpu":
                 raise CannotDefer(f"it makes a tensor on the device {tensor.device}")
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-                raise CannotDefer("it makes a tensor that is sparse, or a lazy conjugate or negative")
+                raise CannotDefer(
+                    "it makes a tensor that is sparse, or a lazy conjugate or negative"
+                )
             storage = tensor.untyped_storage()
             if storage_address(storage) in self.log.constants:
                 raise CannotDefer("it makes a view of a tensor with values")
@@ -189,7 +225,8 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
 
 
 def _is_empty(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if the operation makes an empty tensor, which will be given the storage of a file or of a copy."""
+    """True if the operation makes an empty tensor, which will be given the storage of a file or of
+    a copy."""
     on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     return func is torch.ops.aten.empty.memory_format and 0 in args[0] and on_cpu
 
@@ -201,12 +238,22 @@ def _draws(func: Any) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     positions, names = _writes(func)
-    return tensors_of(([args[place] for place in positions if place < len(args)], [kwargs[name] for name in names if name in kwargs]))
+    return tensors_of(
+        (
+            [args[place] for place in positions if place < len(args)],
+            [kwargs[name] for name in names if name in kwargs],
+        )
+    )
 
 
 @cache
 def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     arguments = [
-        (place, argument) for place, argument in enumerate(schema(func).arguments) if argument.alias_info and argument.alias_info.is_write
+        (place, argument)
+        for place, argument in enumerate(schema(func).arguments)
+        if argument.alias_info and argument.alias_info.is_write
     ]
-    return (tuple(place for place, argument in arguments if not argument.kwarg_only), tuple(argument.name for _, argument in arguments))
+    return (
+        tuple(place for place, argument in arguments if not argument.kwarg_only),
+        tuple(argument.name for _, argument in arguments),
+    )

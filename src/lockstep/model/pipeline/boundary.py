@@ -22,25 +22,29 @@ class Boundary(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
-        """Return the boundary of `value`, the output of `part`. Raises `RecipeError` if a part is no tensor."""
+        """Return the boundary of `value`, the output of `part`. Raises `RecipeError` if a part is
+        no tensor."""
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(
-                f"the part {part!r} of the model returns an empty tuple, and the next one is on another rank; a stage of a pipeline hands "
-                "on a tensor or a tuple of tensors; have the part return what the next one needs"
+                f"the part {part!r} of the model returns an empty tuple, and the next one is on"
+                " another rank; a stage of a pipeline hands on a tensor or a tuple of tensors;"
+                " have the part return what the next one needs"
             )
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 inside = " in a tuple" if isinstance(value, tuple) else ""
                 raise RecipeError(
-                    f"the part {part!r} of the model returns a {type(tensor).__name__}{inside}, and the next one is on another rank; a "
-                    "stage of a pipeline hands on a tensor or a tuple of tensors; have the part return those, or join it with the next "
-                    "one in a module of their own"
+                    f"the part {part!r} of the model returns a {type(tensor).__name__}{inside}, and"
+                    " the next one is on another rank; a stage of a pipeline hands on a tensor or"
+                    " a tuple of tensors; have the part return those, or join it with the next one"
+                    " in a module of their own"
                 )
             if hasattr(tensor, "placements"):
                 raise RecipeError(
-                    f"the part {part!r} of the model returns a distributed tensor, sharded over the tensor axis, and the next one is on "
-                    "another rank; a stage of a pipeline hands on whole tensors; have the part's last layer give its output whole"
+                    f"the part {part!r} of the model returns a distributed tensor, sharded over the"
+                    " tensor axis, and the next one is on another rank; a stage of a pipeline"
+                    " hands on whole tensors; have the part's last layer give its output whole"
                 )
         return cls(
             tuple(tuple(tensor.shape) for tensor in tensors),
@@ -66,33 +70,41 @@ class Boundary(NamedTuple):
         )
 
     def check(self, value: Any, part: str) -> None:
-        """Raise `RecipeError` if a microbatch's output differs from the one that this boundary was discovered from."""
+        """Raise `RecipeError` if a microbatch's output differs from the one that this boundary was
+        discovered from."""
         found = Boundary.of(value, part)
         if found != self:
             raise RecipeError(
-                f"the part {part!r} of the model returns {found.describe()}, and returned {self.describe()} for another microbatch with "
-                "inputs of the same shapes; what a stage of a pipeline hands on must follow from the shapes of the inputs; have the part "
-                "return one shape, or join it with the next one in a module of their own"
+                f"the part {part!r} of the model returns {found.describe()}, and returned"
+                f" {self.describe()} for another microbatch with inputs of the same shapes; what a"
+                " stage of a pipeline hands on must follow from the shapes of the inputs; have the"
+                " part return one shape, or join it with the next one in a module of their own"
             )
 
     def describe(self) -> str:
         each = zip(self.dtypes, self.shapes, self.gradients, strict=True)
-        listed = ", ".join(f"{dtype} {list(shape)}{'' if gradient else ' without gradient'}" for dtype, shape, gradient in each)
+        listed = ", ".join(
+            f"{dtype} {list(shape)}{'' if gradient else ' without gradient'}"
+            for dtype, shape, gradient in each
+        )
         return listed if self.single else f"({listed})"
 
 
 def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return received tensors that the first part may change in place and whose gradients can be sent back."""
+    """Return received tensors that the first part may change in place and whose gradients can be
+    sent back."""
     return _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sendable_outputs(value: Any) -> tuple[Tensor, ...]:
-    """Return a stage's output as tensors that can be sent and detached: contiguous, and no views."""
+    """Return a stage's output as tensors that can be sent and detached: contiguous, and no
+    views."""
     return _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _StageInputs(torch.autograd.Function):
-    """The identity on tensors that share memory with the leaves they come from. Their gradients become contiguous."""
+    """The identity on tensors that share memory with the leaves they come from. Their gradients
+    become contiguous."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -113,9 +125,14 @@ class _StageOutputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return tuple(gradient if needs else None for gradient, needs in zip(gradients, ctx.needs_input_grad, strict=True))
+        return tuple(
+            gradient if needs else None
+            for gradient, needs in zip(gradients, ctx.needs_input_grad, strict=True)
+        )
 
 
 def _identity(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    ctx.mark_non_differentiable(*(output for output, needs in zip(outputs, ctx.needs_input_grad, strict=True) if not needs))
+    ctx.mark_non_differentiable(
+        *(output for output, needs in zip(outputs, ctx.needs_input_grad, strict=True) if not needs)
+    )
     return outputs

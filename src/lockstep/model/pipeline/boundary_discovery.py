@@ -1,5 +1,6 @@
-"""The shapes that a pipeline's stages exchange, found by computing one microbatch of each kind stage by stage.
-Torch's own shape inference repeats every part and the loss for each schedule, and deadlocks if one rank fails."""
+"""The shapes that a pipeline's stages exchange, found by computing one microbatch of each kind
+stage by stage. Torch's own shape inference repeats every part and the loss for each schedule, and
+deadlocks if one rank fails."""
 
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ FAILED = -1
 
 
 class BoundaryDiscovery:
-    """The boundaries of every kind of microbatch so far. Every rank of the pipeline makes the same calls on it."""
+    """The boundaries of every kind of microbatch so far. Every rank of the pipeline makes the same
+    calls on it."""
 
-    def __init__(self, model: nn.Module, forwards: StageForwards, world: World, failure: PipelineFailure) -> None:
+    def __init__(
+        self, model: nn.Module, forwards: StageForwards, world: World, failure: PipelineFailure
+    ) -> None:
         self._model = model
         self._forwards = forwards
         self._stages = forwards.stages
@@ -37,25 +41,33 @@ class BoundaryDiscovery:
         self._known: dict[tuple[int, bool], list[Boundary]] = {}
         """(hash of the inputs' shapes, backward) -> the boundary after each stage but the last."""
 
-    def routes(self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool) -> list[list[Boundary]]:
-        """Return each microbatch's boundaries after the stages but the last. Every rank calls it."""
+    def routes(
+        self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool
+    ) -> list[list[Boundary]]:
+        """Return each microbatch's boundaries after the stages but the last. Every rank calls
+        it."""
         keys = [(signature, backward) for signature in self._signatures(microbatches)]
         for index in self._undiscovered(keys):
             self._known[keys[index]] = self._discover(microbatches[index], backward)
         return [self._known[key] for key in keys]
 
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
-        """The first microbatch of each new kind, or, if ranks run in lockstep, all that are new to any of them."""
+        """The first microbatch of each new kind, or, if ranks run in lockstep, all that are new to
+        any of them."""
         if self._forwards.lockstep_ranks is None:
-            firsts = {key: index for index, key in reversed(list(enumerate(keys))) if key not in self._known}
+            firsts = {
+                key: index
+                for index, key in reversed(list(enumerate(keys)))
+                if key not in self._known
+            }
             return sorted(firsts.values())
         new = torch.tensor([float(key not in self._known) for key in keys])
         self._forwards.lockstep_ranks.all_reduce(new)
         return [index for index, flag in enumerate(new.tolist()) if flag]
 
     def _signatures(self, microbatches: Sequence[PipelineMicrobatch]) -> list[int]:
-        """A hash of the shapes and types of each microbatch's inputs, from the first rank. Hosts exchange it, and do
-        not wait for their devices."""
+        """A hash of the shapes and types of each microbatch's inputs, from the first rank. Hosts
+        exchange it, and do not wait for their devices."""
         numbers = torch.zeros(len(microbatches), dtype=torch.int64)
         if self._world.rank == 0:
             try:
@@ -77,12 +89,16 @@ class BoundaryDiscovery:
             self._sequential_check.check(lambda forward: call_with(forward, inputs))
             self._checked_modes.add(self._model.training)
         leaves = tree_leaves(inputs)
-        described = [(list(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+        described = [
+            (list(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__
+            for leaf in leaves
+        ]
         text = f"{described} {self._model.training}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
     def _discover(self, microbatch: PipelineMicrobatch, backward: bool) -> list[Boundary]:
-        """Find this microbatch's boundaries by computing its stages one after another. Every rank calls it."""
+        """Find this microbatch's boundaries by computing its stages one after another. Every rank
+        calls it."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
         for stage in range(len(self._stages.ranges) - 1):
@@ -106,15 +122,19 @@ class BoundaryDiscovery:
             route.append(Boundary.from_json(described))
             if backward and not any(route[-1].gradients):  # every stage has something to train
                 raise RecipeError(
-                    f"the part {self._stages.last_part(stage)!r} of the model hands on {route[-1].describe()}, and parts up to it have "
-                    "parameters to train, which no gradient would ever reach; freeze those (requires_grad_(False)), or hand on what a "
-                    "gradient can go through: no detach(), no whole numbers"
+                    f"the part {self._stages.last_part(stage)!r} of the model hands on"
+                    f" {route[-1].describe()}, and parts up to it have parameters to train, which"
+                    " no gradient would ever reach; freeze those (requires_grad_(False)), or hand"
+                    " on what a gradient can go through: no detach(), no whole numbers"
                 )
             value = self._sent_to_next_stage(stage, value, route[-1])
         return route
 
-    def _sent_to_next_stage(self, stage: int, value: tuple[Tensor, ...], boundary: Boundary) -> tuple[Tensor, ...]:
-        """Send the value, or receive it. Return the input of the next stage, if it is on this rank."""
+    def _sent_to_next_stage(
+        self, stage: int, value: tuple[Tensor, ...], boundary: Boundary
+    ) -> tuple[Tensor, ...]:
+        """Send the value, or receive it. Return the input of the next stage, if it is on this
+        rank."""
         source, target = stage % self._stages.ranks, (stage + 1) % self._stages.ranks
         if source == target or self._world.rank not in (source, target):
             return value

@@ -1,4 +1,5 @@
-"""A failure on one rank of a pipeline becomes an error on every rank, so that no rank waits for another."""
+"""A failure on one rank of a pipeline becomes an error on every rank, so that no rank waits for
+another."""
 
 from __future__ import annotations
 
@@ -33,16 +34,22 @@ class PipelineFailure:
 
     def raise_if_any(self) -> None:
         """Raise on every rank if any rank has an error. Every rank calls it."""
-        if self._world.any(self.error is not None):  # exchanged between hosts, which do not wait for their devices
+        # exchanged between hosts, which do not wait for their devices
+        if self._world.any(self.error is not None):
             self.raise_known()
 
     def raise_known(self) -> None:
-        """Raise this rank's error, or the first of the others'. Every rank calls it once all know of an error."""
+        """Raise this rank's error, or the first of the others'. Every rank calls it once all know
+        of an error."""
         mine, self.error = self.error, None
-        everyone = self._world.gather_values(None if mine is None else [type(mine).__name__, str(mine)])
+        everyone = self._world.gather_values(
+            None if mine is None else [type(mine).__name__, str(mine)]
+        )
         if mine is not None:
             raise mine
-        rank, (name, text) = next((rank, described) for rank, described in enumerate(everyone) if described is not None)
+        rank, (name, text) = next(
+            (rank, described) for rank, described in enumerate(everyone) if described is not None
+        )
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, UserError):
             raise kind(text)

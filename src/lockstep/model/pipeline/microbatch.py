@@ -21,13 +21,16 @@ class PipelineLoss:
 
 @dataclass(frozen=True, slots=True)
 class PipelineMicrobatch:
-    """One microbatch. Every rank has the same, in the same order; functions that it does not call may be anything."""
+    """One microbatch. Every rank has the same, in the same order; functions that it does not call
+    may be anything."""
 
     position: tuple[int, ...]
     """The start of its random streams, see `ModuleRandomStreams.start`."""
     inputs: Callable[[], Any]
-    """The first part's arguments: a tuple, a dict of keywords, or one tensor. Called twice, on the first rank."""
+    """The first part's arguments: a tuple, a dict of keywords, or one tensor. Called twice, on the
+    first rank."""
     score: Callable[[Any], Any]
-    """(output) -> `PipelineLoss`, or anything in a forward without backward. Called on the last rank."""
+    """(output) -> `PipelineLoss`, or anything in a forward without backward. Called on the last
+    rank."""
     is_dummy: bool = False
     """True if it is computed only for other ranks' collectives."""

@@ -1,8 +1,10 @@
-"""The `pipeline` axis: each rank holds some stages of the model, and microbatches go through all stages.
+"""The `pipeline` axis: each rank holds some stages of the model, and microbatches go through all
+stages.
 
-Torch's schedules order the forwards, backwards, sends and receives. Added here: the loss is computed in the last
-stage's forward, with a factor for each microbatch; microbatches of different shapes share a schedule; each part draws
-from its own random stream; and if a forward fails, the schedule runs to its end before every rank raises."""
+Torch's schedules order the forwards, backwards, sends and receives. Added here: the loss is
+computed in the last stage's forward, with a factor for each microbatch; microbatches of different
+shapes share a schedule; each part draws from its own random stream; and if a forward fails, the
+schedule runs to its end before every rank raises."""
 
 from __future__ import annotations
 
@@ -37,9 +39,10 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 
 
 class Pipeline:
-    """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same calls on it.
-    `model`: this rank's parts have their values by the first call. `shards`: the ranks with which a stage's forward has
-    collectives, as with sharded parameters; None if there are none."""
+    """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same
+    calls on it. `model`: this rank's parts have their values by the first call. `shards`: the ranks
+    with which a stage's forward has collectives, as with sharded parameters; None if there are
+    none."""
 
     def __init__(
         self,
@@ -69,16 +72,20 @@ class Pipeline:
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
-        """The exchange among a microbatch's slices; None if microbatches are not split over pipelines."""
+        """The exchange among a microbatch's slices; None if microbatches are not split over
+        pipelines."""
         return self._forwards.exchange
 
     @exchange.setter
     def exchange(self, exchange: SyncBatchNormExchange | None) -> None:
         self._forwards.exchange = exchange
 
-    def watch(self, around: Callable[[int], AbstractContextManager[Any]], after: Callable[[int], object]) -> None:
-        """Set the context of each stage's forward and loss, and a function to call after each forward of `run`.
-        Both take the stage's index in `modules`. `after` is called in the microbatches' order, not for dummies."""
+    def watch(
+        self, around: Callable[[int], AbstractContextManager[Any]], after: Callable[[int], object]
+    ) -> None:
+        """Set the context of each stage's forward and loss, and a function to call after each
+        forward of `run`. Both take the stage's index in `modules`. `after` is called in the
+        microbatches' order, not for dummies."""
         self._forwards.around, self._after = around, after
 
     @property
@@ -87,19 +94,24 @@ class Pipeline:
         return (len(self.stages.ranges) - 1) % self.stages.ranks
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
-        """Forward and backward of all microbatches: adds the gradient of Σ seed * total to this rank's `.grad`.
-        Returns every microbatch's `PipelineLoss.record`: (microbatches, columns), float64, the same on every rank. If a
-        forward fails, every rank raises; the gradients are then invalid."""
+        """Forward and backward of all microbatches: adds the gradient of Σ seed * total to this
+        rank's `.grad`. Returns every microbatch's `PipelineLoss.record`: (microbatches, columns),
+        float64, the same on every rank. If a forward fails, every rank raises; the gradients are
+        then invalid."""
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)
         if accelerator.is_accelerator(self.world.device):
             self._failure.raise_if_any()
-        flat = torch.zeros(len(microbatches) * columns + 1, dtype=torch.float64, device=self.world.device)
+        flat = torch.zeros(
+            len(microbatches) * columns + 1, dtype=torch.float64, device=self.world.device
+        )
         if self._failure.error is not None:
             flat[-1] = 1.0
         elif self.world.rank == self.last_rank:
-            numbers = [number for index in range(len(microbatches)) for number in self._results[index]]
+            numbers = [
+                number for index in range(len(microbatches)) for number in self._results[index]
+            ]
             flat[:-1] = torch.stack([_float64(number, flat.device) for number in numbers])
         self._microbatches, self._results = (), {}
         dist.all_reduce(flat, group=self._group)
@@ -109,14 +121,19 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[PipelineMicrobatch]) -> list[Any]:
-        """Forward without backward. Returns each microbatch's `score` on the last rank, an empty list on the others.
-        All activations between stages are in memory at once: pass a few microbatches at a time."""
+        """Forward without backward. Returns each microbatch's `score` on the last rank, an empty
+        list on the others. All activations between stages are in memory at once: pass a few
+        microbatches at a time."""
         if not microbatches:
             return []
         self._run_all(microbatches, backward=False)
         results, self._microbatches, self._results = self._results, (), {}
         self._failure.raise_if_any()
-        return [results[index] for index in range(len(microbatches))] if self.world.rank == self.last_rank else []
+        return (
+            [results[index] for index in range(len(microbatches))]
+            if self.world.rank == self.last_rank
+            else []
+        )
 
     def _run_all(self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool) -> None:
         self._microbatches, self._results = microbatches, {}
@@ -124,18 +141,28 @@ class Pipeline:
         self._routes = self._discovery.routes(microbatches, backward=backward)
         start = 0
         for stop in range(1, len(microbatches) + 1):
-            if stop == len(microbatches) or _signatures(self._routes[stop]) != _signatures(self._routes[start]):
-                for first, end, schedule in schedule_calls(stop - start, self.stages, self.schedule):
+            if stop == len(microbatches) or _signatures(self._routes[stop]) != _signatures(
+                self._routes[start]
+            ):
+                for first, end, schedule in schedule_calls(
+                    stop - start, self.stages, self.schedule
+                ):
                     self._run_schedule(start + first, start + end, schedule, backward)
                 start = stop
 
     def _run_schedule(self, start: int, stop: int, schedule: str, backward: bool) -> None:
         key = stop - start, schedule, _signatures(self._routes[start]), backward
         if key not in self._schedules:
-            self._schedules[key] = self._build_schedule(stop - start, schedule, self._routes[start], backward)
+            self._schedules[key] = self._build_schedule(
+                stop - start, schedule, self._routes[start], backward
+            )
         run, stages = self._schedules[key]
         for stage in stages:
-            stage.first, stage.routes, stage.losses = start, self._routes[start:stop], schedule_losses(run)
+            stage.first, stage.routes, stage.losses = (
+                start,
+                self._routes[start:stop],
+                schedule_losses(run),
+            )
             stage.around = lambda chunk: self._forwards.computing(self._microbatches[start + chunk])
             stage.on_missing_gradient = partial(self._missing_gradient, stage.stage_index)
         try:
@@ -148,8 +175,14 @@ class Pipeline:
         for stage in stages:
             stage.release()
 
-    def _build_schedule(self, count: int, schedule: str, route: list[Boundary], backward: bool) -> tuple[Any, list[VariableShapeStage]]:
-        from lockstep.model.pipeline.torch_stage import ONE_STAGE_A_RANK, SEVERAL_STAGES_A_RANK, VariableShapeStage
+    def _build_schedule(
+        self, count: int, schedule: str, route: list[Boundary], backward: bool
+    ) -> tuple[Any, list[VariableShapeStage]]:
+        from lockstep.model.pipeline.torch_stage import (
+            ONE_STAGE_A_RANK,
+            SEVERAL_STAGES_A_RANK,
+            VariableShapeStage,
+        )
 
         loss = (lambda output, _: output) if backward else None
         last = len(self.stages.ranges) - 1
@@ -160,7 +193,11 @@ class Pipeline:
                 len(self.stages.ranges),
                 self.world.device,
                 input_args=route[stage - 1].tensors("meta") if stage else (),
-                output_args=route[stage].tensors("meta") if stage < last else torch.empty((), device="meta", requires_grad=backward),
+                output_args=(
+                    route[stage].tensors("meta")
+                    if stage < last
+                    else torch.empty((), device="meta", requires_grad=backward)
+                ),
                 group=self._group,
             )
             for local, stage in enumerate(self._forwards.own)
@@ -172,8 +209,9 @@ class Pipeline:
         return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Run a stage's forward for torch's schedule. If it fails, return zeros, so that no rank waits for its output;
-        but raise if the forward has collectives, which nothing can replace."""
+        """Run a stage's forward for torch's schedule. If it fails, return zeros, so that no rank
+        waits for its output; but raise if the forward has collectives, which nothing can
+        replace."""
         try:
             return self._compute(stage, local, index, received)
         except Exception as error:
@@ -188,33 +226,47 @@ class Pipeline:
             value = self._forwards.output(stage, microbatch, received, route)
             if stage == len(route):
                 value = microbatch.score(value)
-                self._results[index] = value.record if torch.is_grad_enabled() else value  # torch frees the graph
+                # torch frees the graph
+                self._results[index] = value.record if torch.is_grad_enabled() else value
         if torch.is_grad_enabled() and not microbatch.is_dummy:
             self._after(local)
         if stage < len(route):
             route[stage].check(value, self.stages.last_part(stage))
             return sendable_outputs(value)
-        return value.total * value.seed if torch.is_grad_enabled() else torch.zeros((), device=self.world.device)
+        return (
+            value.total * value.seed
+            if torch.is_grad_enabled()
+            else torch.zeros((), device=self.world.device)
+        )
 
     def _missing_gradient(self, stage: int) -> None:
         first = self.stages.parts[self.stages.ranges[stage].start]
         self._failure.error = self._failure.error or RecipeError(
-            f"the output of the model's parts from {first!r} on does not depend on the input of {first!r}, so no gradient reaches the "
-            "trainable parameters of the parts before it; freeze those (requires_grad_(False)), or use what they compute"
+            f"the output of the model's parts from {first!r} on does not depend on the input of"
+            f" {first!r}, so no gradient reaches the trainable parameters of the parts before it;"
+            " freeze those (requires_grad_(False)), or use what they compute"
         )
 
     def _zeros_with_gradient(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Zeros instead of a failed forward's output. The gradient of what was received is zero too."""
+        """Zeros instead of a failed forward's output. The gradient of what was received is zero
+        too."""
         arrived = received_inputs(received) if received else ()
-        link = sum((tensor.sum() * 0 for tensor in arrived if tensor.requires_grad), start=torch.zeros((), device=self.world.device))
+        link = sum(
+            (tensor.sum() * 0 for tensor in arrived if tensor.requires_grad),
+            start=torch.zeros((), device=self.world.device),
+        )
         route = self._routes[index]
         if stage == len(route):
-            return link if link.requires_grad or not torch.is_grad_enabled() else link.requires_grad_()
+            return (
+                link if link.requires_grad or not torch.is_grad_enabled() else link.requires_grad_()
+            )
         outputs = []
         for tensor in route[stage].tensors(self.world.device):
             zeros = torch.zeros_like(tensor)
             if tensor.requires_grad:
-                zeros = zeros + link.to(zeros.dtype) if link.requires_grad else zeros.requires_grad_()
+                zeros = (
+                    zeros + link.to(zeros.dtype) if link.requires_grad else zeros.requires_grad_()
+                )
             outputs.append(zeros)
         return tuple(outputs)
 
@@ -222,7 +274,9 @@ class Pipeline:
 class _StageModule(nn.Module):
     """A stage as torch's pipelining calls it: it holds the stage's parameters."""
 
-    def __init__(self, parts: Sequence[nn.Module], compute: Callable[[int, tuple[Tensor, ...]], Any]) -> None:
+    def __init__(
+        self, parts: Sequence[nn.Module], compute: Callable[[int, tuple[Tensor, ...]], Any]
+    ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.compute = compute
@@ -239,7 +293,8 @@ class _StageModule(nn.Module):
 def _float64(number: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(number, Tensor):
         return number.to(device, torch.float64)
-    return torch.full((), number, dtype=torch.float64, device=device)  # torch.tensor would make the host wait for a copy
+    # torch.tensor would make the host wait for a copy
+    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def _signatures(route: Sequence[Boundary]) -> tuple[Any, ...]:

@@ -14,7 +14,8 @@ from lockstep.base.errors import RecipeError
 
 
 class SequentialCheck:
-    """The parts of a model, and its original forward. Create it before any axis changes the modules' calls."""
+    """The parts of a model, and its original forward. Create it before any axis changes the
+    modules' calls."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
         self._forward = model.forward
@@ -23,8 +24,9 @@ class SequentialCheck:
         self._forwards = {id(module): module.forward for module in model.modules()}
 
     def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """Raise `RecipeError` unless the forward passes each part the output of the one before, and returns the last.
-        `call`: calls a function with the model's inputs. The parts are not computed, so they need no values."""
+        """Raise `RecipeError` unless the forward passes each part the output of the one before, and
+        returns the last. `call`: calls a function with the model's inputs. The parts are not
+        computed, so they need no values."""
         handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__
         known = {id(module) for module in self._modules}
@@ -37,7 +39,10 @@ class SequentialCheck:
                 raise _NotSequential(self._out_of_turn(place))
             if handed and (kwargs or len(args) != 1 or args[0] is not handed[-1]):
                 before = self._parts[place - 1]
-                raise _NotSequential(f"calls {self._parts[place]!r} with something other than the output of {before!r}, and that alone")
+                raise _NotSequential(
+                    f"calls {self._parts[place]!r} with something other than the output of"
+                    f" {before!r}, and that alone"
+                )
             handed.append(_Placeholder(self._parts[place]))
             return handed[-1]
 
@@ -46,7 +51,9 @@ class SequentialCheck:
             with torch.no_grad():
                 returned = call(self._forward)
             if len(handed) < len(self._modules) or returned is not handed[-1]:
-                raise _NotSequential(f"returns something other than the output of {self._parts[-1]!r}")
+                raise _NotSequential(
+                    f"returns something other than the output of {self._parts[-1]!r}"
+                )
         except Exception as error:
             raise RecipeError(self._said(error, len(handed))) from error
         finally:
@@ -55,16 +62,19 @@ class SequentialCheck:
     def _out_of_turn(self, place: int) -> str:
         if place == len(self._parts):
             return f"calls a part after {self._parts[-1]!r}, the last one"
-        after = f", which comes after {self._parts[place - 1]!r}" if place else ", which comes first"
+        after = (
+            f", which comes after {self._parts[place - 1]!r}" if place else ", which comes first"
+        )
         return f"calls another part in the place of {self._parts[place]!r}{after}"
 
     def _said(self, error: Exception, place: int) -> str:
         after = f"after {self._parts[place - 1]!r}" if place else f"before {self._parts[0]!r}"
         own = f"does something of its own {after} ({type(error).__name__}: {error})"
         return (
-            f"the model's forward {error if isinstance(error, _NotSequential) else own}; a pipeline calls the parts that the recipe's "
-            "stages name, each with the output of the one before, and nothing between them; move what lies between into a part, or name "
-            "parts that hold it"
+            f"the model's forward {error if isinstance(error, _NotSequential) else own}; a pipeline"
+            " calls the parts that the recipe's stages name, each with the output of the one"
+            " before, and nothing between them; move what lies between into a part, or name parts"
+            " that hold it"
         )
 
 

@@ -18,20 +18,38 @@ from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 
 
 class StageForwards:
-    """Calls a stage's parts one after another, with the microbatch's random streams. `shards`: as in `Pipeline`."""
+    """Calls a stage's parts one after another, with the microbatch's random streams. `shards`: as
+    in `Pipeline`."""
 
-    def __init__(self, model: nn.Module, stages: Stages, rank: int, streams: ModuleRandomStreams, shards: World | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        rank: int,
+        streams: ModuleRandomStreams,
+        shards: World | None,
+    ) -> None:
         self.stages = stages
         self.own = list(stages.on_rank(rank))
-        self.parts = {stage: [model.get_submodule(stages.parts[place]) for place in stages.ranges[stage]] for stage in self.own}
+        self.parts = {
+            stage: [model.get_submodule(stages.parts[place]) for place in stages.ranges[stage]]
+            for stage in self.own
+        }
         self.exchange: SyncBatchNormExchange | None = None
         """The exchange among a microbatch's slices; None if microbatches are not split."""
         self.around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
         self.streams = streams
         self._shards = shards
 
-    def output(self, stage: int, microbatch: PipelineMicrobatch, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
-        """Return the stage's output. `received`: from the stage before. `route`: the known boundaries."""
+    def output(
+        self,
+        stage: int,
+        microbatch: PipelineMicrobatch,
+        received: tuple[Tensor, ...],
+        route: Sequence[Boundary],
+    ) -> Any:
+        """Return the stage's output. `received`: from the stage before. `route`: the known
+        boundaries."""
         parts = self.parts[stage]
         self.streams.start(microbatch.position, self.stages.ranges[stage].start)
         if stage == 0:
@@ -46,13 +64,15 @@ class StageForwards:
 
     @property
     def lockstep_ranks(self) -> World | None:
-        """The ranks that must run the same forwards, because these have collectives; None if there are none."""
+        """The ranks that must run the same forwards, because these have collectives; None if there
+        are none."""
         exchange = self._exchange_in_training
         return self._shards if exchange is None else exchange.world
 
     @contextmanager
     def computing(self, microbatch: PipelineMicrobatch) -> Iterator[None]:
-        """Tell SyncBatchNorm which microbatch is computed, in its forward and, for recomputation, in its backward."""
+        """Tell SyncBatchNorm which microbatch is computed, in its forward and, for recomputation,
+        in its backward."""
         exchange = self._exchange_in_training
         if exchange is None:
             yield
@@ -70,7 +90,13 @@ class StageForwards:
 
 def call_with(function: Callable[..., Any], inputs: Any) -> Any:
     """Call the function with a tuple of arguments, a dict of keywords, or one argument."""
-    return function(**inputs) if isinstance(inputs, dict) else function(*inputs) if isinstance(inputs, tuple) else function(inputs)
+    return (
+        function(**inputs)
+        if isinstance(inputs, dict)
+        else function(*inputs)
+        if isinstance(inputs, tuple)
+        else function(inputs)
+    )
 
 
 @contextmanager
@@ -82,5 +108,6 @@ def unchanged_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in kept:
-                if not torch.equal(buffer, value):  # torch counts a version for each write, but for those of BatchNorm
+                # torch counts a version for each write, but for those of BatchNorm
+                if not torch.equal(buffer, value):
                     buffer.copy_(value)

@@ -1,4 +1,5 @@
-"""The sequential parts of a model, and their split into pipeline stages of similar cost, without communication."""
+"""The sequential parts of a model, and their split into pipeline stages of similar cost, without
+communication."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from lockstep.model.blocks import check_not_nested, matching_names, numel, outer
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter on several ranks of a pipeline, ascending: gradients are summed, the first counts in the norm."""
+    """A parameter on several ranks of a pipeline, ascending: gradients are summed, the first counts
+    in the norm."""
 
     name: str
     ranks: tuple[int, ...]
@@ -23,7 +25,8 @@ class SharedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A model split into stages, of `parts` that run in order. Stage s is on the pipeline's rank s mod `ranks`."""
+    """A model split into stages, of `parts` that run in order. Stage s is on the pipeline's rank s
+    mod `ranks`."""
 
     parts: tuple[str, ...]
     ranges: tuple[range, ...]
@@ -33,26 +36,41 @@ class Stages:
 
     @classmethod
     def split(
-        cls, model: nn.Module, patterns: Sequence[str] | None, *, ranks: int, per_rank: int = 1, costs: Sequence[float] | None = None
+        cls,
+        model: nn.Module,
+        patterns: Sequence[str] | None,
+        *,
+        ranks: int,
+        per_rank: int = 1,
+        costs: Sequence[float] | None = None,
     ) -> Stages:
-        """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each. Raises `RecipeError`.
-        `patterns`: `Recipe.stages`. `costs`: one for each part; None: the number of its parameters. Call it before any
-        parameter is removed from the model."""
+        """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each.
+        Raises `RecipeError`. `patterns`: `Recipe.stages`. `costs`: one for each part; None: the
+        number of its parameters. Call it before any parameter is removed from the model."""
         if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
-                f"pipeline={ranks} and a model ({type(model).__name__}) that is no nn.Sequential; a pipeline must know the parts of the "
-                "model in the order in which they are called; name them, as in Recipe.stages=['embed', 'blocks.*', 'head']"
+                f"pipeline={ranks} and a model ({type(model).__name__}) that is no nn.Sequential; a"
+                " pipeline must know the parts of the model in the order in which they are called;"
+                " name them, as in Recipe.stages=['embed', 'blocks.*', 'head']"
             )
         modules = [model.get_submodule(name) for name in parts]
         costs = [numel(module) for module in modules] if costs is None else costs
-        units = _units([any(parameter.requires_grad for parameter in module.parameters()) for module in modules])
+        units = _units(
+            [
+                any(parameter.requires_grad for parameter in module.parameters())
+                for module in modules
+            ]
+        )
         count = ranks * per_rank
         if count > len(units):
             virtual = f" with {per_rank} stages a rank" if per_rank > 1 else ""
+            names = [parts[unit.start] for unit in units[:8]] + ["..."] * (len(units) > 8)
             raise RecipeError(
-                f"pipeline={ranks}{virtual} makes {count} stages, and the model has trainable parameters for {len(units)} "
-                f"(from {', '.join(parts[unit.start] for unit in units[:8])}{', ...' if len(units) > 8 else ''}); each stage needs "
-                "one at least; use a smaller pipeline, or name smaller parts in Recipe.stages"
+                f"pipeline={ranks}{virtual} makes {count} stages, and the model has trainable"
+                f" parameters for {len(units)} (from"
+                f" {', '.join(names)});"
+                " each stage needs one at least; use a smaller pipeline, or name smaller parts in"
+                " Recipe.stages"
             )
         runs = balanced([sum(costs[place] for place in unit) for unit in units], count)
         ranges = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
@@ -71,9 +89,10 @@ class Stages:
 
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """Return the names of the model's sequential parts, in the order of their calls. Empty if the order is unknown.
-    The parts of an `nn.Sequential` are its members. Otherwise `patterns` name modules: in the order of the patterns,
-    and for one pattern in the model's order. Raises `RecipeError` if these cannot be parts, or leave out a tensor."""
+    """Return the names of the model's sequential parts, in the order of their calls. Empty if the
+    order is unknown. The parts of an `nn.Sequential` are its members. Otherwise `patterns` name
+    modules: in the order of the patterns, and for one pattern in the model's order. Raises
+    `RecipeError` if these cannot be parts, or leave out a tensor."""
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             return []
@@ -83,14 +102,18 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
     parts = [name for pattern in patterns for name in _matched(pattern, modules)]
     for place, name in enumerate(parts):
         if name in parts[:place]:
-            raise RecipeError(f"the recipe's stages match {name!r} twice; each part is called once, in the order given; drop a pattern")
+            raise RecipeError(
+                f"the recipe's stages match {name!r} twice; each part is called once, in the order"
+                " given; drop a pattern"
+            )
     check_not_nested(parts, "stages")
     _check_complete(model, parts)
     return parts
 
 
 def balanced(costs: Sequence[float], count: int) -> list[range]:
-    """Split `costs` into `count` non-empty contiguous runs with the smallest maximum sum, and then most evenly."""
+    """Split `costs` into `count` non-empty contiguous runs with the smallest maximum sum, and then
+    most evenly."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -103,9 +126,10 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
 
 
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
-    """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the schedule's name.
-    Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer. Its interleaved schedules need a
-    multiple of the number of rounds; the remainder is a call of its own."""
+    """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the
+    schedule's name. Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer.
+    Its interleaved schedules need a multiple of the number of rounds; the remainder is a call of
+    its own."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -116,16 +140,19 @@ def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int,
 
 
 def check_microbatches(count: int, stages: Stages) -> None:
-    """Raise `RecipeError` if a full global batch has fewer microbatches on a data rank, `count`, than stages."""
+    """Raise `RecipeError` if a full global batch has fewer microbatches on a data rank, `count`,
+    than stages."""
     if count < len(stages.ranges):
         raise RecipeError(
-            f"{count} microbatches a step in a pipeline of {len(stages.ranges)} stages; with fewer microbatches than stages some stages "
-            f"always wait; choose a smaller microbatch, so that a step has {len(stages.ranges)} at least on each data rank, or fewer stages"
+            f"{count} microbatches a step in a pipeline of {len(stages.ranges)} stages; with fewer"
+            " microbatches than stages some stages always wait; choose a smaller microbatch, so"
+            f" that a step has {len(stages.ranges)} at least on each data rank, or fewer stages"
         )
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Remove the parameters and buffers that none of these parts holds. Modules and the other tensors' names stay."""
+    """Remove the parameters and buffers that none of these parts holds. Modules and the other
+    tensors' names stay."""
     held = {id(tensor) for name in names for tensor in tensors_of(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
@@ -139,8 +166,9 @@ def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
     for name in found:
         if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
             raise RecipeError(
-                f"the recipe's stages have {pattern!r}, and {name!r} is a {type(modules[name]).__name__}, which cannot be called; "
-                f"name its members: {name + '.*'!r}"
+                f"the recipe's stages have {pattern!r}, and {name!r} is a"
+                f" {type(modules[name]).__name__}, which cannot be called; name its members:"
+                f" {name + '.*'!r}"
             )
     return found
 
@@ -154,10 +182,11 @@ def _check_complete(model: nn.Module, parts: Sequence[str]) -> None:
         if id(tensor) not in held
     ]
     if left_out:
+        more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
         raise RecipeError(
-            f"the recipe's stages leave out {', '.join(left_out[:5])}{f' and {len(left_out) - 5} more' if len(left_out) > 5 else ''}; "
-            "together they must hold every parameter and buffer of the model, since only they are called; name the modules that hold "
-            "these too, or move them into one"
+            f"the recipe's stages leave out {', '.join(left_out[:5])}{more};"
+            " together they must hold every parameter and buffer of the model, since only they are"
+            " called; name the modules that hold these too, or move them into one"
         )
 
 
@@ -167,15 +196,22 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[r
         for place in places:
             for module in model.get_submodule(parts[place]).modules():
                 first, part = holders.setdefault(id(module), (stage, parts[place]))
-                if first != stage and isinstance(module, BatchNormBase) and module.running_mean is not None:
+                if (
+                    first != stage
+                    and isinstance(module, BatchNormBase)
+                    and module.running_mean is not None
+                ):
                     raise RecipeError(
-                        f"the stages {part!r} and {parts[place]!r} share a {type(module).__name__}; its running statistics follow from "
-                        "all of its calls in their order, and two stages of a pipeline compute theirs apart; give each a BatchNorm of "
-                        "its own"
+                        f"the stages {part!r} and {parts[place]!r} share a {type(module).__name__};"
+                        " its running statistics follow from all of its calls in their order, and"
+                        " two stages of a pipeline compute theirs apart; give each a BatchNorm of"
+                        " its own"
                     )
 
 
-def _shared_parameters(model: nn.Module, parts: Sequence[str], ranges: Sequence[range], ranks: int) -> tuple[SharedParameter, ...]:
+def _shared_parameters(
+    model: nn.Module, parts: Sequence[str], ranges: Sequence[range], ranks: int
+) -> tuple[SharedParameter, ...]:
     holders: dict[int, set[int]] = {}
     for stage, places in enumerate(ranges):
         for place in places:
@@ -189,19 +225,27 @@ def _shared_parameters(model: nn.Module, parts: Sequence[str], ranges: Sequence[
 
 
 def _units(trainable: Sequence[bool]) -> list[range]:
-    """Group the parts so that each group has one part with trainable parameters and those without after it."""
+    """Group the parts so that each group has one part with trainable parameters and those without
+    after it."""
     starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []
     starts[0] = 0
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(trainable)], strict=True)]
+    return [
+        range(start, stop)
+        for start, stop in zip(starts, [*starts[1:], len(trainable)], strict=True)
+    ]
 
 
 def _best(
-    costs: Sequence[float], count: int, value: Callable[[float], float], join: Callable[[float, float], float], most: float
+    costs: Sequence[float],
+    count: int,
+    value: Callable[[float], float],
+    join: Callable[[float, float], float],
+    most: float,
 ) -> list[tuple[float, int]]:
-    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop is the least value of
-    costs[:stop] in `row` runs with no sum above `most`, and the start of the last run."""
+    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop is the least
+    value of costs[:stop] in `row` runs with no sum above `most`, and the start of the last run."""
     length = len(costs)
     sums = [0.0]
     for cost in costs:
@@ -211,7 +255,12 @@ def _best(
     for row in range(1, count + 1):
         for stop in range(row, length - count + row + 1):
             options = [
-                (join(table[(row - 1) * (length + 1) + start][0], value(sums[stop] - sums[start])), start)
+                (
+                    join(
+                        table[(row - 1) * (length + 1) + start][0], value(sums[stop] - sums[start])
+                    ),
+                    start,
+                )
                 for start in range(row - 1, stop)
                 if sums[stop] - sums[start] <= most
             ]

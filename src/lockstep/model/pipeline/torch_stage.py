@@ -1,5 +1,6 @@
-"""Torch's pipeline stage, extended: microbatches of different shapes, missing gradients noticed, memory freed early.
-It imports torch's schedules, which takes long; only pipelines import this module."""
+"""Torch's pipeline stage, extended: microbatches of different shapes, missing gradients noticed,
+memory freed early. It imports torch's schedules, which takes long; only pipelines import this
+module."""
 
 from __future__ import annotations
 
@@ -11,13 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from lockstep.base.torch_private import stage_input_gradients
 from lockstep.model.pipeline.boundary import Boundary
 
 ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL_STAGES_A_RANK: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+SEVERAL_STAGES_A_RANK: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
 
 
 class VariableShapeStage(PipelineStage):
@@ -38,12 +48,16 @@ class VariableShapeStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
-            self._renew(self.args_recv_info[fwd_chunk_id], self.routes[fwd_chunk_id][self.stage_index - 1])
+            self._renew(
+                self.args_recv_info[fwd_chunk_id], self.routes[fwd_chunk_id][self.stage_index - 1]
+            )
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:
-            self._renew(self.grad_recv_info[bwd_chunk_id], self.routes[bwd_chunk_id][self.stage_index])
+            self._renew(
+                self.grad_recv_info[bwd_chunk_id], self.routes[bwd_chunk_id][self.stage_index]
+            )
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +70,8 @@ class VariableShapeStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Send zeros as the gradient of an input that the output does not depend on; torch's stage would deadlock."""
+        """Send zeros as the gradient of an input that the output does not depend on; torch's stage
+        would deadlock."""
         received = self.received.pop(bwd_chunk_id, ())
         with self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -68,7 +83,8 @@ class VariableShapeStage(PipelineStage):
         if any(needs and gradient is None for needs, gradient in zip(needed, found, strict=False)):
             self.on_missing_gradient()
             gradients[bwd_chunk_id] = tuple(
-                torch.zeros_like(tensor) if needs else gradient for tensor, needs, gradient in zip(received, needed, found, strict=False)
+                torch.zeros_like(tensor) if needs else gradient
+                for tensor, needs, gradient in zip(received, needed, found, strict=False)
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -89,17 +105,24 @@ class VariableShapeStage(PipelineStage):
     def _free(self, received: Sequence[Any]) -> None:
         for info in received:
             if info.buffer is not None:
-                info.buffer = None if _allocates_at_receive(info) else torch.empty(0, device=self.device)
+                info.buffer = (
+                    None if _allocates_at_receive(info) else torch.empty(0, device=self.device)
+                )
 
     def _renew(self, received: Sequence[Any], boundary: Boundary) -> None:
         for info, tensor in zip(received, boundary.tensors("meta"), strict=True):
             if not _allocates_at_receive(info):
                 if info.buffer is not None:
-                    info.buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+                    info.buffer = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+                    )
             elif info.tensor_meta is not None:
-                info.tensor_meta = replace(info.tensor_meta, shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype)
+                info.tensor_meta = replace(
+                    info.tensor_meta, shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype
+                )
 
 
 def _allocates_at_receive(info: Any) -> bool:
-    """True from torch 2.15 on: a stage has a description of what it receives, and no buffer for each microbatch."""
+    """True from torch 2.15 on: a stage has a description of what it receives, and no buffer for
+    each microbatch."""
     return hasattr(info, "allocate_buffer")

@@ -1,4 +1,5 @@
-"""Tensor parallelism of models with LoRA adapters of peft: the plan names layers, which peft has wrapped."""
+"""Tensor parallelism of models with LoRA adapters of peft: the plan names layers, which peft has
+wrapped."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ _ADAPTER_STYLES = {
     "rowwise": ("rowwise", ""),
     "rowwise_split": ("", ""),
 }
-"""Style of a layer -> those of its adapter's matrices: features -> rank, and rank -> features. "": whole."""
+"""Style of a layer -> those of its adapter's matrices: features -> rank, and rank -> features. "":
+whole."""
 
 
 def without_adapters(model: Any) -> tuple[str, Any]:
-    """Return the name and the module of the model that peft has wrapped; ("", `model`) for any other."""
+    """Return the name and the module of the model that peft has wrapped; ("", `model`) for any
+    other."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return "", model
     inner = model.get_base_model()
@@ -27,7 +30,8 @@ def without_adapters(model: Any) -> tuple[str, Any]:
 
 
 def styles_with_adapters(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles, with those of each wrapped layer and of its adapters in place of the wrapper's."""
+    """Return the styles, with those of each wrapped layer and of its adapters in place of the
+    wrapper's."""
     found: dict[str, str] = {}
     for name, style in chosen.items():
         module: Any = model.get_submodule(name)
@@ -36,11 +40,14 @@ def styles_with_adapters(model: nn.Module, chosen: Mapping[str, str]) -> dict[st
             continue
         if style not in _ADAPTER_STYLES:
             raise RecipeError(
-                f"the style {style!r} for {name!r}, a layer with LoRA adapters; they can be sharded with {', '.join(_ADAPTER_STYLES)}; "
-                "leave the layer out of the plan, by a map in Recipe.tensor, or out of LoraConfig.target_modules"
+                f"the style {style!r} for {name!r}, a layer with LoRA adapters; they can be sharded"
+                f" with {', '.join(_ADAPTER_STYLES)}; leave the layer out of the plan, by a map in"
+                " Recipe.tensor, or out of LoraConfig.target_modules"
             )
         found[f"{name}.base_layer"] = style
         for part, adapter_style in zip(("lora_A", "lora_B"), _ADAPTER_STYLES[style], strict=True):
             if adapter_style:
-                found |= {f"{name}.{part}.{adapter}": adapter_style for adapter in getattr(module, part)}
+                found |= {
+                    f"{name}.{part}.{adapter}": adapter_style for adapter in getattr(module, part)
+                }
     return found

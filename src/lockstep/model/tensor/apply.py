@@ -1,7 +1,9 @@
-"""The `tensor` axis: layers' weights are DTensors sharded over the ranks, which compute each microbatch together.
+"""The `tensor` axis: layers' weights are DTensors sharded over the ranks, which compute each
+microbatch together.
 
-A `colwise` layer gives each rank a shard of its outputs. The `rowwise` layer after it takes such a shard and sums over
-the ranks. Between the two, user code runs on smaller tensors (`sharded_features.py`); elsewhere ranks have equal ones.
+A `colwise` layer gives each rank a shard of its outputs. The `rowwise` layer after it takes such a
+shard and sums over the ranks. Between the two, user code runs on smaller tensors
+(`sharded_features.py`); elsewhere ranks have equal ones.
 """
 
 from __future__ import annotations
@@ -14,41 +16,76 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
 from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
-from lockstep.model.tensor.sharded_features import ShardedFeatures, checked_output, is_sharded, mark_sharded
+from lockstep.model.tensor.sharded_features import (
+    ShardedFeatures,
+    checked_output,
+    is_sharded,
+    mark_sharded,
+)
 from lockstep.model.tensor.sharded_logits import as_sharded_logits, local_shard
 from lockstep.model.tensor.styles import STYLES, shard_dim, sizes_of
 
 SHAPES = re.compile(
-    r"is invalid for input of size|must match|cannot be multiplied|size mismatch|split_with_sizes|not compatible|doesn't match|"
-    r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not divisible|broadcast|"
+    r"is invalid for input of size|must match|cannot be multiplied|size"
+    r" mismatch|split_with_sizes|not compatible|doesn't match|"
+    r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not"
+    r" divisible|broadcast|"
     r"should contain \d+ elements"
 )
 """Messages of torch and Python about sizes that code did not expect."""
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, materialize: Callable[[nn.Module], None]) -> None:
-    """Shard the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before FSDP2 shards the model.
-    `styles`: from `tensor_styles`. `materialize`: called with a layer just before it is sharded; all ranks must get
-    the same values, because nothing is sent. Other parameters without values stay on the meta device. Shared parameters
-    stay shared."""
+def tensor_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, str],
+    *,
+    materialize: Callable[[nn.Module], None],
+) -> None:
+    """Shard the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before
+    FSDP2 shards the model. `styles`: from `tensor_styles`. `materialize`: called with a layer just
+    before it is sharded; all ranks must get the same values, because nothing is sent. Other
+    parameters without values stay on the meta device. Shared parameters stay shared."""
     shared = shared_names(model)
     unsharded_now: set[str] = set()
     for name, style in styles.items():
         layer, hooks = model.get_submodule(name), _ShardedLayer(name, style, unsharded_now)
         materialize(layer)
-        distribute_module(layer, mesh, hooks.shard_parameters, hooks.place_input, hooks.place_output)  # type: ignore[arg-type]
+        placing: Any = (
+            hooks.place_input,
+            hooks.place_output,
+        )  # torch's types say less than its docs
+        distribute_module(layer, mesh, hooks.shard_parameters, *placing)
     for names in shared:
         share_parameter(model, names)
     features = ShardedFeatures(mesh)
-    check = FirstForwardCheck(model, [name for name, style in styles.items() if STYLES[style].exposes_shards], unsharded_now)
+    check = FirstForwardCheck(
+        model,
+        [name for name, style in styles.items() if STYLES[style].exposes_shards],
+        unsharded_now,
+    )
     owners = {name.rpartition(".")[0] for name in styles}
-    around = {"", *(owner[:end] for owner in owners for end in (*(dot.start() for dot in re.finditer(r"\.", owner)), len(owner)))}
+    around = {
+        "",
+        *(
+            owner[:end]
+            for owner in owners
+            for end in (*(dot.start() for dot in re.finditer(r"\.", owner)), len(owner))
+        ),
+    }
     for name, module in model.named_modules():
         if name in around:
             own = [child for child in styles if child.rpartition(".")[0] == name]
@@ -57,16 +94,22 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
-    """All-reduce gradients that are partial sums, such as those of a norm's weight under `sequence`.
-    Every rank of the axis calls it once, after a step's last backward, with zeros for gradients that others have."""
+    """All-reduce gradients that are partial sums, such as those of a norm's weight under
+    `sequence`. Every rank of the axis calls it once, after a step's last backward, with zeros for
+    gradients that others have."""
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(gradient, DTensor)
+            and gradient.placements != parameter.placements
+        ):
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 class _ShardedLayer:
-    """The hooks of one sharded layer: they place its parameters, its input and its output as its style says."""
+    """The hooks of one sharded layer: they place its parameters, its input and its output as its
+    style says."""
 
     def __init__(self, name: str, style: str, unsharded_now: set[str]) -> None:
         """`unsharded_now`: names of layers that run at present with full inputs and weights."""
@@ -89,17 +132,31 @@ class _ShardedLayer:
             made.__dict__.update(vars(parameter))
             module.register_parameter(name, made)
 
-    def place_input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    def place_input(
+        self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
+    ) -> tuple[Any, ...]:
         if self._name in self._unsharded_now:
             return inputs
         if not inputs:
-            raise RecipeError(f"{self._name} is called with keywords alone; a layer that is sharded takes its input as the first argument")
+            raise RecipeError(
+                f"{self._name} is called with keywords alone; a layer that is sharded takes its"
+                " input as the first argument"
+            )
         given = inputs[0]
         if not isinstance(given, DTensor):
-            given = DTensor.from_local(given, mesh, (self._placement(module, given, mesh.size()),), run_check=False)
+            given = DTensor.from_local(
+                given, mesh, (self._placement(module, given, mesh.size()),), run_check=False
+            )
         if self._style.input_layout == "sequence" and given.dim() < 2:
-            raise RecipeError(f"{self._name} has the style 'sequence' and an input of shape {tuple(given.shape)}; the sequence is dim 1")
-        wanted: dict[str, Placement] = {"replicated": Replicate(), "sharded": Shard(given.dim() - 1), "sequence": Shard(1)}
+            raise RecipeError(
+                f"{self._name} has the style 'sequence' and an input of shape {tuple(given.shape)};"
+                " the sequence is dim 1"
+            )
+        wanted: dict[str, Placement] = {
+            "replicated": Replicate(),
+            "sharded": Shard(given.dim() - 1),
+            "sequence": Shard(1),
+        }
         return given.redistribute(placements=(wanted[self._style.input_layout],)), *inputs[1:]
 
     def _placement(self, module: nn.Module, given: Tensor, size: int) -> Placement:
@@ -108,15 +165,21 @@ class _ShardedLayer:
         if wants_shard and given.shape[-1] * size == sizes_of(module)[1]:
             return Shard(given.dim() - 1)
         if wants_shard:
-            remedy = "'rowwise_split'" if given.shape[-1] == sizes_of(module)[1] else "a 'colwise' layer before it"
+            remedy = (
+                "'rowwise_split'"
+                if given.shape[-1] == sizes_of(module)[1]
+                else "a 'colwise' layer before it"
+            )
             raise RecipeError(
-                f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs, of which each of {size} ranks takes "
-                f"its part, and was given {given.shape[-1]}; give it {remedy}, or leave it unsharded"
+                f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs,"
+                f" of which each of {size} ranks takes its part, and was given {given.shape[-1]};"
+                f" give it {remedy}, or leave it unsharded"
             )
         if is_sharded(given):
             raise RecipeError(
-                f"{self._name} has the style {self._style_name!r}, which takes an unsharded input, and was given one that is sharded over "
-                "the tensor axis; give it 'rowwise', or the layer before it 'colwise_gathered'"
+                f"{self._name} has the style {self._style_name!r}, which takes an unsharded input,"
+                " and was given one that is sharded over the tensor axis; give it 'rowwise', or"
+                " the layer before it 'colwise_gathered'"
             )
         return Replicate()
 
@@ -124,7 +187,9 @@ class _ShardedLayer:
         if self._name in self._unsharded_now:
             return output
         layouts: dict[str, Placement] = {"replicated": Replicate(), "sequence": Shard(1)}
-        spread = output.redistribute(placements=(layouts.get(self._style.output_layout, Shard(output.dim() - 1)),))
+        spread = output.redistribute(
+            placements=(layouts.get(self._style.output_layout, Shard(output.dim() - 1)),)
+        )
         if self._style.output_layout == "classes":
             logits: Tensor = as_sharded_logits(spread)
             return logits
@@ -138,7 +203,14 @@ class _TensorParallelForward:
     """Runs the forward of a module with sharded layers inside, and explains its errors about sizes.
     `name`: the module's, empty for the model. `layers`: the sharded layers directly inside it."""
 
-    def __init__(self, module: nn.Module, name: str, features: ShardedFeatures, check: FirstForwardCheck, layers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        features: ShardedFeatures,
+        check: FirstForwardCheck,
+        layers: Sequence[str],
+    ) -> None:
         self._name = name
         self._called = name or type(module).__name__
         self._features = features
@@ -149,15 +221,20 @@ class _TensorParallelForward:
         return self
 
     def install(self, module: Any) -> None:
-        """Replace the forward in a new class of the module, so that a copy of the module runs its own forward."""
+        """Replace the forward in a new class of the module, so that a copy of the module runs its
+        own forward."""
         if "forward" in vars(module):  # an attribute of the module, which goes before its class's
-            module.forward = functools.wraps(module.forward)(functools.partial(self.run, module, module.forward))
+            module.forward = functools.wraps(module.forward)(
+                functools.partial(self.run, module, module.forward)
+            )
         else:
             kind: Any = type(module)
             module.__class__ = _class_with_tensor_parallel_forward(kind)
             module.lockstep_forward = self
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], /, *arguments: Any, **keywords: Any
+    ) -> Any:
         with self._features:
             try:
                 output = forward(*arguments, **keywords)
@@ -173,18 +250,25 @@ class _TensorParallelForward:
 def _class_with_tensor_parallel_forward(kind: Any) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return self.lockstep_forward.run(self, functools.partial(kind.forward, self), *arguments, **keywords)
+        return self.lockstep_forward.run(
+            self, functools.partial(kind.forward, self), *arguments, **keywords
+        )
 
-    made: type[nn.Module] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    made: type[nn.Module] = type(
+        kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__}
+    )
     return made
 
 
 def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
     first_line = str(error).partition("\n")[0]
     return (
-        f"the forward of {name} failed with its layers {', '.join(layers)} sharded over the tensor axis: {first_line}; between a 'colwise' "
-        "and a 'rowwise' layer each rank has a part of the features, and whole heads of them, so code there must not name their full "
-        "number: write -1 for the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1); give query, "
-        "key and value layers of their own, since one for all three is sharded across them; have no norm over the features there; or give "
-        "the first layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies between whole"
+        f"the forward of {name} failed with its layers {', '.join(layers)} sharded over the tensor"
+        f" axis: {first_line}; between a 'colwise' and a 'rowwise' layer each rank has a part of"
+        " the features, and whole heads of them, so code there must not name their full number:"
+        " write -1 for the heads, as in query.view(batch, length, -1, head_dim) and"
+        " mixed.reshape(batch, length, -1); give query, key and value layers of their own, since"
+        " one for all three is sharded across them; have no norm over the features there; or give"
+        " the first layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies"
+        " between whole"
     )

@@ -1,11 +1,13 @@
-"""A check at the first forward: modules with sharded layers inside compute the same as with full layers.
+"""A check at the first forward: modules with sharded layers inside compute the same as with full
+layers.
 
-Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads, -1)` makes heads of
-half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So a module's first forward computes it twice more,
-in evaluation mode and without gradients: with sharded and with full layers. Its inputs and outputs must be unsharded,
-and of several equal modules only the first is checked. A rank then holds these layers' full weights: one attention's,
-or one MLP's. Other arguments than tensors and plain values (a cache of keys, which a second forward would lengthen)
-are left out of both."""
+Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads,
+-1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So a
+module's first forward computes it twice more, in evaluation mode and without gradients: with
+sharded and with full layers. Its inputs and outputs must be unsharded, and of several equal modules
+only the first is checked. A rank then holds these layers' full weights: one attention's, or one
+MLP's. Other arguments than tensors and plain values (a cache of keys, which a second forward would
+lengthen) are left out of both."""
 
 from __future__ import annotations
 
@@ -24,14 +26,17 @@ from lockstep.model.tensor.sharded_features import is_sharded
 from lockstep.model.tensor.sharded_logits import gather_full
 
 ROUNDINGS = 8.0
-"""Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in float32."""
+"""Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in
+float32."""
 MAX_GATHERED_ELEMENTS = 2**26
-"""A module is not checked if its sharded layers have more elements than this and than half of all sharded ones."""
+"""A module is not checked if its sharded layers have more elements than this and than half of all
+sharded ones."""
 
 
 class FirstForwardCheck:
-    """Compares outputs of sharded and full layers, once for each of `layers`, whose shards the user's code sees.
-    Every rank of the tensor axis makes one. `unsharded_now`: it adds the layers that shall run with full weights."""
+    """Compares outputs of sharded and full layers, once for each of `layers`, whose shards the
+    user's code sees. Every rank of the tensor axis makes one. `unsharded_now`: it adds the layers
+    that shall run with full weights."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], unsharded_now: set[str]) -> None:
         self._modules = {name: model.get_submodule(name) for name in layers}
@@ -40,24 +45,50 @@ class FirstForwardCheck:
         self._checked_kinds: set[Any] = set()
         self._comparing = False
 
-    def compare(self, name: str, module: nn.Module, forward: Callable[..., Any], arguments: Any, keywords: Any) -> None:
-        """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the outputs differ.
-        Does nothing if the layers inside are checked already, or if inputs or outputs are sharded."""
+    def compare(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Any,
+        keywords: Any,
+    ) -> None:
+        """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the
+        outputs differ. Does nothing if the layers inside are checked already, or if inputs or
+        outputs are sharded."""
         if self._comparing or not self._unchecked:
             return
-        inside = [layer for layer in self._modules if layer in self._unchecked and (not name or layer.startswith(f"{name}."))]
+        inside = [
+            layer
+            for layer in self._modules
+            if layer in self._unchecked and (not name or layer.startswith(f"{name}."))
+        ]
         if not inside:
             return
-        kind = type(module), tuple((layer.removeprefix(name), type(self._modules[layer])) for layer in inside)
-        if kind not in self._checked_kinds and self._size(inside) <= max(MAX_GATHERED_ELEMENTS, self._size(self._modules) // 2):
+        kind = (
+            type(module),
+            tuple((layer.removeprefix(name), type(self._modules[layer])) for layer in inside),
+        )
+        if kind not in self._checked_kinds and self._size(inside) <= max(
+            MAX_GATHERED_ELEMENTS, self._size(self._modules) // 2
+        ):
             given = [_plain(list(arguments)), _plain(keywords)]
-            blocks = any(isinstance(child, FSDPModule) for child in module.modules() if child is not module)
+            blocks = any(
+                isinstance(child, FSDPModule) for child in module.modules() if child is not module
+            )
             if blocks or any(is_sharded(leaf) for leaf in tree_leaves(given)):
                 return
-            given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given)
+            given = tree_map(
+                lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given
+            )
             self._comparing = True
             try:
-                with torch.no_grad(), disable_current_modes(), _evaluating(module), _same_numbers(given) as drawn:
+                with (
+                    torch.no_grad(),
+                    disable_current_modes(),
+                    _evaluating(module),
+                    _same_numbers(given) as drawn,
+                ):
                     sharded = _tensors(forward(*given[0], **given[1]))
                     if any(map(is_sharded, sharded)):
                         return
@@ -65,7 +96,9 @@ class FirstForwardCheck:
                     given = tree_map(gather_full, given)
                     with self._whole(inside):
                         whole = _tensors(forward(*given[0], **given[1]))
-                if not drew:  # one that draws numbers, even when it evaluates, draws others for a part than for the whole
+                # one that draws numbers, even when it evaluates, draws others for a part than for
+                # the whole
+                if not drew:
                     self._check(name or type(module).__name__, inside, sharded, whole)
             finally:
                 self._comparing = False
@@ -74,17 +107,24 @@ class FirstForwardCheck:
 
     def _size(self, names: Iterable[str]) -> int:
         """The number of elements in these layers' full weights."""
-        return sum(parameter.numel() for name in names for parameter in self._modules[name].parameters())
+        return sum(
+            parameter.numel() for name in names for parameter in self._modules[name].parameters()
+        )
 
     @contextmanager
     def _whole(self, names: list[str]) -> Iterator[None]:
-        """Give these layers their full weights inside the context, and let them ignore other ranks."""
+        """Give these layers their full weights inside the context, and let them ignore other
+        ranks."""
         parts = {name: dict(own_parameters(self._modules[name])) for name in names}
         try:
             for name in names:
                 own_parameters(self._modules[name]).update(
                     {
-                        each: None if part is None else nn.Parameter(gather_full(part), requires_grad=part.requires_grad)
+                        each: (
+                            None
+                            if part is None
+                            else nn.Parameter(gather_full(part), requires_grad=part.requires_grad)
+                        )
                         for each, part in parts[name].items()
                     }
                 )
@@ -95,7 +135,9 @@ class FirstForwardCheck:
                 own_parameters(self._modules[name]).update(parts[name])
             self._unsharded_now.difference_update(names)
 
-    def _check(self, name: str, layers: list[str], sharded: list[Tensor], whole: list[Tensor]) -> None:
+    def _check(
+        self, name: str, layers: list[str], sharded: list[Tensor], whole: list[Tensor]
+    ) -> None:
         for found, truth in zip(map(gather_full, sharded), map(gather_full, whole), strict=True):
             if not truth.is_floating_point():
                 continue
@@ -104,14 +146,21 @@ class FirstForwardCheck:
                 kinds.append(torch.get_autocast_dtype(truth.device.type))
             allowed = ROUNDINGS * max(torch.finfo(kind).eps for kind in kinds) ** 0.5
             same_shape = found.shape == truth.shape
-            error = float((found.double() - truth.double()).norm() / truth.double().norm()) if same_shape else float("inf")
+            error = (
+                float((found.double() - truth.double()).norm() / truth.double().norm())
+                if same_shape
+                else float("inf")
+            )
             if error > allowed:
                 raise RecipeError(
-                    f"{name} computes something else with its layers {', '.join(layer.removeprefix(f'{name}.') for layer in layers)} "
-                    f"sharded over the tensor axis: its first output differs by {error:.1g} of its size, where rounding explains "
-                    f"{allowed:.1g}; code between a 'colwise' and a 'rowwise' layer must compute each head, or each feature, from itself "
-                    "alone: write query.view(batch, length, -1, head_dim), with -1 for the heads; no norm or softmax over the features; "
-                    "query, key and value from layers of their own; or give these layers 'colwise_gathered' and 'rowwise_split'"
+                    f"{name} computes something else with its layers"
+                    f" {', '.join(layer.removeprefix(f'{name}.') for layer in layers)} sharded over"
+                    f" the tensor axis: its first output differs by {error:.1g} of its size, where"
+                    f" rounding explains {allowed:.1g}; code between a 'colwise' and a 'rowwise'"
+                    " layer must compute each head, or each feature, from itself alone: write"
+                    " query.view(batch, length, -1, head_dim), with -1 for the heads; no norm or"
+                    " softmax over the features; query, key and value from layers of their own; or"
+                    " give these layers 'colwise_gathered' and 'rowwise_split'"
                 )
 
 
@@ -128,8 +177,13 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
-    """Restore torch's generators afterwards. Yields a function that returns True if they have been used."""
-    devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and accelerator.is_accelerator(leaf)}
+    """Restore torch's generators afterwards. Yields a function that returns True if they have been
+    used."""
+    devices = {
+        leaf.device
+        for leaf in tree_leaves(given)
+        if isinstance(leaf, Tensor) and accelerator.is_accelerator(leaf)
+    }
 
     generators = accelerator.generators_of(sorted(devices, key=str))
 
@@ -138,7 +192,9 @@ def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
 
     with accelerator.preserved_generators(*devices):
         before = states()
-        yield lambda: any(not torch.equal(one, other) for one, other in zip(before, states(), strict=True))
+        yield lambda: any(
+            not torch.equal(one, other) for one, other in zip(before, states(), strict=True)
+        )
 
 
 def _plain(item: Any) -> Any:
@@ -147,7 +203,11 @@ def _plain(item: Any) -> Any:
         return {name: _plain(member) for name, member in item.items()}
     if type(item) in (list, tuple):
         return type(item)(map(_plain, item))
-    return item if isinstance(item, Tensor | int | float | str | torch.dtype | torch.device | nn.Module) else None
+    return (
+        item
+        if isinstance(item, Tensor | int | float | str | torch.dtype | torch.device | nn.Module)
+        else None
+    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,15 +1,20 @@
-"""Plain tensors that hold a shard of the features (or heads), between the layers that return and take them.
+"""Plain tensors that hold a shard of the features (or heads), between the layers that return and
+take them.
 
-User code written for full tensors runs there, and `ShardedFeatures` intercepts each torch function in it:
+User code written for full tensors runs there, and `ShardedFeatures` intercepts each torch function
+in it:
 
-- The result of a function of a sharded tensor is sharded. If the model returns one, that is an error.
-- If an unsharded tensor meets a sharded one (the weight of a norm over each head, a learned scale), each rank computes
-  a part of its gradient, which is all-reduced there: parameters without a style have equal gradients on all ranks.
-- Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard of it (law 2). The
-  sharded dim is dim 1, the heads, of a tensor with four dims, and otherwise the last. Attention's own dropout is drawn
-  alike on a CPU; a GPU's kernels draw inside. There, and in other random functions, each rank has a seed of its own.
-- A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied output layer) may meet
-  plain tensors, which are unsharded."""
+- The result of a function of a sharded tensor is sharded. If the model returns one, that is an
+  error.
+- If an unsharded tensor meets a sharded one (the weight of a norm over each head, a learned scale),
+  each rank computes a part of its gradient, which is all-reduced there: parameters without a style
+  have equal gradients on all ranks.
+- Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard
+  of it (law 2). The sharded dim is dim 1, the heads, of a tensor with four dims, and otherwise the
+  last. Attention's own dropout is drawn alike on a CPU; a GPU's kernels draw inside. There, and in
+  other random functions, each rank has a seed of its own.
+- A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied
+  output layer) may meet plain tensors, which are unsharded."""
 
 from __future__ import annotations
 
@@ -35,9 +40,32 @@ SEEDS = 2**32
 DROPOUT = {F.dropout: "p", torch.dropout: "p"}
 RANDOM = frozenset(
     {
-        *(F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax, F.rrelu),
-        *(torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.multinomial, torch.normal, torch.poisson),
-        *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.multinomial),
+        *(
+            F.dropout1d,
+            F.dropout2d,
+            F.dropout3d,
+            F.alpha_dropout,
+            F.feature_alpha_dropout,
+            F.gumbel_softmax,
+            F.rrelu,
+        ),
+        *(
+            torch.rand_like,
+            torch.randn_like,
+            torch.randint_like,
+            torch.bernoulli,
+            torch.multinomial,
+            torch.normal,
+            torch.poisson,
+        ),
+        *(
+            Tensor.bernoulli,
+            Tensor.bernoulli_,
+            Tensor.normal_,
+            Tensor.uniform_,
+            Tensor.exponential_,
+            Tensor.multinomial,
+        ),
     }
 )
 """Functions that draw random numbers."""
@@ -53,7 +81,8 @@ def is_sharded(tensor: Any) -> bool:
 
 
 class _AllReduceGradient(torch.autograd.Function):
-    """The identity on an unsharded tensor before it meets a sharded one. Its gradient is summed over the ranks."""
+    """The identity on an unsharded tensor before it meets a sharded one. Its gradient is summed
+    over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -68,7 +97,8 @@ class _AllReduceGradient(torch.autograd.Function):
 
 
 class ShardedFeatures(TorchFunctionMode):
-    """The mode around the forward of each module with sharded layers inside. It may be entered inside itself."""
+    """The mode around the forward of each module with sharded layers inside. It may be entered
+    inside itself."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -100,16 +130,21 @@ class ShardedFeatures(TorchFunctionMode):
             return _marked(drop())
         if func in RANDOM:
             return _marked(self._drawn_apart(func, args, kwargs))
-        if torch.is_grad_enabled() and any(_needs_gradient(tensor) for tensor in _tensors(args, kwargs)):
+        if torch.is_grad_enabled() and any(
+            _needs_gradient(tensor) for tensor in _tensors(args, kwargs)
+        ):
             name = getattr(func, "__name__", "")
             if name.endswith("_") and not name.endswith("__") and _needs_gradient(args[0]):
                 raise RecipeError(
-                    f"Tensor.{name} writes what is sharded over the tensor axis into a whole tensor that has a gradient, of shape "
-                    f"{tuple(args[0].shape)}; that gradient would be incomplete on each rank; write it without changing in place"
+                    f"Tensor.{name} writes what is sharded over the tensor axis into a whole tensor"
+                    f" that has a gradient, of shape {tuple(args[0].shape)}; that gradient would be"
+                    " incomplete on each rank; write it without changing in place"
                 )
 
             def with_full_gradient(item: Any) -> Any:
-                return _AllReduceGradient.apply(item, self._group) if _needs_gradient(item) else item  # type: ignore[no-untyped-call]
+                if not _needs_gradient(item):
+                    return item
+                return _AllReduceGradient.apply(item, self._group)  # type: ignore[no-untyped-call]
 
             args, kwargs = _mapped(with_full_gradient, args), _mapped(with_full_gradient, kwargs)
         return _marked(func(*args, **kwargs))
@@ -122,15 +157,17 @@ class ShardedFeatures(TorchFunctionMode):
             return func(*args, **kwargs)
         if sharded:
             raise RecipeError(
-                f"{getattr(func, '__name__', func)} of a tensor that is sharded over the features and one that is sharded over the "
-                "sequence, or a sharded parameter; let the first go through a 'rowwise_sequence' layer before, or call "
-                "that parameter's own layer"
+                f"{getattr(func, '__name__', func)} of a tensor that is sharded over the features"
+                " and one that is sharded over the sequence, or a sharded parameter; let the first"
+                " go through a 'rowwise_sequence' layer before, or call that parameter's own layer"
             )
         if any(isinstance(tensor, ShardedLogits) for tensor in tensors):
             return func(*args, **kwargs)
         args, kwargs = (_mapped(self._replicated, nest) for nest in (args, kwargs))
         out = func(*args, **kwargs)
-        by_parameters = all(isinstance(tensor, nn.Parameter) for tensor in tensors if isinstance(tensor, DTensor))
+        by_parameters = all(
+            isinstance(tensor, nn.Parameter) for tensor in tensors if isinstance(tensor, DTensor)
+        )
         return tree_map(gather_full, out) if by_parameters else out
 
     def _replicated(self, item: Any) -> Any:
@@ -139,19 +176,26 @@ class ShardedFeatures(TorchFunctionMode):
         return DTensor.from_local(item, self._mesh, (Replicate(),), run_check=False)
 
     def _drop(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Tensor] | None:
-        """Return the computation of a dropout that drops anything; None if `func` is something else."""
+        """Return the computation of a dropout that drops anything; None if `func` is something
+        else."""
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func not in DROPOUT:
             return None
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-        tensor, p, training = given["input"], given.get("p", given.get("train", 0.5)), given.get("training", given.get("train", True))
+        tensor, p, training = (
+            given["input"],
+            given.get("p", given.get("train", 0.5)),
+            given.get("training", given.get("train", True)),
+        )
         return (lambda: self._masked(tensor, p)) if training and p else None
 
     def _masked(self, tensor: Tensor, p: float) -> Tensor:
         if isinstance(tensor, DTensor):
             mask = F.dropout(torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device), p)
-            return tensor * distribute_tensor(mask, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            return tensor * distribute_tensor(
+                mask, tensor.device_mesh, tensor.placements, src_data_rank=None
+            )
         dim = 1 if tensor.dim() == 4 else tensor.dim() - 1
         own, ranks = tensor.shape[dim], self._mesh.size()
         whole = [*tensor.shape[:dim], own * ranks, *tensor.shape[dim + 1 :]]
@@ -173,24 +217,46 @@ class ShardedFeatures(TorchFunctionMode):
         if not dropout_p:
             return None
         if query.device.type != "cpu" or not is_sharded(query):
-            further = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-            return lambda: self._drawn_apart(F.scaled_dot_product_attention, (query, key, value), further)
+            further = {
+                "attn_mask": attn_mask,
+                "dropout_p": dropout_p,
+                "is_causal": is_causal,
+                "scale": scale,
+                "enable_gqa": enable_gqa,
+            }
+            return lambda: self._drawn_apart(
+                F.scaled_dot_product_attention, (query, key, value), further
+            )
 
         def attend() -> Tensor:
             groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
-            keys, values = (tensor.repeat_interleave(groups, -3) if groups > 1 else tensor for tensor in (key, value))
-            scores = query @ keys.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+            keys, values = (
+                tensor.repeat_interleave(groups, -3) if groups > 1 else tensor
+                for tensor in (key, value)
+            )
+            scores = (
+                query
+                @ keys.transpose(-2, -1)
+                * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+            )
             allowed = attn_mask
             if is_causal:
-                allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+                allowed = torch.ones(
+                    scores.shape[-2:], dtype=torch.bool, device=scores.device
+                ).tril()
             if allowed is not None:
-                scores = scores.masked_fill(~allowed, -math.inf) if allowed.dtype is torch.bool else scores + allowed
+                scores = (
+                    scores.masked_fill(~allowed, -math.inf)
+                    if allowed.dtype is torch.bool
+                    else scores + allowed
+                )
             return self._masked(scores.softmax(-1), dropout_p) @ values
 
         return attend
 
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call `func` with a seed of this rank's own. The default generators of all ranks advance alike."""
+        """Call `func` with a seed of this rank's own. The default generators of all ranks advance
+        alike."""
         device = next(_tensors(args, kwargs)).device
         seed = int(torch.randint(SEEDS, (self._mesh.size(),))[self._mesh.get_local_rank()])
         with accelerator.preserved_generators(device):
@@ -199,13 +265,15 @@ class ShardedFeatures(TorchFunctionMode):
 
 
 def checked_output(output: Any, name: str) -> Any:
-    """Return a model's output with DTensors but `ShardedLogits` gathered. Raises `RecipeError` for a sharded tensor."""
+    """Return a model's output with DTensors but `ShardedLogits` gathered. Raises `RecipeError` for
+    a sharded tensor."""
 
     def leave(item: Any) -> Any:
         if is_sharded(item):
             raise RecipeError(
-                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is sharded over the tensor axis, and the loss would see "
-                "a part of it; end with a 'rowwise' layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
+                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is sharded over"
+                " the tensor axis, and the loss would see a part of it; end with a 'rowwise'"
+                " layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
             )
         return item if isinstance(item, ShardedLogits) else gather_full(item)
 

@@ -1,5 +1,6 @@
-"""Logits whose classes are sharded over the tensor axis: the output of the style `loss`.
-Their cross-entropy is computed on shards and sends three numbers a token. Anything else gathers the logits."""
+"""Logits whose classes are sharded over the tensor axis: the output of the style `loss`. Their
+cross-entropy is computed on shards and sends three numbers a token. Anything else gathers the
+logits."""
 
 from __future__ import annotations
 
@@ -13,12 +14,41 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from lockstep.base.errors import LossError
-from lockstep.base.torch_private import DisableTorchFunctionSubclass, assert_async, make_contiguous_strides_for, to_local, tree_map
+from lockstep.base.torch_private import (
+    DisableTorchFunctionSubclass,
+    assert_async,
+    make_contiguous_strides_for,
+    to_local,
+    tree_map,
+)
 
 KEEPS_CLASSES = frozenset(
     {
-        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "movedim", "contiguous"),
-        *("float", "double", "to", "detach", "__getitem__", "__get__", "size", "dim", "numel", "stride", "__len__"),
+        *(
+            "view",
+            "reshape",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "transpose",
+            "permute",
+            "movedim",
+            "contiguous",
+        ),
+        *(
+            "float",
+            "double",
+            "to",
+            "detach",
+            "__getitem__",
+            "__get__",
+            "size",
+            "dim",
+            "numel",
+            "stride",
+            "__len__",
+        ),
         *("register_hook", "retain_grad", "is_floating_point", "_is_view"),
     }
 )
@@ -28,7 +58,8 @@ WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|
 
 
 class ShardedLogits(DTensor):
-    """Logits sharded along one dim, the classes, over one mesh axis. Code outside of this package sees all classes."""
+    """Logits sharded along one dim, the classes, over one mesh axis. Code outside of this package
+    sees all classes."""
 
     __slots__ = ()
 
@@ -41,8 +72,9 @@ class ShardedLogits(DTensor):
             name = getattr(func, "__name__", "")
             if WRITES.fullmatch(name) and isinstance(args[0], ShardedLogits):
                 raise LossError(
-                    f"Tensor.{name} changes logits in place that the style 'loss' has sharded over the tensor axis; each rank has some of "
-                    "the classes; write it without changing in place, or give the output layer the style 'vocabulary'"
+                    f"Tensor.{name} changes logits in place that the style 'loss' has sharded over"
+                    " the tensor axis; each rank has some of the classes; write it without"
+                    " changing in place, or give the output layer the style 'vocabulary'"
                 )
             if name in KEEPS_CLASSES and _is_simple(args[1:]):
                 return tree_map(as_sharded_logits, func(*args, **kwargs))
@@ -51,7 +83,8 @@ class ShardedLogits(DTensor):
 
 
 def as_sharded_logits(item: Any) -> Any:
-    """Return a DTensor sharded along one dim as `ShardedLogits`, another one gathered, and anything else unchanged."""
+    """Return a DTensor sharded along one dim as `ShardedLogits`, another one gathered, and anything
+    else unchanged."""
     if not isinstance(item, DTensor):
         return item
     if not (len(item.placements) == 1 and item.placements[0].is_shard()):
@@ -68,7 +101,8 @@ def gather_full(item: Any) -> Any:
 
 
 def local_shard(tensor: DTensor) -> Tensor:
-    """This rank's shard, with a gradient. (`to_local`'s view loses FSDP2's hooks if it is changed in place.)"""
+    """This rank's shard, with a gradient. (`to_local`'s view loses FSDP2's hooks if it is changed
+    in place.)"""
     return _LocalShard.apply(tensor)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -80,14 +114,20 @@ class _LocalShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        gradient = gradients[0].contiguous()  # where the code after the layer transposes, it is not; layers' own backwards count on it
+        # where the code after the layer transposes, it is not; layers' own backwards count on it
+        gradient = gradients[0].contiguous()
         stride = make_contiguous_strides_for(ctx.shape)
-        return DTensor.from_local(gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=stride)
+        return DTensor.from_local(
+            gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=stride
+        )
 
 
 def _is_simple(arguments: tuple[Any, ...]) -> bool:
     """True if no argument is a tensor, or what torch converts to one (a list of indices)."""
-    return not any(isinstance(item, Tensor | list) or (isinstance(item, tuple) and not _is_simple(item)) for item in arguments)
+    return not any(
+        isinstance(item, Tensor | list) or (isinstance(item, tuple) and not _is_simple(item))
+        for item in arguments
+    )
 
 
 def _cross_entropy(
@@ -101,9 +141,15 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     dim = 1 if isinstance(input, ShardedLogits) and input.dim() > 1 else 0
-    indices = isinstance(target, Tensor) and not isinstance(target, DTensor) and not target.is_floating_point()
+    indices = (
+        isinstance(target, Tensor)
+        and not isinstance(target, DTensor)
+        and not target.is_floating_point()
+    )
     usual = weight is None and size_average is None and reduce is None and not label_smoothing
-    if not (isinstance(input, ShardedLogits) and input.placements == (Shard(dim),) and indices and usual):
+    if not (
+        isinstance(input, ShardedLogits) and input.placements == (Shard(dim),) and indices and usual
+    ):
         return None
     part = local_shard(input).movedim(dim, -1)
     if torch.is_autocast_enabled(part.device.type):
@@ -116,7 +162,8 @@ def _cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(..., this rank's classes) logits, (...) targets, (...) True if it counts -> (...) losses, 0 if it does not."""
+    """(..., this rank's classes) logits, (...) targets, (...) True if it counts -> (...) losses, 0
+    if it does not."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, target: Tensor, counts: Tensor, mesh: Any) -> Tensor:
@@ -127,10 +174,15 @@ class _CrossEntropy(torch.autograd.Function):
         place = target - mesh.get_local_rank() * own
         held = counts & (place >= 0) & (place < own)
         inside = (target >= 0) & (target < own * mesh.size()) | ~counts
-        assert_async(inside.all(), f"a target of the cross entropy is not one of its {own * mesh.size()} classes")
+        assert_async(
+            inside.all(),
+            f"a target of the cross entropy is not one of its {own * mesh.size()} classes",
+        )
         place = place.where(held, 0).unsqueeze(-1)
         exponentials = shifted.exp()
-        sums = torch.stack([exponentials.sum(-1), shifted.gather(-1, place).squeeze(-1).where(held, 0.0)])
+        sums = torch.stack(
+            [exponentials.sum(-1), shifted.gather(-1, place).squeeze(-1).where(held, 0.0)]
+        )
         dist.all_reduce(sums, group=group)
         ctx.save_for_backward(exponentials / sums[0].unsqueeze(-1), place, held, counts)
         return (sums[0].log() - sums[1]) * counts

@@ -1,4 +1,5 @@
-"""The styles of the `tensor` axis: patterns of module names, and the sharding of each module. No communication."""
+"""The styles of the `tensor` axis: patterns of module names, and the sharding of each module. No
+communication."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ from lockstep.model.tensor.adapters import styles_with_adapters, without_adapter
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The sharding of one layer. A *sharded* tensor is this rank's shard of the features (or of the heads)."""
+    """The sharding of one layer. A *sharded* tensor is this rank's shard of the features (or of the
+    heads)."""
 
     kinds: tuple[str, ...]
-    """The kinds of module that it applies to: `linear` (also `Conv1D` of transformers), `embedding`, `any`."""
+    """The kinds of module that it applies to: `linear` (also `Conv1D` of transformers),
+    `embedding`, `any`."""
     shards: Literal["outputs", "inputs", "nothing"]
-    """The dim of the weight that is sharded: the layer's outputs, or its inputs (an embedding's vocabulary)."""
+    """The dim of the weight that is sharded: the layer's outputs, or its inputs (an embedding's
+    vocabulary)."""
     input_layout: Literal["replicated", "sharded", "sequence"]
     """`sequence`: this rank's shard of dim 1."""
     output_layout: Literal["replicated", "sharded", "sequence", "classes"]
@@ -34,7 +38,9 @@ class Style:
     @property
     def exposes_shards(self) -> bool:
         """True if the user's code sees a sharded tensor, before the layer or after it."""
-        return self.output_layout == "sharded" or (self.input_layout == "sharded" and not self.slices_input)
+        return self.output_layout == "sharded" or (
+            self.input_layout == "sharded" and not self.slices_input
+        )
 
 
 STYLES = {
@@ -67,43 +73,55 @@ HUGGING_FACE = {
 """Styles by their names in transformers."""
 
 HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
-FUSED = re.compile(r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE)
+FUSED = re.compile(
+    r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE
+)
 """Names of layers that hold several matrices, one below the other."""
 
 
 def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
-    """Return the style of each sharded module, by its name, in the order of the model's modules. Raises `RecipeError`.
-    `given`: `Recipe.tensor`; of several patterns that match, the last one counts. None: the model's `tensor_plan`, or a
-    Hugging Face model's plan. A layer that shares its weight (tied embeddings) gets the matching style."""
+    """Return the style of each sharded module, by its name, in the order of the model's modules.
+    Raises `RecipeError`. `given`: `Recipe.tensor`; of several patterns that match, the last one
+    counts. None: the model's `tensor_plan`, or a Hugging Face model's plan. A layer that shares its
+    weight (tied embeddings) gets the matching style."""
     source, patterns = _source(model, given)
     chosen = styles_with_adapters(model, _matched(model, source, patterns))
     _add_layers_with_shared_weights(model, chosen)
     for name, style in chosen.items():
         _check(model, name, style, size)
-        if source and STYLES[style].output_layout == "sharded" and FUSED.search(name):  # transformers knows how its own layers lie
+        # transformers knows how its own layers lie
+        if source and STYLES[style].output_layout == "sharded" and FUSED.search(name):
             raise RecipeError(
-                f"the style {style!r} for {name!r}, by its name a layer of several matrices one below the other; sharded in {size} as one, "
-                "it gives a rank parts of some and none of others; make them layers of their own (query, key and value), or give this one "
-                "'colwise_gathered' and the layer that follows 'rowwise_split'"
+                f"the style {style!r} for {name!r}, by its name a layer of several matrices one"
+                f" below the other; sharded in {size} as one, it gives a rank parts of some and"
+                " none of others; make them layers of their own (query, key and value), or give"
+                " this one 'colwise_gathered' and the layer that follows 'rowwise_split'"
             )
     for name, module in model.named_modules():
         _check_heads(name, module, chosen, size)
-    return {name: chosen[name] for name, _ in model.named_modules() if chosen.get(name, "replicated") != "replicated"}
+    return {
+        name: chosen[name]
+        for name, _ in model.named_modules()
+        if chosen.get(name, "replicated") != "replicated"
+    }
 
 
 def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
-    """Raise `RecipeError` if the code between two sharded layers is not inside one part of a pipeline."""
+    """Raise `RecipeError` if the code between two sharded layers is not inside one part of a
+    pipeline."""
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
-                f"the layer {name!r} is sharded {style!r}, and is called as a stage's part by itself; what lies between a layer that gives "
-                "a sharded output and the one that takes it must be in one part; put both layers into a module of their own, and name that "
-                "in Recipe.stages"
+                f"the layer {name!r} is sharded {style!r}, and is called as a stage's part by"
+                " itself; what lies between a layer that gives a sharded output and the one that"
+                " takes it must be in one part; put both layers into a module of their own, and"
+                " name that in Recipe.stages"
             )
 
 
 def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Mapping[str, str]]:
-    """Return where the patterns are from, for errors, and the patterns, Hugging Face's with our styles."""
+    """Return where the patterns are from, for errors, and the patterns, Hugging Face's with our
+    styles."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
@@ -112,14 +130,16 @@ def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Map
     theirs = _hugging_face(model)
     if not theirs:
         raise RecipeError(
-            "tensor parallelism on a model without a map of its layers; the axis shards only what it is told to; give "
-            "Recipe(tensor={'blocks.*.query': 'colwise', 'blocks.*.projection': 'rowwise', ...}), or set `tensor_plan` on the model"
+            "tensor parallelism on a model without a map of its layers; the axis shards only what"
+            " it is told to; give Recipe(tensor={'blocks.*.query': 'colwise',"
+            " 'blocks.*.projection': 'rowwise', ...}), or set `tensor_plan` on the model"
         )
     for pattern, style in theirs.items():
         if style not in HUGGING_FACE:
             raise RecipeError(
-                f"the plan of {type(model).__name__} has {pattern!r}: {style!r}, a style that lockstep does not know; known are "
-                f"{', '.join(HUGGING_FACE)}; give Recipe.tensor a map of your own, which may leave these layers whole"
+                f"the plan of {type(model).__name__} has {pattern!r}: {style!r}, a style that"
+                f" lockstep does not know; known are {', '.join(HUGGING_FACE)}; give Recipe.tensor"
+                " a map of your own, which may leave these layers whole"
             )
     return "", {pattern: HUGGING_FACE[style] for pattern, style in theirs.items()}
 
@@ -139,11 +159,22 @@ def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict
     chosen: dict[str, str] = {}
     for pattern, style in patterns.items():
         if style not in STYLES:
-            raise RecipeError(f"{source} has {pattern!r}: {style!r}, an unknown style; known are {', '.join(STYLES)}")
-        if source or any(fnmatchcase(name, pattern) for name in names):  # a plan of transformers may name layers of other models
-            chosen.update(dict.fromkeys(matching_names(names, pattern, f"{source} has", "blocks.*.query"), style))
+            raise RecipeError(
+                f"{source} has {pattern!r}: {style!r}, an unknown style; known are"
+                f" {', '.join(STYLES)}"
+            )
+        # a plan of transformers may name layers of other models
+        if source or any(fnmatchcase(name, pattern) for name in names):
+            chosen.update(
+                dict.fromkeys(
+                    matching_names(names, pattern, f"{source} has", "blocks.*.query"), style
+                )
+            )
     if not chosen:
-        raise RecipeError(f"the plan of {type(model).__name__} matches none of its modules; give Recipe.tensor a map of names to styles")
+        raise RecipeError(
+            f"the plan of {type(model).__name__} matches none of its modules; give Recipe.tensor a"
+            " map of names to styles"
+        )
     return chosen
 
 
@@ -155,7 +186,9 @@ def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) ->
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(name)
     for names in owners.values():
-        mapped = [name for name in names if name in chosen and STYLES[chosen[name]].shards != "nothing"]
+        mapped = [
+            name for name in names if name in chosen and STYLES[chosen[name]].shards != "nothing"
+        ]
         if not mapped or len(names) == 1:
             continue
         dims = {shard_dim(model.get_submodule(name), "weight", chosen[name]) for name in mapped}
@@ -163,14 +196,21 @@ def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) ->
             if name in chosen:
                 continue
             kind = kind_of(model.get_submodule(name))
-            style = {"embedding": {0: "embedding", 1: "colwise_gathered"}, "linear": {0: "vocabulary", 1: "rowwise_split"}}.get(kind, {})
+            style = {
+                "embedding": {0: "embedding", 1: "colwise_gathered"},
+                "linear": {0: "vocabulary", 1: "rowwise_split"},
+            }.get(kind, {})
             if len(dims) == 1 and (dim := next(iter(dims))) in style:
                 chosen[name] = style[dim]
-        dims = {shard_dim(model.get_submodule(name), "weight", chosen[name]) if name in chosen else None for name in names}
+        dims = {
+            shard_dim(model.get_submodule(name), "weight", chosen[name]) if name in chosen else None
+            for name in names
+        }
         if len(dims) > 1:
             raise RecipeError(
-                f"modules {', '.join(map(repr, names))} share a weight, and the styles {[chosen.get(name) for name in names]} would shard "
-                "it in different ways; give an embedding 'embedding' and the output layer tied to it 'vocabulary'"
+                f"modules {', '.join(map(repr, names))} share a weight, and the styles"
+                f" {[chosen.get(name) for name in names]} would shard it in different ways; give an"
+                " embedding 'embedding' and the output layer tied to it 'vocabulary'"
             )
 
 
@@ -180,36 +220,49 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
     parent = model.get_submodule(name.rpartition(".")[0])
     if isinstance(parent, nn.MultiheadAttention):
         raise RecipeError(
-            f"the style {style!r} for {name!r}, which is inside a torch.nn.MultiheadAttention; that module computes with its parameters "
-            "and does not call its layers; write the attention with four torch.nn.Linear, and shard those"
+            f"the style {style!r} for {name!r}, which is inside a torch.nn.MultiheadAttention; that"
+            " module computes with its parameters and does not call its layers; write the"
+            " attention with four torch.nn.Linear, and shard those"
         )
     wanted = STYLES[style].kinds
     if style == "replicated":
         return
     if style == "sequence" and (any(module.children()) or list(module.buffers())):
         raise RecipeError(
-            f"the style 'sequence' for {name!r} ({type(module).__name__}), with modules or buffers inside; it is for what treats every "
-            "place of the sequence alike; name a norm or a dropout"
+            f"the style 'sequence' for {name!r} ({type(module).__name__}), with modules or buffers"
+            " inside; it is for what treats every place of the sequence alike; name a norm or a"
+            " dropout"
         )
-    if "any" not in wanted and (kind not in wanted or set(own_parameters(module)) - {"weight", "bias"} or any(module.children())):
+    if "any" not in wanted and (
+        kind not in wanted
+        or set(own_parameters(module)) - {"weight", "bias"}
+        or any(module.children())
+    ):
         raise RecipeError(
-            f"the style {style!r} for {name!r} ({type(module).__name__}); it is for {' or '.join(wanted)} layers; map the layers inside "
-            "of it, or leave it whole"
+            f"the style {style!r} for {name!r} ({type(module).__name__}); it is for"
+            f" {' or '.join(wanted)} layers; map the layers inside of it, or leave it whole"
         )
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
-        raise RecipeError(f"the style {style!r} for {name!r}, an embedding with max_norm, sparse or scale_grad_by_freq; leave it whole")
+    if isinstance(module, nn.Embedding) and (
+        module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+    ):
+        raise RecipeError(
+            f"the style {style!r} for {name!r}, an embedding with max_norm, sparse or"
+            " scale_grad_by_freq; leave it whole"
+        )
     for parameter, tensor in own_parameters(module).items():
         dim = shard_dim(module, parameter, style)
         if tensor is not None and dim is not None and tensor.shape[dim] % size:
             raise RecipeError(
-                f"{name}.{parameter} of shape {tuple(tensor.shape)} with tensor={size}; the style {style!r} shards its dim {dim}, and "
-                f"{tensor.shape[dim]} is not a multiple of {size}; choose a tensor axis that divides it (a vocabulary may be padded), or "
-                "leave the layer whole"
+                f"{name}.{parameter} of shape {tuple(tensor.shape)} with tensor={size}; the style"
+                f" {style!r} shards its dim {dim}, and {tensor.shape[dim]} is not a multiple of"
+                f" {size}; choose a tensor axis that divides it (a vocabulary may be padded), or"
+                " leave the layer whole"
             )
 
 
 def _check_heads(name: str, module: nn.Module, chosen: Mapping[str, str], size: int) -> None:
-    """Raise `RecipeError` if the axis does not divide an attention's number of heads: each rank has full heads."""
+    """Raise `RecipeError` if the axis does not divide an attention's number of heads: each rank has
+    full heads."""
     children = [
         child
         for own, child in module.named_children()
@@ -219,10 +272,15 @@ def _check_heads(name: str, module: nn.Module, chosen: Mapping[str, str], size: 
         depth = getattr(module, "head_dim", None)
         for child in children:
             outputs, inputs = sizes_of(child)
-            if heads % size and (outputs == heads * depth if isinstance(depth, int) else outputs in (inputs, 3 * inputs)):
+            if heads % size and (
+                outputs == heads * depth
+                if isinstance(depth, int)
+                else outputs in (inputs, 3 * inputs)
+            ):
                 raise RecipeError(
-                    f"{name or type(module).__name__} has {attribute}={heads} with tensor={size}; each rank computes whole heads, and "
-                    f"{heads} is not a multiple of {size}; choose a tensor axis that divides the heads, or leave this attention whole"
+                    f"{name or type(module).__name__} has {attribute}={heads} with tensor={size};"
+                    f" each rank computes whole heads, and {heads} is not a multiple of {size};"
+                    " choose a tensor axis that divides the heads, or leave this attention whole"
                 )
 
 
@@ -230,7 +288,12 @@ def _head_counts(module: nn.Module) -> Iterator[tuple[str, int]]:
     config = getattr(module, "config", None)
     for where in (vars(module), vars(config) if hasattr(config, "__dict__") else {}):
         for attribute, value in where.items():
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0 and HEADS.fullmatch(attribute):
+            if (
+                isinstance(value, int)
+                and not isinstance(value, bool)
+                and value > 0
+                and HEADS.fullmatch(attribute)
+            ):
                 yield attribute, value
 
 
@@ -241,8 +304,10 @@ def kind_of(module: nn.Module) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """True if it is the linear layer of GPT-2 in transformers, whose weight is (inputs, outputs)."""
-    kinds = type(module).__mro__  # a layer that FSDP2 gathers alone is of a class that FSDP2 derives from its own
+    """True if it is the linear layer of GPT-2 in transformers, whose weight is (inputs,
+    outputs)."""
+    # a layer that FSDP2 gathers alone is of a class that FSDP2 derives from its own
+    kinds = type(module).__mro__
     return any(kind.__name__ == "Conv1D" for kind in kinds) and hasattr(module, "nf")
 
 

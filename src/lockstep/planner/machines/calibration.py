@@ -25,46 +25,55 @@ HALVINGS = 18
 
 
 def refuse_gpus(text: str) -> None:
-    """Raise `PlanError` if torch sees a GPU: the processes of a measurement would train on it. `text`: the target."""
+    """Raise `PlanError` if torch sees a GPU: the processes of a measurement would train on it.
+    `text`: the target."""
     if (gpus := accelerator.count()) and not accelerator.is_for_one_process():
         raise PlanError(
-            f"--on {text!r} on a machine with {gpus} GPU{'s' if gpus > 1 else ''}; it measures CPUs; measure the GPUs with lockstep doctor "
-            f"--write mine.toml and give --on '{gpus} x mine.toml', or hide them ({accelerator.how_to_hide()}) to plan for the CPUs"
+            f"--on {text!r} on a machine with {gpus} GPU{'s' if gpus > 1 else ''}; it measures"
+            f" CPUs; measure the GPUs with lockstep doctor --write mine.toml and give --on '{gpus}"
+            f" x mine.toml', or hide them ({accelerator.how_to_hide()}) to plan for the CPUs"
         )
 
 
 def measure_machine(processes: int, threads: int) -> MeasuredMachine:
-    """Measure this machine with so many processes of so many threads each. It takes some seconds."""
+    """Measure this machine with so many processes of so many threads each. It takes some
+    seconds."""
     return measured_machine(measure(processes, threads), processes, threads)
 
 
 def measured_machine(found: Measurements, processes: int, threads: int) -> MeasuredMachine:
-    """Return the machine on which so many processes, of so many threads each, have measured this."""
+    """Return the machine on which so many processes, of so many threads each, have measured
+    this."""
     memory = memory_limit_bytes() or available_memory_bytes()
     bare = MeasuredMachine(
         processes=processes,
         threads=threads,
         cores=usable_cpus(),
         memory_bytes=memory,
-        operations={name: SecondsCurve.through(points) for name, points in found.operations.items()},
+        operations={
+            name: SecondsCurve.through(points) for name, points in found.operations.items()
+        },
         around=found.around,
-        collectives={name: SecondsCurve.through(points) for name, points in found.collectives.items()},
+        collectives={
+            name: SecondsCurve.through(points) for name, points in found.collectives.items()
+        },
         exchanges={},
         microbatch_seconds=0.0,
         step_seconds=0.0,
         slice_seconds=found.slice_seconds,
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # the reference model's, which nobody can change
+        # the reference model's, which nobody can change
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         return calibrated(bare, found.steps)
 
 
 def calibrated(bare: MeasuredMachine, steps: Mapping[ReferenceStep, float]) -> MeasuredMachine:
     """Return the machine with what surrounds steps, microbatches, operations and collectives.
 
-    `steps`: the seconds of `reference_steps`. Two tiny ones show a step's and a microbatch's own time, a middle and a
-    large one together how much longer operations take in a run; the others, in pairs, what Python and waking the
-    other ranks add to a collective of their axis.
+    `steps`: the seconds of `reference_steps`. Two tiny ones show a step's and a microbatch's own
+    time, a middle and a large one together how much longer operations take in a run; the others, in
+    pairs, what Python and waking the other ranks add to a collective of their axis.
     """
     (few, many, middle, large), others = list(steps)[:4], list(steps)[4:]
     predicted = {each: _prediction(each, bare) for each in steps}
@@ -72,8 +81,14 @@ def calibrated(bare: MeasuredMachine, steps: Mapping[ReferenceStep, float]) -> M
     def beyond(machine: MeasuredMachine, step: ReferenceStep) -> float:
         return steps[step] - predicted[step](machine.costs())
 
-    each = max(0.0, (beyond(bare, many) - beyond(bare, few)) / (many.microbatches - few.microbatches))
-    known = replace(bare, microbatch_seconds=each, step_seconds=max(0.0, beyond(bare, few) - few.microbatches * each))
+    each = max(
+        0.0, (beyond(bare, many) - beyond(bare, few)) / (many.microbatches - few.microbatches)
+    )
+    known = replace(
+        bare,
+        microbatch_seconds=each,
+        step_seconds=max(0.0, beyond(bare, few) - few.microbatches * each),
+    )
 
     def slower(in_run: float) -> float:
         machine = replace(known, in_run=in_run)
@@ -81,7 +96,9 @@ def calibrated(bare: MeasuredMachine, steps: Mapping[ReferenceStep, float]) -> M
 
     known = replace(known, in_run=_root(slower, 1.0, MOST_IN_RUN))
     for fewer, more in zip(others[::2], others[1::2], strict=True):
-        known = _with_exchange(known, (fewer, steps[fewer], predicted[fewer]), (more, steps[more], predicted[more]))
+        known = _with_exchange(
+            known, (fewer, steps[fewer], predicted[fewer]), (more, steps[more], predicted[more])
+        )
     return known
 
 
@@ -110,7 +127,8 @@ def _prediction(step: ReferenceStep, machine: MeasuredMachine) -> Callable[[Cost
 
 
 def _root(beyond: Callable[[float], float], low: float, high: float) -> float:
-    """Return the value where a function that falls is zero; `low` or `high` where it is not between them."""
+    """Return the value where a function that falls is zero; `low` or `high` where it is not between
+    them."""
     if beyond(low) <= 0:
         return low
     for _ in range(HALVINGS):

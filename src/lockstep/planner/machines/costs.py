@@ -1,7 +1,8 @@
-"""Time of an operation on a device and of a collective on a cluster: a roofline with tiles, and latency with bandwidth.
+"""Time of an operation on a device and of a collective on a cluster: a roofline with tiles, and
+latency with bandwidth.
 
-Rates are the data sheet's peak, times the part of it that the best kernel reaches (`hardware.py`), times what was
-fitted to published steps (`fitted.toml`).
+Rates are the data sheet's peak, times the part of it that the best kernel reaches (`hardware.py`),
+times what was fitted to published steps (`fitted.toml`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,16 @@ from lockstep.planner.machines.hardware import Cluster, Device, Link
 from lockstep.planner.operations import ALIGNED, Collective, Operation, sent_bytes
 
 FITTED, INTERVALS = load_fitted()
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
-"""Rows and columns of the tiles that libraries choose from, and the rate of a multiprocessor on each."""
+TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.95),
+    (128, 64, 0.8),
+    (64, 128, 0.8),
+    (64, 64, 0.6),
+)
+"""Rows and columns of the tiles that libraries choose from, and the rate of a multiprocessor on
+each."""
 ATTENTION_KEYS, ATTENTION_HEAD = 400, 32
 """Number of keys, and head dimension, at which fused attention runs at half its rate."""
 LOADED = 16
@@ -25,16 +34,20 @@ CONVOLUTION = 0.6
 
 
 def operation_seconds(operation: Operation, device: Device, fitted: Fitted = FITTED) -> float:
-    """Return the time of an operation: the longer of its arithmetic and its bytes, and at least a kernel's launch."""
-    moving = operation.bytes / (device.memory_bytes_per_second * device.memory_fraction * fitted.memory)
+    """Return the time of an operation: the longer of its arithmetic and its bytes, and at least a
+    kernel's launch."""
+    moving = operation.bytes / (
+        device.memory_bytes_per_second * device.memory_fraction * fitted.memory
+    )
     return max(_arithmetic_seconds(operation, device, fitted), moving, device.launch_seconds)
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Return the time of a collective that has its links to itself, among the ranks that run it at the same time.
+    """Return the time of a collective that has its links to itself, among the ranks that run it at
+    the same time.
 
-    Ranks of a node follow each other. A group with several ranks in each of its nodes uses the adapters of all of
-    them, as rings and trees that enter and leave a node at each of its ranks do.
+    Ranks of a node follow each other. A group with several ranks in each of its nodes uses the
+    adapters of all of them, as rings and trees that enter and leave a node at each of its ranks do.
     """
     n = collective.ranks
     if n < 2:
@@ -42,8 +55,16 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     near = max(1, min(n, cluster.devices_per_node // collective.stride))
     nodes = ceil(n / near)
     rounds = 2 if collective.kind == "all_reduce" else 1
-    inside = cluster.inside.latency_seconds + cluster.inside.hop_seconds * (near - 2) if near > 1 else 0.0
-    between = cluster.between.latency_seconds + cluster.between.hop_seconds * log2(nodes) if nodes > 1 else 0.0
+    inside = (
+        cluster.inside.latency_seconds + cluster.inside.hop_seconds * (near - 2)
+        if near > 1
+        else 0.0
+    )
+    between = (
+        cluster.between.latency_seconds + cluster.between.hop_seconds * log2(nodes)
+        if nodes > 1
+        else 0.0
+    )
     return (inside + between) * rounds / 2 + _moving_seconds(collective, cluster, near, nodes)
 
 
@@ -51,7 +72,9 @@ def _arithmetic_seconds(operation: Operation, device: Device, fitted: Fitted) ->
     if not operation.flops:
         return 0.0
     peak = device.peak_flops.get(operation.dtype, device.peak_flops["float32"])
-    best = peak * device.matmul_fraction * fitted.matmul.get(device.generation, fitted.matmul["other"])
+    best = (
+        peak * device.matmul_fraction * fitted.matmul.get(device.generation, fitted.matmul["other"])
+    )
     match operation.kind:
         case "matmul" if operation.shape:
             return operation.flops / (best * matmul_rate(operation, device, fitted))
@@ -71,7 +94,8 @@ def matmul_rate(product: Operation, device: Device, fitted: Fitted = FITTED) -> 
 
 
 def _aligned(product: Operation, fitted: Fitted) -> float:
-    """The rate of a product by the power of two that divides its rows' bytes: cores load 16 at once, memory 128."""
+    """The rate of a product by the power of two that divides its rows' bytes: cores load 16 at
+    once, memory 128."""
     if product.aligned_bytes < LOADED:
         return fitted.misaligned_batch if product.shape[0] > 1 else fitted.misaligned
     rate: float = (1 - fitted.short_lines) ** log2(ALIGNED / product.aligned_bytes)
@@ -82,7 +106,10 @@ def _aligned(product: Operation, fitted: Fitted) -> float:
 def _filled(shape: tuple[int, ...], multiprocessors: int) -> float:
     """The part of the multiprocessors' time that a result's tiles fill, with the best tiles."""
     batch, m, n, _ = shape
-    time = min(ceil(batch * ceil(m / a) * ceil(n / b) / multiprocessors) * a * b / rate for a, b, rate in TILES)
+    time = min(
+        ceil(batch * ceil(m / a) * ceil(n / b) / multiprocessors) * a * b / rate
+        for a, b, rate in TILES
+    )
     return min(1.0, batch * m * n / multiprocessors / time)
 
 
@@ -90,7 +117,14 @@ def _attention_rate(operation: Operation, device: Device, fitted: Fitted) -> flo
     _, _, keys, head = operation.shape
     kernel = "cudnn" if "cudnn" in operation.name else "flash"
     direction = fitted.backward_attention if operation.phase == "backward" else 1.0
-    shape = keys / (keys + ATTENTION_KEYS) * head / (head + ATTENTION_HEAD) * (128 + ATTENTION_HEAD) / 128
+    shape = (
+        keys
+        / (keys + ATTENTION_KEYS)
+        * head
+        / (head + ATTENTION_HEAD)
+        * (128 + ATTENTION_HEAD)
+        / 128
+    )
     return device.attention_fraction[kernel] * fitted.attention * direction * min(1.0, shape)
 
 
@@ -98,12 +132,20 @@ def _moving_seconds(collective: Collective, cluster: Cluster, near: int, nodes: 
     sent = sent_bytes(collective)
     if nodes == 1:
         gain = cluster.inside.all_reduce_gain if collective.kind == "all_reduce" else 1.0
-        return sent / _bandwidth(cluster.inside) / gain * (1 + cluster.inside.few_ranks / collective.ranks)
+        return (
+            sent
+            / _bandwidth(cluster.inside)
+            / gain
+            * (1 + cluster.inside.few_ranks / collective.ranks)
+        )
     if collective.kind == "all_to_all":
         away = sent * (collective.ranks - near) / (collective.ranks - 1)
         return max(away / _bandwidth(cluster.between), (sent - away) / _bandwidth(cluster.inside))
     width = 1 if collective.kind in ("broadcast", "send") else near
-    return sent / min(_bandwidth(cluster.inside) if near > 1 else float("inf"), width * _bandwidth(cluster.between))
+    return sent / min(
+        _bandwidth(cluster.inside) if near > 1 else float("inf"),
+        width * _bandwidth(cluster.between),
+    )
 
 
 def _bandwidth(link: Link) -> float:

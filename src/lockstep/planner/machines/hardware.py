@@ -1,7 +1,8 @@
-"""Devices, links between them and clusters: data sheets as values, and the text that names a cluster.
+"""Devices, links between them and clusters: data sheets as values, and the text that names a
+cluster.
 
-The figures lie in TOML files beside this module, `devices/` and `links/`, each with its source. A file of the user's
-own with the same keys may be named instead, by its path.
+The figures lie in TOML files beside this module, `devices/` and `links/`, each with its source. A
+file of the user's own with the same keys may be named instead, by its path.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class Device:
     name: str
     generation: str
     peak_flops: Mapping[str, float] = field(hash=False)
-    """FLOP/s of dense matrix multiplications by the dtype of their operands, from the data sheet."""
+    """FLOP/s of dense matrix multiplications by the dtype of their operands, from the data
+    sheet."""
     matmul_fraction: float
     """Part of the peak that the best shape of a matrix multiplication reaches."""
     attention_fraction: Mapping[str, float] = field(hash=False)
-    """Part of the peak that fused attention reaches on long sequences, by kernel: `flash`, `cudnn`."""
+    """Part of the peak that fused attention reaches on long sequences, by kernel: `flash`,
+    `cudnn`."""
     memory_bytes: int
     memory_bytes_per_second: float
     memory_fraction: float
@@ -69,18 +72,21 @@ class Link:
     latency_seconds: float
     """Time of a collective of no bytes between two ranks."""
     hop_seconds: float
-    """Added to that by each further rank, or for links between nodes by each doubling of the nodes."""
+    """Added to that by each further rank, or for links between nodes by each doubling of the
+    nodes."""
     few_ranks: float = 0.0
     """Groups of n ranks take 1 + few_ranks / n times as long: a small group uses fewer channels."""
     all_reduce_gain: float = 1.0
-    """Rate of an all-reduce inside a node to that of the other collectives: switches that sum what passes."""
+    """Rate of an all-reduce inside a node to that of the other collectives: switches that sum what
+    passes."""
     aliases: tuple[str, ...] = ()
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A number of equal devices in nodes, with one kind of link inside a node and one between nodes."""
+    """A number of equal devices in nodes, with one kind of link inside a node and one between
+    nodes."""
 
     device: Device
     count: int
@@ -97,27 +103,38 @@ T = TypeVar("T", Device, Link)
 
 
 def parse_target(text: str) -> Cluster:
-    """Return the cluster that a text such as `64 x H100`, `A100-80GB` or `16 x B200 over Ethernet` names.
+    """Return the cluster that a text such as `64 x H100`, `A100-80GB` or `16 x B200 over Ethernet`
+    names.
 
     Instead of a device's or a link's name, the path of a TOML file with the same keys may be given.
     """
     match = TARGET.fullmatch(text)
     if not match:
-        raise PlanError(f"target {text!r}: it is a count and a device, such as `64 x H100`; devices: {', '.join(known_devices())}")
+        raise PlanError(
+            f"target {text!r}: it is a count and a device, such as `64 x H100`; devices:"
+            f" {', '.join(known_devices())}"
+        )
     count, name, link = int(match[1] or 1), match[2], match[3]
     if count < 1:
-        raise PlanError(f"target {text!r}: the number of devices is {count}, and must be at least 1")
+        raise PlanError(
+            f"target {text!r}: the number of devices is {count}, and must be at least 1"
+        )
     if match[1] is None and (counted := re.fullmatch(r"(\d+)\s+(\S.*)", name)):
         if not _is_known("devices", counted[2]):
             devices = ", ".join(known_devices())
             raise PlanError(
-                f"target {text!r}: {counted[2]!r} is no device that is known; write a count, an x and a device, such as "
-                f"`{counted[1]} x H100`; devices: {devices}"
+                f"target {text!r}: {counted[2]!r} is no device that is known; write a count, an x"
+                f" and a device, such as `{counted[1]} x H100`; devices: {devices}"
             )
-        raise PlanError(f"target {text!r}: between a count and its device is an x; write `{counted[1]} x {counted[2]}`")
+        raise PlanError(
+            f"target {text!r}: between a count and its device is an x; write `{counted[1]} x"
+            f" {counted[2]}`"
+        )
     device = load_device(name)
     between = load_link(link) if link else load_link(device.between)
-    return Cluster(device, count, min(count, device.devices_per_node), load_link(device.inside), between)
+    return Cluster(
+        device, count, min(count, device.devices_per_node), load_link(device.inside), between
+    )
 
 
 def known_devices() -> list[str]:
@@ -146,7 +163,10 @@ def _sheet(folder: str, kind: str, name: str) -> dict[str, Any]:
     if (sheet := _known(folder, name)) is not None:
         return sheet
     names = ", ".join(sorted(each["name"] for each in _sheets(folder)))
-    raise PlanError(f"{kind} {name!r} is not known; known: {names}; or give the path of a .toml file with its figures")
+    raise PlanError(
+        f"{kind} {name!r} is not known; known: {names}; or give the path of a .toml file with its"
+        " figures"
+    )
 
 
 def _is_known(folder: str, name: str) -> bool:
@@ -156,7 +176,11 @@ def _is_known(folder: str, name: str) -> bool:
 def _known(folder: str, name: str) -> dict[str, Any] | None:
     """The sheet of this name or alias."""
     wanted = _plain(name)
-    names = {_plain(each): sheet for sheet in _sheets(folder) for each in [sheet["name"], *sheet.get("aliases", ())]}
+    names = {
+        _plain(each): sheet
+        for sheet in _sheets(folder)
+        for each in [sheet["name"], *sheet.get("aliases", ())]
+    }
     return names.get(wanted)
 
 
@@ -166,26 +190,41 @@ def _plain(name: str) -> str:
 
 @cache
 def _sheets(folder: str) -> tuple[dict[str, Any], ...]:
-    return tuple(tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted((FOLDER / folder).glob("*.toml")))
+    return tuple(
+        tomllib.loads(path.read_text(encoding="utf-8"))
+        for path in sorted((FOLDER / folder).glob("*.toml"))
+    )
 
 
 def _read(path: Path, kind: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"the {kind}'s file {str(path)!r} cannot be read: {error}; give a TOML file, or the name of a {kind}") from error
+        raise PlanError(
+            f"the {kind}'s file {str(path)!r} cannot be read: {error}; give a TOML file, or the"
+            f" name of a {kind}"
+        ) from error
 
 
 def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
     if "operations" in sheet:
         raise PlanError(
-            f"{name!r} is a machine that lockstep doctor has measured, with {sheet.get('processes')} processes; give it without a count "
-            f"and a link: --on {name}; for more processes measure it with these: lockstep doctor --nproc 4 --write {name}"
+            f"{name!r} is a machine that lockstep doctor has measured, with"
+            f" {sheet.get('processes')} processes; give it without a count and a link: --on {name};"
+            f" for more processes measure it with these: lockstep doctor --nproc 4 --write {name}"
         )
     known = {each.name: each for each in fields(kind)}
-    missing = [key for key in known if key not in sheet and key not in ("aliases", "few_ranks", "all_reduce_gain")]
+    missing = [
+        key
+        for key in known
+        if key not in sheet and key not in ("aliases", "few_ranks", "all_reduce_gain")
+    ]
     if missing or (unknown := sorted(set(sheet) - set(known))):
-        wrong = f"lacks {', '.join(missing)}" if missing else f"has the unknown keys {', '.join(unknown)}"
+        wrong = (
+            f"lacks {', '.join(missing)}"
+            if missing
+            else f"has the unknown keys {', '.join(unknown)}"
+        )
         raise PlanError(f"the sheet of {name!r} {wrong}; its keys are {', '.join(known)}")
     for key, value in sheet.items():
         if (rule := _rule_broken(key, value, str(known[key].type))) is not None:
@@ -196,18 +235,37 @@ def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
 def _rule_broken(key: str, value: Any, annotation: str) -> str | None:
     """Return the rule for a value of a sheet that this one breaks."""
     if annotation in ("int", "float"):
-        return None if _is_quantity(value, is_whole=annotation == "int", or_zero=key in MAY_BE_ZERO) else _number_rule(key, annotation)
+        return (
+            None
+            if _is_quantity(value, is_whole=annotation == "int", or_zero=key in MAY_BE_ZERO)
+            else _number_rule(key, annotation)
+        )
     if annotation.startswith("Mapping"):
         needed = NEEDED[key]
-        whole = isinstance(value, dict) and needed <= value.keys() and all(_is_quantity(each) for each in value.values())
-        return None if whole else f"it is a table of numbers above 0, with at least {', '.join(sorted(needed))}"
+        whole = (
+            isinstance(value, dict)
+            and needed <= value.keys()
+            and all(_is_quantity(each) for each in value.values())
+        )
+        return (
+            None
+            if whole
+            else f"it is a table of numbers above 0, with at least {', '.join(sorted(needed))}"
+        )
     if annotation.startswith("tuple"):
-        return None if isinstance(value, list) and all(isinstance(each, str) for each in value) else "it is a list of strings"
+        return (
+            None
+            if isinstance(value, list) and all(isinstance(each, str) for each in value)
+            else "it is a list of strings"
+        )
     return None if isinstance(value, str) else "it is a string"
 
 
 def _number_rule(key: str, annotation: str) -> str:
-    return f"it is a {'whole ' if annotation == 'int' else ''}number, {'0 or more' if key in MAY_BE_ZERO else 'above 0'}"
+    return (
+        f"it is a {'whole ' if annotation == 'int' else ''}number,"
+        f" {'0 or more' if key in MAY_BE_ZERO else 'above 0'}"
+    )
 
 
 def _is_quantity(value: Any, *, is_whole: bool = False, or_zero: bool = False) -> bool:

@@ -12,7 +12,8 @@ from lockstep.planner.operations import Collective
 from lockstep.planner.simulate import Costs
 
 OVERHEAD_BYTES = 1_300_000_000
-"""Memory of a GPU that its driver's context and the libraries of matrix products and collectives take."""
+"""Memory of a GPU that its driver's context and the libraries of matrix products and collectives
+take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +32,15 @@ class Machine:
 
     @classmethod
     def of(cls, cluster: Cluster, memory_bytes: int | None) -> Machine:
-        """The machines of a data sheet. `memory_bytes`: of a device, if it is not the data sheet's."""
+        """The machines of a data sheet. `memory_bytes`: of a device, if it is not the data
+        sheet's."""
 
         def collective(each: Collective) -> float:
             return collective_seconds(each, cluster)
 
-        costs = Costs(lambda each: operation_seconds(each, cluster.device), collective, host_costs())
+        costs = Costs(
+            lambda each: operation_seconds(each, cluster.device), collective, host_costs()
+        )
         return cls(
             cluster=cluster,
             costs=costs,
@@ -48,4 +52,8 @@ class Machine:
 
     def costs_of(self, plan: Plan) -> Costs:
         """Return the costs of a step under a plan."""
-        return replace(self.costs, host=host_costs(is_compiled=True)) if self.is_gpu and plan.compile else self.costs
+        return (
+            replace(self.costs, host=host_costs(is_compiled=True))
+            if self.is_gpu and plan.compile
+            else self.costs
+        )

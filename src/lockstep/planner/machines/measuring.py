@@ -1,6 +1,8 @@
-"""Measures this machine in the processes of a run: operations, collectives, and steps of a tiny model.
+"""Measures this machine in the processes of a run: operations, collectives, and steps of a tiny
+model.
 
-Times are medians: those of parts then add up to that of a step, on a machine with other load as well.
+Times are medians: those of parts then add up to that of a step, on a machine with other load as
+well.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from lockstep.base.control_group import usable_cpus
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.launch.spawn import spawn
-from lockstep.planner.machines.reference import Image, ReferenceStep, Text, adamw, cross_entropy, reference_recipe
+from lockstep.planner.machines.reference import (
+    Image,
+    ReferenceStep,
+    Text,
+    adamw,
+    cross_entropy,
+    reference_recipe,
+)
 from lockstep.planner.machines.this_machine import LEAST_SECONDS, THIN, SecondsCurve
 from lockstep.planner.operations import Operation, Phase
 from lockstep.planner.tracing.kernels import kernel
@@ -38,8 +47,8 @@ WIDTHS = (16, 32, 64, 128, 256, 512)
 THIN_ROWS = 8
 """Rows of a matrix multiplication that is bound by its bytes."""
 LARGE_BYTES, COLD_BYTES = 2**17, 2**26
-"""A weight of so many bytes is seldom in a core's cache when it is used again, because others were used since; and
-bytes of weights that no cache holds."""
+"""A weight of so many bytes is seldom in a core's cache when it is used again, because others were
+used since; and bytes of weights that no cache holds."""
 LEAST_BYTES = 2**16
 """An operation that was met at smaller sizes alone has no curve of its own."""
 REPEATS = 7
@@ -50,7 +59,8 @@ SIZES_BYTES = (2**8, 2**13, 2**16, 2**19, 2**22, 2**24)
 COLLECTIVE_SECONDS = 0.03
 """Seconds of repeats for each size of each collective, about."""
 BETWEEN_WIDTH = 96
-"""Width of the matrix product before each collective of Gloo, whose threads have to be woken then, as in a run."""
+"""Width of the matrix product before each collective of Gloo, whose threads have to be woken then,
+as in a run."""
 SLICE_SECONDS = 0.15
 """Time in which it is seen how long a process waits for a core."""
 LEAST_SLICE_SECONDS = 3e-4
@@ -58,7 +68,8 @@ LEAST_SLICE_SECONDS = 3e-4
 STEPS = {"tiny": 24, "middle": 24, "large": 14}
 """Steps of a reference model, of which the first and last two do not count."""
 TURNS = 2
-"""Times that the reference models are trained, one after another: a virtual machine is slower for seconds."""
+"""Times that the reference models are trained, one after another: a virtual machine is slower for
+seconds."""
 
 
 @dataclass(slots=True)
@@ -86,17 +97,23 @@ def measure(processes: int, threads: int) -> Measurements:
 
 
 def reference_steps(processes: int) -> list[ReferenceStep]:
-    """Return the steps that are measured: four under `replicate`, and for each size of a group two under each other
-    axis, of few microbatches and of many."""
+    """Return the steps that are measured: four under `replicate`, and for each size of a group two
+    under each other axis, of few microbatches and of many."""
     alone = f"replicate={processes}"
     found = [ReferenceStep(alone, "tiny", 1), ReferenceStep(alone, "tiny", 5)]
     found += [ReferenceStep(alone, "middle", 3), ReferenceStep(alone, "large", 3)]
     for ranks in _group_sizes(processes):
         several = "" if ranks == processes else f"replicate={processes // ranks},"
-        found += [ReferenceStep(f"{several}{axis}={ranks}", "middle", count) for axis in ("shard", "tensor") for count in (1, 3)]
+        found += [
+            ReferenceStep(f"{several}{axis}={ranks}", "middle", count)
+            for axis in ("shard", "tensor")
+            for count in (1, 3)
+        ]
     if processes > 1:
         found.append(ReferenceStep(f"pipeline={processes}", "middle", processes))
-        found.append(ReferenceStep(f"schedule=interleaved,pipeline={processes}", "middle", 3 * processes))
+        found.append(
+            ReferenceStep(f"schedule=interleaved,pipeline={processes}", "middle", 3 * processes)
+        )
     return found
 
 
@@ -122,7 +139,8 @@ def _measured(processes: int) -> Measurements:
 
 
 def _slice_seconds() -> float:
-    """Return the middle time for which a process that computes waits for a core; 0 if it has one to itself."""
+    """Return the middle time for which a process that computes waits for a core; 0 if it has one to
+    itself."""
     waits, last = list[float](), time.perf_counter()
     end = last + SLICE_SECONDS
     while last < end:
@@ -149,7 +167,12 @@ class _StepEnds(Hook):
 def _step_times(step: ReferenceStep) -> list[float]:
     """Train a reference model. Returns the seconds of each step."""
     ends = _StepEnds()
-    with locked_folder() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):
+    with (
+        locked_folder() as folder,
+        open(os.devnull, "w") as nowhere,
+        redirect_stderr(nowhere),
+        redirect_stdout(nowhere),
+    ):
         recipe = reference_recipe(step, STEPS[step.scale])
         run_dir = os.environ.get("LOCKSTEP_RUN_DIR") or f"{folder}/run"
         train(recipe, plan=step.plan, run_dir=run_dir, hooks=[ends], log_every=1000, resume="never")
@@ -167,7 +190,9 @@ class _TimedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self.found: list[tuple[Operation, float]] = []
         self.phase: Phase = "other"
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         began = time.perf_counter()
         result = function(*args, **(kwargs or {}))
         seconds = time.perf_counter() - began
@@ -203,13 +228,23 @@ def _operations() -> tuple[dict[str, dict[float, float]], dict[str, float]]:
 
 def _models(width: int) -> Iterator[tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]]:
     tokens = torch.zeros(max(1, 2 * width // 64), min(64, 2 * width), dtype=torch.long)
-    yield Text(width, head_width=max(8, min(64, width // 4))), tokens, lambda output: cross_entropy(output, tokens)
+    yield (
+        Text(width, head_width=max(8, min(64, width // 4))),
+        tokens,
+        lambda output: cross_entropy(output, tokens),
+    )
     if width <= 256:
         images = torch.randn(4, 3, 32 if width < 256 else 8, 32 if width < 256 else 8)
-        yield Image(width), images, lambda output: functional.cross_entropy(output, torch.zeros(4, dtype=torch.long))
+        yield (
+            Image(width),
+            images,
+            lambda output: functional.cross_entropy(output, torch.zeros(4, dtype=torch.long)),
+        )
 
 
-def _timed(model: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor]) -> list[tuple[Operation, float]]:
+def _timed(
+    model: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor]
+) -> list[tuple[Operation, float]]:
     """Return the operations of a step, each with its time."""
     optimizer, runs = adamw(model), list[_TimedOperations]()
     for _ in range(REPEATS + 1):
@@ -221,7 +256,12 @@ def _timed(model: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor]) ->
     return [(each[0][0], median(seconds for _, seconds in each)) for each in several]
 
 
-def _parts(model: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Phase]:
+def _parts(
+    model: nn.Module,
+    batch: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[Phase]:
     """Compute a step of two microbatches. Yields the phase before each part of it."""
     for parameter in model.parameters():
         parameter.grad = None
@@ -236,12 +276,18 @@ def _parts(model: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor], op
 
 
 def _around(
-    model: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor], timed: Sequence[tuple[Operation, float]]
+    model: nn.Module,
+    batch: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    timed: Sequence[tuple[Operation, float]],
 ) -> dict[str, float]:
     """Return what each phase takes beside its operations, for each of these."""
     optimizer = adamw(model)
     runs = [_phase_times(_parts(model, batch, loss, optimizer)) for _ in range(AROUND_REPEATS)]
-    spent, counts = defaultdict[str, float](float), Counter(operation.phase for operation, _ in timed)
+    spent, counts = (
+        defaultdict[str, float](float),
+        Counter(operation.phase for operation, _ in timed),
+    )
     for several in zip(*runs, strict=True):
         spent[several[0][0]] += median(seconds for _, seconds in several)
     for operation, seconds in timed:
@@ -260,20 +306,27 @@ def _phase_times(parts: Iterator[Phase]) -> list[tuple[Phase, float]]:
 
 
 def _thin_matmuls(arithmetic: SecondsCurve) -> dict[float, float]:
-    """Return seconds over bytes of what products with few rows take beyond their arithmetic: packing and fetching. A
-    weight that is large comes from memory, because others were used since."""
+    """Return seconds over bytes of what products with few rows take beyond their arithmetic:
+    packing and fetching. A weight that is large comes from memory, because others were used
+    since."""
     found = {}
     for width in (64, 256, 1024, 2048):
         size = 4 * width * (width + 2 * THIN_ROWS)
         count = COLD_BYTES // size if size >= LARGE_BYTES else 1
-        rows, others = torch.ones(THIN_ROWS, width), itertools.cycle(torch.ones(count, width, width).unbind())
+        rows, others = (
+            torch.ones(THIN_ROWS, width),
+            itertools.cycle(torch.ones(count, width, width).unbind()),
+        )
         seconds = _call_seconds(partial(_thin_products, rows, others), 0.08) / 3
-        found[float(size)] = max(LEAST_SECONDS, seconds - arithmetic.at(2 * THIN_ROWS * width * width))
+        found[float(size)] = max(
+            LEAST_SECONDS, seconds - arithmetic.at(2 * THIN_ROWS * width * width)
+        )
     return found
 
 
 def _thin_products(rows: Tensor, others: Iterator[Tensor]) -> None:
-    """Multiply rows by a weight, by its transpose, and by themselves for its gradient, as a layer does."""
+    """Multiply rows by a weight, by its transpose, and by themselves for its gradient, as a layer
+    does."""
     weight = next(others)
     torch.mm(rows, weight.t())
     torch.mm(rows, next(others))
@@ -286,8 +339,8 @@ def _addition(count: int) -> float:
 
 
 def _call_seconds(call: Callable[[], Any], seconds: float) -> float:
-    """Return the time of a call, from as many as fit into so many seconds. The first, which touches fresh memory, does
-    not count."""
+    """Return the time of a call, from as many as fit into so many seconds. The first, which touches
+    fresh memory, does not count."""
     call()
     times, end = list[float](), time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
@@ -298,11 +351,15 @@ def _call_seconds(call: Callable[[], Any], seconds: float) -> float:
 
 
 def _thinned(points: dict[float, float]) -> dict[float, float]:
-    """Return one point of each doubling of the size: the middle one by time per size, of two the faster."""
+    """Return one point of each doubling of the size: the middle one by time per size, of two the
+    faster."""
     near: dict[int, list[float]] = defaultdict(list)
     for size in points:
         near[int(size).bit_length()].append(size)
-    kept = [sorted(sizes, key=lambda size: points[size] / size)[(len(sizes) - 1) // 2] for sizes in near.values()]
+    kept = [
+        sorted(sizes, key=lambda size: points[size] / size)[(len(sizes) - 1) // 2]
+        for sizes in near.values()
+    ]
     return {size: points[size] for size in sorted(kept)}
 
 
@@ -310,8 +367,11 @@ def _thinned(points: dict[float, float]) -> dict[float, float]:
 
 
 def _collectives(ranks: int, processes: int) -> dict[str, dict[float, float]]:
-    """Return seconds over sizes for collectives in groups of `ranks`, all groups at the same time."""
-    groups = [dist.new_group(list(range(start, start + ranks))) for start in range(0, processes, ranks)]
+    """Return seconds over sizes for collectives in groups of `ranks`, all groups at the same
+    time."""
+    groups = [
+        dist.new_group(list(range(start, start + ranks))) for start in range(0, processes, ranks)
+    ]
     group = groups[dist.get_rank() // ranks]
     found: dict[str, dict[float, float]] = defaultdict(dict)
     memory = SharedMemoryGroup.create(group)
@@ -339,7 +399,8 @@ def _collectives(ranks: int, processes: int) -> dict[str, dict[float, float]]:
 
 
 def _collective_seconds(call: Callable[[], Any], *, computes: bool) -> float:
-    """Return the time of a call that all ranks make. `computes`: after they have computed something."""
+    """Return the time of a call that all ranks make. `computes`: after they have computed
+    something."""
     one = torch.ones(BETWEEN_WIDTH, BETWEEN_WIDTH)
     times = []
     dist.barrier()
@@ -357,7 +418,9 @@ def _collective_seconds(call: Callable[[], Any], *, computes: bool) -> float:
 def _there_and_back(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Send a tensor to the neighbour, and get it back."""
     place = dist.get_rank(group)
-    other = dist.get_global_rank(group, place ^ 1) if place ^ 1 < dist.get_world_size(group) else None
+    other = (
+        dist.get_global_rank(group, place ^ 1) if place ^ 1 < dist.get_world_size(group) else None
+    )
     if other is None:
         return
     if place % 2:

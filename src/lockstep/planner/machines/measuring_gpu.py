@@ -1,7 +1,8 @@
-"""Measures this machine's accelerator: matrix products, attention, copies, launches; and collectives between several.
+"""Measures this machine's accelerator: matrix products, attention, copies, launches; and
+collectives between several.
 
-Every measured size doubles until a call takes long enough to be timed, so that a slow device takes no longer than a
-fast one.
+Every measured size doubles until a call takes long enough to be timed, so that a slow device takes
+no longer than a fast one.
 """
 
 from __future__ import annotations
@@ -33,37 +34,53 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 HEADS, HEAD_DIM = 16, 128
 COPIED_BYTES = tuple(2**power for power in range(20, 31, 2))
 LAUNCHED = 400
-"""Small kernels in the measurement of a launch: fewer than a stream of a GPU holds before the host must wait."""
+"""Small kernels in the measurement of a launch: fewer than a stream of a GPU holds before the host
+must wait."""
 AHEAD_SECONDS = 0.03
 """Time for which the device computes something long, while the host launches the small kernels."""
-GENERATIONS = {(7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 6): "Ampere", (8, 9): "Ada", (9, 0): "Hopper"}
+GENERATIONS = {
+    (7, 0): "Volta",
+    (7, 5): "Turing",
+    (8, 0): "Ampere",
+    (8, 6): "Ampere",
+    (8, 9): "Ada",
+    (9, 0): "Hopper",
+}
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 Timer = Callable[[Callable[[], Any]], float]
 """Returns the seconds of a call on the device."""
 
 
 def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
-    """Measure this machine's accelerators; write the device's sheet to `path`, and the link's beside it. Returns the
-    files. Raises `LaunchError`."""
+    """Measure this machine's accelerators; write the device's sheet to `path`, and the link's
+    beside it. Returns the files. Raises `LaunchError`."""
     readings = spawn(measure, nproc=1)
     written, inside = [path], ALONE
     if devices > 1:
-        link = link_of(f"{readings.name} link", {ranks: timed_collectives(ranks) for ranks in {2, devices}})
+        link = link_of(
+            f"{readings.name} link", {ranks: timed_collectives(ranks) for ranks in {2, devices}}
+        )
         written.append(link_path(path))
         written[1].write_text(as_toml(link), encoding="utf-8")
         inside = str(written[1])
-    path.write_text(as_toml(readings.device(devices_per_node=devices, inside=inside)), encoding="utf-8")
+    path.write_text(
+        as_toml(readings.device(devices_per_node=devices, inside=inside)), encoding="utf-8"
+    )
     return written
 
 
 def timed_collectives(ranks: int) -> list[dict[str, Any]]:
-    """Return the doctor's times of collectives between so many devices. Raises `LaunchError` if it has none."""
+    """Return the doctor's times of collectives between so many devices. Raises `LaunchError` if it
+    has none."""
     from lockstep.doctor.diagnose import diagnose  # reads Linux's /proc
 
     diagnosis = diagnose(nproc=ranks)
     rows: list[dict[str, Any]] | None = diagnosis.results.get("timed")
     if not rows:
-        raise LaunchError(f"--write: the collectives of {ranks} devices could not be timed; see what lockstep doctor --nproc {ranks} says")
+        raise LaunchError(
+            f"--write: the collectives of {ranks} devices could not be timed; see what lockstep"
+            f" doctor --nproc {ranks} says"
+        )
     return rows
 
 
@@ -130,7 +147,8 @@ def _float32_in_tensor_cores() -> Iterator[None]:
 
 
 def _attention_rates(dtype: torch.dtype, device: torch.device, seconds: Timer) -> dict[str, float]:
-    """Return the rate of causal attention by kernel; without any of them that of what torch does instead."""
+    """Return the rate of causal attention by kernel; without any of them that of what torch does
+    instead."""
     found = {}
     for kernel, backend in KERNELS.items():
         with sdpa_kernel(backend), suppress(RuntimeError):  # torch's, where a kernel is missing
@@ -141,7 +159,9 @@ def _attention_rates(dtype: torch.dtype, device: torch.device, seconds: Timer) -
 def _attention_rate(dtype: torch.dtype, device: torch.device, seconds: Timer) -> float:
     best = 0.0
     for length in LENGTHS:
-        query, key, value = [torch.randn(1, HEADS, length, HEAD_DIM, device=device).to(dtype) for _ in range(3)]
+        query, key, value = [
+            torch.randn(1, HEADS, length, HEAD_DIM, device=device).to(dtype) for _ in range(3)
+        ]
         taken = seconds(partial(scaled_dot_product_attention, query, key, value, is_causal=True))
         best = max(best, 2 * HEADS * length**2 * HEAD_DIM / taken)
         if taken >= LONG_SECONDS:
@@ -184,7 +204,9 @@ def _generation(device: torch.device) -> str:
 
 
 def _multiprocessors(device: torch.device) -> int:
-    properties = getattr(torch.get_device_module(device.type), "get_device_properties", lambda _: None)(device)
+    properties = getattr(
+        torch.get_device_module(device.type), "get_device_properties", lambda _: None
+    )(device)
     names = ("multi_processor_count", "max_compute_units")
     return next((int(getattr(properties, name)) for name in names if hasattr(properties, name)), 1)
 

@@ -15,7 +15,8 @@ from lockstep.plan import Plan, Size
 from lockstep.recipe.recipe import Recipe
 
 Scale = Literal["tiny", "middle", "large"]
-"""Tiny: Python alone takes time. Middle: operations push Python out of the caches. Large: operations take the time."""
+"""Tiny: Python alone takes time. Middle: operations push Python out of the caches. Large:
+operations take the time."""
 TOKENS: Mapping[Scale, int] = {"tiny": 16, "middle": 64, "large": 128}
 MICROBATCH: Mapping[Scale, int] = {"tiny": 1, "middle": 2, "large": 4}
 HEADS: Mapping[Scale, tuple[int, int]] = {"tiny": (2, 8), "middle": (4, 32), "large": (4, 64)}
@@ -54,16 +55,24 @@ class TextBlock(nn.Module):
         self.head_width = head_width
         self.norm, self.scale = nn.LayerNorm(width), nn.Parameter(torch.ones(width))
         self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
-        self.gate, self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gate, self.up, self.down = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
         layers = self.query, self.key, self.value
-        query, key, value = (layer(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in layers)
+        query, key, value = (
+            layer(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in layers
+        )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.output(mixed.transpose(1, 2).flatten(2))
         normed = self.scale * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-        down: Tensor = self.down(functional.silu(self.gate(normed)) * functional.gelu(self.up(normed)))
+        down: Tensor = self.down(
+            functional.silu(self.gate(normed)) * functional.gelu(self.up(normed))
+        )
         return x + down
 
 
@@ -74,7 +83,10 @@ class Image(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(3, width, 3, padding=1)
         self.batch_norm, self.group_norm = nn.BatchNorm2d(width), nn.GroupNorm(2, width)
-        self.second, self.third = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, 2 * width, 1, stride=2)
+        self.second, self.third = (
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.Conv2d(width, 2 * width, 1, stride=2),
+        )
         self.head = nn.Linear(2 * width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +103,10 @@ def reference_recipe(step: ReferenceStep, steps: int) -> Recipe:
     heads, head_width = HEADS[step.scale]
     width = head_width * tensor * max(1, round(heads / tensor))
     names = ("query", "key", "value", "gate", "up"), ("output", "down")
-    styles = [{f"blocks.*.{name}": style for name in several} for several, style in zip(names, ("colwise", "rowwise"), strict=True)]
+    styles = [
+        {f"blocks.*.{name}": style for name in several}
+        for several, style in zip(names, ("colwise", "rowwise"), strict=True)
+    ]
     return Recipe(
         model=partial(Text, width, 2 * _size(plan.pipeline), head_width),
         data=[torch.zeros(TOKENS[step.scale], dtype=torch.long)] * 64,

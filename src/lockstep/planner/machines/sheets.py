@@ -1,5 +1,5 @@
-"""The data sheet of a measured accelerator, and of the link between several: from readings to the files that `--on`
-takes. Pure."""
+"""The data sheet of a measured accelerator, and of the link between several: from readings to the
+files that `--on` takes. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from lockstep.planner.machines.hardware import Device, Link
 from lockstep.planner.operations import Collective, CollectiveKind, sent_bytes
 
 ALONE, BETWEEN = "PCIe4", "Ethernet-100G"
-"""Links that the sheet names if they were not measured: inside of a machine with one device, and between machines."""
-MEASURED: Mapping[str, CollectiveKind] = {"all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
+"""Links that the sheet names if they were not measured: inside of a machine with one device, and
+between machines."""
+MEASURED: Mapping[str, CollectiveKind] = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+}
 """Collectives that show the bandwidth of a link, by the doctor's names."""
 
 
@@ -36,7 +40,8 @@ class GpuReadings:
     launch_seconds: float
 
     def device(self, *, devices_per_node: int, inside: str) -> Device:
-        """Return the device. `inside`: the name of the link between those of a machine, or the path of its file."""
+        """Return the device. `inside`: the name of the link between those of a machine, or the path
+        of its file."""
         peak = self.matmul[self.attention_dtype]
         reached = {kernel: rate / peak for kernel, rate in self.attention.items()}
         slowest = min(reached.values())
@@ -45,7 +50,9 @@ class GpuReadings:
             generation=self.generation,
             peak_flops=self.matmul,
             matmul_fraction=1.0,
-            attention_fraction={kernel: reached.get(kernel, slowest) for kernel in ("flash", "cudnn")},
+            attention_fraction={
+                kernel: reached.get(kernel, slowest) for kernel in ("flash", "cudnn")
+            },
             memory_bytes=self.memory_bytes,
             memory_bytes_per_second=self.copied_bytes_per_second,
             memory_fraction=1.0,
@@ -54,16 +61,25 @@ class GpuReadings:
             devices_per_node=devices_per_node,
             inside=inside,
             between=BETWEEN,
-            source="measured by lockstep doctor --write: rates are those that were reached; the link between machines was not measured",
+            source=(
+                "measured by lockstep doctor --write: rates are those that were reached; the link"
+                " between machines was not measured"
+            ),
         )
 
 
 def link_of(name: str, timed: Mapping[int, Sequence[Mapping[str, Any]]]) -> Link:
-    """Return the link that timed collectives show. `timed`: ranks -> the doctor's rows of collective, size_bytes and
-    seconds; of two ranks and of all, or of two alone."""
+    """Return the link that timed collectives show. `timed`: ranks -> the doctor's rows of
+    collective, size_bytes and seconds; of two ranks and of all, or of two alone."""
     few, most = min(timed), max(timed)
-    latency = {ranks: min(row["seconds"] for row in rows if row["collective"] == "all-reduce") for ranks, rows in timed.items()}
-    slowness = {ranks: _mean(1 / _rate(rows, kind, ranks, latency[ranks] / 2) for kind in MEASURED) for ranks, rows in timed.items()}
+    latency = {
+        ranks: min(row["seconds"] for row in rows if row["collective"] == "all-reduce")
+        for ranks, rows in timed.items()
+    }
+    slowness = {
+        ranks: _mean(1 / _rate(rows, kind, ranks, latency[ranks] / 2) for kind in MEASURED)
+        for ranks, rows in timed.items()
+    }
     # A group of n ranks takes 1 + few_ranks / n times as long as a large one.
     added = max(0.0, (slowness[few] - slowness[most]) / (1 / few - 1 / most)) if few < most else 0.0
     large = slowness[most] - added / most
@@ -77,7 +93,10 @@ def link_of(name: str, timed: Mapping[int, Sequence[Mapping[str, Any]]]) -> Link
         hop_seconds=max(0.0, latency[most] - latency[few]) / (most - few) if few < most else 0.0,
         few_ranks=added / large,
         all_reduce_gain=_rate(timed[most], "all-reduce", most, latency[most]) * slowness[most],
-        source=f"measured by lockstep doctor --write: collectives of {' and '.join(map(str, sorted(timed)))} devices",
+        source=(
+            "measured by lockstep doctor --write: collectives of"
+            f" {' and '.join(map(str, sorted(timed)))} devices"
+        ),
     )
 
 
@@ -101,8 +120,11 @@ def _toml(value: Any) -> str:
 
 
 def _rate(rows: Sequence[Mapping[str, Any]], collective: str, ranks: int, latency: float) -> float:
-    """The bytes a second that a rank sends in the largest collective of a kind, beyond its latency."""
-    row = max((row for row in rows if row["collective"] == collective), key=lambda row: row["size_bytes"])
+    """The bytes a second that a rank sends in the largest collective of a kind, beyond its
+    latency."""
+    row = max(
+        (row for row in rows if row["collective"] == collective), key=lambda row: row["size_bytes"]
+    )
     kind = MEASURED.get(collective, "all_reduce")
     seconds: float = max(row["seconds"] - latency, row["seconds"] / 2)
     return sent_bytes(Collective(kind, ranks, 1, row["size_bytes"])) / seconds

@@ -1,4 +1,5 @@
-"""The places of the production code that need values, or other ranks, and what they do in a trace instead."""
+"""The places of the production code that need values, or other ranks, and what they do in a trace
+instead."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from lockstep.model.pipeline.boundary import Boundary
 from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery
 from lockstep.model.pipeline.failure import PipelineFailure
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
-from lockstep.planner.tracing.torch_fakes import FakeTensor, keeping_buckets, mesh_methods, propagation_methods
+from lockstep.planner.tracing.torch_fakes import (
+    FakeTensor,
+    keeping_buckets,
+    mesh_methods,
+    propagation_methods,
+)
 from lockstep.planner.tracing.values import listed
 from lockstep.training.losses import loss
 from lockstep.training.losses.loss import LossKind
@@ -51,7 +57,8 @@ def unrecorded() -> Patch:
 
 
 def with_short_first_step() -> Patch:
-    """Return what lets each rank compute one microbatch alone in the first step, which is not recorded."""
+    """Return what lets each rank compute one microbatch alone in the first step, which is not
+    recorded."""
     original = Batching.spans
 
     def spans(batching: Batching, step: int) -> Spans:
@@ -63,16 +70,26 @@ def with_short_first_step() -> Patch:
 def without_values() -> Iterator[Patch]:
     """Yield what would ask for values."""
     # The script's dataset and `collate` compute with them.
-    yield Fetcher, {"__getitem__": with_values(Fetcher.__getitem__), "_rows": with_values(Fetcher._rows)}
+    yield (
+        Fetcher,
+        {
+            "__getitem__": with_values(Fetcher.__getitem__),
+            "_rows": with_values(Fetcher._rows),
+        },
+    )
     yield StreamFetcher, {"__getitem__": with_values(StreamFetcher.__getitem__)}
     # Counts the weights of the microbatches.
     yield Microbatches, {"weigh": with_values(Microbatches.weigh)}
     # Reads the ranks of a mesh as numbers.
     yield DeviceMesh, mesh_methods(with_values)
-    # Asks for one value after another, of which there are as many as microbatches in the whole world.
+    # Asks for one value after another, of which there are as many as microbatches in the whole
+    # world.
     yield FakeTensor, {"tolist": listed}
-    # Looks in the values of position ids for several texts in one sequence, and without values makes a mask for them.
-    if "transformers" in sys.modules and hasattr(masks := import_module("transformers.masking_utils"), PACKED):
+    # Looks in the values of position ids for several texts in one sequence, and without values
+    # makes a mask for them.
+    if "transformers" in sys.modules and hasattr(
+        masks := import_module("transformers.masking_utils"), PACKED
+    ):
         yield masks, {PACKED: lambda *_, **__: None}
     # Keeps tensors for later runs, which have values.
     yield loss, {"_constant": loss._constant.__wrapped__}
@@ -89,7 +106,9 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _agree_alone(module: TrainModule, kinds: Sequence[LossKind]) -> None:
-    module.forward_knows_weight, module.terms, module.repeats = kinds[0] if kinds else LossKind(False, [], 1)
+    module.forward_knows_weight, module.terms, module.repeats = (
+        kinds[0] if kinds else LossKind(False, [], 1)
+    )
 
 
 def _raise_own(failure: PipelineFailure) -> None:

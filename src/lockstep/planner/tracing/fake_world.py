@@ -18,7 +18,14 @@ from lockstep.comm import mesh
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.planner.operations import CollectiveKind
-from lockstep.planner.tracing.torch_fakes import FakeStore, FakeTensor, PythonProcessGroup, group_name, replaced, temporary_backend
+from lockstep.planner.tracing.torch_fakes import (
+    FakeStore,
+    FakeTensor,
+    PythonProcessGroup,
+    group_name,
+    replaced,
+    temporary_backend,
+)
 
 BACKEND = "lockstep_fake"
 
@@ -36,8 +43,8 @@ class Listener(Protocol):
         peer: int | None = None,
         receives: bool = False,
     ) -> int:
-        """Note a collective of `size` bytes. `buffers`: the tensors that it fills, and those that are made only to be
-        sent. Returns its number."""
+        """Note a collective of `size` bytes. `buffers`: the tensors that it fills, and those that
+        are made only to be sent. Returns its number."""
 
     def wait(self, number: int) -> None:
         """Note that the current stream waits for it."""
@@ -111,7 +118,14 @@ class RecordedGroup(PythonProcessGroup):
         """See `pg_name`."""
         return group_name(self)
 
-    def _done(self, kind: CollectiveKind, result: Any, tensors: Sequence[Tensor], buffers: Sequence[Tensor] = (), **peer: Any) -> FakeWork:
+    def _done(
+        self,
+        kind: CollectiveKind,
+        result: Any,
+        tensors: Sequence[Tensor],
+        buffers: Sequence[Tensor] = (),
+        **peer: Any,
+    ) -> FakeWork:
         size = sum(tensor.nbytes for tensor in tensors)
         return FakeWork(_listener.begin(kind, self, size, buffers=buffers, **peer), result)
 
@@ -131,7 +145,9 @@ class RecordedGroup(PythonProcessGroup):
         _fill(output, given)
         return self._done("all_gather", [output], [output], [output, given])
 
-    def allgather(self, outputs: list[list[Tensor]], given: list[Tensor], options: Any = None) -> FakeWork:
+    def allgather(
+        self, outputs: list[list[Tensor]], given: list[Tensor], options: Any = None
+    ) -> FakeWork:
         parts = [each for several in outputs for each in several]
         for part in parts:
             _fill(part, given[0])
@@ -144,7 +160,9 @@ class RecordedGroup(PythonProcessGroup):
         _fill(output, given)
         return self._done("reduce_scatter", [output], [given], [output, given])
 
-    def reduce_scatter(self, outputs: list[Tensor], given: list[list[Tensor]], options: Any = None) -> FakeWork:
+    def reduce_scatter(
+        self, outputs: list[Tensor], given: list[list[Tensor]], options: Any = None
+    ) -> FakeWork:
         _fill(outputs[0], given[0][self._place])
         parts = [each for several in given for each in several]
         return self._done("reduce_scatter", outputs, parts, [*outputs, *parts])
@@ -178,15 +196,22 @@ def _fill(output: Tensor, given: Tensor) -> None:
     if output.numel() and given.numel() and not isinstance(output, FakeTensor):
         with disable_current_modes(), torch.no_grad():
             flat = given.detach().reshape(-1)[: output.numel()]
-            output.detach().copy_(flat.repeat(-(-output.numel() // flat.numel()))[: output.numel()].view(output.shape))
+            output.detach().copy_(
+                flat.repeat(-(-output.numel() // flat.numel()))[: output.numel()].view(output.shape)
+            )
 
 
 class RecordedMemory(SharedMemoryGroup):
-    """The shared memory of a host whose other processes are not there. The caller's thread does the work, so nothing
-    overlaps with it: each collective is waited for at once."""
+    """The shared memory of a host whose other processes are not there. The caller's thread does the
+    work, so nothing overlaps with it: each collective is waited for at once."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size, self.name, self.pending = group.rank(), group.size(), "shared memory", None
+        self.rank, self.size, self.name, self.pending = (
+            group.rank(),
+            group.size(),
+            "shared memory",
+            None,
+        )
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -207,7 +232,9 @@ class RecordedMemory(SharedMemoryGroup):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._note("broadcast", tensor)
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> None:
         _fill(output, tensor)
         self._note("all_to_all", tensor, output, tensor)
 
@@ -225,7 +252,8 @@ class RecordedMemory(SharedMemoryGroup):
 
 @dataclass(frozen=True, slots=True)
 class FakeWorld(World):
-    """A `World` in which all ranks give the same values as this one. Exchanges of JSON and flags are not recorded."""
+    """A `World` in which all ranks give the same values as this one. Exchanges of JSON and flags
+    are not recorded."""
 
     def leave(self) -> None:
         """Nobody is there to be waited for."""
@@ -253,7 +281,14 @@ def fake_world(rank: int, size: int, local_size: int) -> Iterator[FakeWorld]:
             dist.init_process_group(BACKEND, rank=rank, world_size=size, store=FakeStore())
         try:
             with replaced(SharedMemoryGroup, create=staticmethod(RecordedMemory)):
-                yield FakeWorld(rank, size, rank % local_size, min(local_size, size), torch.device("cpu"), owns_group=size > 1)
+                yield FakeWorld(
+                    rank,
+                    size,
+                    rank % local_size,
+                    min(local_size, size),
+                    torch.device("cpu"),
+                    owns_group=size > 1,
+                )
         finally:
             mesh.forget_meshes()
             forget_distributed_operations()

@@ -14,10 +14,48 @@ from lockstep.planner.tracing.torch_fakes import flop_registry
 
 WITHOUT_KERNEL = frozenset(
     {
-        *("detach", "alias", "_unsafe_view", "view", "reshape", "_reshape_alias", "as_strided", "expand", "permute"),
-        *("transpose", "t", "unsqueeze", "squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "chunk"),
-        *("narrow", "diagonal", "unfold", "view_as_real", "view_as_complex", "lift_fresh", "empty", "empty_like"),
-        *("empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "is_same_size", "sym_size"),
+        *(
+            "detach",
+            "alias",
+            "_unsafe_view",
+            "view",
+            "reshape",
+            "_reshape_alias",
+            "as_strided",
+            "expand",
+            "permute",
+        ),
+        *(
+            "transpose",
+            "t",
+            "unsqueeze",
+            "squeeze",
+            "select",
+            "slice",
+            "split",
+            "split_with_sizes",
+            "unbind",
+            "chunk",
+        ),
+        *(
+            "narrow",
+            "diagonal",
+            "unfold",
+            "view_as_real",
+            "view_as_complex",
+            "lift_fresh",
+            "empty",
+            "empty_like",
+        ),
+        *(
+            "empty_strided",
+            "new_empty",
+            "new_empty_strided",
+            "resize_",
+            "set_",
+            "is_same_size",
+            "sym_size",
+        ),
         *("sym_stride", "sym_numel", ITEM, "record_stream", "random_"),
         *("_has_compatible_shallow_copy_type", "movedim", "swapaxes", "_conj", "conj"),
     }
@@ -27,7 +65,9 @@ READS_ONE_ROW = frozenset({"embedding", "index_select", "gather", "index"})
 """Operations that read as much of their first argument as they write."""
 
 
-def kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any, phase: Phase) -> Operation | None:
+def kernel(
+    function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any, phase: Phase
+) -> Operation | None:
     """Return the kernel of a call of a torch operation; None if it has none."""
     name = function.overloadpacket.__name__
     if name in WITHOUT_KERNEL or function.is_view or function.namespace == "prim":
@@ -39,13 +79,21 @@ def kernel(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any],
     flops = _flops(function, arguments, keywords, result)
     kind, shape = _kind(name, arguments, result) if flops else ("memory", ())
     computed = next((each for each in [*written, *read] if each.is_floating_point()), None)
-    dtype = str((written or read)[0].dtype if computed is None else computed.dtype).removeprefix("torch.")
-    moved = _bytes(written) + (_bytes(read[1:]) + _bytes(written) if name in READS_ONE_ROW else _bytes(read))
+    dtype = str((written or read)[0].dtype if computed is None else computed.dtype).removeprefix(
+        "torch."
+    )
+    moved = _bytes(written) + (
+        _bytes(read[1:]) + _bytes(written) if name in READS_ONE_ROW else _bytes(read)
+    )
     aligned = _aligned_bytes(arguments, written) if kind == "matmul" else ALIGNED
-    return Operation(kind, dtype, 0 if kind == "memory" else flops, moved, shape, phase, f"aten.{name}", aligned)
+    return Operation(
+        kind, dtype, 0 if kind == "memory" else flops, moved, shape, phase, f"aten.{name}", aligned
+    )
 
 
-def _flops(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> int:
+def _flops(
+    function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any
+) -> int:
     if "attention" in (name := function.overloadpacket.__name__):
         return _attention_flops(name, arguments)
     if "convolution" in name:
@@ -77,37 +125,44 @@ def _kind(name: str, arguments: Sequence[Any], result: Any) -> tuple[Kind, tuple
 
 
 def _aligned_bytes(arguments: Sequence[Any], written: Sequence[Tensor]) -> int:
-    """Return the power of two that divides the rows of a product's operands and result, as they lie in memory."""
+    """Return the power of two that divides the rows of a product's operands and result, as they lie
+    in memory."""
     operands = [each for each in arguments if isinstance(each, Tensor)][-2:]
     return gcd(ALIGNED, *(_row_bytes(each) for each in (*operands, *written[:1])))
 
 
 def _row_bytes(matrix: Tensor) -> int:
-    """Return the bytes from one row to the next, or from one column to the next if columns lie in one piece."""
+    """Return the bytes from one row to the next, or from one column to the next if columns lie in
+    one piece."""
     *_, rows, columns = matrix.stride() if matrix.dim() > 1 else (1, 1)
     return (rows if columns == 1 and matrix.shape[-1] > 1 else columns) * matrix.element_size()
 
 
 def _convolution_flops(name: str, arguments: Sequence[Any], result: Any) -> int:
-    """Those of its matrix product, backward for each gradient that is asked for. Torch's counter of a backward counts
-    the products between groups too, which are not computed."""
+    """Those of its matrix product, backward for each gradient that is asked for. Torch's counter of
+    a backward counts the products between groups too, which are not computed."""
     products = sum(arguments[10][:2]) if "backward" in name else 1
     return 2 * prod(_convolution_shape(name, arguments, result)) * products
 
 
 def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tuple[int, ...]:
-    """Return (groups, m, n, k) of the matrix product that a forward convolution is, also for its backward: rows are
-    positions, and each sum is over channels and the places of the kernel."""
+    """Return (groups, m, n, k) of the matrix product that a forward convolution is, also for its
+    backward: rows are positions, and each sum is over channels and the places of the kernel."""
     is_backward = "backward" in name
     written, read, weight = arguments[:3] if is_backward else (result, *arguments[:2])
     is_transposed, groups = arguments[7 if is_backward else 6], arguments[9 if is_backward else 8]
     samples, _, *positions = (read if is_transposed else written).shape
     inner, outer = weight.shape[0] // groups, prod(weight.shape[1:])
-    return (groups, samples * prod(positions), *((outer, inner) if is_transposed else (inner, outer)))
+    return (
+        groups,
+        samples * prod(positions),
+        *((outer, inner) if is_transposed else (inner, outer)),
+    )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the tensors, each once. One that is expanded has those of its distinct elements."""
+    """The bytes of the tensors, each once. One that is expanded has those of its distinct
+    elements."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         distinct = 1

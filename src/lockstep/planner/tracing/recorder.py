@@ -1,4 +1,5 @@
-"""Records a step: each operation, collective and allocation of this process, while its tensors are fake."""
+"""Records a step: each operation, collective and allocation of this process, while its tensors are
+fake."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.base.torch_private import in_backward, resolve_process_group, tree_leaves
 from lockstep.planner.operations import Collective, CollectiveKind, Phase
-from lockstep.planner.trace import DISPATCH, Await, Cause, Communicate, Compute, Item, Mark, MemoryChange, TracedStep
+from lockstep.planner.trace import (
+    DISPATCH,
+    Await,
+    Cause,
+    Communicate,
+    Compute,
+    Item,
+    Mark,
+    MemoryChange,
+    TracedStep,
+)
 from lockstep.planner.tracing.kernels import kernel
 from lockstep.planner.tracing.streams import Streams
 from lockstep.planner.tracing.torch_fakes import FakeTensor, TorchDispatchMode, replaced
@@ -33,7 +44,8 @@ PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 
 
 class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what is computed while it is entered. `axes`: the mesh axis of each process group, by its name."""
+    """Records what is computed while it is entered. `axes`: the mesh axis of each process group, by
+    its name."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,7 +107,9 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Operations
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(kind not in PLAIN for kind in types):
             if any(issubclass(kind, DTensor) for kind in types):
                 self.mark(DISPATCH)
@@ -149,7 +163,9 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._collectives += 1
         ranks, name = dist.get_process_group_ranks(group), group.group_name
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        collective = Collective(kind, len(ranks), stride, size, self._axes.get(name, ""), self.phase)
+        collective = Collective(
+            kind, len(ranks), stride, size, self._axes.get(name, ""), self.phase
+        )
         stream = self.streams.current.number
         self._note(Communicate(collective, self._collectives, stream, name, peer, receives))
         self._outstanding.add(self._collectives)
@@ -161,7 +177,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(Await(number, self.streams.current.number))
 
     def wait_for_all(self) -> None:
-        """Note that the current stream waits for all collectives: DDP waits for its buckets in C++."""
+        """Note that the current stream waits for all collectives: DDP waits for its buckets in
+        C++."""
         for number in sorted(self._outstanding):
             self.wait(number)
 
@@ -186,11 +203,19 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if identity not in self._numbers:
             number = len(self.causes)
             self._numbers[identity], self._sizes[number] = number, 0
-            self.causes[number] = "logits" if self.in_loss else "activations" if self.phase == "forward" else "temporary"
+            self.causes[number] = (
+                "logits"
+                if self.in_loss
+                else "activations"
+                if self.phase == "forward"
+                else "temporary"
+            )
             self._finalizers.append(weakref.finalize(storage, self._free, identity, number))
         number = self._numbers[identity]
         if size != self._sizes[number]:
-            self.allocations.append(MemoryChange(number, size - self._sizes[number], len(self.items)))
+            self.allocations.append(
+                MemoryChange(number, size - self._sizes[number], len(self.items))
+            )
             self._sizes[number] = size
 
     def _free(self, identity: int, number: int) -> None:

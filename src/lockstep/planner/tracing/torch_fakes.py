@@ -64,28 +64,38 @@ def temporary_backend(name: str, create: Callable[..., Any]) -> AbstractContextM
         dist.Backend,
         backend_list=[*dist.Backend.backend_list, name],
         backend_capability=dist.Backend.backend_capability | {name: ["cpu"]},
-        backend_type_map=dist.Backend.backend_type_map | {name: dist.ProcessGroup.BackendType.CUSTOM},
+        backend_type_map=dist.Backend.backend_type_map
+        | {name: dist.ProcessGroup.BackendType.CUSTOM},
         _plugins=dist.Backend._plugins | {name.upper(): dist.Backend._BackendPlugin(create, False)},
         **{name.upper(): name},
     )
 
 
 def foreach_on_the_cpu() -> AbstractContextManager[None]:
-    """Let optimizers choose their foreach implementation for CPU tensors, as they do for those of a GPU."""
+    """Let optimizers choose their foreach implementation for CPU tensors, as they do for those of a
+    GPU."""
     module = sys.modules["torch.optim.optimizer"]
     kinds = [*module._foreach_supported_types, FakeTensor]
-    return replaced(module, _get_foreach_kernels_supported_devices=lambda: ["cpu"], _foreach_supported_types=kinds)
+    return replaced(
+        module,
+        _get_foreach_kernels_supported_devices=lambda: ["cpu"],
+        _foreach_supported_types=kinds,
+    )
 
 
 def cpu_streams(
-    stream: Callable[..., Any], event: Callable[..., Any], current: Callable[..., Any], entered: Callable[..., Any]
+    stream: Callable[..., Any],
+    event: Callable[..., Any],
+    current: Callable[..., Any],
+    entered: Callable[..., Any],
 ) -> AbstractContextManager[None]:
     """Replace the streams and events of `torch.cpu`, which do nothing."""
     return replaced(torch.cpu, Stream=stream, Event=event, current_stream=current, stream=entered)
 
 
 class _Chunks:
-    """The chunks of a tensor along a dim, as `torch.chunk` makes them, each made when it is asked for."""
+    """The chunks of a tensor along a dim, as `torch.chunk` makes them, each made when it is asked
+    for."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._dim, self._size = tensor, dim, -(-tensor.shape[dim] // count)
@@ -97,7 +107,8 @@ class _Chunks:
 
 
 def chunks_on_demand() -> AbstractContextManager[None]:
-    """Let FSDP2 make only the chunk of each parameter that this rank holds, and not that of every rank."""
+    """Let FSDP2 make only the chunk of each parameter that this rank holds, and not that of every
+    rank."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     return replaced(_fsdp_param, _chunk_with_empty=_Chunks)
@@ -107,15 +118,24 @@ def mesh_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
     """Return the methods of `DeviceMesh` that read the ranks of a mesh as numbers, each wrapped."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    return {"__init__": wrapped(DeviceMesh.__init__), "_concatenate": staticmethod(wrapped(DeviceMesh._concatenate))}
+    return {
+        "__init__": wrapped(DeviceMesh.__init__),
+        "_concatenate": staticmethod(wrapped(DeviceMesh._concatenate)),
+    }
 
 
-def propagation_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> tuple[Any, dict[str, Any]]:
-    """Return the class that finds the shapes of distributed tensors by computing with fake ones, and that method,
-    wrapped."""
+def propagation_methods(
+    wrapped: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> tuple[Any, dict[str, Any]]:
+    """Return the class that finds the shapes of distributed tensors by computing with fake ones,
+    and that method, wrapped."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    return ShardingPropagator, {"_propagate_tensor_meta_non_cached": wrapped(ShardingPropagator._propagate_tensor_meta_non_cached)}
+    return ShardingPropagator, {
+        "_propagate_tensor_meta_non_cached": wrapped(
+            ShardingPropagator._propagate_tensor_meta_non_cached
+        )
+    }
 
 
 class _KeepsBuckets:

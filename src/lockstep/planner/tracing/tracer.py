@@ -1,4 +1,5 @@
-"""Traces one step of a recipe under a plan: the production code runs on tensors without storage, on one rank."""
+"""Traces one step of a recipe under a plan: the production code runs on tensors without storage, on
+one rank."""
 
 from __future__ import annotations
 
@@ -30,11 +31,24 @@ from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.opening import Opened, RunRequest
 from lockstep.plan import Plan
 from lockstep.planner.trace import REDUCED, Cause, TracedStep
-from lockstep.planner.tracing.alone import unrecorded, with_short_first_step, with_values, without_others, without_values
+from lockstep.planner.tracing.alone import (
+    unrecorded,
+    with_short_first_step,
+    with_values,
+    without_others,
+    without_values,
+)
 from lockstep.planner.tracing.fake_world import fake_world, listening
 from lockstep.planner.tracing.gpu_semantics import GpuSemantics
 from lockstep.planner.tracing.recorder import TraceRecorder
-from lockstep.planner.tracing.torch_fakes import FakeTensor, FakeTensorMode, chunks_on_demand, foreach_on_the_cpu, group_name, replaced
+from lockstep.planner.tracing.torch_fakes import (
+    FakeTensor,
+    FakeTensorMode,
+    chunks_on_demand,
+    foreach_on_the_cpu,
+    group_name,
+    replaced,
+)
 from lockstep.planner.tracing.values import Values
 from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
@@ -59,7 +73,8 @@ class TraceOptions:
     local_size: int = 8
     """Ranks on each machine."""
     is_gpu: bool = True
-    """True: what torch chooses for a GPU is chosen: precisions under autocast, attention, optimizers."""
+    """True: what torch chooses for a GPU is chosen: precisions under autocast, attention,
+    optimizers."""
     is_fake: bool = True
     """False: computes with real tensors, for a script that needs values."""
     boundaries: Sequence[Boundary] = ()
@@ -77,14 +92,17 @@ class StageSplit:
 
 
 def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit:
-    """Split the whole model as the plan's pipeline does, and find what its stages hand on. Raises `RecipeError`."""
+    """Split the whole model as the plan's pipeline does, and find what its stages hand on. Raises
+    `RecipeError`."""
     found: dict[str, Boundary] = {}
     splits: list[Stages] = []
     ranks = int(plan.pipeline or 1)
 
     def watch(run: Run) -> None:
         model = run.modules[0].model
-        split = Stages.split(model, recipe.stages, ranks=ranks, per_rank=STAGES_PER_RANK[plan.schedule])
+        split = Stages.split(
+            model, recipe.stages, ranks=ranks, per_rank=STAGES_PER_RANK[plan.schedule]
+        )
         splits.append(split)
         for stage in range(len(split.ranges) - 1):
             part = split.last_part(stage)
@@ -92,10 +110,18 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
 
     microbatch = recipe.microbatch if isinstance(recipe.microbatch, int) else recipe.global_batch
     whole = replace(plan, pipeline=1, replicate=1, shard=1, tensor=1, offload=False)
-    trace_step(replace(recipe, global_batch=microbatch), whole, replace(options, rank=0, world_size=1), watch)
+    trace_step(
+        replace(recipe, global_batch=microbatch),
+        whole,
+        replace(options, rank=0, world_size=1),
+        watch,
+    )
     (split,) = splits
     boundaries = [found[split.last_part(stage)] for stage in range(len(split.ranges) - 1)]
-    return StageSplit(boundaries, [tuple(len(split.ranges[stage]) for stage in split.on_rank(rank)) for rank in range(ranks)])
+    return StageSplit(
+        boundaries,
+        [tuple(len(split.ranges[stage]) for stage in split.on_rank(rank)) for rank in range(ranks)],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +132,47 @@ class ModelSize:
     parts: int
     """Number of parts that a pipeline can split it into; 0 if their order is not known."""
     has_batchnorm: bool
-    """True if a microbatch cannot be split, because it is what BatchNorm takes its statistics over."""
+    """True if a microbatch cannot be split, because it is what BatchNorm takes its statistics
+    over."""
 
 
 def model_size(recipe: Recipe) -> ModelSize:
-    """Return the size of the recipe's model, which is built without values. Raises `RecipeError`."""
+    """Return the size of the recipe's model, which is built without values. Raises
+    `RecipeError`."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = InitialModel.build(recipe.model, 0, _mesh_of_one(), without_values=True).module
-    size, parts = sum(parameter.nbytes for parameter in model.parameters()), len(sequential_parts(model, recipe.stages))
+    size, parts = (
+        sum(parameter.nbytes for parameter in model.parameters()),
+        len(sequential_parts(model, recipe.stages)),
+    )
     return ModelSize(size, parts, bool(training_batchnorms([model])))
 
 
 def _mesh_of_one() -> Mesh:
-    world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"), owns_group=False)
+    world = World(
+        rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"), owns_group=False
+    )
     return Mesh.of(world, Plan(replicate=1))
 
 
-def _note_boundary(found: dict[str, Boundary], part: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+def _note_boundary(
+    found: dict[str, Boundary], part: str, module: torch.nn.Module, inputs: Any, output: Any
+) -> None:
     found.setdefault(part, Boundary.of(output, part))
 
 
-def trace_step(recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callable[[Run], object] | None = None) -> TracedStep:
-    """Trace the second step of `recipe` on one rank of a world in which the others are not there. `plan`: resolved.
-    `watch`: called before the first step. Raises the `UserError`s that the run would raise, and `ValueNeeded`."""
+def trace_step(
+    recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callable[[Run], object] | None = None
+) -> TracedStep:
+    """Trace the second step of `recipe` on one rank of a world in which the others are not there.
+    `plan`: resolved. `watch`: called before the first step. Raises the `UserError`s that the run
+    would raise, and `ValueNeeded`."""
     with ExitStack() as stack:
         stack.enter_context(PreservedGenerators())
         folder = str(stack.enter_context(locked_folder("lockstep-plan-")))
-        world = stack.enter_context(fake_world(options.rank, options.world_size, options.local_size))
+        world = stack.enter_context(
+            fake_world(options.rank, options.world_size, options.local_size)
+        )
         session = LoneSession(recipe, plan, world, options, folder, StepTraceHook())
         session.hook.watch = watch
         try:
@@ -140,7 +180,10 @@ def trace_step(recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callabl
                 train_in(session, session.recipe)
         except _Traced:
             return session.hook.trace()
-    raise PlanError("the run ended before its first step; a plan is made from one; give a recipe with steps=1 or more")
+    raise PlanError(
+        "the run ended before its first step; a plan is made from one; give a recipe with steps=1"
+        " or more"
+    )
 
 
 class LoneSession(RecipeSession):
@@ -148,25 +191,65 @@ class LoneSession(RecipeSession):
 
     STEPS = 3
 
-    def __init__(self, recipe: Recipe, plan: Plan, world: World, options: TraceOptions, folder: str, hook: StepTraceHook) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        world: World,
+        options: TraceOptions,
+        folder: str,
+        hook: StepTraceHook,
+    ) -> None:
         weight = recipe.weight and with_values(recipe.weight)
         self.hook = hook
-        loss = recipe.loss if recipe.inputs is None or recipe.loss is None else self.hook.labelled(recipe.loss)
-        self.recipe = replace(recipe, steps=self.STEPS, epochs=None, weight=weight, loss=loss, weights=None, evaluation=None)
+        loss = (
+            recipe.loss
+            if recipe.inputs is None or recipe.loss is None
+            else self.hook.labelled(recipe.loss)
+        )
+        self.recipe = replace(
+            recipe,
+            steps=self.STEPS,
+            epochs=None,
+            weight=weight,
+            loss=loss,
+            weights=None,
+            evaluation=None,
+        )
         shares_memory = not options.is_gpu and world.local_size == world.size
         transport = plan.transport if shares_memory else "torch"
-        self._world, self._executed, self._options = world, replace(plan, transport=transport, threads=1, workers=0, prefetch=2), options
-        super().__init__([self.recipe], plan=self._executed, run_dir=folder, log_every=1000, resume="never")
+        self._world, self._executed, self._options = (
+            world,
+            replace(plan, transport=transport, threads=1, workers=0, prefetch=2),
+            options,
+        )
+        super().__init__(
+            [self.recipe], plan=self._executed, run_dir=folder, log_every=1000, resume="never"
+        )
         self._open = self._open_fake
 
-    def _open_fake(self, request: RunRequest, termination: Termination, stack: ExitStack, recovery: Recovery | None) -> Opened:
+    def _open_fake(
+        self,
+        request: RunRequest,
+        termination: Termination,
+        stack: ExitStack,
+        recovery: Recovery | None,
+    ) -> Opened:
         del recovery
         mesh = Mesh.of(self._world, self._executed)
         self.hook.begin(mesh)
         recorder = Recorder(request.run_dir, self._world, resume="never", launched=None)
         stack.callback(recorder.close)
-        overrides = Overrides(bare=True, without_values=self._options.is_fake, change_batch=self.hook.see_batch)
-        context = request.context(world=self._world, mesh=mesh, plan=self._executed, recorder=recorder, overrides=overrides)
+        overrides = Overrides(
+            bare=True, without_values=self._options.is_fake, change_batch=self.hook.see_batch
+        )
+        context = request.context(
+            world=self._world,
+            mesh=mesh,
+            plan=self._executed,
+            recorder=recorder,
+            overrides=overrides,
+        )
         taken = read_fallbacks(self._world, recorder.path, resumes=False)
         self._enter_modes(stack)
         return Opened(context, Environment.read({}), (self.hook,), request, self._executed, taken)
@@ -178,7 +261,8 @@ class LoneSession(RecipeSession):
         for owner, names in (*without_others(self._options.boundaries), unrecorded()):
             stack.enter_context(replaced(owner, **names))
         if self._executed.pipeline == 1 and not isinstance(self.recipe.data, Stream):
-            # A schedule needs as many microbatches as it has stages, and a stream gives one of each shard.
+            # A schedule needs as many microbatches as it has stages, and a stream gives one of each
+            # shard.
             owner, names = with_short_first_step()
             stack.enter_context(replaced(owner, **names))
         if self._options.is_gpu:
@@ -190,7 +274,8 @@ class LoneSession(RecipeSession):
                 stack.enter_context(replaced(owner, **names))
             self.hook.fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(Values())  # type: ignore[no-untyped-call]
-        stack.callback(self.hook.end_recording)  # also after an error: before the modes that it was entered in
+        # also after an error: before the modes that it was entered in
+        stack.callback(self.hook.end_recording)
 
 
 class StepTraceHook(ControlHook):
@@ -226,10 +311,18 @@ class StepTraceHook(ControlHook):
         self._stack.enter_context(self.recorder.recording())
         for module in run.modules:
             self.recorder.label([*module.model.parameters(), *module.model.buffers()], "parameters")
-            self.recorder.label([optimizer.state.get(p, {}) for optimizer in module.optimizers for p in module.parameters], "optimizer")
+            self.recorder.label(
+                [
+                    optimizer.state.get(p, {})
+                    for optimizer in module.optimizers
+                    for p in module.parameters
+                ],
+                "optimizer",
+            )
 
     def labelled(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Return the loss function; the model's output, and what the loss computes from it, are labelled logits."""
+        """Return the loss function; the model's output, and what the loss computes from it, are
+        labelled logits."""
 
         def computed(output: Any, batch: Any) -> Any:
             self.recorder.label(output, "logits")
@@ -260,7 +353,8 @@ class StepTraceHook(ControlHook):
             self.recorder.mark(REDUCED)
 
     def after_backward(self, run: Run, model: torch.nn.Module) -> None:
-        """Note what holds the sums: DDP's buckets, which stay from step to step, or gradients of this step."""
+        """Note what holds the sums: DDP's buckets, which stay from step to step, or gradients of
+        this step."""
         for module in run.modules:
             cause: Cause = "communication" if _reduces_in_buckets(module) else "gradients"
             self.recorder.label([each.grad for each in module.parameters], cause)
@@ -284,7 +378,9 @@ class StepTraceHook(ControlHook):
 
     def trace(self) -> TracedStep:
         """The trace of the step."""
-        return replace(self.recorder.trace(self.mesh.world.rank), tokens_per_sample=self._tokens_per_sample)
+        return replace(
+            self.recorder.trace(self.mesh.world.rank), tokens_per_sample=self._tokens_per_sample
+        )
 
 
 def _reduces_in_buckets(module: TrainModule) -> bool:
@@ -294,4 +390,8 @@ def _reduces_in_buckets(module: TrainModule) -> bool:
 def axes_of(mesh: Mesh) -> Mapping[str, str]:
     """Return the mesh axis of each process group of a mesh, by torch's name of the group."""
     named = {"data": mesh.data, **mesh.axes}
-    return {group_name(world.group or dist.group.WORLD): axis for axis, world in named.items() if world.size > 1}
+    return {
+        group_name(world.group or dist.group.WORLD): axis
+        for axis, world in named.items()
+        if world.size > 1
+    }

@@ -1,4 +1,5 @@
-"""Values of tensors that have none: lockstep's own checks get a finite number, the script's code an error."""
+"""Values of tensors that have none: lockstep's own checks get a finite number, the script's code an
+error."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ LOCKSTEP = str(Path(__file__).parents[2])
 
 
 PRODUCTS = frozenset({"mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm", "dot"})
-"""Operations whose last two tensors have one dtype. Torch computes shapes of most without a look at it."""
+"""Operations whose last two tensors have one dtype. Torch computes shapes of most without a look at
+it."""
 
 
 TORCHS_NAMES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
@@ -32,20 +34,26 @@ TORCHS_NAMES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.f
 
 
 class ValueNeeded(RecipeError):
-    """The script's model or loss asks for the value of a tensor, or for a shape that follows from values."""
+    """The script's model or loss asks for the value of a tensor, or for a shape that follows from
+    values."""
 
 
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers questions for values, inside of a `FakeTensorMode`."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function in (PIN_MEMORY, IS_PINNED):  # of a fake tensor, neither is known
             return args[0] if function is PIN_MEMORY else True
         if function.overloadpacket.__name__ in PRODUCTS:
-            dtypes = [each.dtype for each in args if isinstance(each, torch.Tensor)][-2:]  # the last argument may be a dtype
+            # the last argument may be a dtype
+            dtypes = [each.dtype for each in args if isinstance(each, torch.Tensor)][-2:]
             if len(set(dtypes)) > 1:
                 names = " != ".join(TORCHS_NAMES.get(dtype, str(dtype)) for dtype in dtypes)
-                raise RuntimeError(f"expected both factors to have the same dtype, but got: {names}")
+                raise RuntimeError(
+                    f"expected both factors to have the same dtype, but got: {names}"
+                )
         try:
             return function(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -63,14 +71,22 @@ def listed(tensor: torch.Tensor) -> Any:
 
 
 def _value_instead(function: Any, args: Any, error: Exception) -> Any:
-    """Return a finite value that lockstep or torch has asked for. Raises `ValueNeeded` if the script's code asks."""
+    """Return a finite value that lockstep or torch has asked for. Raises `ValueNeeded` if the
+    script's code asks."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
-    asking = next((frame for frame in frames if not frame.f_code.co_filename.startswith((TORCH, TRACING, "<"))), None)
+    asking = next(
+        (
+            frame
+            for frame in frames
+            if not frame.f_code.co_filename.startswith((TORCH, TRACING, "<"))
+        ),
+        None,
+    )
     is_own = asking is None or asking.f_code.co_filename.startswith(LOCKSTEP)
     if is_own and isinstance(error, DataDependentOutputException):
         return 1.0 if args[0].is_floating_point() else int(args[0].dtype is not torch.bool)
     where = "" if asking is None else f"{asking.f_code.co_filename}:{asking.f_lineno}: "
     raise ValueNeeded(
-        f"{where}{function.overloadpacket.__name__} asks for values of a tensor; a plan is made from shapes alone; write this line so "
-        "that it needs no values"
+        f"{where}{function.overloadpacket.__name__} asks for values of a tensor; a plan is made"
+        " from shapes alone; write this line so that it needs no values"
     ) from error

@@ -22,7 +22,8 @@ _USUAL = 0.9
 _FEWEST = 3
 """Number of complete trials from which on their values alone decide what is on the axis."""
 _FAR = 5.0
-"""The axis ends before the worst value if that is this many times further from the best one than the usual ones."""
+"""The axis ends before the worst value if that is this many times further from the best one than
+the usual ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,11 @@ class ParameterAxis:
     def position(self, value: Value) -> float | None:
         """Return the value's position, from 0 to 1. None if it has none."""
         if self.scale is not None:
-            return self.scale.position(value) if is_number(value) and self.scale.low <= value <= self.scale.high else None
+            return (
+                self.scale.position(value)
+                if is_number(value) and self.scale.low <= value <= self.scale.high
+                else None
+            )
         places = [place for place, each in enumerate(self.choices) if _same(each, value)]
         return (places[0] + 0.5) / len(self.choices) if places else None
 
@@ -50,8 +55,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def metric_scale(values: Sequence[float], sign: float) -> Scale:
-    """Return the axis of the metric. A few values that are far worse than the others are beyond it. `sign`: -1 if a
-    larger value is better."""
+    """Return the axis of the metric. A few values that are far worse than the others are beyond it.
+    `sign`: -1 if a larger value is better."""
     ordered = sorted(values, key=lambda value: sign * value)
     if len(ordered) >= _ENOUGH:
         best, usual = ordered[0], ordered[int(_USUAL * (len(ordered) - 1))]
@@ -62,10 +67,23 @@ def metric_scale(values: Sequence[float], sign: float) -> Scale:
 
 
 def end_scale(results: SearchResults) -> tuple[Scale, list[float]]:
-    """Return the axis of the values at the end of trials, and these values. Those of pruned trials may be beyond it."""
-    values = {state: [trial.value for trial in results.trials if trial.state == state and is_number(trial.value)] for state in _WITH_VALUE}
+    """Return the axis of the values at the end of trials, and these values. Those of pruned trials
+    may be beyond it."""
+    values = {
+        state: [
+            trial.value
+            for trial in results.trials
+            if trial.state == state and is_number(trial.value)
+        ]
+        for state in _WITH_VALUE
+    }
     everything = [value for each in values.values() for value in each]
-    return metric_scale(values["complete"] if len(values["complete"]) >= _FEWEST else everything, results.sign), everything
+    return (
+        metric_scale(
+            values["complete"] if len(values["complete"]) >= _FEWEST else everything, results.sign
+        ),
+        everything,
+    )
 
 
 def place_on(scale: Scale, value: float) -> float:
@@ -90,17 +108,35 @@ def parameter_axes(results: SearchResults) -> list[ParameterAxis]:
 
 def _axis(name: str, parameter: Parameter | None, values: Sequence[Value]) -> ParameterAxis:
     choices = parameter.choices if parameter is not None else ()
-    bounds = [] if parameter is None or parameter.low is None or parameter.high is None else [parameter.low, parameter.high]
+    bounds = (
+        []
+        if parameter is None or parameter.low is None or parameter.high is None
+        else [parameter.low, parameter.high]
+    )
     numbers = [value for value in (*bounds, *values) if is_number(value)]
     if choices or not numbers or (not bounds and len(numbers) < len(values)):
         return _axis_of_choices(name, choices, values)
     low, high = min(numbers), max(numbers)
     logarithmic = parameter is not None and parameter.log and low > 0
-    ticks = _powers(low, high) if logarithmic else _multiples(low, high, whole=all(isinstance(value, int) for value in numbers))
+    ticks = (
+        _powers(low, high)
+        if logarithmic
+        else _multiples(low, high, whole=all(isinstance(value, int) for value in numbers))
+    )
     if low == high:
-        low, high = (low / 2, high * 2) if logarithmic else (low - (abs(low) or 1.0), high + (abs(high) or 1.0))
+        low, high = (
+            (low / 2, high * 2)
+            if logarithmic
+            else (low - (abs(low) or 1.0), high + (abs(high) or 1.0))
+        )
     scale = Scale(low, high, logarithmic, tuple(ticks), tuple(map(format_number, ticks)))
-    return ParameterAxis(name, tuple((scale.position(tick), label) for tick, label in zip(ticks, scale.labels, strict=True)), scale)
+    return ParameterAxis(
+        name,
+        tuple(
+            (scale.position(tick), label) for tick, label in zip(ticks, scale.labels, strict=True)
+        ),
+        scale,
+    )
 
 
 def _axis_of_choices(name: str, choices: Sequence[Value], values: Sequence[Value]) -> ParameterAxis:
@@ -109,7 +145,10 @@ def _axis_of_choices(name: str, choices: Sequence[Value], values: Sequence[Value
         if not any(_same(each, value) for each in known):
             known.append(value)
     apart = -(-len(known) // _MOST_CHOICES)
-    ticks = [((place + 0.5) / len(known), shorten(format_value(known[place]))) for place in range(0, len(known), apart)]
+    ticks = [
+        ((place + 0.5) / len(known), shorten(format_value(known[place])))
+        for place in range(0, len(known), apart)
+    ]
     return ParameterAxis(name, tuple(ticks), choices=tuple(known))
 
 
@@ -127,7 +166,10 @@ def _multiples(low: float, high: float, *, whole: bool) -> list[float]:
     step = nice_step(high - low, _MOST_TICKS - 1)
     if whole:
         step = max(1.0, step)
-    multiples = [step * number for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    multiples = [
+        step * number
+        for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
     return [min(high, max(low, multiple)) for multiple in multiples] or [low]
 
 

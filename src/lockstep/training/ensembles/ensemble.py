@@ -1,4 +1,5 @@
-"""A deep ensemble: several models whose outputs are averaged (Lakshminarayanan et al., 2017, arXiv:1612.01474)."""
+"""A deep ensemble: several models whose outputs are averaged (Lakshminarayanan et al., 2017,
+arXiv:1612.01474)."""
 
 from __future__ import annotations
 
@@ -32,20 +33,33 @@ class Ensemble(nn.Module):
     ) -> None:
         """Build the members.
 
-        - `model`: as in `Recipe`, with `runs`: folders of runs that have ended, or .safetensors files, one for each
-          member. Or the members themselves, without `runs`.
-        - `combine`: the output from the list of the members' outputs. None: the mean of each tensor in them, in nested
-          tuples, lists and mappings too.
+        - `model`: as in `Recipe`, with `runs`: folders of runs that have ended, or .safetensors
+          files, one for each member. Or the members themselves, without `runs`.
+        - `combine`: the output from the list of the members' outputs. None: the mean of each tensor
+          in them, in nested tuples, lists and mappings too.
 
         Raises `RecipeError`.
         """
         super().__init__()
-        if callable(model) and not isinstance(model, nn.Module) and not isinstance(runs, str | os.PathLike) and runs:
+        if (
+            callable(model)
+            and not isinstance(model, nn.Module)
+            and not isinstance(runs, str | os.PathLike)
+            and runs
+        ):
             members = [_loaded(model(), os.fspath(run)) for run in runs]
-        elif isinstance(model, Sequence) and model and all(isinstance(each, nn.Module) for each in model) and not runs:
+        elif (
+            isinstance(model, Sequence)
+            and model
+            and all(isinstance(each, nn.Module) for each in model)
+            and not runs
+        ):
             members = list(model)
         else:
-            raise RecipeError(f"ls.Ensemble({model!r}, {runs!r}); it takes a function and a list of runs, or a list of modules: {_EXAMPLE}")
+            raise RecipeError(
+                f"ls.Ensemble({model!r}, {runs!r}); it takes a function and a list of runs, or a"
+                f" list of modules: {_EXAMPLE}"
+            )
         self.members = nn.ModuleList(members)
         self.combine = combine or _mean
         self.eval()
@@ -54,8 +68,9 @@ class Ensemble(nn.Module):
         """Return the mean of the members' outputs. Raises `RecipeError` in training mode."""
         if self.training:
             raise RecipeError(
-                "an ls.Ensemble in training mode; it is the mean of models that are trained already; measure it by ls.evaluate, or call "
-                "eval(); to train on, train each member"
+                "an ls.Ensemble in training mode; it is the mean of models that are trained"
+                " already; measure it by ls.evaluate, or call eval(); to train on, train each"
+                " member"
             )
         return self.combine([member(*args, **kwargs) for member in self.members])
 
@@ -65,12 +80,15 @@ def _loaded(model: nn.Module, path: str) -> nn.Module:
     file = Path(path) / "model.safetensors" if Path(path).is_dir() else Path(path)
     if file.exists() and file.suffix != ".safetensors":
         raise RecipeError(
-            f"ls.Ensemble has {path!r}; its members are read from runs and .safetensors files; give one of these, or load the model "
-            "yourself and give modules"
+            f"ls.Ensemble has {path!r}; its members are read from runs and .safetensors files; give"
+            " one of these, or load the model yourself and give modules"
         )
     with closing(open_tensors(path)) as tensors, torch.no_grad():
         also = left_out_in(model, Weights(path), tensors.specs)
-        ours = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors_of(model, also)}
+        ours = {
+            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in tensors_of(model, also)
+        }
         theirs = match_names(Weights(path), tensors.specs, ours, aliases(model, also))
         for name, tensor in tensors_of(model, also):
             tensor.copy_(tensors.read(theirs[name][0], ()))
@@ -78,7 +96,8 @@ def _loaded(model: nn.Module, path: str) -> nn.Module:
 
 
 def _mean(outputs: list[Any]) -> Any:
-    """Return the mean of outputs of one structure. Raises `RecipeError` for what has no mean, unless all are equal."""
+    """Return the mean of outputs of one structure. Raises `RecipeError` for what has no mean,
+    unless all are equal."""
     first = outputs[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
         return torch.stack(outputs).mean(dim=0)
@@ -88,9 +107,13 @@ def _mean(outputs: list[Any]) -> Any:
     if isinstance(first, tuple | list):
         parts = [_mean(list(each)) for each in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    if all(torch.equal(first, output) if isinstance(first, Tensor) else first == output for output in outputs):
+    if all(
+        torch.equal(first, output) if isinstance(first, Tensor) else first == output
+        for output in outputs
+    ):
         return first
     raise RecipeError(
-        f"outputs of an ls.Ensemble have a {type(first).__name__} that differs between members; a mean is of floating-point tensors, in "
-        "tuples, lists and mappings; give ls.Ensemble(combine=...), which makes one output of the list of them"
+        f"outputs of an ls.Ensemble have a {type(first).__name__} that differs between members; a"
+        " mean is of floating-point tensors, in tuples, lists and mappings; give"
+        " ls.Ensemble(combine=...), which makes one output of the list of them"
     )

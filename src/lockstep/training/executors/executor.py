@@ -22,7 +22,8 @@ class Accumulation(Protocol):
     """One model's gradient accumulation in a step on this rank, called by an executor."""
 
     def microbatches(self) -> Iterator[tuple[Microbatch, Any]]:
-        """This rank's microbatches and batches, on the device, under their own random generators, for `backward`."""
+        """This rank's microbatches and batches, on the device, under their own random generators,
+        for `backward`."""
 
     def backward(self, loss: Any) -> None:
         """Accumulate the gradient of the loss of the microbatch that `microbatches` gave last."""
@@ -39,8 +40,11 @@ class Accumulation(Protocol):
     def grad_output(self, part: Contribution) -> Tensor:
         """The gradient that the backward of `part.total` starts with, times the loss scale."""
 
-    def record(self, microbatch: Microbatch, value: Any, weight: Any, part: Contribution | None) -> None:
-        """Record a microbatch whose gradient has been accumulated. `part`: None if another rank has its loss."""
+    def record(
+        self, microbatch: Microbatch, value: Any, weight: Any, part: Contribution | None
+    ) -> None:
+        """Record a microbatch whose gradient has been accumulated. `part`: None if another rank has
+        its loss."""
 
 
 class Executor(Protocol):
@@ -53,16 +57,24 @@ class Executor(Protocol):
         """Forward and backward of all microbatches of a step."""
 
     def evaluate(
-        self, items: Iterator[Microbatch], position: Callable[[Microbatch], tuple[int, ...]], inputs: Inputs, loss: Loss, score: Score[T]
+        self,
+        items: Iterator[Microbatch],
+        position: Callable[[Microbatch], tuple[int, ...]],
+        inputs: Inputs,
+        loss: Loss,
+        score: Score[T],
     ) -> Iterable[tuple[Microbatch, T]]:
-        """Forward alone: each microbatch and its score, on ranks with the output. `position`: random streams' key."""
+        """Forward alone: each microbatch and its score, on ranks with the output. `position`:
+        random streams' key."""
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
-        """Compute a JSON value on the rank with the model's output, for all ranks. An error there is raised on all."""
+        """Compute a JSON value on the rank with the model's output, for all ranks. An error there
+        is raised on all."""
 
 
 def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch; without `inputs` the model itself, because the loss then calls it."""
+    """The model's output for a batch; without `inputs` the model itself, because the loss then
+    calls it."""
     if inputs is None:
         return model
     arguments = model_arguments(inputs, batch)
@@ -72,13 +84,15 @@ def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
 
 
 def model_arguments(inputs: Callable[[Any], Any], batch: Any) -> Any:
-    """Call `inputs`, which returns a tuple of arguments, a dict of keyword arguments, or one. Raises `RecipeError`."""
+    """Call `inputs`, which returns a tuple of arguments, a dict of keyword arguments, or one.
+    Raises `RecipeError`."""
     arguments = inputs(batch)
     if arguments is None or isinstance(arguments, list):
         found = f"a list of {len(arguments)}" if isinstance(arguments, list) else "None"
         raise RecipeError(
-            f"Recipe.inputs returned {found}; the model is called with what it returns: a tuple of arguments, a dict of keywords, or one "
-            "tensor; the batches of a TensorDataset are lists: return batch[0], or (batch[0], batch[1]); if the model takes a list as "
-            "its one argument, return (that_list,)"
+            f"Recipe.inputs returned {found}; the model is called with what it returns: a tuple of"
+            " arguments, a dict of keywords, or one tensor; the batches of a TensorDataset are"
+            " lists: return batch[0], or (batch[0], batch[1]); if the model takes a list as its"
+            " one argument, return (that_list,)"
         )
     return arguments

@@ -37,7 +37,12 @@ class SerialExecutor:
             step.backward(value)
 
     def evaluate(
-        self, items: Iterator[Microbatch], position: Callable[[Microbatch], tuple[int, ...]], inputs: Inputs, loss: Loss, score: Score[T]
+        self,
+        items: Iterator[Microbatch],
+        position: Callable[[Microbatch], tuple[int, ...]],
+        inputs: Inputs,
+        loss: Loss,
+        score: Score[T],
     ) -> Iterator[tuple[Microbatch, T]]:
         for item in items:
             batch = to_device(item.batch, self.device)

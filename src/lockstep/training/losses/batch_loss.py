@@ -1,8 +1,9 @@
 """A loss over the whole global batch, such as CLIP's, with the memory of one microbatch.
 
-A first forward without gradients collects the rows of all microbatches. The loss of all rows gives the gradient of each
-row, and a second forward of each microbatch carries it to the parameters: gradient caching, from Gao, Zhang, Han and
-Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
+A first forward without gradients collects the rows of all microbatches. The loss of all rows gives
+the gradient of each row, and a second forward of each microbatch carries it to the parameters:
+gradient caching, from Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size
+under Memory Limited Setup", 2021.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ WHAT = "the batch loss"
 
 
 class BatchLoss:
-    """The loss of the rows of a global batch. Called with (output, batch) of each microbatch, it returns the term whose
-    gradient is that microbatch's part of the gradient."""
+    """The loss of the rows of a global batch. Called with (output, batch) of each microbatch, it
+    returns the term whose gradient is that microbatch's part of the gradient."""
 
-    def __init__(self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool) -> None:
+    def __init__(
+        self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool
+    ) -> None:
         """`watched`: look for collectives in its compute, which takes time."""
         self._watched = watched
         self._loss = loss
@@ -46,22 +49,30 @@ class BatchLoss:
         call: Callable[[Any], Any],
         autocast: AbstractContextManager[Any],
     ) -> None:
-        """Compute the rows of all microbatches, and the gradient of each. Every rank calls it. `call`: the forward."""
+        """Compute the rows of all microbatches, and the gradient of each. Every rank calls it.
+        `call`: the forward."""
         parts: dict[int, Columns] = {}
         with torch.no_grad():
             for item, batch in batches:
                 with autocast:
                     copied = map_tensors(batch, Tensor.clone)  # the model may change it in place
-                    columns = checked_columns(WHAT, self._loss.collect(call(copied), copied), item.size)
+                    columns = checked_columns(
+                        WHAT, self._loss.collect(call(copied), copied), item.size
+                    )
                 if not item.is_dummy:
                     parts[item.index] = columns
-        columns_of_all = gather_columns(mesh, WHAT, parts, [stop - start for start, stop in self._spans])
+        columns_of_all = gather_columns(
+            mesh, WHAT, parts, [stop - start for start, stop in self._spans]
+        )
         self._differentiate([column.to(mesh.world.device) for column in columns_of_all], autocast)
 
     def _differentiate(self, columns: list[Tensor], autocast: AbstractContextManager[Any]) -> None:
         with torch.enable_grad(), autocast:
             # Half-precision rows would lose small gradients, which are not yet scaled.
-            leaves = [column.float() if column.dtype in (torch.float16, torch.bfloat16) else column for column in columns]
+            leaves = [
+                column.float() if column.dtype in (torch.float16, torch.bfloat16) else column
+                for column in columns
+            ]
             for leaf in leaves:
                 leaf.requires_grad_(leaf.is_floating_point())
             try:
@@ -69,12 +80,20 @@ class BatchLoss:
                     loss = self._loss.compute(*leaves)
             except CollectiveCalled as error:
                 raise LossError(
-                    f"{WHAT} calls {error} of torch.distributed in its compute, which every rank calls with the rows of all samples, so "
-                    "they would be counted once a rank; leave it out"
+                    f"{WHAT} calls {error} of torch.distributed in its compute, which every rank"
+                    " calls with the rows of all samples, so they would be counted once a rank;"
+                    " leave it out"
                 ) from None
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise LossError(f"{WHAT} computed {found}; it is a scalar tensor that depends on the collected rows; take its mean() or sum()")
+            found = (
+                f"shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise LossError(
+                f"{WHAT} computed {found}; it is a scalar tensor that depends on the collected"
+                " rows; take its mean() or sum()"
+            )
         learning = [leaf for leaf in leaves if leaf.requires_grad]
         found_gradients = iter(torch.autograd.grad(loss, learning, allow_unused=True))
         self._gradients = [next(found_gradients) if leaf.requires_grad else None for leaf in leaves]
@@ -84,7 +103,11 @@ class BatchLoss:
         item = self._current()
         start, stop = self._spans[item.index]
         columns = checked_columns(WHAT, self._loss.collect(output, batch), item.size)
-        terms = [(c * g[start:stop].to(c.device)).sum() for c, g in zip(columns, self._gradients, strict=True) if g is not None]
+        terms = [
+            (c * g[start:stop].to(c.device)).sum()
+            for c, g in zip(columns, self._gradients, strict=True)
+            if g is not None
+        ]
         total = torch.stack(terms).sum()
         # The value to record is the loss itself, once.
         return Sum(total - total.detach() + (self._value if item.index == 0 else 0.0))

@@ -1,4 +1,5 @@
-"""Checks and scales the results of the user's loss and weight functions: terms of Σ total / Σ weight."""
+"""Checks and scales the results of the user's loss and weight functions: terms of Σ total / Σ
+weight."""
 
 from __future__ import annotations
 
@@ -35,12 +36,15 @@ class LossKind(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """The part of one microbatch in a step: the gradient of `grad_output * total`, and the numbers to record."""
+    """The part of one microbatch in a step: the gradient of `grad_output * total`, and the numbers
+    to record."""
 
     total: Tensor  # scalar with a gradient
     grad_output: Tensor
-    """Scalar: the gradient that the backward starts with. NaN if the loss is not finite: the sum tells all ranks."""
-    value: Tensor | float  # Scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
+    """Scalar: the gradient that the backward starts with. NaN if the loss is not finite: the sum
+    tells all ranks."""
+    # Scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
+    value: Tensor | float
     weight: Tensor | None  # Scalar; only of an `ls.Loss`
     terms: dict[str, Tensor]  # each term's part of the step's loss, if there are several
     repeats: int = 1  # as in `LossKind`
@@ -49,13 +53,22 @@ class Contribution(NamedTuple):
         return LossKind(self.weight is not None, list(self.terms), self.repeats)
 
 
-def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weights: Weights | None, prescale: Tensor) -> Contribution:
-    """Check and scale a microbatch's loss. Raises `LossError`. `weights`: of the global batch. `prescale`: the divisor
-    of an `ls.Loss`."""
+def contribution(
+    loss: Any,
+    *,
+    samples: int,
+    step_samples: int,
+    batch: Any,
+    weights: Weights | None,
+    prescale: Tensor,
+) -> Contribution:
+    """Check and scale a microbatch's loss. Raises `LossError`. `weights`: of the global batch.
+    `prescale`: the divisor of an `ls.Loss`."""
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
-    if isinstance(loss, Tensor) or not isinstance(loss, Mapping):  # the first test is ten times faster
+    # the first test is ten times faster
+    if isinstance(loss, Tensor) or not isinstance(loss, Mapping):
         total = _term(SINGLE, loss, batch=batch, weights=weights)
         _check_zero(SINGLE, loss, total, weights)
         repeats = _repeats(SINGLE, loss, batch, samples)
@@ -79,8 +92,8 @@ def contribution(loss: Any, *, samples: int, step_samples: int, batch: Any, weig
 
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
-    """The loss of a microbatch of `samples` in an evaluation: metric name -> (total, weight) of each term. `weights`:
-    this microbatch's."""
+    """The loss of a microbatch of `samples` in an evaluation: metric name -> (total, weight) of
+    each term. `weights`: this microbatch's."""
     if isinstance(loss, Loss):
         part = _forward_known(loss, weights, torch.ones(()), learns=False)
         assert part.weight is not None
@@ -100,32 +113,47 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
 
 
 def number_of(scalar: Tensor) -> Number:
-    """Return a scalar as a float64: on the device if reading it would make the host wait, else as a number."""
-    return scalar.detach().double() if accelerator.has_streams(scalar.device) else float(scalar.detach())
+    """Return a scalar as a float64: on the device if reading it would make the host wait, else as a
+    number."""
+    return (
+        scalar.detach().double()
+        if accelerator.has_streams(scalar.device)
+        else float(scalar.detach())
+    )
 
 
 def numbers_on_host(numbers: Sequence[Number]) -> list[float]:
     """Read numbers. The host waits once for those on a device."""
     on_device = [number for number in numbers if isinstance(number, Tensor)]
-    read = iter(torch.stack([number.to(on_device[0].device) for number in on_device]).tolist() if on_device else ())
+    read = iter(
+        torch.stack([number.to(on_device[0].device) for number in on_device]).tolist()
+        if on_device
+        else ()
+    )
     return [next(read) if isinstance(number, Tensor) else number for number in numbers]
 
 
 def weights_of(raw: Any) -> Weights:
-    """Check the result of a weight function for one microbatch: term name -> denominator. Raises `LossError`."""
+    """Check the result of a weight function for one microbatch: term name -> denominator. Raises
+    `LossError`."""
     named = raw if isinstance(raw, Mapping) else {SINGLE: raw}
     _check_names("weight", named)
     weights = {name: _number(name, value) for name, value in named.items()}
     for name, value in weights.items():
         if not 0 <= value < float("inf"):
-            raise LossError(f"the weight of term {name!r} is {value}; it counts what the term sums over and is finite and not negative")
+            raise LossError(
+                f"the weight of term {name!r} is {value}; it counts what the term sums over and is"
+                " finite and not negative"
+            )
     return weights
 
 
 def _check_terms(loss: Any, weights: Weights | None) -> None:
     if not isinstance(loss, Tensor) and isinstance(loss, Mapping):
         if not loss:
-            raise LossError("the loss is an empty dict; give it one term at least, or return the loss itself")
+            raise LossError(
+                "the loss is an empty dict; give it one term at least, or return the loss itself"
+            )
         _check_names("loss", loss)
         if weights is not None:
             _check_same_names(loss, weights)
@@ -137,16 +165,18 @@ def _check_names(whose: str, terms: Mapping[Any, Any]) -> None:
     for name in terms:
         if not isinstance(name, str):
             raise LossError(
-                f"the {whose} has a term named {name!r} (a {type(name).__name__}); a name is text, under which the term is recorded; "
-                f"name it {str(name)!r}, in the loss and in the weight"
+                f"the {whose} has a term named {name!r} (a {type(name).__name__}); a name is text,"
+                f" under which the term is recorded; name it {str(name)!r}, in the loss and in the"
+                " weight"
             )
 
 
 def _check_same_names(terms: Mapping[str, Any], weights: Weights) -> None:
     if missing := set(weights) ^ {name for name, term in terms.items() if isinstance(term, Sum)}:
         raise LossError(
-            f"the loss has terms {sorted(terms)} and the weight has {sorted(weights)}; {sorted(missing)} is not a Sum in one and a "
-            "weight in the other; a weight goes with each ls.Sum of the loss, by the same name"
+            f"the loss has terms {sorted(terms)} and the weight has {sorted(weights)};"
+            f" {sorted(missing)} is not a Sum in one and a weight in the other; a weight goes with"
+            " each ls.Sum of the loss, by the same name"
         )
 
 
@@ -156,8 +186,8 @@ def _repeats(name: str, term: Any, batch: Any, samples: int) -> int:
 
 
 def _scale(name: str, term: Any, fraction: float, weights: Weights | None) -> float:
-    """The factor of a term's total: 1 / Σ weight (0 if that is 0), or else `fraction`, this microbatch's share of the
-    step's samples."""
+    """The factor of a term's total: 1 / Σ weight (0 if that is 0), or else `fraction`, this
+    microbatch's share of the step's samples."""
     if not isinstance(term, Sum) or weights is None:
         return fraction
     return 1.0 / weights[name] if weights[name] else 0.0
@@ -165,63 +195,82 @@ def _scale(name: str, term: Any, fraction: float, weights: Weights | None) -> fl
 
 def _check_zero(name: str, term: Any, total: Tensor, weights: Weights | None) -> None:
     """Raise `LossError` if a term has no weight in the whole global batch, and is not 0."""
-    if weights is not None and isinstance(term, Sum) and not weights[name] and (value := float(total.detach())) != 0.0:
+    if (
+        weights is not None
+        and isinstance(term, Sum)
+        and not weights[name]
+        and (value := float(total.detach())) != 0.0
+    ):
         raise LossError(no_weight(name, value))
 
 
 def no_weight(term: str, value: float) -> str:
     """The error for a term that has a value and no weight."""
     return (
-        f"term {term!r} of the loss is {value:.6g} in a global batch in which its weights add up to 0; a term that counts nothing is "
-        "the sum of nothing, 0: return ls.Sum(total) of a sum (not of a mean, which is NaN for nothing), or let the weight count what "
-        "the term sums over"
+        f"term {term!r} of the loss is {value:.6g} in a global batch in which its weights add up to"
+        " 0; a term that counts nothing is the sum of nothing, 0: return ls.Sum(total) of a sum"
+        " (not of a mean, which is NaN for nothing), or let the weight count what the term sums"
+        " over"
     )
 
 
-def _term(name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True) -> Tensor:
+def _term(
+    name: str, term: Any, *, batch: Any, weights: Weights | None, learns: bool = True
+) -> Tensor:
     """Check a term, and return its unscaled total."""
     if isinstance(term, Loss):
         raise LossError(
-            f"term {name!r} of the loss is an ls.Loss; several terms have several denominators, which must be known before the forward; "
-            "return {name: ls.Sum(total)} and give Recipe.weight = batch -> {name: denominator}"
+            f"term {name!r} of the loss is an ls.Loss; several terms have several denominators,"
+            " which must be known before the forward; return {name: ls.Sum(total)} and give"
+            " Recipe.weight = batch -> {name: denominator}"
         )
     if isinstance(term, Sum):
         if weights is None:
             raise LossError(
-                f"term {name!r} of the loss is an ls.Sum, and there is no weight to divide it by; give Recipe.weight = batch -> its "
-                "denominator, or return ls.Loss(total, weight)"
+                f"term {name!r} of the loss is an ls.Sum, and there is no weight to divide it by;"
+                " give Recipe.weight = batch -> its denominator, or return ls.Loss(total, weight)"
             )
         return _checked(name, term.total, learns)
     total = _checked(name, term, learns)
     if weights is not None and name in weights:
         raise LossError(
-            f"term {name!r} of the loss is a plain scalar, the mean over this microbatch's samples, and Recipe.weight gives it another "
-            "denominator; return ls.Sum(total), the sum over what the weight counts, or drop the weight"
+            f"term {name!r} of the loss is a plain scalar, the mean over this microbatch's samples,"
+            " and Recipe.weight gives it another denominator; return ls.Sum(total), the sum over"
+            " what the weight counts, or drop the weight"
         )
     if (where := _ignore_index_in(batch)) is not None:
         part = f"batch{where}"
         raise LossError(
-            f"term {name!r} of the loss is a plain scalar, and {part} holds the ignore index {IGNORE_INDEX}; a mean over tokens "
-            "that are not ignored would be weighted as a mean over samples; return ls.Sum(total) with Recipe.weight = batch -> "
-            f"({part} != {IGNORE_INDEX}).sum(), or ls.Loss(total, weight); where {part} is no label, return ls.Sum(loss * n) with "
-            "Recipe.weight = batch -> n, the samples of the microbatch"
+            f"term {name!r} of the loss is a plain scalar, and {part} holds the ignore index"
+            f" {IGNORE_INDEX}; a mean over tokens that are not ignored would be weighted as a mean"
+            f" over samples; return ls.Sum(total) with Recipe.weight = batch -> ({part} !="
+            f" {IGNORE_INDEX}).sum(), or ls.Loss(total, weight); where {part} is no label, return"
+            " ls.Sum(loss * n) with Recipe.weight = batch -> n, the samples of the microbatch"
         )
     return total
 
 
-def _forward_known(loss: Loss, weights: Weights | None, prescale: Tensor, *, learns: bool = True) -> Contribution:
+def _forward_known(
+    loss: Loss, weights: Weights | None, prescale: Tensor, *, learns: bool = True
+) -> Contribution:
     if weights is not None:
         raise LossError(
-            "the loss is an ls.Loss, which brings its own weight, and Recipe.weight is given too; return ls.Sum, or drop the weight"
+            "the loss is an ls.Loss, which brings its own weight, and Recipe.weight is given too;"
+            " return ls.Sum, or drop the weight"
         )
     total = _checked(SINGLE, loss.total, learns)
     value = _recorded(total)
     if isinstance(loss.weight, Tensor) and loss.weight.numel() != 1:
-        raise LossError(f"the weight of ls.Loss has shape {tuple(loss.weight.shape)}; it is a number or a scalar tensor")
+        raise LossError(
+            f"the weight of ls.Loss has shape {tuple(loss.weight.shape)}; it is a number or a"
+            " scalar tensor"
+        )
     if isinstance(loss.weight, Tensor):
         weight = loss.weight.detach().to(total.device, value.dtype, non_blocking=True).reshape(())
     else:
-        weight = torch.full((), _number(SINGLE, loss.weight), dtype=value.dtype, device=total.device)
+        weight = torch.full(
+            (), _number(SINGLE, loss.weight), dtype=value.dtype, device=total.device
+        )
     return Contribution(total, _grad_output(total, value, 1.0 / prescale), value, weight, {})
 
 
@@ -243,37 +292,48 @@ def _grad_output(total: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
 def _checked(name: str, total: Any, learns: bool) -> Tensor:
     if not isinstance(total, Tensor):
         raise LossError(
-            f"term {name!r} of the loss is {total!r} (a {type(total).__name__}); it must be a scalar tensor with a gradient: do not call "
-            ".item() or float() on it"
+            f"term {name!r} of the loss is {total!r} (a {type(total).__name__}); it must be a"
+            " scalar tensor with a gradient: do not call .item() or float() on it"
         )
     if total.numel() != 1:
         raise LossError(
-            f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take its mean() if it has one "
-            "value a sample, or return ls.Sum of its sum() with Recipe.weight"
+            f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take"
+            " its mean() if it has one value a sample, or return ls.Sum of its sum() with"
+            " Recipe.weight"
         )
     if total.is_complex():
         raise LossError(
-            f"term {name!r} of the loss is complex ({total.dtype}); only a real number can be minimized; take its .abs() or its .real"
+            f"term {name!r} of the loss is complex ({total.dtype}); only a real number can be"
+            " minimized; take its .abs() or its .real"
         )
     if learns and not total.requires_grad:
         raise LossError(
-            f"term {name!r} of the loss has no gradient; it must depend on the model's parameters through differentiable operations: look "
-            "for .detach(), torch.no_grad() or an argmax on the way"
+            f"term {name!r} of the loss has no gradient; it must depend on the model's parameters"
+            " through differentiable operations: look for .detach(), torch.no_grad() or an argmax"
+            " on the way"
         )
     return total.reshape(()) if total.dim() else total
 
 
 def _number(name: Any, value: Any) -> float:
-    if (isinstance(value, Tensor) and value.numel() == 1) or (isinstance(value, Real) and not isinstance(value, bool)):
+    if (isinstance(value, Tensor) and value.numel() == 1) or (
+        isinstance(value, Real) and not isinstance(value, bool)
+    ):
         return float(value)
-    kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    kind = (
+        f"of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"a {type(value).__name__}"
+    )
     raise LossError(
-        f"the weight of term {name!r} is {kind}; it is a number or a scalar tensor: the denominator of the term in this microbatch"
+        f"the weight of term {name!r} is {kind}; it is a number or a scalar tensor: the denominator"
+        " of the term in this microbatch"
     )
 
 
 def _ignore_index_in(batch: Any) -> str | None:
-    """Return where the batch holds the ignore index, as an index: "", "[0]", "['labels'][1]"; None: nowhere."""
+    """Return where the batch holds the ignore index, as an index: "", "[0]", "['labels'][1]"; None:
+    nowhere."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

@@ -17,9 +17,11 @@ NAME = "loss_module"
 
 
 def with_loss_in_model(recipe: Recipe) -> Recipe:
-    """The recipe with a loss module as a part of the model, where optimizer, plans and checkpoints find its parameters.
-    Unchanged if the loss has none."""
-    if not isinstance(recipe.loss, nn.Module) or not any(parameter.requires_grad for parameter in recipe.loss.parameters()):
+    """The recipe with a loss module as a part of the model, where optimizer, plans and checkpoints
+    find its parameters. Unchanged if the loss has none."""
+    if not isinstance(recipe.loss, nn.Module) or not any(
+        parameter.requires_grad for parameter in recipe.loss.parameters()
+    ):
         return recipe
     joined = _LossInModel(recipe.model, recipe.loss)
     return replace(recipe, model=joined.build, loss=joined)
@@ -36,7 +38,10 @@ class _LossInModel:
         if not isinstance(model, nn.Module):
             return model
         if hasattr(model, NAME):
-            raise RecipeError(f"Recipe.loss is a module with parameters, and the model has a {NAME!r} already; rename that attribute")
+            raise RecipeError(
+                f"Recipe.loss is a module with parameters, and the model has a {NAME!r} already;"
+                " rename that attribute"
+            )
         if type(model).forward is nn.Sequential.forward:
             model.__class__ = type(type(model).__name__, (_SequentialBeforeLoss, type(model)), {})
         model.add_module(NAME, copy.deepcopy(self._loss))

@@ -1,4 +1,5 @@
-"""Rows collected from microbatches, one for each sample, and gathered in the order of the samples."""
+"""Rows collected from microbatches, one for each sample, and gathered in the order of the
+samples."""
 
 from __future__ import annotations
 
@@ -18,45 +19,61 @@ Columns = tuple[Tensor, ...]
 
 
 def checked_columns(what: str, collected: Any, samples: int) -> Columns:
-    """Return what was collected from a microbatch as a tuple. Raises `DataError` unless each tensor has one row per
-    sample. `what`: for the message."""
+    """Return what was collected from a microbatch as a tuple. Raises `DataError` unless each tensor
+    has one row per sample. `what`: for the message."""
     tensors = tuple(collected) if isinstance(collected, list | tuple) else (collected,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != samples:
-            shape = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            shape = (
+                f"shape {tuple(tensor.shape)}"
+                if isinstance(tensor, Tensor)
+                else f"a {type(tensor).__name__}"
+            )
             raise DataError(
-                f"{what} collected {shape} from a microbatch of {samples} samples; each tensor has one row a sample; of tokens collect "
-                "each sample's counts, such as right.sum(1) and mask.sum(1)"
+                f"{what} collected {shape} from a microbatch of {samples} samples; each tensor has"
+                " one row a sample; of tokens collect each sample's counts, such as right.sum(1)"
+                " and mask.sum(1)"
             )
     return tensors
 
 
-def gather_columns(mesh: Mesh, what: str, parts: Mapping[int, Columns], sizes: Sequence[int]) -> list[Tensor]:
-    """All-gather the rows of all microbatches, on the CPU, in the order of the samples. Every rank of `mesh.data` calls
-    it. `parts`: of this rank's microbatches. `sizes`: samples of each microbatch. Raises `DataError` if rows differ."""
+def gather_columns(
+    mesh: Mesh, what: str, parts: Mapping[int, Columns], sizes: Sequence[int]
+) -> list[Tensor]:
+    """All-gather the rows of all microbatches, on the CPU, in the order of the samples. Every rank
+    of `mesh.data` calls it. `parts`: of this rank's microbatches. `sizes`: samples of each
+    microbatch. Raises `DataError` if rows differ."""
     mine, count = list(parts.values()), _count(mesh, what, parts)
-    return [mesh.samples_in_order(torch.cat([part[i] for part in mine]).cpu() if mine else None, sizes) for i in range(count)]
+    return [
+        mesh.samples_in_order(torch.cat([part[i] for part in mine]).cpu() if mine else None, sizes)
+        for i in range(count)
+    ]
 
 
 def _count(mesh: Mesh, what: str, parts: Mapping[int, Columns]) -> int:
-    """The number of tensors that each microbatch has given. Raises `DataError` if dtypes or shapes differ."""
+    """The number of tensors that each microbatch has given. Raises `DataError` if dtypes or shapes
+    differ."""
     kinds = {
-        index: [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part] for index, part in parts.items()
+        index: [
+            [str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part
+        ]
+        for index, part in parts.items()
     }
     (first, before), *others = distinct_kinds(mesh, kinds)
     if others:
         index, found = others[0]
         raise DataError(
-            f"{what} collected {_words(found)} from microbatch {index}, and {_words(before)} from microbatch {first}; the "
-            "rows of all samples are concatenated, so they must have one dtype and one shape: pad them to one width for all "
-            "microbatches, or collect one number a sample"
+            f"{what} collected {_words(found)} from microbatch {index}, and {_words(before)} from"
+            f" microbatch {first}; the rows of all samples are concatenated, so they must have one"
+            " dtype and one shape: pad them to one width for all microbatches, or collect one"
+            " number a sample"
         )
     return len(before)
 
 
 def distinct_kinds(mesh: Mesh, kinds: Mapping[int, Any]) -> list[tuple[int, Any]]:
-    """(microbatch, kind) of each distinct kind (JSON) on any rank: the first microbatch of that kind, in order. Every
-    rank of `mesh.data` calls it."""
+    """(microbatch, kind) of each distinct kind (JSON) on any rank: the first microbatch of that
+    kind, in order. Every rank of `mesh.data` calls it."""
     everyone = mesh.data.gather_values(_firsts(kinds.items()))
     return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 
@@ -69,4 +86,6 @@ def _firsts(kinds: Iterable[tuple[int, Any]]) -> list[tuple[int, Any]]:
 
 
 def _words(kinds: list[Any]) -> str:
-    return " and ".join(f"{dtype} rows of shape {tuple(shape)}" for dtype, shape in kinds) or "nothing"
+    return (
+        " and ".join(f"{dtype} rows of shape {tuple(shape)}" for dtype, shape in kinds) or "nothing"
+    )

@@ -1,4 +1,5 @@
-"""Finds optimizers whose update of an element depends on other elements of its tensor: Muon, Adafactor, LAMB."""
+"""Finds optimizers whose update of an element depends on other elements of its tensor: Muon,
+Adafactor, LAMB."""
 
 from __future__ import annotations
 
@@ -17,36 +18,45 @@ from lockstep.plan import Plan
 ROWS, COLUMNS, STEPS = 8, 12, 3
 MIXING_STEPS = 10
 TOLERANCE = 1e-3
-"""Largest relative difference between the updates of a tensor and of its halves, which is rounding."""
+"""Largest relative difference between the updates of a tensor and of its halves, which is
+rounding."""
 
-_Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]  # groups, and the shapes of the tensors that each is tried on
+# groups, and the shapes of the tensors that each is tried on
+_Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 
 
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
-    """The optimizers that a `WholeTensorOptimizer` must step, because the plan shards tensors that they need whole.
-    Raises `RecipeError` if the plan splits tensors in a way in which it cannot."""
-    axes = [f"{axis}={getattr(plan, axis)}" for axis in ("shard", "tensor", "pipeline") if getattr(plan, axis) != 1]
+    """The optimizers that a `WholeTensorOptimizer` must step, because the plan shards tensors that
+    they need whole. Raises `RecipeError` if the plan splits tensors in a way in which it cannot."""
+    axes = [
+        f"{axis}={getattr(plan, axis)}"
+        for axis in ("shard", "tensor", "pipeline")
+        if getattr(plan, axis) != 1
+    ]
     if axes and (mixing := next(filter(mixes_tensors, optimizers), None)) is not None:
         raise RecipeError(
-            f"{type(mixing).__name__} with {','.join(axes)}; its update of a tensor depends on other tensors (by a step size that "
-            "is estimated from all, as Prodigy's) or on random numbers, and ranks hold parts of the model; use replicate, or an optimizer "
-            "that updates each tensor by itself, such as AdamW"
+            f"{type(mixing).__name__} with {','.join(axes)}; its update of a tensor depends on"
+            " other tensors (by a step size that is estimated from all, as Prodigy's) or on random"
+            " numbers, and ranks hold parts of the model; use replicate, or an optimizer that"
+            " updates each tensor by itself, such as AdamW"
         )
     if plan.shard == 1 and plan.tensor == 1:
         return []
     found = [optimizer for optimizer in optimizers if not is_element_wise(optimizer)]
     if found and (plan.tensor != 1 or plan.offload or plan.pipeline != 1):
         raise RecipeError(
-            f"{type(found[0]).__name__} with {','.join([*axes, *(['offload=yes'] if plan.offload else [])])}; its update of an element "
-            "depends on the other elements of the tensor, which are on other ranks; use replicate, shard or both, or an optimizer that "
-            "updates each element by itself, such as AdamW"
+            f"{type(found[0]).__name__} with"
+            f" {','.join([*axes, *(['offload=yes'] if plan.offload else [])])}; its update of an"
+            " element depends on the other elements of the tensor, which are on other ranks; use"
+            " replicate, shard or both, or an optimizer that updates each element by itself, such"
+            " as AdamW"
         )
     return found
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:
-    """True if the optimizer updates the two halves of a tensor as it updates the tensor. Tried on a copy of each of its
-    groups, with a small tensor. Raises `RecipeError` if it cannot be tried."""
+    """True if the optimizer updates the two halves of a tensor as it updates the tensor. Tried on a
+    copy of each of its groups, with a small tensor. Raises `RecipeError` if it cannot be tried."""
     for group in optimizer.param_groups:
         dims = max((parameter.dim() for parameter in group["params"]), default=0)
         if dims and _differs(optimizer, group, _shape(dims)):
@@ -55,9 +65,13 @@ def is_element_wise(optimizer: Optimizer) -> bool:
 
 
 def mixes_tensors(optimizer: Optimizer) -> bool:
-    """True if the optimizer's update of a tensor depends on other tensors' gradients. Tried on a copy of it, with small
-    tensors: each group with two, and all groups together. Raises `RecipeError` if it cannot be tried."""
-    shapes = [_shape(max((each.dim() for each in group["params"]), default=1)) for group in optimizer.param_groups]
+    """True if the optimizer's update of a tensor depends on other tensors' gradients. Tried on a
+    copy of it, with small tensors: each group with two, and all groups together. Raises
+    `RecipeError` if it cannot be tried."""
+    shapes = [
+        _shape(max((each.dim() for each in group["params"]), default=1))
+        for group in optimizer.param_groups
+    ]
     groups = list(zip(optimizer.param_groups, shapes, strict=True))
     trials: list[_Trial] = [[(group, [shape, shape])] for group, shape in groups]
     if len(groups) > 1:
@@ -67,9 +81,12 @@ def mixes_tensors(optimizer: Optimizer) -> bool:
 
 
 def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
-    """True if the first tensor moves otherwise when the gradients of the others are larger, or turn at each step."""
+    """True if the first tensor moves otherwise when the gradients of the others are larger, or turn
+    at each step."""
     try:
-        expected, *others = (_first_moved(optimizer, trial, factor) for factor in (1.0, 100.0, -1.0))
+        expected, *others = (
+            _first_moved(optimizer, trial, factor) for factor in (1.0, 100.0, -1.0)
+        )
     except Exception as error:
         raise _cannot_try(optimizer, f"its step raises {type(error).__name__}: {error}") from error
     if not expected.any():
@@ -78,14 +95,16 @@ def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
 
 
 def _first_moved(optimizer: Optimizer, trial: _Trial, factor: float) -> Tensor:
-    """Return by how much the steps move the first tensor. `factor`: of the other tensors' gradients; if it is negative,
-    they turn at each step."""
+    """Return by how much the steps move the first tensor. `factor`: of the other tensors'
+    gradients; if it is negative, they turn at each step."""
     generator, device = torch.Generator().manual_seed(0), _device(trial[0][0])
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    groups = [(group, [torch.nn.Parameter(drawn(shape)) for shape in shapes]) for group, shapes in trial]
+    groups = [
+        (group, [torch.nn.Parameter(drawn(shape)) for shape in shapes]) for group, shapes in trial
+    ]
     first, *others = [each for _, several in groups for each in several]
     start = first.detach().clone()
     # Alike in each step: an estimate may need that.
@@ -110,12 +129,16 @@ def _device(group: dict[str, Any]) -> torch.device | str:
 def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> bool:
     with disable_current_modes():  # a trial needs values, also where the model has none
         generator = torch.Generator().manual_seed(0)
-        start, *gradients = (torch.randn(shape, generator=generator).to(_device(group)) for _ in range(1 + STEPS))
+        start, *gradients = (
+            torch.randn(shape, generator=generator).to(_device(group)) for _ in range(1 + STEPS)
+        )
         try:
             whole = updated(optimizer, group, start, gradients)
             halves = [updated(optimizer, group, *_half(start, gradients, part)) for part in (0, 1)]
         except Exception as error:
-            raise _cannot_try(optimizer, f"its step raises {type(error).__name__}: {error}") from error
+            raise _cannot_try(
+                optimizer, f"its step raises {type(error).__name__}: {error}"
+            ) from error
         moved = (whole - start).norm()
         if not moved:
             raise _cannot_try(optimizer, f"{STEPS} steps leave a parameter as it is")
@@ -124,9 +147,10 @@ def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]
 
 def _cannot_try(optimizer: Optimizer, why: str) -> RecipeError:
     return RecipeError(
-        f"{type(optimizer).__name__} cannot be tried on a small tensor ({why}), and the plan splits the model over ranks; if its update "
-        "depends on elements that other ranks have, each would compute it from its part; let step() take parameters from "
-        "self.param_groups and their state from self.state, and update any tensor that has a gradient; or use replicate"
+        f"{type(optimizer).__name__} cannot be tried on a small tensor ({why}), and the plan splits"
+        " the model over ranks; if its update depends on elements that other ranks have, each"
+        " would compute it from its part; let step() take parameters from self.param_groups and"
+        " their state from self.state, and update any tensor that has a gradient; or use replicate"
     )
 
 
@@ -134,8 +158,11 @@ def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor
     return start.chunk(2)[part].clone(), [gradient.chunk(2)[part].clone() for gradient in gradients]
 
 
-def updated(optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """Return the tensor after a step with each of the gradients, taken by a copy of the optimizer on this group."""
+def updated(
+    optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]
+) -> Tensor:
+    """Return the tensor after a step with each of the gradients, taken by a copy of the optimizer
+    on this group."""
     parameter = torch.nn.Parameter(start.clone())
     copied = _copied(optimizer, [(group, [parameter])])
     for gradient in gradients:
@@ -144,9 +171,11 @@ def updated(optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradient
     return parameter.detach()
 
 
-def _copied(optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]) -> Optimizer:
-    """Return a copy of the optimizer with the settings of these groups for these parameters, and without state. A
-    learning rate of 0, which moves nothing, is another one."""
+def _copied(
+    optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
+) -> Optimizer:
+    """Return a copy of the optimizer with the settings of these groups for these parameters, and
+    without state. A learning rate of 0, which moves nothing, is another one."""
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
     copied.param_groups = [{**group, "params": parameters} for group, parameters in groups]

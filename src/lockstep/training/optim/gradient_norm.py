@@ -14,21 +14,27 @@ from lockstep.base import accelerator
 from lockstep.comm.mesh import Mesh, to_local
 
 PIECE_ELEMENTS = 2**15 - 1
-"""Elements whose squares are summed at once: torch sums so many in one thread, and so in one order."""
+"""Elements whose squares are summed at once: torch sums so many in one thread, and so in one
+order."""
 TOGETHER_ELEMENTS = 2**24
-"""Elements whose squares are in an accelerator's memory at once, if no tensor is larger: 128 MiB."""
+"""Elements whose squares are in an accelerator's memory at once, if no tensor is larger: 128
+MiB."""
 MIN_SHARED_BYTES = 8 << 20
-"""Bytes of gradients. For fewer, each rank computes all norms itself: that is faster than to exchange them."""
+"""Bytes of gradients. For fewer, each rank computes all norms itself: that is faster than to
+exchange them."""
 
 
 class GradientNorm:
-    """The global 2-norm of a model's gradients, sharded or not; on a GPU a tensor. Every rank calls it."""
+    """The global 2-norm of a model's gradients, sharded or not; on a GPU a tensor. Every rank calls
+    it."""
 
     def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
         self._shards = mesh.axis("shard")
         self._in_parts = mesh.torch_mesh is not None
         self._memory = None if self._in_parts else mesh.data.host_shared_memory
-        self._sharding_axes = {name: axis for name in ("shard", "tensor") if (axis := mesh.axis(name)).size > 1}
+        self._sharding_axes = {
+            name: axis for name in ("shard", "tensor") if (axis := mesh.axis(name)).size > 1
+        }
         self._pipeline = mesh.axis("pipeline")
         self._bitwise = bitwise
 
@@ -39,65 +45,104 @@ class GradientNorm:
             return self._number(self._sum_of_rows(gradients, parts).sqrt())
         if not self._in_parts:
             return combined(self._of_each(parts, torch._foreach_norm))
-        squares = torch.zeros((), dtype=accelerator.wide_dtype(self._shards.device), device=self._shards.device)
-        mine = [part for gradient, part in zip(gradients, parts, strict=True) if self._counts(gradient)]
+        squares = torch.zeros(
+            (), dtype=accelerator.wide_dtype(self._shards.device), device=self._shards.device
+        )
+        mine = [
+            part for gradient, part in zip(gradients, parts, strict=True) if self._counts(gradient)
+        ]
         if mine:
-            squares += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).to(squares.dtype)).square().to(squares.device)
+            squares += (
+                torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)).to(squares.dtype))
+                .square()
+                .to(squares.device)
+            )
         for axis in (*self._sharding_axes.values(), self._pipeline):
             axis.all_reduce(squares)
         return self._number(squares.sqrt())
 
     def check(self, gradients: Sequence[Tensor]) -> Tensor | float:
-        """Return a number that is finite only if every gradient is: on a CPU, in half the time of the norm."""
+        """Return a number that is finite only if every gradient is: on a CPU, in half the time of
+        the norm."""
         if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
             return self.of(gradients)
         sums = self._of_each(gradients, lambda mine: [gradient.sum() for gradient in mine])
         return sum([abs(total.item()) for total in sums])
 
     def _of_each(
-        self, parts: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor]], lengths: Sequence[int] | None = None
+        self,
+        parts: Sequence[Tensor],
+        compute: Callable[[list[Tensor]], Sequence[Tensor]],
+        lengths: Sequence[int] | None = None,
     ) -> Sequence[Tensor]:
-        """Call `compute`, which returns `lengths` numbers (default: one) for each part. Replicas in shared memory
-        divide large work."""
-        if self._memory is None or not parts or not parts[0].is_cpu or sum(part.nbytes for part in parts) < MIN_SHARED_BYTES:
+        """Call `compute`, which returns `lengths` numbers (default: one) for each part. Replicas in
+        shared memory divide large work."""
+        if (
+            self._memory is None
+            or not parts
+            or not parts[0].is_cpu
+            or sum(part.nbytes for part in parts) < MIN_SHARED_BYTES
+        ):
             return compute(list(parts)) if parts else []
         ranks = balanced_assignment(tuple(part.nbytes for part in parts), self._memory.size)
         mine = [place for place, rank in enumerate(ranks) if rank == self._memory.rank]
         lengths = [1] * len(parts) if lengths is None else lengths
         numbers = torch.zeros(sum(lengths), dtype=torch.float64)
         each = numbers.split_with_sizes(list(lengths))
-        for place, computed in zip(mine, compute([parts[place] for place in mine]) if mine else [], strict=True):
+        for place, computed in zip(
+            mine, compute([parts[place] for place in mine]) if mine else [], strict=True
+        ):
             each[place].copy_(computed)
         self._memory.all_reduce(numbers)
         return each
 
     def _counts(self, gradient: Tensor) -> bool:
-        """True if this rank's part of a gradient counts: of ranks with the same part, the first on each axis."""
+        """True if this rank's part of a gradient counts: of ranks with the same part, the first on
+        each axis."""
         mesh = getattr(gradient, "device_mesh", None)
         names = () if mesh is None else mesh.mesh_dim_names
-        sharded = {name for name, placement in zip(names, getattr(gradient, "placements", ()), strict=True) if not placement.is_replicate()}
+        sharded = {
+            name
+            for name, placement in zip(names, getattr(gradient, "placements", ()), strict=True)
+            if not placement.is_replicate()
+        }
         return all(name in sharded or axis.rank == 0 for name, axis in self._sharding_axes.items())
 
     def _number(self, value: Tensor) -> Tensor | float:
         return value.item() if value.is_cpu else value
 
     def _sum_of_rows(self, gradients: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-        """Return Σ squares in float64: within each row of each gradient (a shard has full rows), then over all rows."""
-        empty = torch.zeros(0, dtype=accelerator.wide_dtype(self._shards.device), device=self._shards.device)
+        """Return Σ squares in float64: within each row of each gradient (a shard has full rows),
+        then over all rows."""
+        empty = torch.zeros(
+            0, dtype=accelerator.wide_dtype(self._shards.device), device=self._shards.device
+        )
         rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
         squares = self._of_each(parts, squares_of_rows, rows)
         mine = torch.cat([empty, *[square.to(empty.device) for square in squares]])
         if self._shards.size == 1:
             return mine.sum()
-        local_rows = [[_local_rows(count, rank, self._shards.size) for count in rows] for rank in range(self._shards.size)]
+        local_rows = [
+            [_local_rows(count, rank, self._shards.size) for count in rows]
+            for rank in range(self._shards.size)
+        ]
         everyone = self._shards.gather_rows(mine, [sum(counts) for counts in local_rows])
         pieces = torch.split(everyone, [count for counts in local_rows for count in counts])
-        return torch.cat([pieces[rank * len(rows) + place] for place in range(len(rows)) for rank in range(self._shards.size)]).sum()
+        return torch.cat(
+            [
+                pieces[rank * len(rows) + place]
+                for place in range(len(rows))
+                for rank in range(self._shards.size)
+            ]
+        ).sum()
 
 
 def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return Σ squares of each row of each part, (rows,), float64, each row for itself."""
-    matrices = [part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:])) for part in parts]
+    matrices = [
+        part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
+        for part in parts
+    ]
     if all(part.is_cpu for part in parts):
         return list(map(_squares_in_cache, matrices))
     found: list[Tensor] = []
@@ -111,19 +156,29 @@ def _squares_in_cache(rows: Tensor) -> Tensor:
     if rows.numel() <= PIECE_ELEMENTS:
         return _summed_squares(rows)
     if (width := rows.shape[1]) <= PIECE_ELEMENTS:
-        return torch.cat([_summed_squares(some) for some in torch.split(rows, PIECE_ELEMENTS // width)])
+        return torch.cat(
+            [_summed_squares(some) for some in torch.split(rows, PIECE_ELEMENTS // width)]
+        )
     pieces = [torch.split(row, PIECE_ELEMENTS) for row in rows.unbind()]
-    return torch.stack([torch.cat([_summed_squares(piece[None]) for piece in row]).sum() for row in pieces])
+    return torch.stack(
+        [torch.cat([_summed_squares(piece[None]) for piece in row]).sum() for row in pieces]
+    )
 
 
 def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return Σ squares of each row by adding halves of the rows element by element: a GPU's reduction kernels choose
-    the order of their sums by the number of rows, which a shard has fewer of."""
+    """Return Σ squares of each row by adding halves of the rows element by element: a GPU's
+    reduction kernels choose the order of their sums by the number of rows, which a shard has fewer
+    of."""
     wide = accelerator.wide_dtype(matrices[0].device)
-    sums = [rows.t().to(wide, copy=True, memory_format=torch.contiguous_format).square_() for rows in matrices]
+    sums = [
+        rows.t().to(wide, copy=True, memory_format=torch.contiguous_format).square_()
+        for rows in matrices
+    ]
     while longer := [place for place, each in enumerate(sums) if len(each) > 1]:
         halves = [torch.split(sums[place], -(-len(sums[place]) // 2)) for place in longer]
-        torch._foreach_add_([first[: len(second)] for first, second in halves], [second for _, second in halves])
+        torch._foreach_add_(
+            [first[: len(second)] for first, second in halves], [second for _, second in halves]
+        )
         for place, (first, _) in zip(longer, halves, strict=True):
             sums[place] = first
     return [each[0] if len(each) else each.new_zeros(each.shape[1]) for each in sums]
@@ -152,7 +207,8 @@ def _local_rows(rows: int, rank: int, ranks: int) -> int:
 
 @lru_cache(maxsize=16)
 def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
-    """Return the rank for each size: the largest first, each to the rank with the smallest sum so far."""
+    """Return the rank for each size: the largest first, each to the rank with the smallest sum so
+    far."""
     chosen = [0] * len(sizes)
     sums = [(0, rank) for rank in range(ranks)]
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
@@ -162,20 +218,27 @@ def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
 
 
 def combined(norms: Sequence[Tensor]) -> Tensor | float:
-    """Return the global norm from the gradients' norms: so the order of the sum does not depend on memory layouts."""
+    """Return the global norm from the gradients' norms: so the order of the sum does not depend on
+    memory layouts."""
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms])
+    )
     return total
 
 
 def clip_divisor(norm: Tensor | float, limit: float) -> Tensor | float:
-    """Return the divisor that brings a gradient of norm `norm` to at most `limit`: at least 1; NaN if the norm is."""
-    return torch.clamp(norm / limit, min=1.0) if isinstance(norm, Tensor) else max(norm / limit, 1.0)
+    """Return the divisor that brings a gradient of norm `norm` to at most `limit`: at least 1; NaN
+    if the norm is."""
+    return (
+        torch.clamp(norm / limit, min=1.0) if isinstance(norm, Tensor) else max(norm / limit, 1.0)
+    )
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> None:
-    """Scale the gradients, of global norm `norm`, to a norm of at most `limit`. Does nothing if it is not finite."""
+    """Scale the gradients, of global norm `norm`, to a norm of at most `limit`. Does nothing if it
+    is not finite."""
     if isinstance(norm, Tensor):
         factor = torch.clamp(limit / norm, max=1.0)
         scale(gradients, torch.where(torch.isfinite(norm), factor, 1.0))

@@ -1,6 +1,8 @@
-"""Optimizers with a training and an evaluation mode of their own, such as schedule-free ones (Defazio et al., 2024).
+"""Optimizers with a training and an evaluation mode of their own, such as schedule-free ones
+(Defazio et al., 2024).
 
-In training mode the parameters are the point of the next gradient, in evaluation mode the weights to use."""
+In training mode the parameters are the point of the next gradient, in evaluation mode the weights
+to use."""
 
 from __future__ import annotations
 
@@ -15,18 +17,23 @@ from torch.optim import Optimizer
 
 def has_modes(optimizer: Optimizer) -> bool:
     """True if the optimizer has methods `train` and `eval`."""
-    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+    return callable(getattr(optimizer, "train", None)) and callable(
+        getattr(optimizer, "eval", None)
+    )
 
 
 class OptimizerModes:
-    """The modes of a model's optimizers. Training mode is left and entered again without a change of a bit."""
+    """The modes of a model's optimizers. Training mode is left and entered again without a change
+    of a bit."""
 
     def __init__(self, optimizers: Sequence[Optimizer], held: Mapping[str, nn.Parameter]) -> None:
         """`held`: the parameters that the optimizers hold, by name."""
         self._optimizers = [optimizer for optimizer in optimizers if has_modes(optimizer)]
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         theirs = {id(parameter) for group in groups for parameter in group["params"]}
-        self._held = {name: parameter for name, parameter in held.items() if id(parameter) in theirs}
+        self._held = {
+            name: parameter for name, parameter in held.items() if id(parameter) in theirs
+        }
         self.training_values: dict[str, Tensor] = {}
         """In evaluation mode, the parameters' values of training mode, by name; else empty."""
         self._groups: dict[int, list[dict[str, Any]]] = {}
@@ -35,8 +42,13 @@ class OptimizerModes:
     def evaluate(self) -> None:
         """Enter evaluation mode."""
         if not self.training_values:
-            self._groups = {id(optimizer): [dict(group) for group in optimizer.param_groups] for optimizer in self._optimizers}
-            self.training_values = {name: parameter.detach().clone() for name, parameter in self._held.items()}
+            self._groups = {
+                id(optimizer): [dict(group) for group in optimizer.param_groups]
+                for optimizer in self._optimizers
+            }
+            self.training_values = {
+                name: parameter.detach().clone() for name, parameter in self._held.items()
+            }
             for optimizer in self._optimizers:
                 optimizer.eval()  # type: ignore[attr-defined]  # `has_modes`
 

@@ -1,7 +1,8 @@
-"""The state of an optimizer in a checkpoint: tensors by parameter, and values that are encoded as JSON.
+"""The state of an optimizer in a checkpoint: tensors by parameter, and values that are encoded as
+JSON.
 
-An optimizer that overrides both `state_dict` and `load_state_dict` is saved as the one returns it and loaded by the
-other."""
+An optimizer that overrides both `state_dict` and `load_state_dict` is saved as the one returns it
+and loaded by the other."""
 
 from __future__ import annotations
 
@@ -39,26 +40,43 @@ class OptimizerState:
         found = cls()
         _check_inner(optimizer)
         names = {id(parameter): name for name, parameter in named.items()}
-        states, found.more = _own_states(optimizer) if has_own_pair(optimizer) else (dict(optimizer.state), {})
+        states, found.more = (
+            _own_states(optimizer) if has_own_pair(optimizer) else (dict(optimizer.state), {})
+        )
         for key, values in states.items():
             if not isinstance(key, Tensor):
                 found.shared[key] = values
             elif (name := names.get(id(key))) is not None:
                 for each, value in values.items():
-                    (found.tensors if isinstance(value, Tensor) else found.rest).setdefault(name, {})[each] = value
+                    (found.tensors if isinstance(value, Tensor) else found.rest).setdefault(
+                        name, {}
+                    )[each] = value
         return found
 
-    def load(self, optimizer: Optimizer, named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    def load(
+        self, optimizer: Optimizer, named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]
+    ) -> None:
         """Give the optimizer this state. `groups`: the saved settings of its parameter groups."""
-        states = {name: {**self.tensors.get(name, {}), **self.rest.get(name, {})} for name in {**self.tensors, **self.rest}}
+        states = {
+            name: {**self.tensors.get(name, {}), **self.rest.get(name, {})}
+            for name in {**self.tensors, **self.rest}
+        }
         if has_own_pair(optimizer):
-            numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
+            numbers = {
+                id(parameter): number for number, parameter in enumerate(_parameters(optimizer))
+            }
             packed = [
-                {**group, **saved, "params": [numbers[id(parameter)] for parameter in group["params"]]}
+                {
+                    **group,
+                    **saved,
+                    "params": [numbers[id(parameter)] for parameter in group["params"]],
+                }
                 for group, saved in zip(optimizer.param_groups, groups, strict=True)
             ]
             by_number = {numbers[id(named[name])]: dict(values) for name, values in states.items()}
-            optimizer.load_state_dict({"state": {**by_number, **self.shared}, "param_groups": packed, **self.more})
+            optimizer.load_state_dict(
+                {"state": {**by_number, **self.shared}, "param_groups": packed, **self.more}
+            )
         else:
             for name, values in states.items():
                 optimizer.state[named[name]].update(values)
@@ -66,30 +84,41 @@ class OptimizerState:
                 optimizer.state[key] = value
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             _set(group, saved)
-        for name, tensors in self.tensors.items():  # `Optimizer.load_state_dict` casts to the parameter's dtype
+        # `Optimizer.load_state_dict` casts to the parameter's dtype
+        for name, tensors in self.tensors.items():
             state = optimizer.state.get(named[name], {})
-            state.update({key: value for key, value in tensors.items() if isinstance(state.get(key), Tensor)})
+            state.update(
+                {key: value for key, value in tensors.items() if isinstance(state.get(key), Tensor)}
+            )
 
 
 def has_own_pair(optimizer: Optimizer) -> bool:
     """True if the optimizer overrides both `state_dict` and `load_state_dict`."""
     kind = type(optimizer)
-    return kind.state_dict is not Optimizer.state_dict and kind.load_state_dict is not Optimizer.load_state_dict
+    return (
+        kind.state_dict is not Optimizer.state_dict
+        and kind.load_state_dict is not Optimizer.load_state_dict
+    )
 
 
 def remedy(optimizer: Optimizer) -> str:
     """Say how an optimizer's state can be saved that is not made of tensors, numbers and text."""
     name = type(optimizer).__name__
     return (
-        f"give {name} both a state_dict() that returns those in its place, by parameter as torch's does, and a load_state_dict() that "
-        "makes the object from them again; both are then used"
+        f"give {name} both a state_dict() that returns those in its place, by parameter as torch's"
+        " does, and a load_state_dict() that makes the object from them again; both are then used"
     )
 
 
-def allocate(optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Kinds) -> dict[str, dict[str, Tensor]]:
-    """Return a tensor, by parameter and key, for each one saved under `prefix`: the optimizer's own where it has it."""
+def allocate(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Kinds
+) -> dict[str, dict[str, Tensor]]:
+    """Return a tensor, by parameter and key, for each one saved under `prefix`: the optimizer's own
+    where it has it."""
     mine = {id(parameter) for parameter in _parameters(optimizer)}
-    on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+    on_device = any(
+        group.get("capturable") or group.get("fused") for group in optimizer.param_groups
+    )
     found: dict[str, dict[str, Tensor]] = {}
     for full, (dtype, shape) in saved.items():
         name, _, key = full.removeprefix(f"{prefix}/").rpartition("/")
@@ -116,39 +145,59 @@ def _check_inner(optimizer: Optimizer) -> None:
         if isinstance(value, Optimizer) and value.state and value.state is not optimizer.state:
             kind = type(optimizer).__name__
             raise CheckpointError(
-                f"{kind}.{name} is another optimizer, with a state of its own ({type(value).__name__}), which {kind}'s "
-                f"state_dict() leaves out; give {kind} both a state_dict() that returns it too, such as "
-                f"{{**super().state_dict(), {name!r}: self.{name}.state_dict()}}, and a load_state_dict() that loads it"
+                f"{kind}.{name} is another optimizer, with a state of its own"
+                f" ({type(value).__name__}), which {kind}'s state_dict() leaves out; give {kind}"
+                " both a state_dict() that returns it too, such as {**super().state_dict(),"
+                f" {name!r}: self.{name}.state_dict()}}, and a load_state_dict() that loads it"
             )
 
 
 def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
     """Return what the optimizer's own `state_dict` holds: its states by parameter, and the rest."""
-    kept = {key: dict(values) for key, values in optimizer.state.items() if isinstance(values, dict)}
+    kept = {
+        key: dict(values) for key, values in optimizer.state.items() if isinstance(values, dict)
+    }
     try:
         returned = optimizer.state_dict()
-        states = {key: dict(values) if isinstance(values, Mapping) else values for key, values in returned["state"].items()}
-        more = {key: value for key, value in returned.items() if key not in ("state", "param_groups")}
+        states = {
+            key: dict(values) if isinstance(values, Mapping) else values
+            for key, values in returned["state"].items()
+        }
+        more = {
+            key: value for key, value in returned.items() if key not in ("state", "param_groups")
+        }
     except (AttributeError, KeyError, TypeError, NotImplementedError) as error:
         raise CheckpointError(
-            f"{type(optimizer).__name__}.state_dict() cannot be saved ({type(error).__name__}: {error}); it is a dict with the keys "
-            "state and param_groups, as torch's is; return such a one"
+            f"{type(optimizer).__name__}.state_dict() cannot be saved ({type(error).__name__}:"
+            f" {error}); it is a dict with the keys state and param_groups, as torch's is; return"
+            " such a one"
         ) from error
-    for key, values in kept.items():  # torch's state dict shares the dicts of the optimizer: one that was changed there is set back
+    # torch's state dict shares the dicts of the optimizer: one that was changed there is set back
+    for key, values in kept.items():
         optimizer.state[key].clear()
         optimizer.state[key].update(values)
     if any(is_distributed(leaf) for leaf in tree_leaves(more) if isinstance(leaf, Tensor)):
         raise CheckpointError(
-            f"{type(optimizer).__name__}.state_dict() returns sharded tensors besides 'state'; their shards are saved by parameter; "
-            "return them in 'state', by parameter, or use replicate"
+            f"{type(optimizer).__name__}.state_dict() returns sharded tensors besides 'state';"
+            " their shards are saved by parameter; return them in 'state', by parameter, or use"
+            " replicate"
         )
     parameters = _parameters(optimizer)
-    return {parameters[key] if type(key) is int and key < len(parameters) else key: values for key, values in states.items()}, more
+    return {
+        parameters[key] if type(key) is int and key < len(parameters) else key: values
+        for key, values in states.items()
+    }, more
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order in which torch's state dict numbers them."""
-    return list({id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}.values())
+    return list(
+        {
+            id(parameter): parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }.values()
+    )
 
 
 def _set(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Builds a recipe's optimizers, checks that they cover the model, and prepares them for the first step."""
+"""Builds a recipe's optimizers, checks that they cover the model, and prepares them for the first
+step."""
 
 from __future__ import annotations
 
@@ -19,14 +20,23 @@ from lockstep.base.garbage import collector_paused
 from lockstep.base.torch_private import has_step_hooks, step_is_profiled
 from lockstep.comm.mesh import to_local
 
-STATE_IS_ZERO_AT_FIRST = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adadelta)
+STATE_IS_ZERO_AT_FIRST = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+)
 
 
-def build_optimizers(factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False) -> list[Optimizer]:
-    """Call the recipe's factory. Raises `RecipeError` unless each trainable parameter is in exactly one of its
-    optimizers.
+def build_optimizers(
+    factory: Callable[[nn.Module], Any], model: nn.Module, *, in_part: bool = False
+) -> list[Optimizer]:
+    """Call the recipe's factory. Raises `RecipeError` unless each trainable parameter is in exactly
+    one of its optimizers.
 
-    `in_part`: this rank has only some of the model's parameters, so one of several optimizers may have none.
+    `in_part`: this rank has only some of the model's parameters, so one of several optimizers may
+    have none.
     """
     with collector_paused():
         import_module("torch._dynamo")  # the first optimizer imports it
@@ -36,11 +46,14 @@ def build_optimizers(factory: Callable[[nn.Module], Any], model: nn.Module, *, i
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise RecipeError(
-                f"the optimizer factory returned {optimizer!r} (a {type(optimizer).__name__}); it must return a torch.optim.Optimizer, "
-                "or a list of them"
+                f"the optimizer factory returned {optimizer!r} (a {type(optimizer).__name__}); it"
+                " must return a torch.optim.Optimizer, or a list of them"
             )
     if not optimizers:
-        raise RecipeError("the optimizer factory returned an empty list; it must return at least one torch.optim.Optimizer")
+        raise RecipeError(
+            "the optimizer factory returned an empty list; it must return at least one"
+            " torch.optim.Optimizer"
+        )
     _check_cover(model, optimizers)
     return optimizers
 
@@ -52,7 +65,9 @@ def _empty_optimizers_allowed() -> Iterator[None]:
 
     def patched(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
         given = params if isinstance(params, Tensor) else list(params)
-        original(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
+        original(
+            self, [{"params": []}] if isinstance(given, list) and not given else given, defaults
+        )
 
     Optimizer.__init__ = patched  # type: ignore[method-assign]
     try:
@@ -62,45 +77,69 @@ def _empty_optimizers_allowed() -> Iterator[None]:
 
 
 def trainable(model: Any) -> dict[str, nn.Parameter]:
-    """The model's trainable parameters by name, tied ones once. Raises `RecipeError` if there is none."""
+    """The model's trainable parameters by name, tied ones once. Raises `RecipeError` if there is
+    none."""
     if not isinstance(model, nn.Module):
-        raise RecipeError(f"the model factory returned {model!r} (a {type(model).__name__}); it must return a torch.nn.Module")
-    found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if lazy := [name for name, parameter in found.items() if isinstance(parameter, UninitializedParameter)]:
         raise RecipeError(
-            f"the model has lazy parameters without a shape ({first_few(lazy)}); the optimizer needs them before the first batch; run the "
-            "model once on an example in the model's factory, or use layers with given sizes"
+            f"the model factory returned {model!r} (a {type(model).__name__}); it must return a"
+            " torch.nn.Module"
+        )
+    found = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    if lazy := [
+        name for name, parameter in found.items() if isinstance(parameter, UninitializedParameter)
+    ]:
+        raise RecipeError(
+            f"the model has lazy parameters without a shape ({first_few(lazy)}); the optimizer"
+            " needs them before the first batch; run the model once on an example in the model's"
+            " factory, or use layers with given sizes"
         )
     if not found:
         raise RecipeError(
-            f"the model ({type(model).__name__}) has no trainable parameter; training needs at least one: check requires_grad, and that "
-            "layers are registered (a plain list of layers is not; nn.ModuleList is)"
+            f"the model ({type(model).__name__}) has no trainable parameter; training needs at"
+            " least one: check requires_grad, and that layers are registered (a plain list of"
+            " layers is not; nn.ModuleList is)"
         )
     return found
 
 
-def check_gradients(model: nn.Module, parameters: dict[str, nn.Parameter], *, bitwise: bool) -> None:
+def check_gradients(
+    model: nn.Module, parameters: dict[str, nn.Parameter], *, bitwise: bool
+) -> None:
     """Raise `RecipeError` if the model will have gradients that cannot be summed over ranks."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise RecipeError(
-                f"the model's {name or 'embedding'!r} has sparse=True; gradients are summed over ranks and clipped as dense tensors; "
-                "build it with sparse=False"
+                f"the model's {name or 'embedding'!r} has sparse=True; gradients are summed over"
+                " ranks and clipped as dense tensors; build it with sparse=False"
             )
-    if bitwise and (found := [name for name, parameter in parameters.items() if parameter.is_complex()]):
+    if bitwise and (
+        found := [name for name, parameter in parameters.items() if parameter.is_complex()]
+    ):
         raise RecipeError(
-            f"numerics=bitwise with complex parameters ({first_few(found)}); it sums real numbers; keep them as real tensors and use "
-            "torch.view_as_complex in the forward, or choose numerics=fast"
+            f"numerics=bitwise with complex parameters ({first_few(found)}); it sums real numbers;"
+            " keep them as real tensors and use torch.view_as_complex in the forward, or choose"
+            " numerics=fast"
         )
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Make fused optimizers of parameters on a CPU use foreach: a CPU's fused kernels round differently at a tensor's
-    end. So are groups that are added later. Returns True if any was fused."""
+    """Make fused optimizers of parameters on a CPU use foreach: a CPU's fused kernels round
+    differently at a tensor's end. So are groups that are added later. Returns True if any was
+    fused."""
     found = False
     for optimizer in optimizers:
-        fused = [settings for settings in (*optimizer.param_groups, optimizer.defaults) if settings.get("fused")]
-        if fused and any(to_local(parameter).is_cpu for group in optimizer.param_groups for parameter in group["params"]):
+        fused = [
+            settings
+            for settings in (*optimizer.param_groups, optimizer.defaults)
+            if settings.get("fused")
+        ]
+        if fused and any(
+            to_local(parameter).is_cpu
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
             for settings in fused:
                 settings.update(fused=False, foreach=True)
             found = True
@@ -108,7 +147,8 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
-    """Split param groups by mesh during each `optimizer.step()`: foreach and fused kernels refuse mixed meshes."""
+    """Split param groups by mesh during each `optimizer.step()`: foreach and fused kernels refuse
+    mixed meshes."""
     if all(len(_by_mesh(group["params"])) == 1 for group in optimizer.param_groups):
         return
     kept: list[list[dict[str, Any]]] = []
@@ -116,7 +156,9 @@ def separate_meshes(optimizer: Optimizer) -> None:
     def before(*arguments: Any) -> None:
         after()  # if the previous step failed
         kept.append(optimizer.param_groups)
-        optimizer.param_groups = [{**group, "params": params} for group in kept[0] for params in _by_mesh(group["params"])]
+        optimizer.param_groups = [
+            {**group, "params": params} for group in kept[0] for params in _by_mesh(group["params"])
+        ]
 
     def after(*arguments: Any) -> None:
         if kept:
@@ -124,7 +166,9 @@ def separate_meshes(optimizer: Optimizer) -> None:
             parts = iter(optimizer.param_groups)
             for group in groups:
                 for _ in _by_mesh(group["params"]):  # some optimizers count steps in the group
-                    group.update({name: value for name, value in next(parts).items() if name != "params"})
+                    group.update(
+                        {name: value for name, value in next(parts).items() if name != "params"}
+                    )
             optimizer.param_groups = groups
 
     optimizer.register_step_pre_hook(before)
@@ -134,18 +178,25 @@ def separate_meshes(optimizer: Optimizer) -> None:
 def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
     found: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        found.setdefault(
+            parameter.device_mesh if isinstance(parameter, DTensor) else None, []
+        ).append(parameter)
     return list(found.values())
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Allocate the optimizer's state by a step with zero gradients and rate, so that no step runs out of memory while
-    it is applied.
+    """Allocate the optimizer's state by a step with zero gradients and rate, so that no step runs
+    out of memory while it is applied.
 
     Only for optimizers whose state starts at zero; others allocate in their first step.
     """
-    if type(optimizer) not in STATE_IS_ZERO_AT_FIRST or optimizer.state or any(not group.get("eps", 1) for group in optimizer.param_groups):
-        return  # state that the factory has loaded is kept; without eps, the step would divide zero by zero
+    if (
+        type(optimizer) not in STATE_IS_ZERO_AT_FIRST
+        or optimizer.state
+        or any(not group.get("eps", 1) for group in optimizer.param_groups)
+    ):
+        # state that the factory has loaded is kept; without eps, the step would divide zero by zero
+        return
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for parameter in parameters:
@@ -163,9 +214,15 @@ def allocate_state(optimizer: Optimizer) -> None:
 
 
 def apply(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, without the 8 µs of torch's profiler record if there is no profiler and no step hook."""
+    """`optimizer.step()`, without the 8 µs of torch's profiler record if there is no profiler and
+    no step hook."""
     step = type(optimizer).step
-    if not getattr(step, "hooked", False) or "step" in vars(optimizer) or step_is_profiled() or has_step_hooks(optimizer):
+    if (
+        not getattr(step, "hooked", False)
+        or "step" in vars(optimizer)
+        or step_is_profiled()
+        or has_step_hooks(optimizer)
+    ):
         optimizer.step()
     else:
         step.__wrapped__(optimizer)  # type: ignore[attr-defined]
@@ -173,16 +230,26 @@ def apply(optimizer: Optimizer) -> None:
 
 def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    counts = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    counts = Counter(
+        id(p)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
     if others := sum(i not in names for i in counts):
         raise RecipeError(
-            f"the optimizer holds {others} parameters that are not the model's; build it from the model it is given: "
-            "optimizer=lambda model: torch.optim.AdamW(model.parameters())"
+            f"the optimizer holds {others} parameters that are not the model's; build it from the"
+            " model it is given: optimizer=lambda model: torch.optim.AdamW(model.parameters())"
         )
-    if left_out := [name for name, parameter in trainable(model).items() if id(parameter) not in counts]:
+    if left_out := [
+        name for name, parameter in trainable(model).items() if id(parameter) not in counts
+    ]:
         raise RecipeError(
-            f"the optimizer leaves out {first_few(left_out)}; every trainable parameter must be in exactly one optimizer: add them, or "
-            "freeze them with requires_grad_(False)"
+            f"the optimizer leaves out {first_few(left_out)}; every trainable parameter must be in"
+            " exactly one optimizer: add them, or freeze them with requires_grad_(False)"
         )
     if twice := [names.get(i, "(unnamed)") for i, times in counts.items() if times > 1]:
-        raise RecipeError(f"{first_few(twice)} are in two optimizers; each would update them; give every parameter to exactly one")
+        raise RecipeError(
+            f"{first_few(twice)} are in two optimizers; each would update them; give every"
+            " parameter to exactly one"
+        )

@@ -18,12 +18,12 @@ from lockstep.base.field_docs import with_field_docs
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class OnMetric:
-    """A schedule for `Recipe.schedule` that follows a metric of the evaluations: a torch ReduceLROnPlateau, stepped
-    after each evaluation that measures it."""
+    """A schedule for `Recipe.schedule` that follows a metric of the evaluations: a torch
+    ReduceLROnPlateau, stepped after each evaluation that measures it."""
 
     metric: str
-    """Name of the metric: `accuracy`, or `valid/accuracy` with evaluations by name. A `ReduceLROnPlateau` without
-    `ls.OnMetric` follows `loss`."""
+    """Name of the metric: `accuracy`, or `valid/accuracy` with evaluations by name. A
+    `ReduceLROnPlateau` without `ls.OnMetric` follows `loss`."""
     scheduler: Callable[[Optimizer], LRScheduler]
     """(optimizer) -> a `ReduceLROnPlateau`."""
 
@@ -32,9 +32,12 @@ class OnMetric:
 
 
 class Schedule:
-    """Sets the learning rates of each step: base rate times multiplier, or a torch LRScheduler stepped once a step."""
+    """Sets the learning rates of each step: base rate times multiplier, or a torch LRScheduler
+    stepped once a step."""
 
-    def __init__(self, schedule: Callable[[Any], Any] | None, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, schedule: Callable[[Any], Any] | None, optimizers: Sequence[Optimizer]
+    ) -> None:
         self._multiplier: Callable[[int], float] | None = None
         self._schedulers: list[LRScheduler] = []
         self._optimizers = optimizers
@@ -44,7 +47,8 @@ class Schedule:
         self.metric: str | None = None
         """The metric of the evaluations that the schedule follows; None if it follows the step."""
         self._set: list[float] | None = None
-        """The rates as the schedule has set them; None before the first step, and after a checkpoint was loaded."""
+        """The rates as the schedule has set them; None before the first step, and after a
+        checkpoint was loaded."""
         if schedule is None:
             return
         try:
@@ -56,8 +60,9 @@ class Schedule:
             return
         if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):
             raise RecipeError(
-                f"schedule(0) returned {multiplier!r} (a {type(multiplier).__name__}); a schedule is step -> multiplier of the learning "
-                "rate, a number; or optimizer -> torch LRScheduler"
+                f"schedule(0) returned {multiplier!r} (a {type(multiplier).__name__}); a schedule"
+                " is step -> multiplier of the learning rate, a number; or optimizer -> torch"
+                " LRScheduler"
             )
         self._multiplier = schedule
         self._base = [float(group["lr"]) for group in self._groups]
@@ -70,17 +75,21 @@ class Schedule:
     def before_step(self, step: int) -> None:
         """Set the rates of a step. Raises `RecipeError` if somebody else has changed them."""
         if self._set is not None and self._set != (rates := self._rates()):
-            number = next(i for i, (now, then) in enumerate(zip(rates, self._set, strict=True)) if now != then)
+            number = next(
+                i for i, (now, then) in enumerate(zip(rates, self._set, strict=True)) if now != then
+            )
             raise RecipeError(
-                f"after step {step}: the learning rate of group {number} is {rates[number]:g}, and the schedule had set it to "
-                f"{self._set[number]:g}; the schedule sets it for every step, so the change would be lost; leave the schedule out, and set "
-                "the rates of run.optimizers in a hook alone"
+                f"after step {step}: the learning rate of group {number} is {rates[number]:g}, and"
+                f" the schedule had set it to {self._set[number]:g}; the schedule sets it for every"
+                " step, so the change would be lost; leave the schedule out, and set the rates of"
+                " run.optimizers in a hook alone"
             )
         if self._multiplier is not None:
             multiplier = self._multiplier(step)
             if not math.isfinite(multiplier):
                 raise RecipeError(
-                    f"schedule({step}) returned {multiplier}; a multiplier of the learning rate is finite; correct the schedule"
+                    f"schedule({step}) returned {multiplier}; a multiplier of the learning rate is"
+                    " finite; correct the schedule"
                 )
             for group, base in zip(self._groups, self._base, strict=True):
                 if isinstance(group["lr"], Tensor):
@@ -105,7 +114,8 @@ class Schedule:
         self._note_rates()
 
     def _note_rates(self) -> None:
-        if self._given and not any(isinstance(group["lr"], Tensor) for group in self._groups):  # reading a tensor may wait for a GPU
+        # reading a tensor may wait for a GPU
+        if self._given and not any(isinstance(group["lr"], Tensor) for group in self._groups):
             self._set = self._rates()
 
     def _rates(self) -> list[float]:
@@ -118,15 +128,17 @@ class Schedule:
         """Raises `CheckpointError` if the saved schedule was of the other kind."""
         if len(states) != len(self._schedulers):
             raise CheckpointError(
-                f"the checkpoint has {len(states)} torch LRSchedulers and this run has {len(self._schedulers)}; a schedule that is a "
-                "function of the step needs none; resume with the schedule that it was saved with"
+                f"the checkpoint has {len(states)} torch LRSchedulers and this run has"
+                f" {len(self._schedulers)}; a schedule that is a function of the step needs none;"
+                " resume with the schedule that it was saved with"
             )
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
         self._set = None
 
     def change_base(self, optimizer: int, group: int, before: float, now: float) -> None:
-        """Change the rate from which the schedule computes that of a group. A function of the step has it already."""
+        """Change the rate from which the schedule computes that of a group. A function of the step
+        has it already."""
         if self._multiplier is not None:
             return
         settings = self._optimizers[optimizer].param_groups[group]
@@ -139,21 +151,28 @@ class Schedule:
             settings["initial_lr"] = self._schedulers[optimizer].base_lrs[group] = now
 
     def rates(self) -> dict[str, float]:
-        """The learning rates of the last step, by the names of their numbers in metrics.jsonl: `lr` of the first
-        parameter group, and where others differ from it, `lr/1` and so on of all groups but the first."""
+        """The learning rates of the last step, by the names of their numbers in metrics.jsonl: `lr`
+        of the first parameter group, and where others differ from it, `lr/1` and so on of all
+        groups but the first."""
         rates = [float(rate) for rate in self._latest]
         others = enumerate(rates[1:], start=1) if len(set(rates)) > 1 else ()
         return {"lr": rates[0], **{f"lr/{number}": rate for number, rate in others}}
 
 
-def _scheduler(factory: Callable[[Any], Any], optimizer: Optimizer, as_function: Exception) -> LRScheduler:
+def _scheduler(
+    factory: Callable[[Any], Any], optimizer: Optimizer, as_function: Exception
+) -> LRScheduler:
     try:
         made = factory(optimizer)
     except Exception as error:
         raise RecipeError(
-            f"schedule is neither step -> multiplier (schedule(0) raised {type(as_function).__name__}: {as_function}) nor optimizer -> "
-            f"torch LRScheduler (that raised {type(error).__name__}: {error})"
+            "schedule is neither step -> multiplier (schedule(0) raised"
+            f" {type(as_function).__name__}: {as_function}) nor optimizer -> torch LRScheduler"
+            f" (that raised {type(error).__name__}: {error})"
         ) from error
     if not isinstance(made, LRScheduler):
-        raise RecipeError(f"schedule(optimizer) returned {made!r} (a {type(made).__name__}); it must return a torch LRScheduler")
+        raise RecipeError(
+            f"schedule(optimizer) returned {made!r} (a {type(made).__name__}); it must return a"
+            " torch LRScheduler"
+        )
     return made

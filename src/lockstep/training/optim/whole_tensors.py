@@ -1,8 +1,9 @@
-"""Steps an optimizer that needs whole tensors (Muon) on sharded parameters: each tensor is updated by one rank.
+"""Steps an optimizer that needs whole tensors (Muon) on sharded parameters: each tensor is updated
+by one rank.
 
-At rest, parameters and optimizer state are sharded as for any optimizer, and so are saved as such. In a step every rank
-all-gathers each parameter, its gradient and its state, the tensor's owner updates it, and broadcasts the result, of
-which each rank keeps its shard.
+At rest, parameters and optimizer state are sharded as for any optimizer, and so are saved as such.
+In a step every rank all-gathers each parameter, its gradient and its state, the tensor's owner
+updates it, and broadcasts the result, of which each rank keeps its shard.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from lockstep.comm.mesh import full_tensor, shard_as, to_local
 from lockstep.comm.world import World
 
 _STATE = "state"
-_REMEDY = "under shard one rank updates each tensor, and sends its state to the others; use replicate"
+_REMEDY = (
+    "under shard one rank updates each tensor, and sends its state to the others; use replicate"
+)
 
 
 class WholeTensorOptimizer:
@@ -28,7 +31,9 @@ class WholeTensorOptimizer:
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._optimizer = optimizer
         self._world = world
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         self._owners: dict[int, int] = {}
         elements = [0] * world.size
         for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
@@ -39,13 +44,27 @@ class WholeTensorOptimizer:
     def step(self) -> None:
         """Every rank calls it."""
         optimizer = self._optimizer
-        updated = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
+        updated = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
         copied: Optimizer = object.__new__(type(optimizer))
         vars(copied).update(vars(optimizer))
         copied.state = defaultdict(dict)
-        whole = {id(parameter): mine for parameter in updated if (mine := self._gathered(parameter, copied)) is not None}
+        whole = {
+            id(parameter): mine
+            for parameter in updated
+            if (mine := self._gathered(parameter, copied)) is not None
+        }
         copied.param_groups = [
-            {**group, "params": [whole[id(parameter)] for parameter in group["params"] if id(parameter) in whole]}
+            {
+                **group,
+                "params": [
+                    whole[id(parameter)] for parameter in group["params"] if id(parameter) in whole
+                ],
+            }
             for group in optimizer.param_groups
         ]
         copied.step()
@@ -59,18 +78,28 @@ class WholeTensorOptimizer:
         assert parameter.grad is not None
         gradient, value = full_tensor(parameter.grad), full_tensor(parameter.detach())
         state = self._optimizer.state.get(parameter, {})
-        gathered = {name: full_tensor(state[name]) if isinstance(state[name], Tensor) else state[name] for name in sorted(state)}
+        gathered = {
+            name: full_tensor(state[name]) if isinstance(state[name], Tensor) else state[name]
+            for name in sorted(state)
+        }
         if self._owners[id(parameter)] != self._world.rank:
             return None
         mine = nn.Parameter(value.clone())
         mine.grad = gradient
-        copied.state[mine] = {name: each.clone() if isinstance(each, Tensor) else each for name, each in gathered.items()}
+        copied.state[mine] = {
+            name: each.clone() if isinstance(each, Tensor) else each
+            for name, each in gathered.items()
+        }
         return mine
 
-    def _distribute(self, parameter: nn.Parameter, mine: nn.Parameter | None, copied: Optimizer) -> None:
+    def _distribute(
+        self, parameter: nn.Parameter, mine: nn.Parameter | None, copied: Optimizer
+    ) -> None:
         """Take over this rank's shard of what the owner has updated."""
         owner = self._owners[id(parameter)]
-        to_local(parameter.detach()).copy_(self._shard(parameter, None if mine is None else mine.detach(), owner))
+        to_local(parameter.detach()).copy_(
+            self._shard(parameter, None if mine is None else mine.detach(), owner)
+        )
         tensors: dict[str, Tensor] = {}
         encoded, failure = None, None
         if mine is not None:
@@ -78,10 +107,15 @@ class WholeTensorOptimizer:
                 encoded = encode(copied.state[mine], _STATE, tensors, _REMEDY)
             except CheckpointError as error:
                 failure = str(error)
-        kinds = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
+        kinds = {
+            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for name, tensor in tensors.items()
+        }
         encoded, kinds, failure = self._world.value_of(owner, [encoded, kinds, failure])
         if failure is not None:
-            raise CheckpointError(f"{type(self._optimizer).__name__} with shard={self._world.size}: {failure}")
+            raise CheckpointError(
+                f"{type(self._optimizer).__name__} with shard={self._world.size}: {failure}"
+            )
         state = self._optimizer.state[parameter]
         received: dict[str, Tensor] = {}
         for name, (dtype, shape) in kinds.items():
@@ -89,7 +123,11 @@ class WholeTensorOptimizer:
             if shape != list(parameter.shape) or name.count("/") > 1:
                 received[name] = self._received(value, shape, getattr(torch, dtype), owner)
                 continue
-            received[name] = now if isinstance(now, Tensor) else torch.zeros_like(parameter.detach(), dtype=getattr(torch, dtype))
+            received[name] = (
+                now
+                if isinstance(now, Tensor)
+                else torch.zeros_like(parameter.detach(), dtype=getattr(torch, dtype))
+            )
             to_local(received[name]).copy_(self._shard(received[name], value, owner))
         state.update(decode(encoded, received.__getitem__))
 
@@ -97,9 +135,13 @@ class WholeTensorOptimizer:
         """This rank's shard of the owner's `value`, which is distributed as `like`."""
         return shard_as(like, self._received(value, list(like.shape), like.dtype, owner))
 
-    def _received(self, value: Tensor | None, shape: list[int], dtype: torch.dtype, owner: int) -> Tensor:
+    def _received(
+        self, value: Tensor | None, shape: list[int], dtype: torch.dtype, owner: int
+    ) -> Tensor:
         received = (
-            torch.empty(shape, dtype=dtype, device=self._world.device) if value is None else value.to(self._world.device).contiguous()
+            torch.empty(shape, dtype=dtype, device=self._world.device)
+            if value is None
+            else value.to(self._world.device).contiguous()
         )
         self._world.broadcast(received, owner)
         return received

@@ -1,4 +1,5 @@
-"""The state of a run that a process holds while it waits for its new rank, after the loss of another process."""
+"""The state of a run that a process holds while it waits for its new rank, after the loss of
+another process."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from lockstep.training.state import state_of
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """The full state of a replica after a step: the tensors of the modules that trained until then, not copied."""
+    """The full state of a replica after a step: the tensors of the modules that trained until then,
+    not copied."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -33,13 +35,15 @@ class HeldState:
 
 
 def values_to_hold(run: Run, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is held in memory beside tensors, with the recipe by which it was trained. `values`: of the state."""
+    """Return what is held in memory beside tensors, with the recipe by which it was trained.
+    `values`: of the state."""
     learned = {"recipe": run.context.recorder.summary.get("recipe"), "code": run.code}
     return {**values, **run.loop.values(), **learned, "step": run.step}
 
 
 class ReplicaReader:
-    """Reads the state that some of the ranks hold, as `CheckpointReader` reads a checkpoint. The newest one counts."""
+    """Reads the state that some of the ranks hold, as `CheckpointReader` reads a checkpoint. The
+    newest one counts."""
 
     def __init__(self, held: HeldState | None, world: World) -> None:
         """Every rank makes one, with the state that it holds."""
@@ -50,12 +54,17 @@ class ReplicaReader:
         self._is_held_by_all = min(steps) == newest
         described = None
         if self._held is not None and world.rank == self._source:
-            kinds = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in self._held.tensors.items()}
+            kinds = {
+                name: [str(t.dtype).removeprefix("torch."), list(t.shape)]
+                for name, t in self._held.tensors.items()
+            }
             described = [kinds, dict(self._held.values)]
         kinds, values = world.value_of(self._source, described) or ({}, {})
         self.manifest = Manifest(step=newest, files={}, values=values, metadata={})
         """Its step is -1 if no rank holds a state."""
-        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {name: (dtype, tuple(shape)) for name, (dtype, shape) in kinds.items()}
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+            name: (dtype, tuple(shape)) for name, (dtype, shape) in kinds.items()
+        }
         """Name -> dtype and shape of each tensor."""
 
     @torch.no_grad()

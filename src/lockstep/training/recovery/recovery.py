@@ -1,5 +1,5 @@
-"""Recovery in place of a run on this process: the state that it holds while it waits for its new rank, and what of it
-all ranks then train on from."""
+"""Recovery in place of a run on this process: the state that it holds while it waits for its new
+rank, and what of it all ranks then train on from."""
 
 from __future__ import annotations
 
@@ -25,14 +25,22 @@ from lockstep.training.state import StateReader
 
 
 class Recovery:
-    """The recoveries of one run on this process. A run that recovers is opened again, in the same process."""
+    """The recoveries of one run on this process. A run that recovers is opened again, in the same
+    process."""
 
     def __init__(self, rejoin: Rejoin) -> None:
         self._rejoin = rejoin
         rejoin.trainings += 1
-        self._too_late = None if rejoin.trainings == 1 else "the script has trained before, and a new process would have to do that again"
+        self._too_late = (
+            None
+            if rejoin.trainings == 1
+            else "the script has trained before, and a new process would have to do that again"
+        )
         if session_was_opened():
-            self._too_late = "the script has opened a session before, and a new process would have to do that again"
+            self._too_late = (
+                "the script has opened a session before, and a new process would have to do that"
+                " again"
+            )
         self.sizes: Sequence[int] = ()
         """The numbers of processes, up to that of the run, that its plan fits."""
         self.holder: dict[str, Any] | None = None
@@ -40,9 +48,11 @@ class Recovery:
         self._held: HeldState | None = None
         self._is_restored = False
         self.can_replace = False
-        """True once the launcher knows that all processes can recover in place. Alike on all ranks."""
+        """True once the launcher knows that all processes can recover in place. Alike on all
+        ranks."""
         self.is_replica = False  # True if this process has all of the state
-        self._reached = -1  # the most steps that this process has done since its state was last restored; a survivor's
+        # the most steps that this process has done since its state was last restored; a survivor's
+        self._reached = -1
         self._hooks_before: Mapping[str, HookState] = {}
         self.times = 0
         """Recoveries that this process has survived."""
@@ -56,26 +66,40 @@ class Recovery:
 
     @property
     def is_under_way(self) -> bool:
-        """True from the loss of a process until the state is restored; alike on all ranks of an open run."""
+        """True from the loss of a process until the state is restored; alike on all ranks of an
+        open run."""
         return self._rejoin.is_rejoining
 
     def lost_holders(self, world: World) -> list[dict[str, Any]]:
-        """The processes that have written the run directory before the loss. Every rank calls it."""
-        return [each for each in world.gather_values(self.holder) if each is not None] if self.is_under_way else []
+        """The processes that have written the run directory before the loss. Every rank calls
+        it."""
+        return (
+            [each for each in world.gather_values(self.holder) if each is not None]
+            if self.is_under_way
+            else []
+        )
 
     def raise_if_lost(self) -> None:
-        """Raise `ConnectionAbortedError` if the launcher has every process leave its collectives. Called between two
-        steps: a process that waits for no other would not notice."""
+        """Raise `ConnectionAbortedError` if the launcher has every process leave its collectives.
+        Called between two steps: a process that waits for no other would not notice."""
         self._rejoin.raise_if_lost()
 
     def announce(self, run: Run, data: Any) -> None:
-        """Tell the launcher whether the run could recover in place from now on: if all of its processes can. Every rank
-        calls it. `data`: that of the loop."""
+        """Tell the launcher whether the run could recover in place from now on: if all of its
+        processes can. Every rank calls it. `data`: that of the loop."""
         plan = run.context.plan
-        self.is_replica = plan.shard == plan.tensor == plan.pipeline == 1 and not isinstance(data, Stream)
+        self.is_replica = plan.shard == plan.tensor == plan.pipeline == 1 and not isinstance(
+            data, Stream
+        )
         self._hooks_before = hook_states(run)
-        mine = self._too_late or why_not(run) or why_not_set_back(self._hooks_before, self._hooks_before)
-        reason = next((each for each in run.context.world.gather_values(mine) if each is not None), None)
+        mine = (
+            self._too_late
+            or why_not(run)
+            or why_not_set_back(self._hooks_before, self._hooks_before)
+        )
+        reason = next(
+            (each for each in run.context.world.gather_values(mine) if each is not None), None
+        )
         self.can_replace = reason is None
         self._rejoin.announce(reason, self.sizes)
 
@@ -88,35 +112,47 @@ class Recovery:
         self._rejoin.offer_images(descriptors)
 
     def note_all_offered(self) -> None:
-        """Called when all ranks have offered theirs: images of earlier starts are not needed from then on."""
+        """Called when all ranks have offered theirs: images of earlier starts are not needed from
+        then on."""
         self._rejoin.note_all_offered()
 
     def reader(self, world: World, plan: Plan) -> tuple[str, StateReader] | None:
-        """A reader of the newest state that the survivors hold, or that is in the images of all, and which of the two
-        it reads: "replica" or "image". None if there is none. Every rank calls it. `plan`: the run's from now on; if it
-        splits tensors, only images can be read."""
-        held = ReplicaReader(self._held if plan.shard == plan.tensor == plan.pipeline == 1 else None, world)
+        """A reader of the newest state that the survivors hold, or that is in the images of all,
+        and which of the two it reads: "replica" or "image". None if there is none. Every rank calls
+        it. `plan`: the run's from now on; if it splits tensors, only images can be read."""
+        held = ReplicaReader(
+            self._held if plan.shard == plan.tensor == plan.pipeline == 1 else None, world
+        )
         self._reached = max(world.gather_values(self._reached))
-        images = open_images([f"/proc/self/fd/{descriptor}" for descriptor in self._rejoin.images], world)
+        images = open_images(
+            [f"/proc/self/fd/{descriptor}" for descriptor in self._rejoin.images], world
+        )
         newest = images.newest
         if newest is not None and newest.step > held.manifest.step:
             return "image", images.reader(newest)
         return ("replica", held) if held.manifest.step >= 0 else None
 
     def restored(self, step: int) -> dict[str, float]:
-        """Note that the state of this process is restored, to that after `step`, or that of a first start. Returns the
-        seconds from the loss until all processes were ready, and from then until now, and the steps to do again."""
+        """Note that the state of this process is restored, to that after `step`, or that of a first
+        start. Returns the seconds from the loss until all processes were ready, and from then until
+        now, and the steps to do again."""
         lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
-        figures = {"wait_seconds": round(rejoined_at - lost_at, 3), "open_seconds": round(time.time() - rejoined_at, 3)}
+        figures = {
+            "wait_seconds": round(rejoined_at - lost_at, 3),
+            "open_seconds": round(time.time() - rejoined_at, 3),
+        }
         figures["repeated_steps"] = max(0, self._reached - step)
         self._held, self._is_restored, self._reached = None, True, -1
         self._rejoin.end_recovery()
         gc.collect()  # modules refer to themselves: their memory is freed here, not some time later
         return figures
 
-    def rejoined(self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None) -> bool:
-        """True if `error` came from the loss of another process and this one has a new rank in its environment. Waits
-        for it. `run`, `stop_watching`: of the run that is open, if there is one; this wait is no hang."""
+    def rejoined(
+        self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None
+    ) -> bool:
+        """True if `error` came from the loss of another process and this one has a new rank in its
+        environment. Waits for it. `run`, `stop_watching`: of the run that is open, if there is one;
+        this wait is no hang."""
 
         def hold() -> int | str:
             if stop_watching is not None:
@@ -143,13 +179,16 @@ class Recovery:
         self._rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:
-        """Keep the state of this process if it is that of a complete step, and return that step; -1 if there is none,
-        and the images count; in words, why those do not do."""
+        """Keep the state of this process if it is that of a complete step, and return that step; -1
+        if there is none, and the images count; in words, why those do not do."""
         if run is not None:
             self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.is_consistent and self.is_replica:
             self._held = HeldState.of(run)
-        if run is not None and (reason := why_not_set_back(self._hooks_before, hook_states(run))) is not None:
+        if (
+            run is not None
+            and (reason := why_not_set_back(self._hooks_before, hook_states(run))) is not None
+        ):
             return reason
         return -1 if self._held is None else self._held.step
 

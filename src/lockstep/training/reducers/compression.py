@@ -24,15 +24,17 @@ from lockstep.comm.world import World
 from lockstep.recipe.checks import powersgd_rank
 
 MIN_COMPRESSION_RATIO = 2
-"""A matrix is sent as two thin ones if those are this many times smaller; the default of torch's PowerSGD."""
+"""A matrix is sent as two thin ones if those are this many times smaller; the default of torch's
+PowerSGD."""
 _REVIVING_SEED = 1
 
 
 class Compression(ABC):
-    """Error feedback: the sending rank keeps the error of the compression (`int8`, `powersgd`) and adds it to the next
-    gradient.
+    """Error feedback: the sending rank keeps the error of the compression (`int8`, `powersgd`) and
+    adds it to the next gradient.
 
-    (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019.)
+    (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes
+    SignSGD, 2019.)
     """
 
     def __init__(self, world: World) -> None:
@@ -51,7 +53,8 @@ class Compression(ABC):
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook: sum the bucket over ranks (no mean). `stats`: a parameter that is not rounded."""
+        """DDP's communication hook: sum the bucket over ranks (no mean). `stats`: a parameter that
+        is not rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
@@ -73,22 +76,33 @@ class Bucket(NamedTuple):
     def stats_part(self, stats: Tensor) -> Tensor:
         """The part of the buffer that holds `stats`; empty if it is in another bucket."""
         parts = zip(self.gradients, self.parameters, strict=True)
-        return next((gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0])
+        return next(
+            (gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0]
+        )
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, which is as long as the buffer, like `gradients`."""
         start = self.buffer.storage_offset() - flat.storage_offset()
-        return [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.gradients]
+        return [
+            flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.gradients
+        ]
 
 
 class Rounded(Compression):
-    """Rounds each number to a shorter type, see `CompressedAllReduce`. Buckets are sent during the backward."""
+    """Rounds each number to a shorter type, see `CompressedAllReduce`. Buckets are sent during the
+    backward."""
 
-    def __init__(self, world: World, rounding: Rounding, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, world: World, rounding: Rounding, parameters: Sequence[nn.Parameter]
+    ) -> None:
         super().__init__(world)
         self._rounding = rounding
         self._keeps_residual = rounding.name == "int8" and self._senders.includes_this_rank
-        self._residuals = {id(parameter): torch.zeros_like(parameter) for parameter in parameters if self._keeps_residual}
+        self._residuals = {
+            id(parameter): torch.zeros_like(parameter)
+            for parameter in parameters
+            if self._keeps_residual
+        }
         self._sums: list[tuple[Bucket, CompressedAllReduce]] = []
 
     def forget(self) -> None:
@@ -105,21 +119,31 @@ class Rounded(Compression):
         current = Bucket.of(bucket)
         self._start(current, stats)
         if bucket.is_last():
-            with nullcontext() if self._senders.hierarchy is None else self._senders.hierarchy.abort_on_error():
+            with (
+                nullcontext()
+                if self._senders.hierarchy is None
+                else self._senders.hierarchy.abort_on_error()
+            ):
                 self._end(stats)
         return current.done
 
     def _start(self, bucket: Bucket, stats: Tensor) -> None:
         if self._senders.host_shared_memory is not None:
             self._senders.host_shared_memory.all_reduce(bucket.buffer)
-        summed = CompressedAllReduce(self._rounding, self._senders, keeps_residual=self._keeps_residual)
+        summed = CompressedAllReduce(
+            self._rounding, self._senders, keeps_residual=self._keeps_residual
+        )
         if self._senders.includes_this_rank:
             exact = bucket.stats_part(stats)
             exact_stats = exact.clone()
             exact.zero_()
             if self._keeps_residual:
                 torch._foreach_add_(*self._with_residuals(bucket, bucket.buffer))
-            with nullcontext() if self._senders.hierarchy is None else self._senders.hierarchy.abort_on_error():
+            with (
+                nullcontext()
+                if self._senders.hierarchy is None
+                else self._senders.hierarchy.abort_on_error()
+            ):
                 summed.start(bucket.buffer, exact_stats)
         self._sums.append((bucket, summed))
 
@@ -130,7 +154,9 @@ class Rounded(Compression):
                 summed.fold()
             for bucket, summed in sums:
                 if self._keeps_residual:
-                    residual = summed.residual.view(-1)[: bucket.buffer.numel()].nan_to_num_(0.0, 0.0, 0.0)
+                    residual = summed.residual.view(-1)[: bucket.buffer.numel()].nan_to_num_(
+                        0.0, 0.0, 0.0
+                    )
                     parts, memories = self._with_residuals(bucket, residual)
                     torch._foreach_copy_(memories, parts)
                 exact = bucket.stats_part(stats)
@@ -153,25 +179,40 @@ class Rounded(Compression):
 
 
 class LowRank(Compression):
-    """Sends each large matrix as the product of two thin ones, after the backward (PowerSGD; Vogels et al., 2019)."""
+    """Sends each large matrix as the product of two thin ones, after the backward (PowerSGD; Vogels
+    et al., 2019)."""
 
     def __init__(self, world: World, rank: int, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)
         self._rank = rank
-        matrices = [_Matrix(len(p), p.numel() // len(p), id(p)) for p in parameters if p.dim() > 1 and p.numel()]
-        matrices = [each for each in matrices if (each.rows + each.columns) * rank * MIN_COMPRESSION_RATIO < each.rows * each.columns]
-        self._matrices = sorted(matrices, key=lambda each: (each.rows, each.columns))  # in torch's order: grouped by shape
+        matrices = [
+            _Matrix(len(p), p.numel() // len(p), id(p))
+            for p in parameters
+            if p.dim() > 1 and p.numel()
+        ]
+        matrices = [
+            each
+            for each in matrices
+            if (each.rows + each.columns) * rank * MIN_COMPRESSION_RATIO < each.rows * each.columns
+        ]
+        # in torch's order: grouped by shape
+        self._matrices = sorted(matrices, key=lambda each: (each.rows, each.columns))
         self._buckets: list[Bucket] = []
         self._reviving = torch.Generator()
         self.forget()
 
     def forget(self) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState  # it imports NumPy
+        # it imports NumPy
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-        # torch demands a start after DDP rebuilds its buckets, in the first step; the tensors given here are the same
-        # in every step.
+        # torch demands a start after DDP rebuilds its buckets, in the first step; the tensors given
+        # here are the same in every step.
         self._state = PowerSGDState(
-            self._senders.group, self._rank, start_powerSGD_iter=2, min_compression_rate=0, orthogonalization_epsilon=1e-30
+            self._senders.group,
+            self._rank,
+            start_powerSGD_iter=2,
+            min_compression_rate=0,
+            orthogonalization_epsilon=1e-30,
         )
         self._state.iter = self._state.start_powerSGD_iter
         self._reviving.manual_seed(_REVIVING_SEED)
@@ -188,8 +229,18 @@ class LowRank(Compression):
         if bucket.is_last():
             buckets, self._buckets = self._buckets, []
             began = time.perf_counter()
-            with nullcontext() if self._senders.hierarchy is None else self._senders.hierarchy.abort_on_error():
-                self._sum({id(p): g for each in buckets for p, g in zip(each.parameters, each.gradients, strict=True)})
+            with (
+                nullcontext()
+                if self._senders.hierarchy is None
+                else self._senders.hierarchy.abort_on_error()
+            ):
+                self._sum(
+                    {
+                        id(p): g
+                        for each in buckets
+                        for p, g in zip(each.parameters, each.gradients, strict=True)
+                    }
+                )
             waits.seconds += time.perf_counter() - began
             for each in buckets:
                 each.done.set_result(each.buffer)
@@ -198,7 +249,10 @@ class LowRank(Compression):
     def _sum(self, gradients: dict[int, Tensor]) -> None:
         """Replace the gradients by their sums over ranks."""
         thin = [gradients.pop(each.parameter) for each in self._matrices]
-        for tensors, add in ((list(gradients.values()), partial(dist.all_reduce, group=self._senders.group)), (thin, self._add_matrices)):
+        for tensors, add in (
+            (list(gradients.values()), partial(dist.all_reduce, group=self._senders.group)),
+            (thin, self._add_matrices),
+        ):
             if not tensors:
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -209,7 +263,10 @@ class LowRank(Compression):
             if self._senders.host_shared_memory is not None:
                 self._senders.host_shared_memory.broadcast(flat, 0)
             parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-            torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+            torch._foreach_copy_(
+                tensors,
+                [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)],
+            )
 
     def _add_matrices(self, flat: Tensor) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
@@ -219,16 +276,21 @@ class LowRank(Compression):
         flat.mul_(self._senders.size)  # the hook computes the mean
 
     def _revive(self) -> None:
-        """Replace zero columns of thin matrices by random ones: after a zero gradient they would stay zero."""
+        """Replace zero columns of thin matrices by random ones: after a zero gradient they would
+        stay zero."""
         if (kept := self._state.q_memory_dict.get(0)) is None or kept.all():
             return
         ranks = [min(each.rows, each.columns, self._rank) for each in self._matrices]
-        parts = torch.split(kept, [each.columns * rank for each, rank in zip(self._matrices, ranks, strict=True)])
+        parts = torch.split(
+            kept, [each.columns * rank for each, rank in zip(self._matrices, ranks, strict=True)]
+        )
         for part, rank in zip(parts, ranks, strict=True):
             columns = part.view(-1, rank)
             dead = ~columns.any(dim=0)
             if dead.any():
-                columns[:, dead] = torch.randn(len(columns), int(dead.sum()), generator=self._reviving).to(columns)
+                columns[:, dead] = torch.randn(
+                    len(columns), int(dead.sum()), generator=self._reviving
+                ).to(columns)
 
 
 class _Matrix(NamedTuple):
@@ -249,7 +311,10 @@ class _Matrices:
 
     def gradients(self) -> list[Tensor]:
         parts = torch.split(self._flat, [each.rows * each.columns for each in self._matrices])
-        return [part.view(each.rows, each.columns) for part, each in zip(parts, self._matrices, strict=True)]
+        return [
+            part.view(each.rows, each.columns)
+            for part, each in zip(parts, self._matrices, strict=True)
+        ]
 
     def index(self) -> int:
         return 0
@@ -259,29 +324,42 @@ class _Matrices:
 
 
 def compression_for(
-    gradient_compression: str, world: World, parameters: Sequence[nn.Parameter], names: Sequence[str]
+    gradient_compression: str,
+    world: World,
+    parameters: Sequence[nn.Parameter],
+    names: Sequence[str],
 ) -> Compression | None:
-    """Build the compression for `Recipe.gradient_compression`; None for none, or one rank. Raises `RecipeError`."""
+    """Build the compression for `Recipe.gradient_compression`; None for none, or one rank. Raises
+    `RecipeError`."""
     if gradient_compression == "none":
         return None
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.dtype is not torch.float32:
             raise RecipeError(
-                f"gradient_compression={gradient_compression!r} with the parameter {name!r} of {parameter.dtype}; only gradients of "
-                "float32 can be compressed; make the model float32 (precision='bf16' computes in bf16 all the same), or leave "
-                "gradient_compression='none'"
+                f"gradient_compression={gradient_compression!r} with the parameter {name!r} of"
+                f" {parameter.dtype}; only gradients of float32 can be compressed; make the model"
+                " float32 (precision='bf16' computes in bf16 all the same), or leave"
+                " gradient_compression='none'"
             )
     if world.size == 1:
         return None
     rank = powersgd_rank(gradient_compression)
-    return Rounded(world, Rounding(gradient_compression), parameters) if rank is None else LowRank(world, rank, parameters)
+    return (
+        Rounded(world, Rounding(gradient_compression), parameters)
+        if rank is None
+        else LowRank(world, rank, parameters)
+    )
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
-    """Views of the bucket with the strides of their parameters; those of `bucket.gradients()` are contiguous."""
+    """Views of the bucket with the strides of their parameters; those of `bucket.gradients()` are
+    contiguous."""
     return [
-        gradient.as_strided(parameter.shape, parameter.stride())
-        if not parameter.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(parameter)
-        else gradient
+        (
+            gradient.as_strided(parameter.shape, parameter.stride())
+            if not parameter.is_contiguous()
+            and torch.ops.aten.is_non_overlapping_and_dense(parameter)
+            else gradient
+        )
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
     ]

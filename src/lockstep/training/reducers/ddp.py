@@ -1,18 +1,20 @@
-"""Gradient reduction by DistributedDataParallel: every rank has the full model, buckets are summed while the backward
-computes.
+"""Gradient reduction by DistributedDataParallel: every rank has the full model, buckets are summed
+while the backward computes.
 
-DDP wraps the *loss*, not the model: its forward is an identity on the last microbatch's loss whose graph reaches every
-parameter. So the user's model keeps its class and may be called any number of times; DDP's hook also fires for a
-parameter that the loss does not reach, without a `find_unused_parameters` pass; and a rank without a microbatch takes
-part with a loss of zero.
+DDP wraps the *loss*, not the model: its forward is an identity on the last microbatch's loss whose
+graph reaches every parameter. So the user's model keeps its class and may be called any number of
+times; DDP's hook also fires for a parameter that the loss does not reach, without a
+`find_unused_parameters` pass; and a rank without a microbatch takes part with a loss of zero.
 
-DDP gets one more parameter, `stats`. Its gradient is set after the backward and holds the step's numbers
-(`step_stats.py`). It is ready last, so it completes the last bucket.
+DDP gets one more parameter, `stats`. Its gradient is set after the backward and holds the step's
+numbers (`step_stats.py`). It is ready last, so it completes the last bucket.
 
-DDP's own all-reduce computes a mean. A loss that is multiplied by the number of ranks would make it a sum, but hooks on
-activations would see that factor; so every bucket has a communication hook, which sums.
+DDP's own all-reduce computes a mean. A loss that is multiplied by the number of ranks would make it
+a sum, but hooks on activations would see that factor; so every bucket has a communication hook,
+which sums.
 
-(No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and needs classes.)
+(No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and needs
+classes.)
 """
 
 import time
@@ -33,7 +35,14 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.wait_times import waits
 from lockstep.training.reducers.compression import Compression, gradients_of
-from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, UnusedParameters, gradient_versions
+from lockstep.training.reducers.step_stats import (
+    READY_TWICE,
+    Number,
+    StepStats,
+    StepStatsVector,
+    UnusedParameters,
+    gradient_versions,
+)
 from lockstep.tree import Counter
 
 
@@ -51,7 +60,8 @@ class _Touch(torch.autograd.Function):
 
 
 class _LossModule(nn.Module):
-    """The module that DDP wraps: the parameters and `stats`, without buffers, which DDP would synchronize."""
+    """The module that DDP wraps: the parameters and `stats`, without buffers, which DDP would
+    synchronize."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -103,14 +113,21 @@ class DdpReducer:
         self._hooks: list[Any] = []
         if world.size > 1:
             self._wrapped = _LossModule(self._parameters, self._vector.length, self._vector.dtype)
-            self._ddp = DistributedDataParallel(self._wrapped, gradient_as_bucket_view=True, init_sync=False)
+            self._ddp = DistributedDataParallel(
+                self._wrapped, gradient_as_bucket_view=True, init_sync=False
+            )
             if bitwise:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
             elif compression is not None:
                 self._ddp.register_comm_hook(self._wrapped.stats, compression.sum_bucket)
             else:
-                self._ddp.register_comm_hook(None, _sum_bucket if world.hierarchy is None else world.hierarchy.sum_bucket)
-            self._hooks = [p.register_post_accumulate_grad_hook(self._note_use(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
+                self._ddp.register_comm_hook(
+                    None, _sum_bucket if world.hierarchy is None else world.hierarchy.sum_bucket
+                )
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(self._note_use(i))  # type: ignore[no-untyped-call]
+                for i, p in enumerate(self._parameters)
+            ]
 
     def gradient_versions(self) -> list[tuple[int, int] | None]:
         return gradient_versions(self._parameters)
@@ -129,14 +146,19 @@ class DdpReducer:
         self._remaining = len(self._mine)
         self._synchronized = False
         if self._bitwise:
-            self._counter: Counter[list[Tensor]] = Counter(_add_into_left, start=self._mine.start, count=count)
+            self._counter: Counter[list[Tensor]] = Counter(
+                _add_into_left, start=self._mine.start, count=count
+            )
             self._nodes = TreeNodes.of(assignment.indices_by_rank(count))
             self._sums: list[tuple[OrderedSum, Tensor, torch.futures.Future[Tensor]]] = []
         self._used[:] = [0.0] * len(self._used)
         self._complete_at = time.perf_counter()
 
-    def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
-        """See `GradientReducer.backward`. If it has other collectives (round-robin), `reduce` sends the buckets."""
+    def backward(
+        self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
+    ) -> None:
+        """See `GradientReducer.backward`. If it has other collectives (round-robin), `reduce` sends
+        the buckets."""
         if is_dummy:
             torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
             return
@@ -149,14 +171,27 @@ class DdpReducer:
         if self._bitwise:
             self._counter.push(self._take_leaf())
 
-    def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+    def reduce(
+        self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
+    ) -> StepStats:
         if self._ddp is None:
             if self._bitwise:
                 (root,) = self._counter.values
-                for parameter, gradient, used in zip(self._parameters, root, self._used, strict=True):
+                for parameter, gradient, used in zip(
+                    self._parameters, root, self._used, strict=True
+                ):
                     parameter.grad = gradient if used else None
-            recorded = self._vector.column(values) if isinstance(values[0], Tensor) else [self._rounded(value) for value in values]
-            return StepStats(self._used, recorded, None if weights is None else self._vector.column(weights), flag)
+            recorded = (
+                self._vector.column(values)
+                if isinstance(values[0], Tensor)
+                else [self._rounded(value) for value in values]
+            )
+            return StepStats(
+                self._used,
+                recorded,
+                None if weights is None else self._vector.column(weights),
+                flag,
+            )
         if not self._synchronized:
             zero = torch.zeros((), device=self._wrapped.stats.device, requires_grad=True)
             self._synchronize(zero, torch.zeros_like(zero), None)
@@ -169,7 +204,9 @@ class DdpReducer:
         self._unused.clear(self._used, received)
         return received
 
-    def _synchronize(self, total: Tensor, grad_output: Tensor, inputs: list[nn.Parameter] | None) -> None:
+    def _synchronize(
+        self, total: Tensor, grad_output: Tensor, inputs: list[nn.Parameter] | None
+    ) -> None:
         assert self._ddp is not None
         self._synchronized = True
         try:
@@ -205,15 +242,27 @@ class DdpReducer:
         return leaf
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order, alike on all ranks."""
+        """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order,
+        alike on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
-        counter: Counter[list[Tensor]] = Counter(_add_into_right, start=self._mine.start, count=self._count)
+        counter: Counter[list[Tensor]] = Counter(
+            _add_into_right, start=self._mine.start, count=self._count
+        )
         for node, value in zip(self._counter.nodes, self._counter.values, strict=True):
-            counter.push_node(node, [torch.zeros_like(g) if m is None else value[m] for m, g in zip(members, last_leaf, strict=True)])
+            counter.push_node(
+                node,
+                [
+                    torch.zeros_like(g) if m is None else value[m]
+                    for m, g in zip(members, last_leaf, strict=True)
+                ],
+            )
         if self._mine:
             counter.push(last_leaf)
-        nodes = [buffer if value is last_leaf else _flatten(value, like=bucket) for value in counter.values]
+        nodes = [
+            buffer if value is last_leaf else _flatten(value, like=bucket)
+            for value in counter.values
+        ]
         ordered = OrderedSum(nodes, self._nodes, self._world.rank, self._memory)
         ordered.start(buffer.numel(), buffer)
         future = accelerator.future(buffer)
@@ -231,7 +280,9 @@ def _flatten(value: Sequence[Tensor], like: GradBucket) -> Tensor:
     buffer = like.buffer()
     flat = torch.zeros_like(buffer)
     start = buffer.storage_offset()
-    views = [flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in gradients_of(like)]
+    views = [
+        flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in gradients_of(like)
+    ]
     torch._foreach_copy_(views, list(value))
     return flat
 

@@ -1,10 +1,11 @@
 """Gradient reduction for a model sharded by FSDP2, and for hybrid sharding.
 
-Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its gradients, so the
-ranks compute in rounds of one microbatch each. A rank that has none left computes a dummy microbatch, whose gradient is
-set to zero before the reduce-scatter. This module's reduce-scatters replace FSDP2's: plain, or in the canonical order.
-Replicas of the shards (hybrid sharding) are summed once a step, not once a round: on an accelerator in the last round,
-while its backward computes, and otherwise after it.
+Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its
+gradients, so the ranks compute in rounds of one microbatch each. A rank that has none left computes
+a dummy microbatch, whose gradient is set to zero before the reduce-scatter. This module's
+reduce-scatters replace FSDP2's: plain, or in the canonical order. Replicas of the shards (hybrid
+sharding) are summed once a step, not once a round: on an accelerator in the last round, while its
+backward computes, and otherwise after it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,17 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.model.autocast_weights import check_uses
 from lockstep.model.shard import fsdp_groups, modules_of, reshard
-from lockstep.training.reducers.gradient_hooks import refuse_gradient_hooks, refuse_post_accumulate_hooks
-from lockstep.training.reducers.step_stats import READY_TWICE, Number, StepStats, StepStatsVector, UnusedParameters
+from lockstep.training.reducers.gradient_hooks import (
+    refuse_gradient_hooks,
+    refuse_post_accumulate_hooks,
+)
+from lockstep.training.reducers.step_stats import (
+    READY_TWICE,
+    Number,
+    StepStats,
+    StepStatsVector,
+    UnusedParameters,
+)
 from lockstep.tree import Counter
 
 REPLICATE = "use replicate, under which parameters are plain tensors"
@@ -45,7 +55,15 @@ REPLICATE = "use replicate, under which parameters are plain tensors"
 class FsdpReducer:
     """A `GradientReducer` for a model that `lockstep.model.shard` has sharded."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh, *, bitwise: bool, max_microbatches: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        bitwise: bool,
+        max_microbatches: int,
+    ) -> None:
         reshard(model)  # a forward without a backward may have left gathered parameters
         self._model = model
         self._mesh = mesh
@@ -59,7 +77,11 @@ class FsdpReducer:
         memory = mesh.axis("shard").shared_memory
         for group in self._groups:
             parameters_of_group = fsdp_parameter_group(group)
-            scatter = OrderedScatter(mesh, parameters_of_group) if bitwise else Scatter(memory, self._replicas, parameters_of_group)
+            scatter = (
+                OrderedScatter(mesh, parameters_of_group)
+                if bitwise
+                else Scatter(memory, self._replicas, parameters_of_group)
+            )
             group.set_custom_reduce_scatter(scatter)
             if memory is not None:
                 group.set_custom_all_gather(SharedMemoryAllGather(memory))
@@ -69,12 +91,18 @@ class FsdpReducer:
         self._checked: set[nn.Module] = set()
         self._used = _UsedParameters(model, self._parameters)
         self._backwards = [_GroupBackwards() for _ in self._groups]
-        self._handles = [group.register_forward_hook(each.watch) for group, each in zip(self._groups, self._backwards, strict=True)]
+        self._handles = [
+            group.register_forward_hook(each.watch)
+            for group, each in zip(self._groups, self._backwards, strict=True)
+        ]
         if mesh.axis("pipeline").size > 1:  # its schedule computes the backwards
-            self._handles += [group.register_forward_hook(self._check_stage) for group in self._groups]
+            self._handles += [
+                group.register_forward_hook(self._check_stage) for group in self._groups
+            ]
 
     def gradient_versions(self) -> list[int]:
-        """The number of accumulations. FSDP2 writes zeros to the gradients in a backward that asks for others alone."""
+        """The number of accumulations. FSDP2 writes zeros to the gradients in a backward that asks
+        for others alone."""
         return [self._used.accumulations]
 
     def close(self) -> None:
@@ -86,9 +114,12 @@ class FsdpReducer:
             group.set_custom_all_gather(DefaultAllGather())
 
     def _check_stage(self, group: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook: check the uses of weights in the first forward of each part of a pipeline's stage."""
+        """A forward hook: check the uses of weights in the first forward of each part of a
+        pipeline's stage."""
         if is_fsdp_root(group) and torch.is_grad_enabled():
-            self._check_uses(group, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+            self._check_uses(
+                group, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            )
 
     def _check_uses(self, root: nn.Module, outputs: Sequence[Tensor]) -> None:
         """Check the uses of weights in the graphs of `outputs`, once for each of FSDP2's roots."""
@@ -106,10 +137,14 @@ class FsdpReducer:
         self._used.clear()
         for scatter in self._scatters:
             scatter.begin(count)
-            scatter.next_round(is_dummy=False, last=False)  # a pipeline's schedule computes the backwards
+            # a pipeline's schedule computes the backwards
+            scatter.next_round(is_dummy=False, last=False)
 
-    def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
-        del own_parameters_only  # other models' gradients are cleared when their accumulation begins
+    def backward(
+        self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
+    ) -> None:
+        # other models' gradients are cleared when their accumulation begins
+        del own_parameters_only
         self._used.is_dummy = is_dummy
         self._check_uses(self._model, [total])
         for scatter in self._scatters:
@@ -125,14 +160,24 @@ class FsdpReducer:
         if self._bitwise and self._round < self._rounds:
             self._clear()
 
-    def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+    def reduce(
+        self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
+    ) -> StepStats:
         return self.reduce_used(self.used(), values, weights, flag=flag)
 
     def used(self) -> list[float]:
-        """Return 1 for each parameter that a microbatch of this rank used, else 0. For `PipelineReducer`."""
+        """Return 1 for each parameter that a microbatch of this rank used, else 0. For
+        `PipelineReducer`."""
         return self._used.flags
 
-    def reduce_used(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+    def reduce_used(
+        self,
+        used: Sequence[float],
+        values: Sequence[Number],
+        weights: Sequence[Number] | None,
+        *,
+        flag: bool,
+    ) -> StepStats:
         """`reduce`, given what `used` returned."""
         self._used.refuse_hooks()
         self._used.refuse_changes()
@@ -143,7 +188,11 @@ class FsdpReducer:
             scatter.end()
         if not self._bitwise and self._replicas.size > 1:
             summed = {id(parameter) for scatter in self._scatters for parameter in scatter.summed}
-            rest = [parameter.grad for parameter in self._parameters if parameter.grad is not None and id(parameter) not in summed]
+            rest = [
+                parameter.grad
+                for parameter in self._parameters
+                if parameter.grad is not None and id(parameter) not in summed
+            ]
             self._replicas.sum_each(list(map(to_local, rest)))
         self._unused.clear(used, stats)
         return stats
@@ -154,7 +203,8 @@ class FsdpReducer:
 
 
 class _GroupBackwards:
-    """The backwards through one of FSDP2's groups. A group can be in one backward of a step alone."""
+    """The backwards through one of FSDP2's groups. A group can be in one backward of a step
+    alone."""
 
     def __init__(self) -> None:
         self._in_step = False
@@ -174,14 +224,15 @@ class _GroupBackwards:
                 leaf.register_hook(self._check)  # type: ignore[no-untyped-call]
 
     def _check(self, gradient: Tensor) -> None:
-        """Raise `PlanError` for a backward with create_graph=True: FSDP2 frees the parameters that the second backward
-        needs, and has then reduced the gradients. Raise `RecipeError` for two backwards one in the other: FSDP2 ends a
-        step's reduction with the inner one."""
+        """Raise `PlanError` for a backward with create_graph=True: FSDP2 frees the parameters that
+        the second backward needs, and has then reduced the gradients. Raise `RecipeError` for two
+        backwards one in the other: FSDP2 ends a step's reduction with the inner one."""
         if torch.is_grad_enabled():
             raise PlanError(
-                "the shard axis with a gradient that is itself differentiated (autograd.grad with create_graph=True, as in a gradient "
-                "penalty); FSDP2 frees a block's parameters after its first backward, and gradients of the second one would be lost; "
-                f"{REPLICATE}"
+                "the shard axis with a gradient that is itself differentiated (autograd.grad with"
+                " create_graph=True, as in a gradient penalty); FSDP2 frees a block's parameters"
+                " after its first backward, and gradients of the second one would be lost;"
+                f" {REPLICATE}"
             )
         if self._in_step:
             number = backward_number()
@@ -200,8 +251,8 @@ class _Own(NamedTuple):
 
 
 class _UsedParameters:
-    """Records which parameters a microbatch of this rank has used, by hooks on FSDP2's all-gathered parameters, which
-    the graph has. FSDP2 gives the others zeros as gradients."""
+    """Records which parameters a microbatch of this rank has used, by hooks on FSDP2's all-gathered
+    parameters, which the graph has. FSDP2 gives the others zeros as gradients."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.is_dummy = False
@@ -221,7 +272,10 @@ class _UsedParameters:
                 for name, parameter in own_parameters(module).items()
                 if id(parameter) in places
             ]
-            self._handles.append(group.register_forward_pre_hook(self._refuse_others(own), prepend=True))  # before FSDP2's
+            # before FSDP2's
+            self._handles.append(
+                group.register_forward_pre_hook(self._refuse_others(own), prepend=True)
+            )
             self._handles.append(group.register_forward_pre_hook(self._watch(own)))
 
     def clear(self) -> None:
@@ -239,39 +293,52 @@ class _UsedParameters:
             refuse_post_accumulate_hooks(self._gathered.items())
 
     def refuse_changes(self) -> None:
-        """Raise `RecipeError` if a forward of the step has changed an all-gathered parameter, which is then dropped."""
+        """Raise `RecipeError` if a forward of the step has changed an all-gathered parameter, which
+        is then dropped."""
         for name, then in self._versions.items():
             if version(self._gathered[name]) != then:
                 raise RecipeError(
-                    f"the model's forward changed its parameter {name!r} (as nn.Embedding does by max_norm): under shard a copy that is "
-                    "gathered for the forward, and dropped; change it between steps, in a hook's after_step"
+                    f"the model's forward changed its parameter {name!r} (as nn.Embedding does by"
+                    " max_norm): under shard a copy that is gathered for the forward, and dropped;"
+                    " change it between steps, in a hook's after_step"
                 )
 
     def _refuse_others(self, own: Sequence[_Own]) -> Any:
-        """A forward pre-hook that refuses other tensors in the place of parameters: FSDP2 would not use them."""
+        """A forward pre-hook that refuses other tensors in the place of parameters: FSDP2 would not
+        use them."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
                 tensor = parameters[name]
-                if tensor is not self._parameters[place] and tensor is not self._gathered.get(full_name):
+                if tensor is not self._parameters[place] and tensor is not self._gathered.get(
+                    full_name
+                ):
                     raise PlanError(
-                        f"the shard axis, and {full_name!r} is another tensor in this forward, as with torch.func.functional_call; FSDP2 "
-                        f"gathers and computes with the model's own parameters; {REPLICATE}"
+                        f"the shard axis, and {full_name!r} is another tensor in this forward, as"
+                        " with torch.func.functional_call; FSDP2 gathers and computes with the"
+                        f" model's own parameters; {REPLICATE}"
                     )
 
         return before
 
     def _watch(self, own: Sequence[_Own]) -> Any:
-        """Hook the all-gathered parameters of a group in its first forward: they are created once."""
+        """Hook the all-gathered parameters of a group in its first forward: they are created
+        once."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
                 parameter = parameters[name]
-                if parameter is self._gathered.get(full_name) or parameter is None or not parameter.requires_grad:
+                if (
+                    parameter is self._gathered.get(full_name)
+                    or parameter is None
+                    or not parameter.requires_grad
+                ):
                     continue
                 self._gathered[full_name], self._versions[full_name] = parameter, version(parameter)
                 if place not in self._hooks:
-                    self._hooks[place] = parameter.register_post_accumulate_grad_hook(self._note(place))  # type: ignore[no-untyped-call]
+                    self._hooks[place] = parameter.register_post_accumulate_grad_hook(
+                        self._note(place)
+                    )  # type: ignore[no-untyped-call]
 
         return before
 
@@ -293,7 +360,13 @@ class SharedMemoryAllGather(AllGather):
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
         if async_op:
             return self._memory.start_all_gather(output_tensor, input_tensor)
         self._memory.all_gather(output_tensor, input_tensor)
@@ -301,15 +374,16 @@ class SharedMemoryAllGather(AllGather):
 
 
 class Scatter(ReduceScatter):
-    """The reduce-scatter over the `shard` axis for one of FSDP2's parameter groups. Every rank makes the same calls.
+    """The reduce-scatter over the `shard` axis for one of FSDP2's parameter groups. Every rank
+    makes the same calls.
 
-    It may be called several times in a round, if the forward calls the model several times. Outside of a step (in a
-    backward of another model's loss through this one) it exchanges nothing.
+    It may be called several times in a round, if the forward calls the model several times. Outside
+    of a step (in a backward of another model's loss through this one) it exchanges nothing.
     """
 
     def __init__(self, memory: SharedMemoryGroup | None, replicas: World, parameters: Any) -> None:
-        """`memory`: the shared memory of the ranks of `shard`, if they have one. `parameters`: FSDP2's group, with the
-        order and padding of the gradients; None if it has no parameters."""
+        """`memory`: the shared memory of the ranks of `shard`, if they have one. `parameters`:
+        FSDP2's group, with the order and padding of the gradients; None if it has no parameters."""
         self._memory = memory
         self._replicas = replicas
         self._parameters = parameters
@@ -323,7 +397,8 @@ class Scatter(ReduceScatter):
         self.summed = []
 
     def next_round(self, *, is_dummy: bool, last: bool) -> None:
-        """Begin the next round of backwards. `is_dummy`: its gradient is discarded. `last`: no round follows it."""
+        """Begin the next round of backwards. `is_dummy`: its gradient is discarded. `last`: no
+        round follows it."""
         self._is_dummy = is_dummy
         self._is_last = last
 
@@ -338,7 +413,12 @@ class Scatter(ReduceScatter):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> dist.Work | None:
         if not self._in_step:
             output_tensor.zero_()
@@ -347,25 +427,36 @@ class Scatter(ReduceScatter):
             input_tensor.zero_()
         return self._sum(output_tensor, input_tensor, group, async_op)
 
-    def _sum(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    def _sum(
+        self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
         if self._memory is not None:
             self._memory.reduce_scatter(output, sent)
             return None
-        work: dist.Work | None = dist.reduce_scatter_single(output, sent, group=group, op=dist.ReduceOp.SUM, async_op=async_op)
+        work: dist.Work | None = dist.reduce_scatter_single(
+            output, sent, group=group, op=dist.ReduceOp.SUM, async_op=async_op
+        )
         if self._is_last and self._replicas.size > 1 and not output.is_cpu and not async_op:
             self._sum_over_replicas(output)
         return work
 
     def _sum_over_replicas(self, output: Tensor) -> None:
-        """Sum a step's gradients over replicas in the last round, in the stream of the reduce-scatters, while the
-        backward computes. `output`: the last round's, to which FSDP2 would add those of the rounds before."""
-        trainable = [each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad]
+        """Sum a step's gradients over replicas in the last round, in the stream of the
+        reduce-scatters, while the backward computes. `output`: the last round's, to which FSDP2
+        would add those of the rounds before."""
+        trainable = [
+            each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
+        ]
         if any(each.offload_to_cpu for each in trainable):
             return
         parts = torch.split(output, [each.padded_sharded_param_size.numel() for each in trainable])
         if not self.summed:
             self.summed = [each.sharded_param for each in trainable]
-            earlier = [(part, to_local(p.grad)) for part, p in zip(parts, self.summed, strict=True) if p.grad is not None]
+            earlier = [
+                (part, to_local(p.grad))
+                for part, p in zip(parts, self.summed, strict=True)
+                if p.grad is not None
+            ]
             if earlier:
                 views = [part[: gradient.numel()].view_as(gradient) for part, gradient in earlier]
                 torch._foreach_add_(views, [gradient for _, gradient in earlier])
@@ -375,12 +466,14 @@ class Scatter(ReduceScatter):
 
 
 class OrderedScatter(Scatter):
-    """The sum over all microbatches of a step, in the order of `lockstep.tree`, over `shard` and `replicate` at once.
+    """The sum over all microbatches of a step, in the order of `lockstep.tree`, over `shard` and
+    `replicate` at once.
 
-    In round r, rank d of the n data ranks has microbatch r * n + d. Each shard of the gradient is split into one slice
-    for each of its replicas; an all-to-all sends every rank all leaves of its slice, which it pushes into a binary
-    counter; after the last round the replicas all-gather their slices of the sum, which replaces the zeros that FSDP2
-    got (on the CPU, if FSDP2 has offloaded them).
+    In round r, rank d of the n data ranks has microbatch r * n + d. Each shard of the gradient is
+    split into one slice for each of its replicas; an all-to-all sends every rank all leaves of its
+    slice, which it pushes into a binary counter; after the last round the replicas all-gather their
+    slices of the sum, which replaces the zeros that FSDP2 got (on the CPU, if FSDP2 has offloaded
+    them).
     """
 
     def __init__(self, mesh: Mesh, parameters: Any) -> None:
@@ -397,7 +490,9 @@ class OrderedScatter(Scatter):
         super().next_round(is_dummy=is_dummy, last=last)
         self._leaves: Tensor | None = None
 
-    def _sum(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    def _sum(
+        self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
         width = output.numel()
         slice_size = -(-width // self._replicas.size)
         outgoing = sent.new_zeros(self._replicas.size, self._shards, slice_size)
@@ -427,12 +522,17 @@ class OrderedScatter(Scatter):
         if last:
             (root,) = self._counter.values
             if self._replicas.size > 1:
-                root = self._replicas.gather_rows(root, [root.numel()] * self._replicas.size)[: self._width]
+                root = self._replicas.gather_rows(root, [root.numel()] * self._replicas.size)[
+                    : self._width
+                ]
             self._write_gradients(root)
 
     def _write_gradients(self, flat: Tensor) -> None:
-        """Replace the gradients by the sum: `flat` has this rank's padded shards one after another."""
-        trainable = [each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad]
+        """Replace the gradients by the sum: `flat` has this rank's padded shards one after
+        another."""
+        trainable = [
+            each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
+        ]
         gradients = [to_local(each.sharded_param.grad) for each in trainable]
         flat = flat.to(gradients[0].device)
         padded = [each.padded_sharded_param_size.numel() for each in trainable]

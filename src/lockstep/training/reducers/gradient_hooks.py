@@ -1,9 +1,11 @@
-"""The user's hooks on the gradients of parameters (`Tensor.register_hook`): each is called once a step.
+"""The user's hooks on the gradients of parameters (`Tensor.register_hook`): each is called once a
+step.
 
-Autograd would call them in each microbatch's backward, with that microbatch's part of the gradient, so a hook that is
-not linear would depend on how the batch is cut; and FSDP2 has other tensors in the graph, so it would call none. They
-do nothing there. After the last backward each is called with the whole gradient: the sum over all microbatches and
-ranks, divided by the loss's weight and by fp16's loss scale.
+Autograd would call them in each microbatch's backward, with that microbatch's part of the gradient,
+so a hook that is not linear would depend on how the batch is cut; and FSDP2 has other tensors in
+the graph, so it would call none. They do nothing there. After the last backward each is called with
+the whole gradient: the sum over all microbatches and ranks, divided by the loss's weight and by
+fp16's loss scale.
 """
 
 from __future__ import annotations
@@ -21,12 +23,20 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import gradient_hook_counts, gradient_hooks, post_accumulate_hooks, set_gradient_hooks
+from lockstep.base.torch_private import (
+    gradient_hook_counts,
+    gradient_hooks,
+    post_accumulate_hooks,
+    set_gradient_hooks,
+)
 from lockstep.comm.mesh import full_tensor, shard_as, to_local
 from lockstep.comm.world import World
 
 AFTER_BACKWARD = "change .grad in after_backward of an ls.Hook"
-BEFORE = "register them before the first step: in the factory of the model or of the optimizer, or in on_start"
+BEFORE = (
+    "register them before the first step: in the factory of the model or of the optimizer, or in"
+    " on_start"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -42,51 +52,70 @@ class _OncePerStep:
 
 @contextmanager
 def carried_over(model: nn.Module, plan: object) -> Iterator[None]:
-    """Give the hooks of the parameters that the model has now to those that it has at the end. Raises `RecipeError` for
-    post-accumulate-grad hooks, and if a hook may use a parameter that has been replaced."""
+    """Give the hooks of the parameters that the model has now to those that it has at the end.
+    Raises `RecipeError` for post-accumulate-grad hooks, and if a hook may use a parameter that has
+    been replaced."""
     refuse_post_accumulate_hooks(model.named_parameters())
-    hooked = {name: hooks for name, parameter in model.named_parameters() if (hooks := gradient_hooks(parameter))}
-    made = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()} if hooked else {}
+    hooked = {
+        name: hooks
+        for name, parameter in model.named_parameters()
+        if (hooks := gradient_hooks(parameter))
+    }
+    made = (
+        {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+        if hooked
+        else {}
+    )
     yield
-    replaced = {name: new for name, new in model.named_parameters() if name in made and made[name]() is not new}
+    replaced = {
+        name: new
+        for name, new in model.named_parameters()
+        if name in made and made[name]() is not new
+    }
     for name in hooked.keys() & replaced.keys():
         set_gradient_hooks(replaced[name], hooked[name])
     if replaced:
         gc.collect()
     if alive := [name for name in replaced if made[name]() is not None]:
         raise RecipeError(
-            f"parameter {next(iter(hooked))!r} has a hook on its gradient, and something, perhaps the hook, refers to the parameter "
-            f"{alive[0]!r} as the factory made it; {plan} puts another in its place, and that one would keep its initial value; leave "
-            f"the hook out, and {AFTER_BACKWARD}"
+            f"parameter {next(iter(hooked))!r} has a hook on its gradient, and something, perhaps"
+            f" the hook, refers to the parameter {alive[0]!r} as the factory made it; {plan} puts"
+            " another in its place, and that one would keep its initial value; leave the hook out,"
+            f" and {AFTER_BACKWARD}"
         )
 
 
 def refuse_post_accumulate_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `RecipeError` if one of the parameters has a post-accumulate-grad hook that is not lockstep's."""
+    """Raise `RecipeError` if one of the parameters has a post-accumulate-grad hook that is not
+    lockstep's."""
     for name, parameter in named:
         if _of_user(post_accumulate_hooks(parameter)):
             raise RecipeError(
-                f"parameter {name!r} has a post-accumulate-grad hook, which is called in each microbatch's backward, with a gradient "
-                f"that is not summed over microbatches and processes; {AFTER_BACKWARD}, or with parameter.register_hook, whose hooks are "
-                "called once a step; for optimizers that step in the backward, return them from the factory without hooks: they step "
-                "after the last backward"
+                f"parameter {name!r} has a post-accumulate-grad hook, which is called in each"
+                " microbatch's backward, with a gradient that is not summed over microbatches and"
+                f" processes; {AFTER_BACKWARD}, or with parameter.register_hook, whose hooks are"
+                " called once a step; for optimizers that step in the backward, return them from"
+                " the factory without hooks: they step after the last backward"
             )
 
 
 def refuse_gradient_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `RecipeError` if one of the parameters has a hook on its gradient that is called in each backward."""
+    """Raise `RecipeError` if one of the parameters has a hook on its gradient that is called in
+    each backward."""
     for name, parameter in named:
         if any(not isinstance(hook, _OncePerStep) for hook in _of_user(gradient_hooks(parameter))):
             raise _changed(name)
 
 
 class GradientHooks:
-    """The hooks on the gradients of a model's parameters. Enter it around the backwards of a step."""
+    """The hooks on the gradients of a model's parameters. Enter it around the backwards of a
+    step."""
 
     def __init__(self, model: nn.Module, *, in_pipeline: bool) -> None:
         """`in_pipeline`: the pipeline's schedule calls the backwards."""
         self.is_accumulating = in_pipeline
-        """True in the backwards of a step. In others, those that users call, hooks do what they do in torch."""
+        """True in the backwards of a step. In others, those that users call, hooks do what they do
+        in torch."""
         self._in_pipeline = in_pipeline
         self._named = dict(model.named_parameters())
         self._parameters = list(self._named.values())
@@ -97,16 +126,17 @@ class GradientHooks:
         return bool(self._hooks)
 
     def begin_loop(self, world: World) -> None:
-        """Take over the hooks, before the first step of a loop. Every rank calls it. Raises `RecipeError`, on all ranks
-        if two of them have other hooks."""
+        """Take over the hooks, before the first step of a loop. Every rank calls it. Raises
+        `RecipeError`, on all ranks if two of them have other hooks."""
         refuse_post_accumulate_hooks(self._named.items())
         for name, parameter in self._named.items():
             hooks = gradient_hooks(parameter)
             for number, hook in list(hooks.items()):
                 if getattr(hook, "__module__", "") == "torch.autograd.graph":
                     raise RecipeError(
-                        f"parameter {name!r} has a hook of register_multi_grad_hook, which torch calls amid a backward; {AFTER_BACKWARD}, "
-                        "or use parameter.register_hook for each, whose hooks are called once a step"
+                        f"parameter {name!r} has a hook of register_multi_grad_hook, which torch"
+                        f" calls amid a backward; {AFTER_BACKWARD}, or use parameter.register_hook"
+                        " for each, whose hooks are called once a step"
                     )
                 if _is_of_user(hook) and not isinstance(hook, _OncePerStep):
                     hooks[number] = _OncePerStep(hook, self)
@@ -121,8 +151,8 @@ class GradientHooks:
         self.is_accumulating = self._in_pipeline
 
     def check(self) -> None:
-        """Raise `RecipeError` if hooks have changed since the loop began: they may have been called in a microbatch's
-        backward, or on some ranks alone."""
+        """Raise `RecipeError` if hooks have changed since the loop began: they may have been called
+        in a microbatch's backward, or on some ranks alone."""
         counts = gradient_hook_counts(self._parameters)
         if counts == self._counts and not self._hooks:
             return
@@ -134,8 +164,9 @@ class GradientHooks:
 
     @torch.no_grad()
     def call(self, loss_scale: Tensor | float) -> None:
-        """Call the hooks with the whole gradients, and keep what they return. Every rank calls it, when the gradients
-        are summed. `loss_scale`: the factor of the gradients, which hooks do not see."""
+        """Call the hooks with the whole gradients, and keep what they return. Every rank calls it,
+        when the gradients are summed. `loss_scale`: the factor of the gradients, which hooks do not
+        see."""
         for name, hooks in self._hooks.items():
             kept = self._named[name].grad
             if kept is None:
@@ -152,15 +183,26 @@ class GradientHooks:
         """Let torch call the hooks again."""
         for parameter in self._parameters:
             hooks = gradient_hooks(parameter)
-            hooks.update({number: hook.function for number, hook in hooks.items() if isinstance(hook, _OncePerStep)})
+            hooks.update(
+                {
+                    number: hook.function
+                    for number, hook in hooks.items()
+                    if isinstance(hook, _OncePerStep)
+                }
+            )
 
     def _hooks_now(self) -> dict[str, list[Any]]:
-        found = {name: _of_user(gradient_hooks(parameter)) for name, parameter in self._named.items()}
+        found = {
+            name: _of_user(gradient_hooks(parameter)) for name, parameter in self._named.items()
+        }
         return {name: hooks for name, hooks in found.items() if hooks}
 
     def _compare(self, world: World) -> None:
-        """Raise `RecipeError` if ranks that hold a parameter have other hooks on it. Every rank calls it."""
-        everyone = world.gather_values({name: [_name(hook.function) for hook in hooks] for name, hooks in self._hooks.items()})
+        """Raise `RecipeError` if ranks that hold a parameter have other hooks on it. Every rank
+        calls it."""
+        everyone = world.gather_values(
+            {name: [_name(hook.function) for hook in hooks] for name, hooks in self._hooks.items()}
+        )
         if not any(everyone):
             return
         held = world.gather_values(list(self._named))
@@ -170,36 +212,47 @@ class GradientHooks:
                 one, other = (everyone[each].get(name, []) for each in (first, rank))
                 if one != other:
                     raise RecipeError(
-                        f"parameter {name!r} has the hooks {one} on its gradient on rank {first}, and {other} on rank {rank}; they are "
-                        "called with the gradient of all ranks; register them on every rank"
+                        f"parameter {name!r} has the hooks {one} on its gradient on rank {first},"
+                        f" and {other} on rank {rank}; they are called with the gradient of all"
+                        " ranks; register them on every rank"
                     )
 
 
 def _changed(name: str) -> RecipeError:
     return RecipeError(
-        f"the hooks on the gradient of parameter {name!r} have changed since the first step, in a forward for instance; all ranks call the "
-        f"same hooks in every step; {BEFORE}; and let a hook return None for what it is not to change"
+        f"the hooks on the gradient of parameter {name!r} have changed since the first step, in a"
+        f" forward for instance; all ranks call the same hooks in every step; {BEFORE}; and let a"
+        " hook return None for what it is not to change"
     )
 
 
 def _changed_by(hook: Callable[[Tensor], Any], name: str, gradient: Tensor) -> Tensor:
-    """Return what a hook makes of the gradient of parameter `name`. Raises `RecipeError` if that is no gradient."""
+    """Return what a hook makes of the gradient of parameter `name`. Raises `RecipeError` if that is
+    no gradient."""
     try:
         changed = hook(gradient)
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RecipeError(
-            f"a hook on the gradient of parameter {name!r} computes with a sharded parameter; it is called with the whole gradient; leave "
-            f"the hook out, and {AFTER_BACKWARD}, where both are sharded alike"
+            f"a hook on the gradient of parameter {name!r} computes with a sharded parameter; it is"
+            f" called with the whole gradient; leave the hook out, and {AFTER_BACKWARD}, where both"
+            " are sharded alike"
         ) from error
     if changed is None:
         return gradient
-    if not isinstance(changed, Tensor) or (changed.shape, changed.dtype) != (gradient.shape, gradient.dtype):
-        found = f"{tuple(changed.shape)} and {changed.dtype}" if isinstance(changed, Tensor) else f"a {type(changed).__name__}"
+    if not isinstance(changed, Tensor) or (changed.shape, changed.dtype) != (
+        gradient.shape,
+        gradient.dtype,
+    ):
+        found = (
+            f"{tuple(changed.shape)} and {changed.dtype}"
+            if isinstance(changed, Tensor)
+            else f"a {type(changed).__name__}"
+        )
         raise RecipeError(
-            f"a hook on the gradient of parameter {name!r} returned {found}; the gradient is {tuple(gradient.shape)} and "
-            f"{gradient.dtype}; return a tensor like it, or None"
+            f"a hook on the gradient of parameter {name!r} returned {found}; the gradient is"
+            f" {tuple(gradient.shape)} and {gradient.dtype}; return a tensor like it, or None"
         )
     return changed
 

@@ -1,8 +1,8 @@
 """Gradient reduction in one exchange after the last backward of the step.
 
-It is the fastest for replicas in the shared memory of one host: the processors themselves do the exchange, so it cannot
-overlap with the backward, and DDP's copy of every gradient into buckets takes longer than the exchange. It also serves
-DTensors, which DDP does not take.
+It is the fastest for replicas in the shared memory of one host: the processors themselves do the
+exchange, so it cannot overlap with the backward, and DDP's copy of every gradient into buckets
+takes longer than the exchange. It also serves DTensors, which DDP does not take.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.training.reducers.step_stats import Number, StepStats, StepStatsVector, UnusedParameters, gradient_versions
+from lockstep.training.reducers.step_stats import (
+    Number,
+    StepStats,
+    StepStatsVector,
+    UnusedParameters,
+    gradient_versions,
+)
 
 
 class PostBackwardReducer:
@@ -28,7 +34,8 @@ class PostBackwardReducer:
         max_microbatches: int,
         complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
     ) -> None:
-        """`complete`: called with the parameters after the last backward, to sum gradients that are still partial."""
+        """`complete`: called with the parameters after the last backward, to sum gradients that are
+        still partial."""
         self._parameters = list(parameters)
         self._mesh = mesh
         self._complete = complete
@@ -41,23 +48,36 @@ class PostBackwardReducer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
+    def backward(
+        self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
+    ) -> None:
         if is_dummy:
             torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
         else:
-            torch.autograd.backward(total, grad_output, inputs=self._parameters if own_parameters_only else None)
+            torch.autograd.backward(
+                total, grad_output, inputs=self._parameters if own_parameters_only else None
+            )
 
-    def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+    def reduce(
+        self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
+    ) -> StepStats:
         return self.reduce_used(self.used(), values, weights, flag=flag)
 
     def used(self) -> list[float]:
-        """Complete the gradients. Returns 1 for each parameter that a microbatch of this rank used, else 0. For
-        `PipelineReducer`."""
+        """Complete the gradients. Returns 1 for each parameter that a microbatch of this rank used,
+        else 0. For `PipelineReducer`."""
         if self._complete is not None:
             self._complete(self._parameters)
         return [float(parameter.grad is not None) for parameter in self._parameters]
 
-    def reduce_used(self, used: Sequence[float], values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
+    def reduce_used(
+        self,
+        used: Sequence[float],
+        values: Sequence[Number],
+        weights: Sequence[Number] | None,
+        *,
+        flag: bool,
+    ) -> StepStats:
         """`reduce`, given what `used` returned."""
         data = self._mesh.data
         packed = self._vector.pack(used, self._mine, values, weights, flag)
@@ -65,7 +85,9 @@ class PostBackwardReducer:
             for parameter in self._parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            data.sum_each([*(to_local(p.grad) for p in self._parameters if p.grad is not None), packed])
+            data.sum_each(
+                [*(to_local(p.grad) for p in self._parameters if p.grad is not None), packed]
+            )
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
         if data.size > 1:
             self._unused.clear(used, stats)

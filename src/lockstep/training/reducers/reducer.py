@@ -1,4 +1,5 @@
-"""The protocol of gradient reducers, which accumulate gradients and sum them over ranks, and the choice for a mesh."""
+"""The protocol of gradient reducers, which accumulate gradients and sum them over ranks, and the
+choice for a mesh."""
 
 from __future__ import annotations
 
@@ -18,23 +19,30 @@ from lockstep.training.reducers.step_stats import Number, StepStats
 
 
 class GradientReducer(Protocol):
-    """In every step, on every rank: `begin_step`, then `backward` for each microbatch of this rank, then `reduce`."""
+    """In every step, on every rank: `begin_step`, then `backward` for each microbatch of this rank,
+    then `reduce`."""
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
-        """Clear the gradients, for a step of `count` microbatches over all ranks, which `assignment` gives to them."""
+        """Clear the gradients, for a step of `count` microbatches over all ranks, which
+        `assignment` gives to them."""
 
-    def backward(self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool) -> None:
-        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; of a dummy, only take part
-        in collectives.
+    def backward(
+        self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
+    ) -> None:
+        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; of a
+        dummy, only take part in collectives.
 
         `own_parameters_only`: other models' parameters in the graph get no gradient.
         """
 
-    def reduce(self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool) -> StepStats:
-        """Sum over all ranks: each `.grad` becomes this rank's shard of the sum, or None if no microbatch used the
-        parameter.
+    def reduce(
+        self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
+    ) -> StepStats:
+        """Sum over all ranks: each `.grad` becomes this rank's shard of the sum, or None if no
+        microbatch used the parameter.
 
-        `values`, `weights`: one number for each microbatch of this rank; `weights` is None on all ranks or on none.
+        `values`, `weights`: one number for each microbatch of this rank; `weights` is None on all
+        ranks or on none.
         """
 
     def gradient_versions(self) -> list[Any]:
@@ -55,9 +63,14 @@ def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerCho
     if mesh.axis("shard").size > 1:
         return ReducerChoice(FsdpReducer, "the shard axis has more than one rank")
     if mesh.torch_mesh is not None:
-        return ReducerChoice(PostBackwardReducer, "DistributedDataParallel takes no DTensors and no pipeline schedules")
+        return ReducerChoice(
+            PostBackwardReducer,
+            "DistributedDataParallel takes no DTensors and no pipeline schedules",
+        )
     if bitwise:
-        return ReducerChoice(DdpReducer, "numerics=bitwise: buckets are summed in the canonical order")
+        return ReducerChoice(
+            DdpReducer, "numerics=bitwise: buckets are summed in the canonical order"
+        )
     if compressed:
         return ReducerChoice(DdpReducer, "gradient_compression: buckets are sent in fewer bytes")
     if mesh.data.shared_memory is not None:
@@ -77,13 +90,23 @@ def build_reducer(
     compression: Compression | None,
     complete: Callable[[Sequence[nn.Parameter]], None] | None,
 ) -> GradientReducer:
-    """Build the reducer of a model. Every rank calls it. `tied`: only with a pipeline. `complete`: see
-    `PostBackwardReducer`."""
+    """Build the reducer of a model. Every rank calls it. `tied`: only with a pipeline. `complete`:
+    see `PostBackwardReducer`."""
     if choice.reducer is DdpReducer:
-        return DdpReducer(parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, compression=compression)
+        return DdpReducer(
+            parameters,
+            mesh,
+            bitwise=bitwise,
+            max_microbatches=max_microbatches,
+            compression=compression,
+        )
     inner: PostBackwardReducer | FsdpReducer
     if choice.reducer is FsdpReducer:
-        inner = FsdpReducer(model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches)
+        inner = FsdpReducer(
+            model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches
+        )
     else:
-        inner = PostBackwardReducer(parameters, mesh, max_microbatches=max_microbatches, complete=complete)
+        inner = PostBackwardReducer(
+            parameters, mesh, max_microbatches=max_microbatches, complete=complete
+        )
     return inner if tied is None else PipelineReducer(inner, tied)

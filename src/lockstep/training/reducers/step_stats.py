@@ -1,7 +1,8 @@
-"""The numbers of a step that are exchanged with the gradients: used parameters, losses, weights, one flag.
+"""The numbers of a step that are exchanged with the gradients: used parameters, losses, weights,
+one flag.
 
-They are packed into one vector that is summed over the ranks. Each number is zero on all ranks but one, so the sum is
-exact, and a step needs no collective beyond those of the gradients.
+They are packed into one vector that is summed over the ranks. Each number is zero on all ranks but
+one, so the sum is exact, and a step needs no collective beyond those of the gradients.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from lockstep.base.torch_private import version
 from lockstep.comm.world import World
 
 _MAX_LIST_LENGTH = 256
-"""Up to so many CPU values are returned as a list, which is faster to read; more are returned as a tensor."""
+"""Up to so many CPU values are returned as a list, which is faster to read; more are returned as a
+tensor."""
 READY_TWICE = (
-    "a parameter's gradient was ready twice in one backward, as with reentrant activation checkpointing; ranks sum each "
-    "gradient once; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+    "a parameter's gradient was ready twice in one backward, as with reentrant activation"
+    " checkpointing; ranks sum each gradient once; pass use_reentrant=False to"
+    " torch.utils.checkpoint.checkpoint"
 )
 """The words of all reducers that refuse a backward within a backward."""
 Number = Tensor | float  # A scalar tensor, or a number that the host has already
@@ -42,21 +45,37 @@ class StepStats(NamedTuple):
 
 
 class StepStatsVector:
-    """Layout of the vector: a flag per parameter, a value and a weight per microbatch, and this rank's one flag."""
+    """Layout of the vector: a flag per parameter, a value and a weight per microbatch, and this
+    rank's one flag."""
 
-    def __init__(self, parameters: Sequence[Tensor], max_microbatches: int, device: torch.device) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], max_microbatches: int, device: torch.device
+    ) -> None:
         self._parameters = len(parameters)
         self._max_microbatches = max_microbatches
-        self.dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+        self.dtype = (
+            torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+        )
         self._device = device
         self.length = self._parameters + 2 * max_microbatches + 1
 
-    def pack(self, used: Sequence[float], share: range, values: Sequence[Number], weights: Sequence[Number] | None, flag: bool) -> Tensor:
-        """Return this rank's vector. `values` and `weights` have one number for each microbatch of `share`."""
+    def pack(
+        self,
+        used: Sequence[float],
+        share: range,
+        values: Sequence[Number],
+        weights: Sequence[Number] | None,
+        flag: bool,
+    ) -> Tensor:
+        """Return this rank's vector. `values` and `weights` have one number for each microbatch of
+        `share`."""
         row = np.zeros(self.length, dtype=np.float64 if self.dtype is torch.float64 else np.float32)
         row[: self._parameters] = used
         row[-1] = flag
-        columns = [(self._parameters, values), (self._parameters + self._max_microbatches, weights or [])]
+        columns = [
+            (self._parameters, values),
+            (self._parameters + self._max_microbatches, weights or []),
+        ]
         if self._device.type == "cpu":
             for start, numbers in columns:
                 if numbers:
@@ -76,22 +95,33 @@ class StepStatsVector:
             summed = summed.clone()
             return StepStats(summed[:first], summed[first : first + count], weights, summed[-1])
         if count > _MAX_LIST_LENGTH:
-            return StepStats(summed[:first].tolist(), summed[first : first + count].clone(), weights, bool(summed[-1]))
+            return StepStats(
+                summed[:first].tolist(),
+                summed[first : first + count].clone(),
+                weights,
+                bool(summed[-1]),
+            )
         numbers = summed.tolist()
-        return StepStats(numbers[:first], numbers[first : first + count], weights, bool(numbers[-1]))
+        return StepStats(
+            numbers[:first], numbers[first : first + count], weights, bool(numbers[-1])
+        )
 
     def column(self, numbers: Sequence[Number]) -> Tensor:
         """The numbers as one tensor, (len(numbers),)."""
         if isinstance(numbers[0], float):
             return torch.tensor(numbers, dtype=self.dtype)
-        return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(self.dtype)
+        return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(
+            self.dtype
+        )
 
 
 class UnusedParameters:
-    """Sets `.grad` to None if no microbatch used the parameter: weight decay or momentum would change it.
+    """Sets `.grad` to None if no microbatch used the parameter: weight decay or momentum would
+    change it.
 
-    A rank that left parameters out has to know whether another one used them, and its host would wait for the sum on
-    the device. So if a rank left some out in the step before, the hosts exchange what they know.
+    A rank that left parameters out has to know whether another one used them, and its host would
+    wait for the sum on the device. So if a rank left some out in the step before, the hosts
+    exchange what they know.
     """
 
     def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
@@ -102,20 +132,28 @@ class UnusedParameters:
         """True if a rank left parameters out in the step before: on its way to the host."""
 
     def clear(self, used: Sequence[float], stats: StepStats) -> None:
-        """Clear the gradients. Every rank calls it. `used`: 1 for each parameter that this rank used, else 0."""
+        """Clear the gradients. Every rank calls it. `used`: 1 for each parameter that this rank
+        used, else 0."""
         summed: Sequence[float] | Tensor = stats.used
-        if isinstance(summed, Tensor) and accelerator.has_streams(summed.device) and self._note(summed):
+        if (
+            isinstance(summed, Tensor)
+            and accelerator.has_streams(summed.device)
+            and self._note(summed)
+        ):
             mine = torch.tensor(used)
             self._world.all_reduce(mine)
             summed = mine
         if all(used):
             return
-        for parameter, was_used in zip(self._parameters, summed.tolist() if isinstance(summed, Tensor) else summed, strict=True):
+        for parameter, was_used in zip(
+            self._parameters, summed.tolist() if isinstance(summed, Tensor) else summed, strict=True
+        ):
             if not was_used:
                 parameter.grad = None
 
     def _note(self, summed: Tensor) -> bool:
-        """Note the sum of all ranks' flags. Returns True, on all ranks, if one left some out in the step before."""
+        """Note the sum of all ranks' flags. Returns True, on all ranks, if one left some out in the
+        step before."""
         before = self._before
         copied = (summed < self._world.size).any().to("cpu", non_blocking=True)
         self._before = copied, accelerator.recorded_event(summed.device)

@@ -1,5 +1,5 @@
-"""The evidence for a cause: two traces, the first step at which they differ, and linear fits of tensors by their
-projections.
+"""The evidence for a cause: two traces, the first step at which they differ, and linear fits of
+tensors by their projections.
 
 Projections are linear, so a sum of tensors has the sum of their projections.
 """
@@ -15,14 +15,16 @@ from lockstep.verify.compare import Difference
 from lockstep.verify.trace_reader import MicrobatchTrace, RankTrace, Summaries, Trace, Vector
 
 FIT_TOLERANCE = 1e-3
-"""Relative residual below which a fit is exact. Rounding is far below it, a wrong explanation far above."""
+"""Relative residual below which a fit is exact. Rounding is far below it, a wrong explanation far
+above."""
 PROJECTIONS = 8
 """Numbers in a tensor's projection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The first step at which something differs, and its differences in the order of the computation."""
+    """The first step at which something differs, and its differences in the order of the
+    computation."""
 
     reference: Trace
     plan: Trace
@@ -63,18 +65,27 @@ def listed(items: Sequence[object]) -> str:
 def wrong_factor(factor: float, world_size: int, what: str) -> str:
     """Return the cause for something that is `factor` times what it should be."""
     text = f"a wrong factor: {what} is {factor:.4g} times what it should be"
-    for power, words in ((-1, "divided by the world size once too often"), (1, "multiplied by the world size")):
-        if abs(factor - float(world_size) ** power) < FIT_TOLERANCE * max(1.0, factor) and world_size > 1:
+    for power, words in (
+        (-1, "divided by the world size once too often"),
+        (1, "multiplied by the world size"),
+    ):
+        if (
+            abs(factor - float(world_size) ** power) < FIT_TOLERANCE * max(1.0, factor)
+            and world_size > 1
+        ):
             return f"{text}, {words}"
     return text
 
 
 def stacked(summaries: Summaries, names: list[str]) -> Vector:
-    """Return the projections of these tensors, one after another; zeros for a tensor that does not exist."""
+    """Return the projections of these tensors, one after another; zeros for a tensor that does not
+    exist."""
     found = [summaries.get(name) for name in names]
     if not found:
         return np.zeros(0)
-    return np.concatenate([np.zeros(PROJECTIONS) if summary is None else summary.projection for summary in found])
+    return np.concatenate(
+        [np.zeros(PROJECTIONS) if summary is None else summary.projection for summary in found]
+    )
 
 
 def update(rank: RankTrace, step: int, names: list[str]) -> Vector:
@@ -90,7 +101,11 @@ def ratio(base: Vector, value: Vector) -> float | None:
     if not square or not np.all(np.isfinite(value)) or not np.any(value):
         return None
     factor = float(base @ value) / square
-    return factor if np.linalg.norm(value - factor * base) <= FIT_TOLERANCE * np.linalg.norm(value) else None
+    return (
+        factor
+        if np.linalg.norm(value - factor * base) <= FIT_TOLERANCE * np.linalg.norm(value)
+        else None
+    )
 
 
 def least_squares(columns: list[Vector], target: Vector) -> list[float] | None:
@@ -99,6 +114,8 @@ def least_squares(columns: list[Vector], target: Vector) -> list[float] | None:
         return None
     matrix = np.stack(columns, axis=1)
     solution, _, rank, _ = np.linalg.lstsq(matrix, target, rcond=None)
-    if rank < len(columns) or np.linalg.norm(matrix @ solution - target) > FIT_TOLERANCE * np.linalg.norm(target):
+    if rank < len(columns) or np.linalg.norm(
+        matrix @ solution - target
+    ) > FIT_TOLERANCE * np.linalg.norm(target):
         return None
     return [float(value) for value in solution]

@@ -1,8 +1,9 @@
 """Causes of a wrong reduced gradient.
 
-The strongest test is a fit: the trace has each microbatch's own gradient, so a wrong gradient may be a sum of β times
-each rank's own sum over its microbatches, plus the gradient of the step before. If the fit is exact, β names the fault:
-(1, 0) was not reduced; (2, 2) has a wrong factor; if Σ 1/β is the number of ranks, the ranks' means were averaged.
+The strongest test is a fit: the trace has each microbatch's own gradient, so a wrong gradient may
+be a sum of β times each rank's own sum over its microbatches, plus the gradient of the step before.
+If the fit is exact, β names the fault: (1, 0) was not reduced; (2, 2) has a wrong factor; if Σ 1/β
+is the number of ranks, the ranks' means were averaged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lockstep.verify.causes.evidence import FIT_TOLERANCE, Evidence, least_squares, listed, ratio, stacked, wrong_factor
+from lockstep.verify.causes.evidence import (
+    FIT_TOLERANCE,
+    Evidence,
+    least_squares,
+    listed,
+    ratio,
+    stacked,
+    wrong_factor,
+)
 from lockstep.verify.trace_reader import MicrobatchTrace, RankTrace, Vector
 
 
@@ -29,44 +38,71 @@ def _fit(evidence: Evidence, names: list[str], rank: int) -> str | None:
     gradients = entry.steps[evidence.step].tensors["gradients"]
     target = stacked(gradients, names)
     all_differ = names == [name for name, summary in gradients.items() if summary is not None]
-    what = "the gradient" if all_differ or len(names) > 3 else f"the gradient of {listed([repr(name) for name in names])}"
+    what = (
+        "the gradient"
+        if all_differ or len(names) > 3
+        else f"the gradient of {listed([repr(name) for name in names])}"
+    )
     expected = stacked(evidence.reference.rank_0.steps[evidence.step].tensors["gradients"], names)
     factor = ratio(expected, target)
     if factor is not None and abs(factor - 1) > FIT_TOLERANCE:
         return wrong_factor(factor, evidence.plan.world_size, what)
     if evidence.step:
-        before = stacked(evidence.plan.ranks[rank].steps[evidence.step - 1].tensors["gradients"], names)
+        before = stacked(
+            evidence.plan.ranks[rank].steps[evidence.step - 1].tensors["gradients"], names
+        )
         if (left_over := ratio(before, target - expected)) is not None:
-            return f"{what} still holds {left_over:.3g} times the gradient of the step before: it was not cleared between steps"
+            return (
+                f"{what} still holds {left_over:.3g} times the gradient of the step before: it was"
+                " not cleared between steps"
+            )
     sums = sums_by_rank(evidence, names, entry.steps[evidence.step].gain)
-    return _ranks_miscounted(sums, target, what, rank) or _microbatches_miscounted(evidence, names, target, what, entry)
+    return _ranks_miscounted(sums, target, what, rank) or _microbatches_miscounted(
+        evidence, names, target, what, entry
+    )
 
 
 def _ranks_miscounted(sums: dict[int, Vector], target: Vector, what: str, rank: int) -> str | None:
     """Fit `target` with the ranks' sums: each must count once."""
     ranks = [r for r in sums if np.any(sums[r])]
     factors = least_squares([sums[r] for r in ranks], target)
-    if factors is None or len(ranks) < 2 or all(abs(factor - 1) <= FIT_TOLERANCE for factor in factors):
+    if (
+        factors is None
+        or len(ranks) < 2
+        or all(abs(factor - 1) <= FIT_TOLERANCE for factor in factors)
+    ):
         return None
     present = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) > FIT_TOLERANCE]
     if len(present) == 1:
         factor = factors[ranks.index(present[0])]
         times = "" if abs(factor - 1) < FIT_TOLERANCE else f", times {factor:.4g}"
-        owner = "its own microbatches" if present[0] == rank else f"rank {present[0]}'s microbatches"
+        owner = (
+            "its own microbatches" if present[0] == rank else f"rank {present[0]}'s microbatches"
+        )
         return f"{what} was not reduced: rank {rank} holds the sum over {owner} alone{times}"
     missing = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) <= FIT_TOLERANCE]
     if missing:
-        return f"{what} was not reduced over all ranks: on rank {rank} the gradients of ranks {listed(missing)} are missing"
-    factors_text = listed([f"{factor:.4g}" for factor in factors])
-    if all(factor > 0 for factor in factors) and abs(sum(1 / factor for factor in factors) - len(factors)) < 0.01 * len(factors):
         return (
-            f"a mean of means: in {what} the ranks' sums count {factors_text} times instead of once, as if each rank divided by its own "
-            "weight and the results were averaged"
+            f"{what} was not reduced over all ranks: on rank {rank} the gradients of ranks"
+            f" {listed(missing)} are missing"
         )
-    return f"a wrong weight for each rank: in {what} the sums of ranks {listed(ranks)} count {factors_text} times"
+    factors_text = listed([f"{factor:.4g}" for factor in factors])
+    if all(factor > 0 for factor in factors) and abs(
+        sum(1 / factor for factor in factors) - len(factors)
+    ) < 0.01 * len(factors):
+        return (
+            f"a mean of means: in {what} the ranks' sums count {factors_text} times instead of"
+            " once, as if each rank divided by its own weight and the results were averaged"
+        )
+    return (
+        f"a wrong weight for each rank: in {what} the sums of ranks {listed(ranks)} count"
+        f" {factors_text} times"
+    )
 
 
-def _microbatches_miscounted(evidence: Evidence, names: list[str], target: Vector, what: str, entry: RankTrace) -> str | None:
+def _microbatches_miscounted(
+    evidence: Evidence, names: list[str], target: Vector, what: str, entry: RankTrace
+) -> str | None:
     """Fit `target` with single microbatches: some may count twice or not at all."""
     parts = [m for m in _microbatches_with_gradients(evidence) if m.gradients is not None]
     gain = entry.steps[evidence.step].gain
@@ -75,7 +111,11 @@ def _microbatches_miscounted(evidence: Evidence, names: list[str], target: Vecto
         return None
     if (factors := least_squares(columns, target)) is None:
         return None
-    wrong = [(m, factor) for m, factor in zip(parts, factors, strict=True) if abs(factor - 1) > FIT_TOLERANCE]
+    wrong = [
+        (m, factor)
+        for m, factor in zip(parts, factors, strict=True)
+        if abs(factor - 1) > FIT_TOLERANCE
+    ]
     if len(wrong) > len(parts) / 2:
         return None
     texts = [f"microbatch {m.index} (rank {m.rank}) {_counted(factor)}" for m, factor in wrong]
@@ -85,7 +125,9 @@ def _microbatches_miscounted(evidence: Evidence, names: list[str], target: Vecto
 def _counted(factor: float) -> str:
     if abs(factor) < FIT_TOLERANCE:
         return "is missing"
-    return "is counted twice" if abs(factor - 2) < FIT_TOLERANCE else f"is counted {factor:.4g} times"
+    return (
+        "is counted twice" if abs(factor - 2) < FIT_TOLERANCE else f"is counted {factor:.4g} times"
+    )
 
 
 def _microbatches_with_gradients(evidence: Evidence) -> list[MicrobatchTrace]:
@@ -111,12 +153,21 @@ def missing_gradient(evidence: Evidence) -> str:
     expected = evidence.reference.rank_0.steps[evidence.step].tensors["gradients"].get(name)
     if expected is None:
         return (
-            f"no microbatch used {name!r} in this step, but it has a gradient (of zeros, say): the optimizer decays the parameter, and its "
-            "momentum moves it"
+            f"no microbatch used {name!r} in this step, but it has a gradient (of zeros, say): the"
+            " optimizer decays the parameter, and its momentum moves it"
         )
-    users = sorted({m.rank for m in evidence.microbatches if m.gradients is not None and m.gradients.get(name) is not None})
+    users = sorted(
+        {
+            m.rank
+            for m in evidence.microbatches
+            if m.gradients is not None and m.gradients.get(name) is not None
+        }
+    )
     if users and rank not in users:
-        return f"the gradient of {name!r} was not reduced: ranks {listed(users)} used it, rank {rank} did not and got no gradient"
+        return (
+            f"the gradient of {name!r} was not reduced: ranks {listed(users)} used it, rank {rank}"
+            " did not and got no gradient"
+        )
     return f"the gradient of {name!r} is lost: some microbatches used it"
 
 
@@ -131,8 +182,9 @@ def few_elements(evidence: Evidence) -> str | None:
         return None
     first = int(wrong[0])
     return (
-        f"{len(wrong)} of the {len(expected)} elements of {evidence.first.name!r} are wrong, the first at index {first} (row-major): "
-        f"{found[first]:.6g} instead of {expected[first]:.6g}; look at the edges of shards, padding and buckets"
+        f"{len(wrong)} of the {len(expected)} elements of {evidence.first.name!r} are wrong, the"
+        f" first at index {first} (row-major): {found[first]:.6g} instead of {expected[first]:.6g};"
+        " look at the edges of shards, padding and buckets"
     )
 
 
@@ -145,20 +197,25 @@ def short_dtype(evidence: Evidence) -> str | None:
     for dtype, fits in _FITS.items():
         if fits(found) and not fits(expected):
             return (
-                f"every element of the gradient of {evidence.first.name!r} is a {dtype} number, and the reference's are not: the gradient "
-                f"was summed or sent in {dtype}"
+                f"every element of the gradient of {evidence.first.name!r} is a {dtype} number, and"
+                f" the reference's are not: the gradient was summed or sent in {dtype}"
             )
     return None
 
 
 def _tensors(evidence: Evidence) -> tuple[Vector, Vector] | None:
-    """Return the reference's and the plan's tensor of the first difference, if both traces have them."""
+    """Return the reference's and the plan's tensor of the first difference, if both traces have
+    them."""
     first = evidence.first
     if first.rank or first.check not in ("gradients", "parameters"):
         return None
     expected = evidence.reference.tensor(first.step, first.check, first.name)
     found = evidence.plan.tensor(first.step, first.check, first.name)
-    return (expected, found) if expected is not None and found is not None and expected.shape == found.shape else None
+    return (
+        (expected, found)
+        if expected is not None and found is not None and expected.shape == found.shape
+        else None
+    )
 
 
 def _is_bfloat16(x: Vector) -> bool:

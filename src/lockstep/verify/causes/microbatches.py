@@ -1,4 +1,5 @@
-"""Causes that show before gradients are reduced: initial weights, samples, random state, single microbatches."""
+"""Causes that show before gradients are reduced: initial weights, samples, random state, single
+microbatches."""
 
 from __future__ import annotations
 
@@ -6,12 +7,20 @@ from collections import Counter
 
 import numpy as np
 
-from lockstep.verify.causes.evidence import FIT_TOLERANCE, Evidence, listed, ratio, stacked, wrong_factor
+from lockstep.verify.causes.evidence import (
+    FIT_TOLERANCE,
+    Evidence,
+    listed,
+    ratio,
+    stacked,
+    wrong_factor,
+)
 from lockstep.verify.trace_reader import MicrobatchTrace
 
 OTHER_DATA = (
-    "the script makes its dataset from something that is not the same in every process, such as a generator that nobody seeds, an "
-    "unsorted list of files, the rank or the clock; make the same data in every process and in every run"
+    "the script makes its dataset from something that is not the same in every process, such as a"
+    " generator that nobody seeds, an unsorted list of files, the rank or the clock; make the same"
+    " data in every process and in every run"
 )
 _KEEPS_STATE = "keeps state from one microbatch to the next (a counter, a cache, a hidden state)"
 
@@ -20,22 +29,37 @@ def initial_weights(evidence: Evidence) -> str:
     ranks = sorted({difference.rank for difference in evidence.differences})
     if evidence.plan.world_size > 1 and len(evidence.plan.ranks) > 1 and 0 not in ranks:
         return (
-            f"ranks {listed(ranks)} did not start from rank 0's weights: the weights were drawn from another seed (one that depends on "
-            "the rank), or not broadcast to all ranks"
+            f"ranks {listed(ranks)} did not start from rank 0's weights: the weights were drawn"
+            " from another seed (one that depends on the rank), or not broadcast to all ranks"
         )
     if len(evidence.differences) == 1:
-        return "this tensor does not start from the reference's value: it was initialized elsewhere, in another order or from another seed"
+        return (
+            "this tensor does not start from the reference's value: it was initialized elsewhere,"
+            " in another order or from another seed"
+        )
     return (
-        "different initial weights: another seed, or a model factory that draws from something other than the seeded generators (the "
-        "rank, the clock, the world size)"
+        "different initial weights: another seed, or a model factory that draws from something"
+        " other than the seeded generators (the rank, the clock, the world size)"
     )
 
 
 def samples(evidence: Evidence) -> str:
-    expected = Counter(sample for m in evidence.expected_microbatches.values() for sample in m.samples)
+    expected = Counter(
+        sample for m in evidence.expected_microbatches.values() for sample in m.samples
+    )
     found = Counter(sample for m in evidence.microbatches for sample in m.samples)
     extra, missing = found - expected, expected - found
-    parts = [f"sample {min(extra)} is seen twice" if min(extra) in expected else f"sample {min(extra)} is another step's"] if extra else []
+    parts = (
+        [
+            (
+                f"sample {min(extra)} is seen twice"
+                if min(extra) in expected
+                else f"sample {min(extra)} is another step's"
+            )
+        ]
+        if extra
+        else []
+    )
     parts += [f"sample {min(missing)} is missing"] if missing else []
     if parts:
         more = sum(extra.values()) + sum(missing.values()) - len(parts)
@@ -47,7 +71,11 @@ def samples(evidence: Evidence) -> str:
 
 def other_data(evidence: Evidence) -> str:
     microbatch = evidence.first.microbatches[0]
-    return f"other data for the same samples ({listed(list(evidence.expected_microbatches[microbatch].samples[:4]))}, ...): {OTHER_DATA}"
+    return (
+        "other data for the same samples"
+        f" ({listed(list(evidence.expected_microbatches[microbatch].samples[:4]))}, ...):"
+        f" {OTHER_DATA}"
+    )
 
 
 def random_state(evidence: Evidence) -> str | None:
@@ -55,26 +83,36 @@ def random_state(evidence: Evidence) -> str | None:
     expected = evidence.expected_microbatches
     found = [m for m in evidence.microbatches if m.drew_random_numbers and m.gradients is not None]
     right_state = {index: microbatch.rng_before for index, microbatch in expected.items()}
-    wrong = [m for m in found if m.rng_before and right_state.get(m.index) and m.rng_before != right_state[m.index]]
+    wrong = [
+        m
+        for m in found
+        if m.rng_before and right_state.get(m.index) and m.rng_before != right_state[m.index]
+    ]
     for microbatch in wrong:
         for other in found:
             if other.rank != microbatch.rank and other.rng_before == microbatch.rng_before:
                 low, high = sorted((microbatch, other), key=lambda m: m.index)
                 return (
-                    f"the same dropout mask on several ranks: microbatch {high.index} on rank {high.rank} was computed from the random "
-                    f"state of microbatch {low.index} on rank {low.rank}"
+                    f"the same dropout mask on several ranks: microbatch {high.index} on rank"
+                    f" {high.rank} was computed from the random state of microbatch {low.index} on"
+                    f" rank {low.rank}"
                 )
     if wrong:
         return (
-            f"another dropout mask: the random state before microbatch {wrong[0].index} on rank {wrong[0].rank} is not the reference's; it "
-            "must depend on the seed, the step and the microbatch, never on the rank"
+            f"another dropout mask: the random state before microbatch {wrong[0].index} on rank"
+            f" {wrong[0].rank} is not the reference's; it must depend on the seed, the step and the"
+            " microbatch, never on the rank"
         )
     for microbatch in found:
-        if microbatch.index in expected and microbatch.rng_after != expected[microbatch.index].rng_after:
+        if (
+            microbatch.index in expected
+            and microbatch.rng_after != expected[microbatch.index].rng_after
+        ):
             return (
-                f"another dropout mask: microbatch {microbatch.index} on rank {microbatch.rank} starts from the right random state but "
-                "ends in another state than the reference's: the forward draws more or fewer random numbers there, or seeds "
-                "a generator itself"
+                f"another dropout mask: microbatch {microbatch.index} on rank {microbatch.rank}"
+                " starts from the right random state but ends in another state than the"
+                " reference's: the forward draws more or fewer random numbers there, or seeds a"
+                " generator itself"
             )
     return None
 
@@ -82,40 +120,50 @@ def random_state(evidence: Evidence) -> str | None:
 def scaled_microbatches(evidence: Evidence) -> str | None:
     """Microbatches' gradients that are multiples of the reference's."""
     names = evidence.names("microbatch")
-    factors = [_factor(evidence.expected_microbatches.get(m.index), m, names) for m in evidence.microbatches]
+    factors = [
+        _factor(evidence.expected_microbatches.get(m.index), m, names)
+        for m in evidence.microbatches
+    ]
     values = [factor for factor in factors if factor is not None]
     if not values or len(values) < len(factors):
         return None
     if all(abs(value - 1) <= FIT_TOLERANCE for value in values):
         return None
     if max(values) - min(values) <= FIT_TOLERANCE * max(map(abs, values)):
-        what = "every microbatch's gradient" + (f" of {listed([repr(name) for name in names])}" if len(names) < 4 else "")
+        what = "every microbatch's gradient" + (
+            f" of {listed([repr(name) for name in names])}" if len(names) < 4 else ""
+        )
         return wrong_factor(float(np.mean(values)), evidence.plan.world_size, what)
     inverse = sum(1 / value for value in values if value) / len(values)
     if all(value > 0 for value in values) and 0.5 < inverse < 2:
         return (
-            f"a mean of means: the microbatches' gradients are {listed([f'{value:.4g}' for value in values])} times what they should be, "
-            "as if each was divided by its own or its rank's weight instead of the weight of the whole batch"
+            "a mean of means: the microbatches' gradients are"
+            f" {listed([f'{value:.4g}' for value in values])} times what they should be, as if each"
+            " was divided by its own or its rank's weight instead of the weight of the whole batch"
         )
     return None
 
 
-def _factor(expected: MicrobatchTrace | None, found: MicrobatchTrace, names: list[str]) -> float | None:
+def _factor(
+    expected: MicrobatchTrace | None, found: MicrobatchTrace, names: list[str]
+) -> float | None:
     if expected is None or expected.gradients is None or found.gradients is None:
         return None
     return ratio(stacked(expected.gradients, names), stacked(found.gradients, names))
 
 
 def kept_state(evidence: Evidence) -> str | None:
-    """Rank 0 starts like the reference: if only a later microbatch is wrong, it depends on those before it."""
+    """Rank 0 starts like the reference: if only a later microbatch is wrong, it depends on those
+    before it."""
     wrong = {index for difference in evidence.of("microbatch") for index in difference.microbatches}
     rank_0 = [m.index for m in evidence.microbatches if m.rank == 0]
     late = wrong.intersection(rank_0[1:])
     if not late or rank_0[0] in wrong:
         return None
     return (
-        f"the model or the loss {_KEEPS_STATE}: on rank 0 microbatch {rank_0[0]} is right and microbatch {min(late)} is not, which follows "
-        "other microbatches there than on one process; make the model and the loss functions of the batch alone"
+        f"the model or the loss {_KEEPS_STATE}: on rank 0 microbatch {rank_0[0]} is right and"
+        f" microbatch {min(late)} is not, which follows other microbatches there than on one"
+        " process; make the model and the loss functions of the batch alone"
     )
 
 
@@ -124,16 +172,17 @@ def batchnorm_of_microbatch(evidence: Evidence) -> str | None:
         return None
     first = evidence.first
     return (
-        f"BatchNorm statistics: microbatch {first.microbatches[0]} on rank {first.rank} has another gradient from the same samples and the "
-        "same random state; it was normalized over other samples than its own, or in another mode; or the model or the loss "
-        f"{_KEEPS_STATE}"
+        f"BatchNorm statistics: microbatch {first.microbatches[0]} on rank {first.rank} has another"
+        " gradient from the same samples and the same random state; it was normalized over other"
+        f" samples than its own, or in another mode; or the model or the loss {_KEEPS_STATE}"
     )
 
 
 def other_input(evidence: Evidence) -> str:
     first = evidence.first
     return (
-        f"microbatch {first.microbatches[0]} has another gradient on rank {first.rank} from the same samples and the same random state: "
-        "the data, the model or the loss depends on something that is not the same on all ranks (the rank, the world size, the clock, a "
-        f"generator of its own), or {_KEEPS_STATE}"
+        f"microbatch {first.microbatches[0]} has another gradient on rank {first.rank} from the"
+        " same samples and the same random state: the data, the model or the loss depends on"
+        " something that is not the same on all ranks (the rank, the world size, the clock, a"
+        f" generator of its own), or {_KEEPS_STATE}"
     )

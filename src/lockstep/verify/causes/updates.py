@@ -1,4 +1,5 @@
-"""Causes that show when the gradient is right: clipping, learning rate, optimizer, buffers, what is logged."""
+"""Causes that show when the gradient is right: clipping, learning rate, optimizer, buffers, what is
+logged."""
 
 from __future__ import annotations
 
@@ -6,31 +7,57 @@ import math
 
 import numpy as np
 
-from lockstep.verify.causes.evidence import FIT_TOLERANCE, PROJECTIONS, Evidence, ratio, stacked, update
+from lockstep.verify.causes.evidence import (
+    FIT_TOLERANCE,
+    PROJECTIONS,
+    Evidence,
+    ratio,
+    stacked,
+    update,
+)
 from lockstep.verify.causes.gradients import sums_by_rank
 from lockstep.verify.trace_reader import Vector
 
 NORM_TOLERANCE = 0.2
 """Largest relative error of a norm that is estimated from projections."""
 WRONG_UPDATE = 0.05
-"""Smallest relative error of an update that cannot be rounding where the gradients agree a hundred times better."""
+"""Smallest relative error of an update that cannot be rounding where the gradients agree a hundred
+times better."""
 _BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def clipping(evidence: Evidence) -> str:
-    """A wrong clipping norm, compared with the norm of the gradients in the trace, which are right."""
+    """A wrong clipping norm, compared with the norm of the gradients in the trace, which are
+    right."""
     first = evidence.first
     entry = evidence.plan.ranks[first.rank].steps[first.step]
-    gradients = {name: summary for name, summary in entry.tensors["gradients"].items() if summary is not None}
+    gradients = {
+        name: summary for name, summary in entry.tensors["gradients"].items() if summary is not None
+    }
     expected = math.sqrt(sum(summary.norm**2 for summary in gradients.values()))
     norm = entry.norm or 0.0
-    text = f"rank {first.rank} clips by {norm:.6g}, but the norm of the whole gradient is {expected:.6g}"
+    text = (
+        f"rank {first.rank} clips by {norm:.6g}, but the norm of the whole gradient is"
+        f" {expected:.6g}"
+    )
     own = sums_by_rank(evidence, list(gradients), entry.gain).get(first.rank)
-    if own is not None and abs(float(np.linalg.norm(own)) / math.sqrt(PROJECTIONS) - norm) < NORM_TOLERANCE * norm:
-        return f"a local clipping norm: {text}; it is about the norm of the rank's own gradient, before the reduction"
+    if (
+        own is not None
+        and abs(float(np.linalg.norm(own)) / math.sqrt(PROJECTIONS) - norm) < NORM_TOLERANCE * norm
+    ):
+        return (
+            f"a local clipping norm: {text}; it is about the norm of the rank's own gradient,"
+            " before the reduction"
+        )
     if norm < expected:
-        return f"a local clipping norm: {text}; the norm is that of a part of the gradient (a shard, a stage), not summed over ranks"
-    return f"a wrong clipping norm: {text}; parts of the gradient were counted more than once, or before they were scaled"
+        return (
+            f"a local clipping norm: {text}; the norm is that of a part of the gradient (a shard, a"
+            " stage), not summed over ranks"
+        )
+    return (
+        f"a wrong clipping norm: {text}; parts of the gradient were counted more than once, or"
+        " before they were scaled"
+    )
 
 
 def learning_rate(evidence: Evidence) -> str:
@@ -38,7 +65,10 @@ def learning_rate(evidence: Evidence) -> str:
     expected = [entry.lr for entry in evidence.reference.rank_0.steps]
     found = evidence.plan.ranks[rank].steps[step].lr
     if found in expected:
-        return f"the learning rate {found:.6g} is that of step {expected.index(found)}: the schedule was stepped too often or too seldom"
+        return (
+            f"the learning rate {found:.6g} is that of step {expected.index(found)}: the schedule"
+            " was stepped too often or too seldom"
+        )
     return f"another learning rate: {found} instead of {expected[step]}"
 
 
@@ -49,13 +79,20 @@ def parameter_update(evidence: Evidence) -> str | None:
     expected = update(evidence.reference.rank_0, first.step, names)
     found = update(evidence.plan.ranks[first.rank], first.step, names)
     if not np.any(found):
-        return f"the update was not applied on rank {first.rank}: the gradient is right, but {first.name!r} did not change"
+        return (
+            f"the update was not applied on rank {first.rank}: the gradient is right, but"
+            f" {first.name!r} did not change"
+        )
     factor = ratio(expected, found)
     if factor is not None and abs(factor - 1) > FIT_TOLERANCE:
-        return f"the gradient is right, but the update is {factor:.4g} times the reference's: another learning rate or clipping norm"
+        return (
+            f"the gradient is right, but the update is {factor:.4g} times the reference's: another"
+            " learning rate or clipping norm"
+        )
     return (
-        "the gradient and the optimizer's state are right, but the update is not: other settings (weight decay, betas), or an optimizer "
-        "whose update of a shard is not the shard of its update"
+        "the gradient and the optimizer's state are right, but the update is not: other settings"
+        " (weight decay, betas), or an optimizer whose update of a shard is not the shard of its"
+        " update"
     )
 
 
@@ -65,11 +102,14 @@ def earlier_update(evidence: Evidence) -> str | None:
         found, expected = evidence.plan.ranks[evidence.first.rank], evidence.reference.rank_0
         names = list(expected.initial["parameters"])
         off = _relative(update(found, step, names), update(expected, step, names))
-        gradients = [stacked(entry.steps[step].tensors["gradients"], names) for entry in (found, expected)]
+        gradients = [
+            stacked(entry.steps[step].tensors["gradients"], names) for entry in (found, expected)
+        ]
         if off > WRONG_UPDATE and off > 100 * _relative(*gradients):
             return (
-                f"the optimizer: its update in step {step} is off by {off:.2g} of its size, from a gradient that is right; its update of a "
-                "shard is not the shard of its update, or it has other settings on some ranks"
+                f"the optimizer: its update in step {step} is off by {off:.2g} of its size, from a"
+                " gradient that is right; its update of a shard is not the shard of its update, or"
+                " it has other settings on some ranks"
             )
     return None
 
@@ -83,43 +123,61 @@ def _relative(found: Vector, expected: Vector) -> float:
 def optimizer_state(evidence: Evidence) -> str:
     until_then = "; the states were equal until then" if evidence.step else ""
     return (
-        f"the optimizer's state {evidence.first.name!r} differs while the gradient is right{until_then}: it was reset, loaded from "
-        "elsewhere, or updated with another gradient"
+        f"the optimizer's state {evidence.first.name!r} differs while the gradient is"
+        f" right{until_then}: it was reset, loaded from elsewhere, or updated with another gradient"
     )
 
 
 def buffer(evidence: Evidence) -> str:
     first = evidence.first
-    on_all = len({difference.rank for difference in evidence.of("buffers")}) == len(evidence.plan.ranks) > 1
+    on_all = (
+        len({difference.rank for difference in evidence.of("buffers")})
+        == len(evidence.plan.ranks)
+        > 1
+    )
     where = "every rank" if on_all else f"rank {first.rank}"
     if first.name.rpartition(".")[2] in _BATCHNORM_BUFFERS:
         return (
-            f"BatchNorm statistics out of sync: the running statistics on {where} are not those of all microbatches in their order; they "
-            "were updated from the rank's own microbatches alone, or averaged"
+            f"BatchNorm statistics out of sync: the running statistics on {where} are not those of"
+            " all microbatches in their order; they were updated from the rank's own microbatches"
+            " alone, or averaged"
         )
-    return f"a buffer out of sync: {first.name!r} on {where} was changed by what that rank computed, not by all microbatches in their order"
+    return (
+        f"a buffer out of sync: {first.name!r} on {where} was changed by what that rank computed,"
+        " not by all microbatches in their order"
+    )
 
 
 def ranks_disagree(evidence: Evidence) -> str:
     first = evidence.first
-    text = f"ranks 0 and {first.rank} hold different values of {first.name!r}, each within the tolerance"
-    one, other = (evidence.plan.ranks[rank].steps[first.step].tensors["gradients"].get(first.name) for rank in (0, first.rank))
+    text = (
+        f"ranks 0 and {first.rank} hold different values of {first.name!r}, each within the"
+        " tolerance"
+    )
+    one, other = (
+        evidence.plan.ranks[rank].steps[first.step].tensors["gradients"].get(first.name)
+        for rank in (0, first.rank)
+    )
     if one is not None and other is not None and one.sha256 == other.sha256:
-        return f"{text}, from the same gradient: the optimizer has other settings on one of them, or its updates are not deterministic"
+        return (
+            f"{text}, from the same gradient: the optimizer has other settings on one of them, or"
+            " its updates are not deterministic"
+        )
     return f"{text}: the reduction does not give every rank the same bits"
 
 
 def logged_loss(evidence: Evidence) -> str:
     return (
-        f"the gradient is right, but the loss that rank {evidence.first.rank} logs is not: it is the loss of its own microbatches, or a "
-        "mean of means"
+        f"the gradient is right, but the loss that rank {evidence.first.rank} logs is not: it is"
+        " the loss of its own microbatches, or a mean of means"
     )
 
 
 def logged_value(evidence: Evidence) -> str:
     return (
-        f"the model is the same, and {evidence.first.name!r} is not: the script computes it from one rank's microbatches alone, or "
-        "counts dummies (step.is_dummy), or takes a mean of means; use session.mean, or session.gather"
+        f"the model is the same, and {evidence.first.name!r} is not: the script computes it from"
+        " one rank's microbatches alone, or counts dummies (step.is_dummy), or takes a mean of"
+        " means; use session.mean, or session.gather"
     )
 
 
