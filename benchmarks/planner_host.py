@@ -45,7 +45,7 @@ from lockstep.planner.tracing.torch_fakes import replaced
 from lockstep.planner.tracing.tracer import LoneSession, StepTraceHook, TraceOptions, trace_step
 from lockstep.recipe.recipe import Recipe
 from lockstep.run import train_in
-from lockstep.training.hook import Run
+from lockstep.training.run import Run
 
 HOST_FILE = Path(lockstep.planner.__file__).parent / "machines" / "host.toml"
 LAUNCHED_SECONDS = 9.68e-6

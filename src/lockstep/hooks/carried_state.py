@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tree_leaves, version
 from lockstep.hooks.loss_check import tell_kept
 from lockstep.logging.flops import is_compiled
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
+from lockstep.training.run import Run
 
 STEPS, MICROBATCHES = 2, 4
 """Steps, and microbatches of a rank, that are watched."""

@@ -30,9 +30,10 @@ from lockstep.recipe.checks import keeps_rest
 from lockstep.saving import Best, Resume, Saving
 from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.device_progress import DeviceProgress
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.left_out import LeftOut
 from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.run import Run
 
 DEVICE_SECONDS = (5.0, 60.0)
 """After an error, the shortest and the longest wait for the device to reach the end of the latest

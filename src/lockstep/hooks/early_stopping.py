@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from lockstep.base.errors import RecipeError
 from lockstep.hooks.metric_names import check_metric
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
+from lockstep.training.run import Run
 
 
 class EarlyStopping(Hook):

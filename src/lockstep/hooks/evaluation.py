@@ -13,8 +13,9 @@ from lockstep.hooks.metrics import Metrics
 from lockstep.hooks.moving_average import ExponentialMovingAverage
 from lockstep.recipe.recipe import Evaluation, Recipe
 from lockstep.training.evaluate import Evaluator
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.loop import compare_data
+from lockstep.training.run import Run
 
 
 @dataclass(eq=False)

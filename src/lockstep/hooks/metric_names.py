@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lockstep.base.errors import RecipeError
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
+from lockstep.training.run import Run
 
 
 def check_metric(run: Run, name: str, of: str) -> None:

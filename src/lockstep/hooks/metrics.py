@@ -7,8 +7,9 @@ import math
 from lockstep.base.errors import LossError
 from lockstep.logging.recorder import Throughput
 from lockstep.training.consensus import Request
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.losses.loss import SINGLE
+from lockstep.training.run import Run
 from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import TrainModule
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import to_local
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
+from lockstep.training.run import Run
 
 
 class ExponentialMovingAverage(Hook):

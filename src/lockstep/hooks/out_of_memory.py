@@ -24,8 +24,9 @@ from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import WORDS, Plan
 from lockstep.recipe.data import Stream
 from lockstep.saving import OutOfMemory as Setting
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.optim.element_wise import needing_whole_tensors
+from lockstep.training.run import Run
 
 FILE = "out-of-memory.json"  # in the run directory
 FALLBACKS = ("checkpointing", "offload", "microbatch_splits")

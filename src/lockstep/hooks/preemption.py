@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from lockstep.launch.termination import Termination, preempted
 from lockstep.training.consensus import NOTHING, Request
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
+from lockstep.training.run import Run
 
 
 @dataclass(eq=False)

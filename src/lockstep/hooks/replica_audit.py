@@ -17,7 +17,8 @@ from lockstep.base.errors import CheckpointError, DivergenceError
 from lockstep.checkpoint.json_state import encode
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.hooks.unsaved_state import UnsavedState
-from lockstep.training.hook import ControlHook, Hook, Run
+from lockstep.training.hook import ControlHook, Hook
+from lockstep.training.run import Run
 from lockstep.training.state import extra_state, state_of
 
 _WORD_BYTES = 8

@@ -12,7 +12,7 @@ from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, Unrea
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.comm.world import World
 from lockstep.saving import Best, Saving
-from lockstep.training.hook import Run
+from lockstep.training.run import Run
 
 
 @dataclass(slots=True)

@@ -28,8 +28,9 @@ from lockstep.base.system import peak_memory_bytes
 from lockstep.comm.wait_times import count_torch_waits
 from lockstep.logging.metrics import drop_rows_after
 from lockstep.logging.phases import StreamTimes
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.microbatches import Microbatches
+from lockstep.training.run import Run
 
 PARTS = ("data", "compute", "hooks")
 """The parts of a step that a rank does by itself. Collectives take as long as the slowest rank

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tree_leaves, version
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
 from lockstep.training.optim.optimizer_state import has_own_pair
+from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 from lockstep.training.state import Stateful
 

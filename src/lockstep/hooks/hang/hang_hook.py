@@ -22,8 +22,9 @@ from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_files import defer_kill, is_shutting_down, write_failure
 from lockstep.options import WatchdogTimeouts
 from lockstep.training.context import Context
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
 from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.run import Run
 
 SAVING_SECONDS = 300.0  # the longest time for the last save of a rank that hangs
 # before a rank exits, so that all ranks read the diagnosis before they lose a peer

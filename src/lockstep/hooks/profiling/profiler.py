@@ -27,7 +27,8 @@ from lockstep.hooks.profiling.memory import (
 from lockstep.hooks.profiling.memory_notes import MemoryNotes
 from lockstep.hooks.profiling.timeline import Span, TimeParts, heaviest, merged, span, time_parts
 from lockstep.hooks.stragglers import peak_bytes
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
+from lockstep.training.run import Run
 
 LISTED_OPERATORS = 10
 CLOCK_EXCHANGES = 9  # exchanges that compare the ranks' clocks; the median counts

@@ -40,7 +40,8 @@ from lockstep.planner.operations import Operation, Phase
 from lockstep.planner.tracing.kernels import kernel
 from lockstep.planner.tracing.torch_fakes import TorchDispatchMode
 from lockstep.run import train
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
+from lockstep.training.run import Run
 
 WIDTHS = (16, 32, 64, 128, 256, 512)
 """Widths of the models whose operations are measured."""

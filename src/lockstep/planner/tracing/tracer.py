@@ -54,9 +54,10 @@ from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 from lockstep.run import RecipeSession, train_in
 from lockstep.training.context import Overrides
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.reducers.ddp import DdpReducer
+from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
 
 
