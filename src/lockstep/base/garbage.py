@@ -25,12 +25,9 @@ _is_frozen = False
 
 
 def freeze_for_good() -> None:
-    """Exempt all objects that there are from garbage collection, the first time that a process
-    calls it."""
+    """Exempt all objects that there are from garbage collection, in this process and its forks."""
     global _is_frozen
-    if not is_frozen():
-        gc.collect()
-        gc.freeze()
+    gc.freeze()
     _is_frozen = True
 
 
