@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
+from lockstep.base.events import EVENTS, Severity, severity
 from lockstep.base.foreign_text import escape
 from lockstep.report.chart import COLOURS, EventMark, axis_labels
 from lockstep.report.history import RunEvent, RunHistory
@@ -15,30 +16,10 @@ from lockstep.report.loss_list import how_it_went_on, times, what_was_lost
 from lockstep.report.losses import WorkerLoss, losses, summary
 from lockstep.report.scale import Scale, format_count, format_duration, time_scale
 
-Severity = Literal["error", "warning", "info"]
-
 MAX_ROWS = 200
 _NEARBY = 0.004
 """Events of one kind that are closer together than this share of the timeline are drawn as one."""
-_SEVERITIES: dict[str, Severity] = {
-    **dict.fromkeys(
-        (
-            "run-failed",
-            "rescue-failed",
-            "out-of-memory",
-            "hang",
-            "divergence",
-            "checkpoint-failed",
-            "checkpoint-damaged",
-        ),
-        "error",
-    ),
-    **dict.fromkeys(("preempted", "restarted", "recovered", "plan-changed"), "warning"),
-    **dict.fromkeys(("step-skipped", "straggler", "launcher-overrides-script"), "warning"),
-}
-_ON_CURVES = frozenset({"resumed", "recovered", "plan-changed", "preempted"}) | {
-    kind for kind, severity in _SEVERITIES.items() if severity == "error"
-}
+_ON_CURVES = {"resumed", "recovered", "plan-changed", "preempted", *EVENTS["error"]}
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 _KEYS = (
     ("span", "running"),
@@ -64,14 +45,14 @@ class EventGroup:
 
     @property
     def severity(self) -> Severity:
-        return _SEVERITIES.get(self.kind, "info")
+        return severity(self.kind)
 
 
 def group_consecutive(events: Iterable[RunEvent]) -> list[EventGroup]:
     """Return consecutive events of one kind as one group. Each error is a group of its own."""
     groups: list[list[RunEvent]] = []
     for event in events:
-        if groups and groups[-1][0].kind == event.kind and _SEVERITIES.get(event.kind) != "error":
+        if groups and groups[-1][0].kind == event.kind and severity(event.kind) != "error":
             groups[-1].append(event)
         else:
             groups.append([event])
@@ -83,9 +64,7 @@ def marks(events: Iterable[RunEvent]) -> list[EventMark]:
     of the plan."""
     shown = (event for event in events if event.kind in _ON_CURVES)
     return [
-        EventMark(
-            event.step, _SEVERITIES.get(event.kind) == "error", f"{event.kind}{_because(event)}"
-        )
+        EventMark(event.step, severity(event.kind) == "error", f"{event.kind}{_because(event)}")
         for event in shown
     ]
 
