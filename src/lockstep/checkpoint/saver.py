@@ -10,9 +10,10 @@ import json
 import secrets
 import subprocess
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -26,6 +27,7 @@ from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.shared_file import SharedFile
 from lockstep.checkpoint.tensor_shards import (
+    SMALL_BYTES,
     FileLayout,
     TensorShard,
     assign_writes,
@@ -35,6 +37,9 @@ from lockstep.checkpoint.tensor_shards import (
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
+GROUP_BYTES = 16 << 20
+"""Bytes of small shards that are copied at once, and so the most of a device's memory that a copy
+takes."""
 END_SECONDS = 5.0
 """Seconds that the writer process is given to end, before it is killed."""
 
@@ -213,19 +218,57 @@ class MappedShards:
 
     def __init__(self, layout: FileLayout, file: Tensor) -> None:
         """`file`: the file's bytes."""
+        self._file, self._layout = file, layout
         self._targets = {}
         for shard in layout.starts:
             start, stop = layout.span(shard)
             self._targets[shard.name] = (
                 file[start:stop].view(torch_dtype(shard.dtype)).view(shard.lengths)
             )
+        self._groups = _neighbours(layout)
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor], *, non_blocking: bool = False) -> None:
         """Copy this rank's tensors from any device. Returns when all bytes are there; if
         `non_blocking`, when the copies are queued in the devices' streams."""
-        for name, target in self._targets.items():
-            target.copy_(to_local(state[name]), non_blocking=non_blocking)
+        for group in self._groups:
+            for device, shards in groupby(group, lambda shard: to_local(state[shard.name]).device):
+                self._copy_together(list(shards), state, device, non_blocking=non_blocking)
+
+    def _copy_together(
+        self,
+        shards: Sequence[TensorShard],
+        state: Mapping[str, Tensor],
+        device: torch.device,
+        *,
+        non_blocking: bool,
+    ) -> None:
+        """Copy shards that lie side by side in the file: from a device at once."""
+        if device.type == "cpu" or len(shards) == 1:
+            for shard in shards:
+                source = to_local(state[shard.name])
+                self._targets[shard.name].copy_(source, non_blocking=non_blocking)
+            return
+        packed = torch.cat([_bytes(to_local(state[shard.name])) for shard in shards])
+        (start, _), (_, stop) = self._layout.span(shards[0]), self._layout.span(shards[-1])
+        self._file[start:stop].copy_(packed, non_blocking=non_blocking)
+
+
+def _neighbours(layout: FileLayout) -> list[list[TensorShard]]:
+    """Return the shards in the file's order: small ones in groups of at most `GROUP_BYTES`."""
+    groups: list[list[TensorShard]] = []
+    room = -1
+    for shard in sorted(layout.starts, key=layout.span):
+        if shard.bytes > min(SMALL_BYTES, room):
+            groups.append([])
+            room = GROUP_BYTES if shard.bytes <= SMALL_BYTES else -1
+        groups[-1].append(shard)
+        room -= shard.bytes
+    return groups
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 _left: list[tuple[SharedFile, Tensor]] = []
