@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
@@ -69,18 +69,31 @@ def count() -> int:
 
 @cache
 def _counted_by_fork(name: str) -> int:
+    return int(_asked_of_fork(lambda: _module(name).device_count()) or "0")
+
+
+def _asked_of_fork(question: Callable[[], object]) -> str:
+    """Return a fork's answer, because a process that asks the driver can no longer fork."""
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
         try:
-            os.write(write, b"%d" % _module(name).device_count())
+            os.write(write, str(question()).encode())
         finally:
             os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as answer:
-        text = answer.read()
+        text = answer.read().decode()
     os.waitpid(process, 0)
-    return int(text or b"0")
+    return text
+
+
+def product_name() -> str:
+    """Return the product name, or else the type, of the first accelerator. A fork of this process
+    can use it afterwards."""
+    first = torch.device(str(kind()), 0)
+    named = str(name(first)) if is_initialized() else _asked_of_fork(lambda: name(first) or "")
+    return named or first.type
 
 
 def device(index: int) -> torch.device:

@@ -38,7 +38,7 @@ class PlanRequest:
     """A request, as JSON in a file that the environment names."""
 
     target: str
-    """The devices, in the words of the command line: `64 x H100`, or `this`."""
+    """The devices: `64 x H100`."""
     plans: tuple[str, ...]
     """Empty: search."""
     memory_bytes: int | None

@@ -92,8 +92,6 @@ class Space:
     split."""
     is_splittable: bool
     """False if no microbatch can be split."""
-    is_compilable: bool
-    """True if it is known what compiled kernels take on the devices."""
     state_bytes: int
     """Bytes of the model's parameters and gradients."""
     capacity_bytes: int | None
@@ -155,8 +153,7 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
     outcomes += _with_less_memory(plans, space, evaluate)
     outcomes += evaluate(list(_scheduled(outcomes)))
     for change in REFINEMENTS:
-        if space.is_compilable or "compile" not in change:
-            outcomes += evaluate(list(_refined(outcomes, change)))
+        outcomes += evaluate(list(_refined(outcomes, change)))
     return sorted(outcomes, key=lambda outcome: (outcome.seconds, outcome.plan))
 
 

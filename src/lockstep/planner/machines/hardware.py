@@ -120,7 +120,7 @@ def parse_target(text: str) -> Cluster:
             f"target {text!r}: the number of devices is {count}, and must be at least 1"
         )
     if match[1] is None and (counted := re.fullmatch(r"(\d+)\s+(\S.*)", name)):
-        if not _is_known("devices", counted[2]):
+        if not is_known_device(counted[2]):
             devices = ", ".join(known_devices())
             raise PlanError(
                 f"target {text!r}: {counted[2]!r} is no device that is known; write a count, an x"
@@ -169,8 +169,9 @@ def _sheet(folder: str, kind: str, name: str) -> dict[str, Any]:
     )
 
 
-def _is_known(folder: str, name: str) -> bool:
-    return name.endswith(".toml") or _known(folder, name) is not None
+def is_known_device(name: str) -> bool:
+    """True if a data sheet has this name, with its vendor or without, or it is a file's path."""
+    return name.endswith(".toml") or _known("devices", name) is not None
 
 
 def _known(folder: str, name: str) -> dict[str, Any] | None:
@@ -185,7 +186,7 @@ def _known(folder: str, name: str) -> dict[str, Any] | None:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name).lower()
+    return re.sub(r"[\s_-]", "", name).lower().removeprefix("nvidia").removeprefix("amd")
 
 
 @cache
@@ -207,12 +208,6 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
-    if "operations" in sheet:
-        raise PlanError(
-            f"{name!r} is a machine that lockstep doctor has measured, with"
-            f" {sheet.get('processes')} processes; give it without a count and a link: --on {name};"
-            f" for more processes measure it with these: lockstep doctor --nproc 4 --write {name}"
-        )
     known = {each.name: each for each in fields(kind)}
     missing = [
         key
