@@ -112,8 +112,7 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
     def record(self, event: Event) -> None:
-        """Append the event. Raises `OSError` if it cannot be written; later events are then kept in
-        memory only."""
+        """Append the event. Raises `OSError` if it cannot be written; later ones stay in memory."""
         self.events.append(event)
         if self._file is not None and not self._file.closed:
             row = {"time": self._clock(), "event": event.name, "step": event.step, **event.details}

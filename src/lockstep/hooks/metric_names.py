@@ -1,4 +1,4 @@
-"""Checks, before the first step, that a metric which something follows will be measured."""
+"""Check before the first step that a followed metric will be measured."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class ExponentialMovingAverage(Hook):
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        """`decay`: the factor of the old average, from 0 to below 1. Raises `RecipeError`."""
+        """`decay`: factor of the old average, from 0 to below 1. Raises `RecipeError`."""
         if not 0 <= decay < 1:
             raise RecipeError(
                 f"decay={decay}; it is the factor of the old average, from 0 to below 1"
@@ -54,8 +54,7 @@ class ExponentialMovingAverage(Hook):
 
     @contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        """Load the averaged weights into the model while the context is entered, for example for an
-        evaluation."""
+        """Put the averaged weights into the model while entered."""
         parts = _local_parameters(run)
         own = [part.clone() for part in parts]
         torch._foreach_copy_(parts, self._local_averages())

@@ -1,5 +1,5 @@
-"""The hook that acts when the run hangs: it writes a report, saves the last complete step, and ends
-the process."""
+"""The hook that acts on a hang: it writes a report, saves the last complete step, and ends the
+process."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ class HangHook(Hook):
         rescue: Callable[[Run, BaseException], bool],
         recovery: Recovery | None,
     ) -> None:
-        """Start the watchdog of this thread. Every rank calls it. `timeouts`: None: no watchdog.
-        `rescue` saves without the other ranks. `recovery`: that of the run, if it can recover in
-        place."""
+        """Start this thread's watchdog, unless `timeouts` is None. Every rank calls it. `rescue`:
+        saves without other ranks. `recovery`: the run's, if it can recover in place."""
         self._recovery = recovery
         self._timeouts = timeouts
         self._context = context
@@ -69,7 +68,7 @@ class HangHook(Hook):
         )
 
     def watch(self, run: Run) -> None:
-        """Save `run` if it hangs from now on."""
+        """Save `run` from now on if it hangs."""
         self._run = run
 
     @property
@@ -138,7 +137,7 @@ class HangHook(Hook):
         os._exit(HUNG_STATUS)
 
     def _on_stuck(self) -> None:
-        """See `Watchdog`: this rank waits for one that has ended, and its wait does not fail."""
+        """End this rank, which waits for an ended one. See `Watchdog`."""
         self._event(
             "run-failed",
             error=(
@@ -155,7 +154,7 @@ class HangHook(Hook):
 
 
 def page(hang: Hang, snapshots: Mapping[int, StackSnapshot]) -> str:
-    """The report with all stacks, for a file."""
+    """Return the report with all stacks."""
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), hang.summary, "", hang.report]
     for rank, each in sorted(snapshots.items()):
         lines += [
