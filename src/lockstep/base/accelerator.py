@@ -27,7 +27,7 @@ from lockstep.base.torch_private import default_mps_generator
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 """Devices without streams and pinned memory."""
 _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES=", "xpu": "ZE_AFFINITY_MASK=''"}
-"""What hides all devices of a kind."""
+"""Variables that hide all devices of a kind."""
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",

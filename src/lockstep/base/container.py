@@ -18,12 +18,12 @@ ONE_CONTAINER = (
     "run all processes of a host in one container (lockstep run --nproc N), or give its containers"
     " --pid=host --ipc=host"
 )
-"""Where containers of one host share no memory: NCCL needs --ipc=host, lockstep --pid=host."""
+"""For containers of one host without common memory: NCCL needs --ipc=host, lockstep --pid=host."""
 LARGER_SHARED_MEMORY = (
     "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory;"
     " mount -o remount,size=8g /dev/shm)"
 )
-"""Where /dev/shm is too small."""
+"""For a /dev/shm that is too small."""
 VOLUME = (
     "mount a volume for run directories (docker run -v /data/runs:/runs; Kubernetes:"
     " persistentVolumeClaim), and give --run-dir there"

@@ -18,11 +18,11 @@ from typing import Any
 from lockstep.base.system import BINARY
 
 MOST_BYTES = 4 << 20
-"""Of a JSON file such as `run.json`, and of a line in one of many."""
+"""Limit of a JSON file such as `run.json`, and of a line of others."""
 MOST_DEPTH = 64
 """Levels of JSON values."""
 MOST_BITS = 62
-"""Of the largest count."""
+"""Bits of the largest count."""
 NUMBER = (int, float)
 _SAFE = (
     getattr(os, "O_NOFOLLOW", 0)

@@ -22,7 +22,7 @@ JsonObject = Mapping[str, Any]
 FORMAT = 1
 BLOCK_BYTES = 4 << 20
 HASH_BYTES = 16
-"""Of BLAKE3's 32."""
+"""A prefix of BLAKE3's 32."""
 MOST_BYTES = 1 << 30
 """Largest manifest that is read."""
 _METADATA = {

@@ -30,7 +30,7 @@ SMALL_BYTES = 1 << 20
 """Bytes of a shard up to which it lies beside the other small ones in a file: a device copies them
 together, because it takes 20 µs to begin a copy, and 20 µs for these bytes."""
 MOST_DIMS = 64
-"""As in torch."""
+"""Torch's limit."""
 _MOST_SPLIT_DIMS = 8
 _LARGEST = 2**62
 DTYPES = {
@@ -50,7 +50,7 @@ class TensorShard:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """The full tensor's shape."""
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 

@@ -34,7 +34,7 @@ class SampleRequest(NamedTuple):
     microbatch: int
     is_dummy: bool
     epochs: NDArray[np.int64]
-    """Of each sample."""
+    """The epoch of each sample."""
     samples: NDArray[np.int64]
     """Indices in the dataset."""
 
@@ -43,7 +43,7 @@ class SampleRequest(NamedTuple):
 
 
 class ShardPosition(NamedTuple):
-    """Where reading a shard continues."""
+    """The position where reading a shard continues."""
 
     epoch: int = 0
     seen: int = 0
@@ -60,7 +60,7 @@ class ShardRequest(NamedTuple):
     shard: int
     size: int
     begin: ShardPosition | None
-    """Where to open the shard; None: it is open."""
+    """The position to open the shard at; None: it is open."""
 
     def __str__(self) -> str:
         return f"after step {self.step}, microbatch {self.microbatch}"

@@ -81,7 +81,7 @@ class _Epoch(NamedTuple):
     """The batches of one epoch."""
 
     indices: Indices
-    """Of all microbatches, one after another."""
+    """All microbatches, one after another."""
     batches: list[list[tuple[int, int]]]
     """Spans of the microbatches in `indices`, by batch."""
 

@@ -41,7 +41,7 @@ class FileSystemInfo:
     """Such as `ext4` or `nfs4`; empty if unknown."""
     free_bytes: int
     rename_fault: str
-    """What another thread saw during a rename; empty if renames are atomic."""
+    """A fault that another thread saw during a rename; empty if renames are atomic."""
     sync_seconds: float | None
     """Median of an fsync of a file and its folder; None if it failed."""
     sync_error: str

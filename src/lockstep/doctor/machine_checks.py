@@ -48,7 +48,7 @@ class MachineInfo:
     topology: Mapping[str, str]
     """{"0-1": "NV18"}."""
     container: str | None
-    """What made the doctor's container; None: it is in none."""
+    """The doctor's container engine; None: it is in no container."""
     process_ids: tuple[str | int, ...]
     """From `process_id_space`."""
     cores: int

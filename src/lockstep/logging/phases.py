@@ -141,5 +141,5 @@ class Phases:
 
     @property
     def seconds(self) -> float:
-        """Of the present phase."""
+        """Seconds of the present phase."""
         return self._clock() - self.since

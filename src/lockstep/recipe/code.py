@@ -26,7 +26,7 @@ FIELDS = (
     "batch_sampler",
 )
 MOST_BYTES = 2**26
-"""Of a larger tensor or array, both ends are read."""
+"""A larger tensor or array is read at both ends."""
 _PARTS = 64
 
 Digests = Mapping[str, Mapping[str, str]]

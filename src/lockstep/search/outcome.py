@@ -30,7 +30,7 @@ class TrialOutcome:
     state: State
     value: float | None = None
     steps: int | None = None
-    """Of a training without evaluations, whose loss is the value."""
+    """Steps of a training without evaluations, whose loss is the value."""
     reason: str | None = None
     is_mistake: bool = False
     """True for a mistake in the script or the command."""

@@ -23,7 +23,7 @@ class TrialResult:
     value: float | None = None
     """At the end; of a pruned trial, at its last evaluation."""
     values: Mapping[int, float] = field(default_factory=dict)
-    """By the optimizer step of the evaluation."""
+    """Step of the evaluation -> metric."""
     started: float | None = None
     """Seconds since 1970."""
     ended: float | None = None
@@ -59,7 +59,7 @@ class SearchResults:
     wanted: int
     parameters: Sequence[Parameter]
     trials: Sequence[TrialResult]
-    """By number."""
+    """Sorted by number."""
 
     @property
     def best(self) -> TrialResult | None:

@@ -15,7 +15,7 @@ class TrialSlot:
     threads: int
     """Intra-op, of each process."""
     gpus: Sequence[str] = ()
-    """As in CUDA_VISIBLE_DEVICES."""
+    """Names in CUDA_VISIBLE_DEVICES."""
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return its processes' variables. `environ`: the search's, whose OMP_NUM_THREADS is

@@ -38,7 +38,7 @@ class KnownTensor:
     cause: str
     """One of `CAUSES`; "" if only name, shape and dtype are known."""
     address: int
-    """Where its storage begins."""
+    """The beginning of its storage."""
     size_bytes: int
     name: str
     shape: Sequence[int]
