@@ -2,12 +2,11 @@
 executes them.
 
 Reasons, names and outputs can hold terminal codes and tags. Commands print through `show`, `say` or
-`console`; pages hold only what `escape` returned.
+`console`; pages are made by `lockstep.pages.markup`.
 """
 
 from __future__ import annotations
 
-import html
 import re
 import sys
 from typing import TYPE_CHECKING, Any
@@ -34,11 +33,6 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Return `printable` text in one line: a second could pass for lockstep's own."""
     return printable(text).replace("\n", "\\n")
-
-
-def escape(value: object) -> str:
-    """Return a value as HTML text, also for quoted attributes."""
-    return html.escape(printable(str(value)), quote=True)
 
 
 def show(text: str) -> None:

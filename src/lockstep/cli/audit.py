@@ -226,8 +226,6 @@ def show(audit: Audit) -> None:
     what was not seen."""
     from rich.text import Text
 
-    from lockstep.audit.summary import extent, verdict
-
     console = foreign_text.console(None if sys.stdout.isatty() else _WIDTH)
 
     def say_wrapped(text: str, indent: str = "") -> None:
@@ -243,7 +241,7 @@ def show(audit: Audit) -> None:
     good = audit.passed and not audit.error
     console.print(
         Text.assemble(
-            f"{audit.script}: {extent(audit)}: ", (verdict(audit), "green" if good else "red")
+            f"{audit.script}: {audit.extent}: ", (audit.verdict, "green" if good else "red")
         )
     )
     if audit.findings:
@@ -303,10 +301,10 @@ def _lines(audit: Audit) -> Iterator[str]:
 
 
 def _write_page(path: Path, audit: Audit, root: str) -> None:
-    from lockstep.audit.html_page import page
+    from lockstep.audit.page import audit_page
     from lockstep.audit.source import lines_of_files
 
-    text = page(audit, lines_of_files([each.line for each in audit.findings], [root]))
+    text = audit_page(audit, lines_of_files([each.line for each in audit.findings], [root]))
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -171,9 +171,9 @@ def command(
         if is_interrupted:
             break
     if html is not None:
-        from lockstep.planner.html_page import page
+        from lockstep.planner.page import plan_page
 
-        Path(html).write_text(page(forecasts), encoding="utf-8")
+        Path(html).write_text(plan_page(forecasts), encoding="utf-8")
     if as_json:
         told = [each.as_json() for each in forecasts]
         print(json.dumps(told[0] if len(targets) == 1 else told, indent=2, allow_nan=False))

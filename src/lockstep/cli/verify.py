@@ -159,9 +159,9 @@ def command(
     ):
         report = Verification(script, options, runner).run()
         if html is not None:
-            from lockstep.verify.html_page import page
+            from lockstep.verify.page import verify_page
 
-            Path(html).write_text(page(report), encoding="utf-8")
+            Path(html).write_text(verify_page(report), encoding="utf-8")
     if as_json:
         print(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
