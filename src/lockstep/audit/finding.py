@@ -135,7 +135,7 @@ class Audit:
 
     @property
     def extent(self) -> str:
-        """How much was looked at."""
+        """The processes and steps that were looked at."""
         processes = _count(self.processes, "process", "processes")
         return f"{processes}, {_count(self.steps, 'step', 'steps')}"
 
