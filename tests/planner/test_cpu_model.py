@@ -262,5 +262,5 @@ def test_the_benchmark_holds_predicted_steps_against_measured_ones(tmp_path: Pat
     script = Path(__file__).parents[2] / "benchmarks" / "planner_here.py"
     few = ["--only", "mlp", "--processes", "1", "--rounds", "1", "--json", str(tmp_path / "rows")]
     subprocess.run([sys.executable, script, *few], check=True, timeout=300)
-    (row,) = json.loads((tmp_path / "rows").read_text(encoding="utf-8"))
+    (row,) = json.loads((tmp_path / "rows").read_text(encoding="utf-8"))["rows"]
     assert 0.3 < row["predicted_seconds"] / row["measured_seconds"] < 3
