@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import os
 import random
@@ -29,7 +30,6 @@ from typing import Any, NoReturn
 import torch
 
 from lockstep.base.errors import install_excepthook
-from lockstep.base.garbage import freeze_for_good
 from lockstep.recipe.sources import texts
 
 TESTS = Path(__file__).parent
@@ -38,7 +38,7 @@ READ_AT_THE_START = ("PYTHON", "LD_", "TORCH_", "MALLOC_", "MKL_", "KMP_")
 """How the variables begin that Python, its libraries or torch read when they are started or
 imported."""
 EXCEPT = {"PYTHONUNBUFFERED", "PYTHONWARNINGS", "PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-STARTED = ("pytest", "lockstep.search.warm_parent")
+STARTED = ("pytest", "lockstep.scripts.fork_server")
 """Modules that run in processes of their own: the second forks, and must be a process that nothing
 has used before."""
 PRELOADED = (
@@ -261,7 +261,7 @@ def _own_modules() -> list[str]:
 
 
 def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
-    freeze_for_good()  # hides what the test has open from those who close all files at their end
+    gc.freeze()  # hides what the test has open from those who close all files at their end
     atexit._clear()
     random.seed()
     torch.seed()

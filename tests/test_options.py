@@ -41,7 +41,6 @@ GIVEN: dict[str, Any] = {
     "set": ("lr=1e-3", "name=a b"),
     "stop_at": 1e9,
     "default_run_dir": "/runs/b",
-    "evaluate": "model.safetensors",
     "in_place": True,
     "not_in_place": "shard=2",
     "restarted": "rank 1 failed",

@@ -35,7 +35,7 @@ from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.logging.run_directory import device_kind
 from lockstep.model.parallelize import check_devices
-from lockstep.options import check_run_dir, check_shared_options, variable
+from lockstep.options import check_run_dir, check_shared_options
 from lockstep.plan import Plan
 from lockstep.recipe.checks import (
     Precision,
@@ -49,6 +49,7 @@ from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Evaluation
 from lockstep.recipe.sources import other_sources, programs, sources
 from lockstep.saving import Resume, Saving, check_allow_change, check_resume, differences, interval
+from lockstep.scripts.request import answered_by
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
 from lockstep.training.loop import NUMBERS, SETTINGS
@@ -106,6 +107,8 @@ class RunRequest:
         check_compression(given["gradient_compression"])
         check_seed(given["seed"])
         check_run_dir(given["run_dir"], "run_dir")
+        if evaluations is None:
+            _refuse_own_loop(os.environ)
         if saving is not None and saving.best is not None:
             _check_best(saving.best, evaluations)
         if not isinstance(plan, Plan | str | None):
@@ -246,7 +249,6 @@ def open_run(
     """Every rank calls it. `stack` closes what it opens. `recovery`: that of the run, if it can
     recover in place. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
     check_torch(torch.__version__)
-    _refuse_own_loop(os.environ)
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
     note_options_read()
@@ -302,10 +304,10 @@ def open_run(
 
 
 def _refuse_own_loop(environ: Mapping[str, str]) -> None:
-    if variable("instead_of_training") in environ:
+    if answered_by(environ, "train", "evaluate"):
         raise RecipeError(
-            "lockstep plan on a script with its own loop; a step is planned from a recipe, whose"
-            " model, loss and data it knows; call ls.train(recipe)"
+            "a script with its own loop, started by a command that needs a recipe, whose model,"
+            " loss and data it knows; call ls.train(recipe)"
         )
 
 
@@ -423,11 +425,8 @@ def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark 
 
 
 def read_probe(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
-    """The overrides and hooks of the module that LOCKSTEP_PROBE names; none without it.
-
-    `lockstep verify` sets the variable. The module's function `install(environ)` returns both.
-    """
-    name = environ.get("LOCKSTEP_PROBE")
+    """The overrides and hooks by which the request of a command is answered; none without it."""
+    name = answered_by(environ, "install")
     if name is None:
         return Overrides(), ()
     overrides, hooks = import_module(name).install(environ)

@@ -273,12 +273,6 @@ class RunOptions:
         on_command_line=False,
         shared=False,
     )
-    evaluate: str | None = _option(
-        None,
-        "The weights that ls.train evaluates instead of training: a file, or a Hugging Face"
-        " folder.",
-        on_command_line=False,
-    )
     in_place: bool = _option(
         False,
         "Whether the latest start was a recovery in place.",

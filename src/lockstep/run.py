@@ -24,11 +24,11 @@ from lockstep.logging.fingerprint import fingerprint
 from lockstep.logging.loggers import Logger
 from lockstep.logging.run_directory import check_tensors
 from lockstep.opening import Opened
-from lockstep.options import variable
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe.code import code_and_objects_of, code_of
 from lockstep.recipe.recipe import Recipe, Weights
 from lockstep.saving import Best, Resume, Saving
+from lockstep.scripts.request import EvaluateRequest, answered_by
 from lockstep.session import Session
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook
@@ -105,11 +105,10 @@ def train(
             f"train({recipe!r}); it takes an ls.Recipe: build one with ls.Recipe(model=...,"
             " data=..., loss=..., ...)"
         )
-    # a command has started the script
-    if (instead := os.environ.get(variable("instead_of_training"))) is not None:
+    if (evaluated := EvaluateRequest.read(os.environ)) is not None:
+        return _evaluate(recipe, evaluated.weights, plan=plan, run_dir=run_dir)
+    if (instead := answered_by(os.environ, "train")) is not None:
         import_module(instead).train(recipe)
-    if (weights := os.environ.get(variable("evaluate"))) is not None:
-        return _evaluate(recipe, weights, plan=plan, run_dir=run_dir)
     given: dict[str, Any] = {
         "run_dir": run_dir,
         "plan": plan,

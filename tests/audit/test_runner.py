@@ -10,22 +10,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.audit.request import AuditRequest
 from lockstep.audit.runner import (
     SITE,
+    AuditedEnd,
     AuditOptions,
     RecordGrowth,
-    ScriptRun,
     aborted_at_exit,
     environment,
     failure_in,
-    run_script,
+    run_audited,
 )
+from lockstep.scripts.line import ScriptLine
 
 WRITES = """
 import json, os, subprocess, sys, time
 from pathlib import Path
-folder = Path(os.environ["LOCKSTEP_AUDIT"])
+folder = Path(os.environ["LOCKSTEP_REQUEST"]).parent
 record = (folder / f"process-{os.getpid()}.jsonl").open("w", buffering=1)
 def write(**row): record.write(json.dumps(row) + "\\n")
 write(kind="process")
@@ -62,10 +62,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def ran(
     folder: Path, text: str, *arguments: str, echo: io.BytesIO | None = None, **options: float
-) -> ScriptRun:
+) -> AuditedEnd:
     Path("script.py").write_text(text)
-    return run_script(
-        AuditOptions(script="script.py", arguments=arguments, launcher="python", **options),
+    return run_audited(
+        AuditOptions(line=ScriptLine("script.py", arguments), launcher="python", **options),
         folder,
         torchrun=False,
         echo=echo,
@@ -122,23 +122,11 @@ def test_a_script_runs_unchanged_and_its_output_is_passed_on(folder: Path) -> No
     ]
 
 
-def test_the_script_has_the_request_and_not_the_place_of_another_launcher(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = AuditRequest(folder=folder, steps=3, roots=["/a"])
-    found = environment(
-        request,
-        {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "TORCHELASTIC_RUN_ID": "x",
-            "HOME": "/h",
-            "PYTHONPATH": "/mine",
-        },
-    )
-    assert found.pop("PYTHONPATH") == f"{SITE}:/mine"
-    assert found == {"HOME": "/h", "PYTHONUNBUFFERED": "1", **request.variables()}
-    assert environment(request, {})["PYTHONPATH"] == str(SITE)
+def test_the_script_does_not_have_the_place_of_another_launcher() -> None:
+    launcher = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    found = environment({**launcher, "HOME": "/h", "PYTHONPATH": "/mine"})
+    assert found == {"HOME": "/h", "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{SITE}:/mine"}
+    assert environment({})["PYTHONPATH"] == str(SITE)
 
 
 def test_a_script_that_fails_has_its_last_lines_and_its_status(folder: Path) -> None:
@@ -174,7 +162,7 @@ def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
 def test_a_script_that_ignores_sigterm_is_killed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.audit.processes.STOP_SECONDS", 0.3)
+    monkeypatch.setattr("lockstep.scripts.process.STOP_SECONDS", 0.3)
     text = (
         WRITES
         + ORPHANS

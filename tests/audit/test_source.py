@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.audit.runner import AuditOptions, command_line, launcher_of
 from lockstep.audit.source import ScriptSource, StartCall, lines_of_files, module_path
+from lockstep.scripts.line import ScriptLine
 
 OWN = {
     "the alias of the tutorials": (
@@ -88,19 +89,24 @@ def test_every_other_script_is_torchruns(name: str) -> None:
 def test_the_launcher_follows_the_source_and_a_note_says_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(OWN["the alias of the tutorials"][0])
-    torchrun, note = launcher_of(AuditOptions(script=str(script), arguments=["--lr", "1"]))
+    torchrun, note = launcher_of(AuditOptions(line=ScriptLine(str(script), ["--lr", "1"])))
     assert not torchrun
     assert note.startswith(
         f"{script}:2 starts the processes itself (torch.multiprocessing.spawn), so it was run as"
         f" python {script}"
     )
-    assert launcher_of(AuditOptions(script=str(script), launcher="torchrun")) == (True, "")
+    assert launcher_of(AuditOptions(line=ScriptLine(str(script)), launcher="torchrun")) == (
+        True,
+        "",
+    )
     assert command_line(
-        AuditOptions(script="train.py", arguments=["--lr", "1"]), tmp_path, torchrun=False
+        AuditOptions(line=ScriptLine("train.py", ["--lr", "1"])), tmp_path, torchrun=False
     )[1:] == ["train.py", "--lr", "1"]
     log = ["--log-dir", str(tmp_path / "torchrun")]
     line = command_line(
-        AuditOptions(script="a.train", is_module=True, processes=3), tmp_path, torchrun=True
+        AuditOptions(line=ScriptLine("a.train", is_module=True), processes=3),
+        tmp_path,
+        torchrun=True,
     )
     assert line[1:] == [
         "-P",

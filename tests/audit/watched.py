@@ -62,9 +62,9 @@ class Watched:
 def watch(name: str, folder: Path, *, steps: int = 1000, path: str = "", **environ: str) -> Watched:
     """Run a script of `watched_scripts`. `path`: more of PYTHONPATH."""
     script = SCRIPTS / name
-    request = AuditRequest(folder=folder, steps=steps, roots=[str(SCRIPTS)])
+    request = AuditRequest(folder=folder, steps=steps, roots=(str(SCRIPTS),))
     places = os.pathsep.join(filter(None, [str(SITE), path]))
-    done = run(script, folder, {**request.variables(), "PYTHONPATH": places, **environ})
+    done = run(script, folder, {**request.write(folder), "PYTHONPATH": places, **environ})
     return Watched(script, done.returncode, done.stdout, done.stderr, _records(folder))
 
 

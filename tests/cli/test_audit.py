@@ -133,8 +133,8 @@ def causes(report: dict[str, Any]) -> set[str]:
         (
             ["--keep", ".", "train.py"],
             (
-                "LaunchError: --keep .; the directory is not empty; records go to an empty one;"
-                " name another, or"
+                "LaunchError: --keep .; the directory is not empty, and what is kept goes to an"
+                " empty one; name another, or"
             ),
         ),
         (
@@ -188,14 +188,14 @@ def test_help_has_examples() -> None:
         (
             "raise ValueError('boom')",
             (
-                "train.py failed before its first optimizer step (exit status 1), so there is"
-                " nothing to look at; make"
+                "train.py failed before an optimizer step (exit status 1); an audit looks at the"
+                " steps of torch's optimizers; make"
             ),
         ),
         (
             "import time; time.sleep(1000)",
             (
-                "train.py took no optimizer step in 3 s; an audit looks at the steps of torch's"
+                "train.py did not come to an optimizer step in 3 s; an audit looks at the steps of torch's"
                 " optimizers"
             ),
         ),

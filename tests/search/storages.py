@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.options import LaunchOptions
 from lockstep.recipe.parameters import Parameter, Value
+from lockstep.scripts.line import ScriptLine
 from lockstep.search.outcome import TrialOutcome
 from lockstep.search.proposals import Proposals
 from lockstep.search.request import SearchRequest
@@ -25,7 +26,7 @@ Open = Callable[..., TrialStorage]
 
 def request(folder: Path, **changes: Any) -> SearchRequest:
     given = {
-        "script": ["train.py"], "metric": "loss", "direction": "minimize", "trials": 8,
+        "line": ScriptLine("train.py"), "metric": "loss", "direction": "minimize", "trials": 8,
         "parallel": None, "sampler": "random",
         "pruner": "none", "seed": 0, "folder": folder, "storage": None, "name": "train",
         "timeout_seconds": None,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lockstep.launch.failures import Ending, FailureRecord, WorkerFailure
+from lockstep.scripts.fork_server import LaunchEnding
 from lockstep.search.outcome import FailuresAlike, TrialOutcome, finished_outcome, outcome_of
-from lockstep.search.warm_parent import LaunchEnding
 
 
 def result(folder: Path, metrics: dict[str, float | None], loss: float | None = 0.5) -> None:

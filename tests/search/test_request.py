@@ -10,6 +10,7 @@ from search.storages import request
 
 from lockstep.base.errors import LaunchError, RecipeError, UserError
 from lockstep.options import LaunchOptions
+from lockstep.scripts.line import ScriptLine
 from lockstep.search.request import direction_of, sweep_of
 
 
@@ -97,7 +98,7 @@ def test_what_makes_another_search_and_what_does_not(tmp_path: Path) -> None:
     ):
         assert request(tmp_path, **same).identity() == here
     others = (
-        {"script": ["train.py", "--epochs", "5"]}, {"metric": "a"}, {"direction": "maximize"},
+        {"line": ScriptLine("train.py", ["--epochs", "5"])}, {"metric": "a"}, {"direction": "maximize"},
         {"sweep": [("lr", ["1"])]},
         {"launch": LaunchOptions(set=("lr=1",))},
     )  # fmt: skip

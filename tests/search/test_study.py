@@ -24,6 +24,7 @@ from search.storages import (
 
 from lockstep.base.errors import LaunchError, RecipeError
 from lockstep.options import LaunchOptions
+from lockstep.scripts.line import ScriptLine
 from lockstep.search.outcome import TrialOutcome
 from lockstep.search.proposals import Proposals
 from lockstep.search.results import TrialResult
@@ -181,7 +182,7 @@ class TestWhichSearchItIs:
     @pytest.mark.parametrize(
         ("changes", "text"),
         [
-            ({"script": ["other.py"]}, "script: ['train.py'], now ['other.py']"),
+            ({"line": ScriptLine("other.py")}, "script: ['train.py'], now ['other.py']"),
             ({"metric": "validation/loss"}, "metric: 'loss', now 'validation/loss'"),
             ({"direction": "maximize"}, "direction: 'minimize', now 'maximize'"),
             ({"launch": LaunchOptions(set=("lr=1",))}, "set: [], now ['lr=1']"),

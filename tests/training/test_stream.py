@@ -429,7 +429,9 @@ def test_a_replica_that_fails_saves_nothing_where_others_alone_know_how_their_sh
 def traced(folder: str, microbatch: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
-            TraceRequest(folder=Path(folder), steps=2, microbatch=microbatch).variables().items()
+            TraceRequest(folder=Path(folder), steps=2, microbatch=microbatch)
+            .write(Path(folder))
+            .items()
         ):
             patch.setenv(name, value)
         with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):

@@ -367,7 +367,9 @@ def test_the_perturbed_run_of_a_run_that_starts_from_weights_is_near_these(
     state = Counted().state_dict()
     save_file(state, tmp_path / "w.safetensors")
     (tmp_path / "trace").mkdir()
-    for name, value in TraceRequest(folder=tmp_path / "trace", noise_seed=0).variables().items():
+    for name, value in (
+        TraceRequest(folder=tmp_path / "trace", noise_seed=0).write(tmp_path).items()
+    ):
         monkeypatch.setenv(name, value)
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         model, _ = session.prepare(Counted, sgd, weights=tmp_path / "w.safetensors")

@@ -10,13 +10,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from unittest.mock import patch
 
 from lockstep.base.errors import USER_ERROR_STATUS, UserError, WorkerError
+from lockstep.scripts.line import ScriptLine
 from lockstep.testing.pool import WorkerPool
 from lockstep.verify.jobs import Job, parse_plans
 from lockstep.verify.runner import JobResult, Runner
@@ -36,14 +36,14 @@ PRELOADED = (
 class Pooled(Runner):
     """A `Runner` that uses a pool of workers for each slot instead of `lockstep run`."""
 
-    def __init__(self, script: Sequence[str], folder: Path, pools: SimpleQueue[WorkerPool]) -> None:
-        super().__init__(script, folder, timeout_seconds=600, slots=pools.qsize())
+    def __init__(self, line: ScriptLine, folder: Path, pools: SimpleQueue[WorkerPool]) -> None:
+        super().__init__(line, folder, timeout_seconds=600, slots=pools.qsize())
         self._pools = pools
 
     def _result(self, job: Job) -> JobResult:
         trace = self._folder / job.name / "trace"
         trace.mkdir(parents=True)
-        variables = replace(job, folder=trace).variables()
+        variables = job.request(trace).write(trace.parent)
         given = {
             "LOCKSTEP_PLAN": str(job.plan),
             "LOCKSTEP_RUN_DIR": str(self._folder / job.name / "run"),
@@ -55,7 +55,7 @@ class Pooled(Runner):
             pool.run(
                 job.processes,
                 run_script,
-                self._script,
+                self.line.words,
                 given,
                 timeout_seconds=self._timeout_seconds,
             )
@@ -110,7 +110,7 @@ def verified(
 ) -> Report:
     """Return the report on the script under `plans`. `options`: the other fields of
     `VerifyOptions`."""
-    with tempfile.TemporaryDirectory() as folder, Pooled(line, Path(folder), pools) as runner:
-        return Verification(
-            line[0], VerifyOptions(plans=parse_plans(plans, bitwise=False), **options), runner
-        ).run()
+    script = ScriptLine(line[0], line[1:])
+    with tempfile.TemporaryDirectory() as folder, Pooled(script, Path(folder), pools) as runner:
+        wanted = VerifyOptions(plans=parse_plans(plans, bitwise=False), **options)
+        return Verification(script, wanted, runner).run()

@@ -63,7 +63,7 @@ def train(plan: str, folder: str, changes: dict[str, Any], request: dict[str, An
         }
     )
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in TraceRequest(folder=Path(folder), **request).variables().items():
+        for name, value in TraceRequest(folder=Path(folder), **request).write(Path(folder)).items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):
             ls.train(made, plan=plan, run_dir=f"{folder}/run", hooks=[seen])
@@ -198,7 +198,7 @@ def train_two(folder: Path) -> None:
 def test_two_models_have_one_trace_each_and_end_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in TraceRequest(folder=tmp_path, steps=2).variables().items():
+    for name, value in TraceRequest(folder=tmp_path, steps=2).write(tmp_path).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         train_two(tmp_path)
@@ -212,7 +212,7 @@ def test_two_models_have_one_trace_each_and_end_together(
 
 
 def test_a_session_without_a_request_has_no_probe(tmp_path: Path) -> None:
-    assert not {"LOCKSTEP_PROBE", "LOCKSTEP_TRACE"} & set(os.environ)
+    assert "LOCKSTEP_REQUEST" not in os.environ
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         assert session.context.overrides == Overrides()
         assert not any(isinstance(hook, TraceHook) for hook in session.run.hooks.all)
@@ -237,7 +237,7 @@ def log_in_a_loop(plan: str, folder: str, counts_dummies: bool) -> None:
 
 def trace_a_loop(plan: str, folder: str, counts_dummies: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in TraceRequest(folder=Path(folder), steps=2).variables().items():
+        for name, value in TraceRequest(folder=Path(folder), steps=2).write(Path(folder)).items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit):
             log_in_a_loop(plan, folder, counts_dummies)

@@ -6,7 +6,6 @@ Stand-ins for the script import nothing.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,8 @@ import pytest
 
 from lockstep.options import LaunchOptions
 from lockstep.plan import Plan
-from lockstep.verify.jobs import Job
+from lockstep.scripts.line import ScriptLine
+from lockstep.verify.jobs import Job, TraceRequest
 from lockstep.verify.runner import Runner
 
 
@@ -38,7 +38,7 @@ def runner(tmp_path: Path) -> Callable[..., Runner]:
         progress: Callable[[str], None] = lambda _: None,
     ) -> Runner:
         found = Runner(
-            ["train.py"],
+            ScriptLine("train.py"),
             tmp_path / "runs",
             timeout_seconds=timeout_seconds,
             slots=slots,
@@ -51,7 +51,7 @@ def runner(tmp_path: Path) -> Callable[..., Runner]:
 
 
 def test_a_job_is_a_lockstep_run_of_the_script(tmp_path: Path) -> None:
-    line = ["-m", "package.train", "--lr", "1"]
+    line = ScriptLine("package.train", ["--lr", "1"], is_module=True)
     with Runner(
         line, tmp_path, timeout_seconds=1, slots=1, launch=LaunchOptions(share_devices=True)
     ) as made:
@@ -70,7 +70,11 @@ def test_a_job_is_a_lockstep_run_of_the_script(tmp_path: Path) -> None:
 def test_each_run_is_named_when_it_begins_and_counted_once_all_are_known(tmp_path: Path) -> None:
     begun: list[str] = []
     with Runner(
-        ["train.py"], tmp_path / "runs", timeout_seconds=30.0, slots=1, begins=begun.append
+        ScriptLine("train.py"),
+        tmp_path / "runs",
+        timeout_seconds=30.0,
+        slots=1,
+        begins=begun.append,
     ) as made:
         made._command = lambda job, run_dir: [sys.executable, "-c", ""]  # type: ignore[method-assign]
         made.run([job("reference-fast")])
@@ -98,13 +102,10 @@ def test_a_run_is_requested_to_trace_and_to_use_one_thread(
     program = "import json, os; print(json.dumps(dict(os.environ)))"
     with runner(program) as made:
         made.run([job("perturbed", noise_seed=2, microbatch=3)])
-    seen = json.loads((tmp_path / "runs" / "perturbed" / "stdout").read_text())
-    assert {name: value for name, value in seen.items() if name.startswith("LOCKSTEP_TRACE")} == {
-        "LOCKSTEP_TRACE": str(tmp_path / "runs" / "perturbed" / "trace"),
-        "LOCKSTEP_TRACE_STEPS": "2",
-        "LOCKSTEP_TRACE_NOISE": "2",
-        "LOCKSTEP_TRACE_MICROBATCH": "3",
-    }
+    seen = json.loads((tmp_path / "runs" / "perturbed" / "output.txt").read_text())
+    trace = tmp_path / "runs" / "perturbed" / "trace"
+    wanted = TraceRequest(folder=trace, steps=2, noise_seed=2, microbatch=3)
+    assert TraceRequest.read(seen) == wanted
     assert seen["OMP_NUM_THREADS"] == "1"
 
 
@@ -117,7 +118,7 @@ def test_no_more_processes_run_at_once_than_there_are_slots(
         assert [ended.job.name for ended in made.run(jobs)] == list("abcde")
     spans = [
         (
-            *map(float, (tmp_path / "runs" / each.name / "stdout").read_text().split()),
+            *map(float, (tmp_path / "runs" / each.name / "output.txt").read_text().split()),
             min(2, each.processes),
         )
         for each in jobs
@@ -134,9 +135,10 @@ def test_a_run_that_times_out_is_ended(runner: Callable[..., Runner], tmp_path: 
     )
     with runner(program, timeout_seconds=1.0, progress=progress.append) as made:
         (ended,) = made.run([job("slow")])
-    assert (ended.timed_out, ended.traces, ended.error) == (True, [], "stuck")
+    pid, said = ended.error.splitlines()
+    assert (ended.timed_out, ended.traces, said) == (True, [], "stuck")
     assert progress == ["slow: timed out, 1 s"]
-    assert not psutil.pid_exists(int((tmp_path / "runs" / "slow" / "stdout").read_text()))
+    assert not psutil.pid_exists(int(pid))
 
 
 def test_a_failed_run_has_its_last_output(runner: Callable[..., Runner]) -> None:
@@ -154,7 +156,7 @@ def test_leaving_the_runner_ends_running_jobs_and_starts_no_more(
     runner: Callable[..., Runner], tmp_path: Path
 ) -> None:
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
-    output = tmp_path / "runs" / "first" / "stdout"
+    output = tmp_path / "runs" / "first" / "output.txt"
     began = time.monotonic()
     with runner(program, slots=1) as made:
         futures = [made.start(job("first")), made.start(job("second"))]
@@ -162,8 +164,5 @@ def test_leaving_the_runner_ends_running_jobs_and_starts_no_more(
             time.sleep(0.01)
     assert time.monotonic() - began < 10
     assert not psutil.pid_exists(int(output.read_text()))
-    assert (
-        not (tmp_path / "runs" / "second" / "stdout").exists()
-        or os.path.getsize(tmp_path / "runs" / "second" / "stdout") == 0
-    )
+    assert not (tmp_path / "runs" / "second").exists()
     assert futures[0].result().status != 0

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lockstep.base.errors import LaunchError
 from lockstep.verify import trace, trace_reader
 from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.tolerance import distance
@@ -343,39 +342,3 @@ def test_random_numbers_drawn_by_a_forward_are_recorded(tmp_path: Path) -> None:
     assert [
         row["rng_after"] != row["rng_before"] for row in rows if row["kind"] == "microbatch"
     ] == [False, True]
-
-
-def test_a_request_is_passed_through_the_environment(tmp_path: Path) -> None:
-    for request in (
-        TraceRequest(folder=tmp_path),
-        TraceRequest(
-            folder=tmp_path, steps=3, noise_seed=0, float64=True, microbatch=2, eval_mode=True
-        ),
-    ):
-        assert TraceRequest.read(request.variables()) == request
-    assert TraceRequest.read({"PATH": "/bin"}) is None
-
-
-@pytest.mark.parametrize(
-    ("environ", "text"),
-    [
-        (
-            {"LOCKSTEP_TRACE_STEPS": "3"},
-            (
-                "LOCKSTEP_TRACE_STEPS=3 without LOCKSTEP_TRACE; lockstep verify sets both; unset"
-                " LOCKSTEP_TRACE_STEPS"
-            ),
-        ),
-        (
-            {"LOCKSTEP_TRACE": "/x", "LOCKSTEP_TRACE_STEPS": "0"},
-            "LOCKSTEP_TRACE_STEPS='0'; it is a whole number of at least 1; unset it",
-        ),
-        (
-            {"LOCKSTEP_TRACE": "/x", "LOCKSTEP_TRACE_FLOAT64": "yes"},
-            "LOCKSTEP_TRACE_FLOAT64='yes'; it is 1 or 0; unset it",
-        ),
-    ],
-)
-def test_an_invalid_variable_is_refused(environ: dict[str, str], text: str) -> None:
-    with pytest.raises(LaunchError, match="^" + text.replace(".", r"\.")):
-        TraceRequest.read(environ)

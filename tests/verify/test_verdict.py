@@ -18,6 +18,8 @@ from verify.engine import Engine, Network
 
 from lockstep.base.errors import LaunchError, PlanError
 from lockstep.plan import Plan
+from lockstep.scripts.line import ScriptLine
+from lockstep.verify.html_page import page
 from lockstep.verify.jobs import (
     Job,
     in_float64,
@@ -29,7 +31,6 @@ from lockstep.verify.jobs import (
     reference_jobs,
     reference_plan,
 )
-from lockstep.verify.page import verify_page
 from lockstep.verify.runner import JobResult
 from lockstep.verify.verdict import Report
 from lockstep.verify.verification import Verification, VerifyOptions
@@ -115,7 +116,7 @@ def options(
 
 
 def verify(runner: InProcess, wanted: VerifyOptions) -> Report:
-    return Verification("train.py", wanted, runner).run()  # type: ignore[arg-type]
+    return Verification(ScriptLine("train.py"), wanted, runner).run()  # type: ignore[arg-type]
 
 
 def of_plan(kind: type[Engine], part: str = "plan-") -> Callable[[Job], type[Engine]]:
@@ -188,7 +189,7 @@ def test_the_effect_of_compression_is_reported_and_fails_no_plan(tmp_path: Path)
             "loss": two.loss,
         }
     ]
-    assert two.text() in verify_page(report)
+    assert two.text() in page(report)
 
 
 @pytest.mark.parametrize(
@@ -339,24 +340,24 @@ def test_a_plan_under_which_the_script_fails_did_not_run(tmp_path: Path) -> None
             1,
             "Traceback\nValueError: boom",
             (
-                r"'train.py' fails under one process \(exit status 1\), so there is"
-                r" .*\nTraceback\nValueError: boom"
+                r"train.py failed before a training step under one process \(exit status 1\);"
+                r" .*`lockstep run --nproc 1 train.py`.*\nTraceback\nValueError: boom"
             ),
         ),
         (
             143,
             "",
             (
-                r"'train.py' under one process did not finish 3 steps in 1 s; verify waits that"
-                r" long for each run; give fewer --steps"
+                r"train.py did not come to its last of 3 training steps under one process in 1 s;"
+                r" .*a longer --timeout"
             ),
         ),
         (
             0,
             "",
             (
-                r"'train.py' ended without a training step; verify compares the steps of ls.train"
-                r" or ls.Session; call one"
+                r"train.py ended without a training step under one process; verify compares the"
+                r" steps of ls.train or ls.Session;"
             ),
         ),
     ],
@@ -446,10 +447,10 @@ def test_the_page_needs_no_network(tmp_path: Path, kind: type[Engine]) -> None:
         InProcess(tmp_path, of_plan(kind)), options("replicate=2", "replicate=4", float64=False)
     )
     report.script = "<train>.py"
-    text = verify_page(report)
+    text = page(report)
     assert text.startswith("<!doctype html>")
     assert "http" not in text.replace("http-equiv", "")
-    assert "default-src 'none'" in text
+    assert "<script" not in text
     assert "&lt;train&gt;.py" in text
     assert "prefers-color-scheme: dark" in text
     assert text.count("<svg") == text.count("<polygon") == 6

@@ -13,7 +13,7 @@ from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.compare import check_compare
 from lockstep.audit.finding import Area, Audit
 from lockstep.audit.records import Records, read_records
-from lockstep.audit.runner import AuditOptions, run_script
+from lockstep.audit.runner import AuditOptions, run_audited
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.system import shell_words
 
@@ -69,14 +69,10 @@ def add_compare(
                 f" process{'es' if processes > 1 else ''} ({name})"
             )
         (folder / name).mkdir()
-        arguments = [*options.arguments, *compare.arguments(processes)]
-        changed = replace(options, processes=processes, arguments=arguments, perturb=perturb)
-        ended = run_script(changed, folder / name, torchrun=True, echo=echo)
-        if ended.error or ended.hang is not None or ended.timed_out:
-            text = (
-                f"the script did not get to its end on {processes} processes:"
-                f" {ended.error or 'it made no progress'}"
-            )
+        changed = replace(options, processes=processes, perturb=perturb)
+        changed = changed.with_arguments(*compare.arguments(processes))
+        if why := run_audited(changed, folder / name, torchrun=True, echo=echo).did_not_end:
+            text = f"the script did not get to its end on {processes} processes: {why}"
             add_result(audit, AreaResult(Area.COMPARE, unseen=[text]))
             return None
         return read_records(folder / name)

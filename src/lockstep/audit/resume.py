@@ -11,7 +11,7 @@ from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.resume import check_resume
 from lockstep.audit.finding import Area, Audit
 from lockstep.audit.records import Records, read_records
-from lockstep.audit.runner import AuditOptions, run_script
+from lockstep.audit.runner import AuditOptions, run_audited
 from lockstep.base.errors import say
 
 STEPS = 8
@@ -40,14 +40,10 @@ def add_resume(
         if echo is not None:
             say(f"lockstep audit: the script is {name}, for {steps} steps")
         (folder / name).mkdir()
-        changed = replace(options, steps=steps, arguments=[*options.arguments, *more])
-        run = run_script(changed, folder / name, torchrun=torchrun, echo=echo)
-        if run.error or run.hang is not None or run.timed_out:
-            why = (
-                f"the {name} script did not get to step {steps}:"
-                f" {run.error or 'it made no progress'}"
-            )
-            add_result(audit, AreaResult(Area.RESUME, unseen=[why]))
+        changed = replace(options, steps=steps).with_arguments(*more)
+        if why := run_audited(changed, folder / name, torchrun=torchrun, echo=echo).did_not_end:
+            text = f"the {name} script did not get to step {steps}: {why}"
+            add_result(audit, AreaResult(Area.RESUME, unseen=[text]))
             return
     add_result(
         audit,

@@ -3,15 +3,13 @@ laws."""
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.audit.compare import CompareOptions, add_compare
 from lockstep.audit.finding import Area, Audit, Cause, Finding
 from lockstep.audit.resume import add_resume
-from lockstep.audit.runner import AuditOptions, HangStacks, ScriptRun, launcher_of, run_script
+from lockstep.audit.runner import AuditOptions, HangStacks, launcher_of, run_audited
 from lockstep.audit.source import ScriptSource
 from lockstep.audit.stacks import waiting_lines
 from lockstep.base.errors import LaunchError
@@ -26,52 +24,53 @@ def run_audit(
 ) -> Audit:
     """Run the script and return what was found. `folder` is empty; the records stay in it. `echo`:
     of the script's output. Raises `LaunchError` if there was nothing to look at."""
-    if ScriptSource.find(options.script, is_module=options.is_module).uses_lockstep():
+    line = options.line
+    if ScriptSource.find(line).uses_lockstep():
         raise LaunchError(
-            f"{options.script} uses lockstep; lockstep audit is for scripts that do not; use"
-            f" lockstep verify {options.script} --plans "
+            f"{line.script} uses lockstep; lockstep audit is for scripts that do not; use"
+            f" lockstep verify {line.script} --plans "
             f'"replicate={options.processes}", which compares every gradient with that of one'
             " process"
         )
     torchrun, note = launcher_of(options)
     given = options
     if compare is not None:
-        options = replace(
-            options, arguments=[*options.arguments, *compare.arguments(options.processes)]
-        )
-    result = run_script(options, folder, torchrun=torchrun, echo=echo)
+        options = options.with_arguments(*compare.arguments(options.processes))
+    end = run_audited(options, folder, torchrun=torchrun, echo=echo)
     audit = Audit(
-        script=shlex.join(options.line),
+        script=str(options.line),
         processes=options.processes,
         steps=0,
         notes=[note] if note else [],
-        error=result.error,
-        status=result.status,
-        seconds=result.seconds,
+        error=end.error,
+        status=end.status,
+        seconds=end.seconds,
     )
     from lockstep.audit.audit import judge
 
-    judge(folder, audit, result.hang)
-    if options.resume_arguments is not None and result.hang is None and not result.timed_out:
-        add_resume(audit, options, folder, torchrun=torchrun, echo=echo)
-    if compare is not None and result.hang is None and not result.timed_out:
-        add_compare(audit, given, compare, folder, echo=echo)
-    if result.hang is not None:
-        _say_where(audit, result.hang, options.root)
-    if result.timed_out:
+    judge(folder, audit, end.hang)
+    if end.hang is not None:
+        _say_where(audit, end.hang, options.root)
+    elif end.timed_out:
         audit.notes.append(
             f"the script had not ended after {options.timeout_seconds:g} s (--timeout), and was"
             f" ended in step {audit.steps}"
         )
+    else:
+        if options.resume_arguments is not None:
+            add_resume(audit, options, folder, torchrun=torchrun, echo=echo)
+        if compare is not None:
+            add_compare(audit, given, compare, folder, echo=echo)
+        if not end.error and 0 < audit.steps < options.steps:
+            audit.notes.append(f"the script ended after {audit.steps} of {options.steps} steps")
     if not (audit.steps or audit.findings):
-        raise LaunchError(_why_not(options, result, torchrun=torchrun))
-    if (
-        not result.error
-        and result.hang is None
-        and 0 < audit.steps < options.steps
-        and not result.timed_out
-    ):
-        audit.notes.append(f"the script ended after {audit.steps} of {options.steps} steps")
+        launcher = f"torchrun --nproc-per-node {options.processes}" if torchrun else "python"
+        raise end.nothing_done(
+            line,
+            before="an optimizer step",
+            needs="an audit looks at the steps of torch's optimizers",
+            works=f"{launcher} {options.line}",
+        )
     return audit
 
 
@@ -85,24 +84,3 @@ def _say_where(audit: Audit, hang: HangStacks, root: str) -> None:
         f"process {pid} stands at {place}"
         for pid, place in waiting_lines(hang.stacks, root).items()
     ]
-
-
-def _why_not(options: AuditOptions, run: ScriptRun, *, torchrun: bool) -> str:
-    """Return why nothing was seen: the script failed, or took no step."""
-    launcher = f"torchrun --nproc-per-node {options.processes}" if torchrun else "python"
-    if run.timed_out:
-        return (
-            f"{options.script} took no optimizer step in {options.timeout_seconds:g} s; an audit"
-            " looks at the steps of torch's optimizers; give it less to do before its first step,"
-            " or a longer --timeout"
-        )
-    if run.error or run.status:
-        return (
-            f"{options.script} failed before its first optimizer step (exit status {run.status}),"
-            f" so there is nothing to look at; make `{launcher} {shlex.join(options.line)}` work"
-            f" first. It ended with:\n{run.error}"
-        )
-    return (
-        f"{options.script} ended without an optimizer step; an audit looks at the steps of torch's"
-        " optimizers; give it the arguments with which it trains"
-    )

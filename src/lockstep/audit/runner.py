@@ -1,30 +1,27 @@
-"""Runs the audited script, unchanged, on several processes, as torchrun would; sees a hang, and
-ends all it started."""
+"""Runs the audited script, unchanged, on several processes, as torchrun would; sees a hang."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from lockstep.audit.processes import dump_stacks, end_all, recorded, running_records
 from lockstep.audit.request import AuditRequest
 from lockstep.audit.source import ScriptSource
+from lockstep.base.descendants import parents
 from lockstep.base.python_process import own_python
+from lockstep.base.system import signals
+from lockstep.scripts.line import ScriptLine
+from lockstep.scripts.process import OUTPUT, TAIL_LINES, ScriptEnd, run_script
 
-POLL_SECONDS = 0.2
 STACKS_SECONDS = 2.0
 """Seconds that processes have to write their stacks."""
-TAIL_LINES = 30
-"""Lines of a failed script's output that are kept."""
 SITE = Path(__file__).parent / "site"
 """Directory whose `sitecustomize` installs the probes in each process."""
 LauncherChoice = Literal["auto", "torchrun", "python"]
@@ -51,10 +48,7 @@ _RANK_LINE = re.compile(r'"kind":\s*"rank"')
 class AuditOptions:
     """The options of an audit."""
 
-    script: str
-    """Path of the script, or name of the module."""
-    arguments: Sequence[str] = ()
-    is_module: bool = False
+    line: ScriptLine
     processes: int = 2
     steps: int = 20
     hang_after_seconds: float = 60.0
@@ -69,13 +63,15 @@ class AuditOptions:
     """Arguments of the script with which it goes on from what it saved. None: it is not resumed."""
 
     @property
-    def line(self) -> list[str]:
-        return [*(["-m"] if self.is_module else []), self.script, *self.arguments]
-
-    @property
     def root(self) -> str:
         """The directory of the user's own code."""
-        return os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(self.script))
+        script = self.line.script
+        return os.getcwd() if self.line.is_module else os.path.dirname(os.path.abspath(script))
+
+    def with_arguments(self, *arguments: str) -> AuditOptions:
+        """Return the same options for a script with further arguments."""
+        added = (*self.line.arguments, *arguments)
+        return replace(self, line=replace(self.line, arguments=added))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,16 +85,15 @@ class HangStacks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScriptRun:
-    """A run of the script that has ended, or was ended."""
+class AuditedEnd(ScriptEnd):
+    """The end of the script, or of one that was ended because it hung."""
 
-    status: int
-    """Exit status as a shell shows it: 128 + N after signal N."""
-    seconds: float
-    error: str = ""
-    """Last lines of a failed script's output. Empty if it did not fail."""
     hang: HangStacks | None = None
-    timed_out: bool = False
+
+    @property
+    def did_not_end(self) -> str:
+        """Why the script did not come to its last step. Empty if it did."""
+        return self.error or ("it made no progress" if self.hang or self.timed_out else "")
 
 
 class RecordGrowth:
@@ -128,35 +123,27 @@ def launcher_of(options: AuditOptions) -> tuple[bool, str]:
     against it."""
     if options.launcher != "auto":
         return options.launcher == "torchrun", ""
-    call = ScriptSource.find(options.script, is_module=options.is_module).start_call()
+    call = ScriptSource.find(options.line).start_call()
     if call is None:
         return True, ""
-    return (
-        False,
-        (
-            f"{options.script}:{call.line} starts the processes itself ({call.name}), so it was run"
-            f" as python {options.script}, and --nproc does not count; --launcher torchrun runs it"
-            " otherwise"
-        ),
+    script = options.line.script
+    return False, (
+        f"{script}:{call.line} starts the processes itself ({call.name}), so it was run as python"
+        f" {script}, and --nproc does not count; --launcher torchrun runs it otherwise"
     )
 
 
 def command_line(options: AuditOptions, folder: Path, *, torchrun: bool) -> list[str]:
     """Return the command that runs the script."""
     if not torchrun:
-        return [sys.executable, *options.line]
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(options.processes),
-    ]
+        return [sys.executable, *options.line.words]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
     # else it leaves a folder in /tmp
-    return own_python(*launcher, "--log-dir", str(folder / "torchrun"), *options.line)
+    logs = ["--log-dir", str(folder / "torchrun")]
+    return own_python("-m", *launcher, *logs, *options.line.words)
 
 
-def environment(request: AuditRequest, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the script: that of the audit with the probes, without what a
     launcher has set."""
     kept = {
@@ -166,103 +153,86 @@ def environment(request: AuditRequest, environ: Mapping[str, str]) -> dict[str, 
     }
     path = os.pathsep.join([str(SITE), *filter(None, [environ.get("PYTHONPATH")])])
     # Unbuffered, as torchrun runs its workers: nothing is lost when a process ends itself.
-    return {**kept, **request.variables(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def run_script(
+def run_audited(
     options: AuditOptions, folder: Path, *, torchrun: bool, echo: BinaryIO | None = None
-) -> ScriptRun:
+) -> AuditedEnd:
     """Run the script until it ends, hangs or takes too long; then end all it started. `folder`: of
     the records, exists. `echo` is given the script's output as it comes."""
-    request = AuditRequest(
-        folder=folder,
-        steps=options.steps,
-        roots=[options.root],
-        runner=os.getpid(),
-        perturb=options.perturb,
+    growth, hangs = RecordGrowth(folder), list[HangStacks]()
+
+    def look() -> bool:
+        stalled = growth.stalled_seconds()
+        # not while the launcher alone comes to its end
+        if stalled > options.hang_after_seconds and _running_records(folder):
+            hangs.append(HangStacks(seconds=stalled, stacks=_dump_stacks(folder)))
+        return bool(hangs)
+
+    end = run_script(
+        command_line(options, folder, torchrun=torchrun),
+        AuditRequest(
+            folder=folder,
+            steps=options.steps,
+            roots=(options.root,),
+            runner=os.getpid(),
+            perturb=options.perturb,
+        ),
+        folder,
+        environ=environment(os.environ),
+        timeout_seconds=options.timeout_seconds,
+        look=look,
+        echo=echo,
     )
-    output = folder / "output"
-    started = time.monotonic()
-    with output.open("wb") as written, output.open("rb") as read:
-        process = subprocess.Popen(
-            command_line(options, folder, torchrun=torchrun),
-            env=environment(request, os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=written,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            hang, timed_out = _watch(process, options, folder, lambda: _pass_on(read, echo))
-            status = process.poll()
-            _pass_on(read, echo)  # not what torchrun says about being ended
-        finally:
-            end_all(process, folder, request.marker)
-    if status is None:
-        status = process.returncode if process.returncode is not None else -signal.SIGKILL
-    status = status if status >= 0 else 128 - status
-    error = (
-        ""
-        if hang is not None or timed_out or status == 0
-        else failure_in(output.read_text(encoding="utf-8", errors="replace"))
-    )
-    if aborted_at_exit(error):
-        status, error = 0, ""
-    return ScriptRun(
-        status=status,
-        seconds=time.monotonic() - started,
-        error=error,
-        hang=hang,
-        timed_out=timed_out,
-    )
+    output = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
+    error = "" if hangs or end.timed_out or not end.status else failure_in(output)
+    status = 0 if aborted_at_exit(error) else end.status
+    told = {**asdict(end), "status": status, "error": error if status else ""}
+    return AuditedEnd(**told, hang=hangs[0] if hangs else None)
 
 
 def aborted_at_exit(error: str) -> bool:
     """True if a process aborted after its script had ended, as Python destroyed a process group
     that was still alive: torch does so now and then, and it says nothing about the training."""
-    return (
-        "terminate called without an active exception" in error
-        and "Traceback (most recent call last)" not in error
-    )
+    aborted = "terminate called without an active exception" in error
+    return aborted and "Traceback (most recent call last)" not in error
 
 
 def failure_in(output: str) -> str:
     """Return the last lines that a failed script has printed, without those that torchrun adds."""
     output = _THREADS_BANNER.sub("", output)
-    heads = [
-        found.start()
-        for pattern in (_FAILED, _AGENT_TRACEBACK)
-        if (found := pattern.search(output)) is not None
-    ]
+    found = [pattern.search(output) for pattern in (_FAILED, _AGENT_TRACEBACK)]
+    heads = [each.start() for each in found if each is not None]
     text = output[: min(heads)].rstrip() if heads else ""
     return "\n".join((text or output.rstrip()).splitlines()[-TAIL_LINES:])
 
 
-def _watch(
-    process: subprocess.Popen[bytes],
-    options: AuditOptions,
-    folder: Path,
-    pass_on: Callable[[], None],
-) -> tuple[HangStacks | None, bool]:
-    """Wait for the end of the script. Returns the stacks if it hangs, and True if it takes too
-    long."""
-    started = time.monotonic()
-    growth = RecordGrowth(folder)
-    while process.poll() is None:
-        pass_on()
-        stalled = growth.stalled_seconds()
-        # not while the launcher alone comes to its end
-        if stalled > options.hang_after_seconds and running_records(folder):
-            return HangStacks(seconds=stalled, stacks=dump_stacks(folder, STACKS_SECONDS)), False
-        if time.monotonic() - started > options.timeout_seconds:
-            return None, True
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(POLL_SECONDS)
-    return None, False
+def recorded(folder: Path) -> dict[int, Path]:
+    """Return the records of the processes, by process id."""
+    found = {}
+    for path in folder.glob("process-*.jsonl"):
+        with suppress(ValueError):
+            found[int(path.stem.removeprefix("process-"))] = path
+    return found
 
 
-def _pass_on(read: BinaryIO, echo: BinaryIO | None) -> None:
-    if (more := read.read()) and echo is not None:
-        with suppress(OSError):  # nobody reads it any more
-            echo.write(more)
-            echo.flush()
+def _running_records(folder: Path) -> list[int]:
+    """Return the ids of the processes that keep records and still run."""
+    return sorted(recorded(folder).keys() & parents().keys())
+
+
+def _dump_stacks(folder: Path) -> dict[int, str]:
+    """Have all processes that keep records write the stacks of their threads, and return them."""
+    running = _running_records(folder)
+    for pid in running:
+        for number in signals("SIGUSR2"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+    time.sleep(STACKS_SECONDS)
+    files = {pid: folder / f"stacks-{pid}.txt" for pid in running}
+    return {
+        pid: path.read_text(encoding="utf-8", errors="replace")
+        for pid, path in files.items()
+        if path.exists()
+    }

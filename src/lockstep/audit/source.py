@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from lockstep.scripts.line import ScriptLine
+
 _STARTS = {
     "torch.multiprocessing.spawn",
     "torch.multiprocessing.start_processes",
@@ -43,10 +45,10 @@ class ScriptSource:
         self._names = dict(_imported(self._nodes))
 
     @classmethod
-    def find(cls, script: str, *, is_module: bool) -> ScriptSource:
+    def find(cls, line: ScriptLine) -> ScriptSource:
         """The source of a file, or of a module that Python finds from the working directory without
         importing it."""
-        path = module_path(script) if is_module else Path(script)
+        path = module_path(line.script) if line.is_module else Path(line.script)
         try:
             return cls("" if path is None else path.read_bytes().decode("utf-8", errors="replace"))
         except OSError:

@@ -1,4 +1,4 @@
-"""The descendants of a process, in whatever session, and their end."""
+"""The processes that a process has started, in whatever session, and their end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.02
 
 
 def parents() -> dict[int, int]:
-    """Return the parent of each running process, without zombies."""
+    """The process id of the parent of each process that runs; zombies left out."""
     if sys.platform != "linux":
         listed = subprocess.run(
             ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False
@@ -35,7 +35,8 @@ def parents() -> dict[int, int]:
 
 
 def descendants(roots: Collection[int]) -> set[int]:
-    """Return the running descendants of processes, without this one."""
+    """The ids of the processes that run and descend from these, which are left out, as is this
+    process."""
     by_id = parents()
     found = set(roots)
     while more := {pid for pid, parent in by_id.items() if parent in found} - found:
@@ -44,8 +45,9 @@ def descendants(roots: Collection[int]) -> set[int]:
 
 
 def with_marker(*markers: str) -> set[int]:
-    """Return the processes whose environment has an entry "NAME=value" of `markers`, and their
-    descendants: an orphan keeps it. Linux only."""
+    """The ids of the processes whose environment has one of the entries `markers`, "NAME=value",
+    and of their descendants: they keep it when they lose their parent. Linux only; empty
+    elsewhere."""
     if sys.platform != "linux" or not markers:
         return set()
     wanted = set(map(os.fsencode, markers))
@@ -54,15 +56,16 @@ def with_marker(*markers: str) -> set[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """Return another process's environment as it was started; empty if not allowed."""
+    """Entries of another process's environment, as it was started; empty if this user may not see
+    it."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> dict[int, str]:
-    """Kill what `find` returns until it returns nothing, for so many seconds at most. Returns the
-    names."""
+    """Kill the processes that `find` returns, until it returns none, for so many seconds at most.
+    Returns their names."""
     killed: dict[int, str] = {}
     until = time.monotonic() + seconds
     while (found := find()) and time.monotonic() < until:

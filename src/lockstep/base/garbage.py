@@ -1,4 +1,5 @@
-"""Python's garbage collector: paused during large imports, and kept from lasting objects."""
+"""Python's cyclic garbage collector: paused while large packages are imported, and kept from what
+stays for good."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the collector: importing torch takes a sixth less, torch._dynamo a third."""
+    """Pause the garbage collector during large imports: torch then takes a sixth less time,
+    torch._dynamo a third."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -23,12 +25,16 @@ _is_frozen = False
 
 
 def freeze_for_good() -> None:
-    """Exempt all objects that there are from garbage collection, in this process and its forks."""
+    """Exempt all objects that there are from garbage collection, the first time that a process
+    calls it."""
     global _is_frozen
-    gc.freeze()
+    if not is_frozen():
+        gc.collect()
+        gc.freeze()
     _is_frozen = True
 
 
 def is_frozen() -> bool:
-    """True if somebody has frozen objects. `gc.get_freeze_count` takes 25 ms for 300,000."""
+    """True if somebody has frozen objects. `gc.get_freeze_count` counts them one by one: 300,000 in
+    25 ms."""
     return _is_frozen or gc.get_freeze_count() > 0

@@ -1,4 +1,5 @@
-"""Parts of the operating system that not every system has, and the words of a shell."""
+"""The parts of the operating system that not every system has: signals, processes, the peak of
+memory; the words of a shell."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ import sys
 from lockstep.base.errors import LaunchError
 
 BINARY: int = getattr(os, "O_BINARY", 0)
-"""Without it Windows writes a carriage return before each newline."""
+"""Flag for `os.open`. Windows writes a carriage return before each newline without it."""
 
 LEAST_OPEN_FILES = 64
-"""One worker needs about 30."""
+"""A command with one worker needs about 30."""
 
 
 def signals(*names: str) -> tuple[signal.Signals, ...]:
-    """Return the signals that this system has; Windows has SIGINT and SIGTERM alone."""
+    """The signals of these names that this system has. Windows lacks all but SIGINT and SIGTERM."""
     return tuple(signal.Signals[name] for name in names if hasattr(signal, name))
 
 
 def refuse_on_windows(what: str) -> None:
-    """Raise `LaunchError` on Windows."""
+    """Raise `LaunchError` on Windows: `what` starts processes as POSIX systems do."""
     if sys.platform == "win32":
         raise LaunchError(
             f"{what} on Windows; it starts and ends processes by POSIX signals and process groups,"
@@ -34,7 +35,7 @@ def refuse_on_windows(what: str) -> None:
 
 
 def require_linux(what: str) -> None:
-    """Raise `LaunchError` unless on Linux."""
+    """Raise `LaunchError` unless the system is Linux: `what` reads /proc."""
     if sys.platform != "linux":
         raise LaunchError(
             f"{what} on {sys.platform}; it reads Linux's /proc and limits; use Linux, or leave"
@@ -43,8 +44,8 @@ def require_linux(what: str) -> None:
 
 
 def check_surroundings() -> None:
-    """Raise `LaunchError` where no command can work: no working directory, or too few open files,
-    at which torch aborts."""
+    """Raise `LaunchError` where no command can do its work: the working directory is gone, or too
+    few files may be open. Torch itself aborts there."""
     try:
         os.getcwd()
     except OSError as error:
@@ -66,7 +67,8 @@ def check_surroundings() -> None:
 
 
 def remedy_of(error: OSError) -> str | None:
-    """Return what the user can do about an error of the system, if it tells."""
+    """Return what a user can do about an error of the system; None where the error says nothing of
+    that."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "no more files may be open; raise the limit: ulimit -n 4096"
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
@@ -80,7 +82,8 @@ def remedy_of(error: OSError) -> str | None:
 
 
 def peak_memory_bytes() -> float:
-    """Return this process's peak memory on the host; NaN on Windows."""
+    """The peak memory of this process on the host; NaN on Windows, where Python does not know
+    it."""
     if sys.platform == "win32":
         return math.nan
     import resource
@@ -90,7 +93,8 @@ def peak_memory_bytes() -> float:
 
 
 def shell_words(option: str, text: str) -> list[str]:
-    """Return the words as a shell reads them. Raises `LaunchError`."""
+    """Return the words of an option that holds arguments, as a shell reads them. Raises
+    `LaunchError`."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Passwords in URLs, mistyped ones too: found, and left out of what is shown."""
+"""Passwords in URLs: found, and left out of what is shown, in mistyped URLs too."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _SHOWN = frozenset(
         "timeout",
     )
 )
-"""Arguments of a URL that are shown."""
+"""Names of arguments in a URL whose values are shown."""
 
 
 def has_password(url: str) -> bool:
-    """True if a URL may have a password in it."""
+    """True if a text that is to be a URL may have a password in it."""
     before, query = _split(url)
     names = [name for name, _ in query]
     return _without_login(before) != before or any(map(_PASSWORDS.search, names))
 
 
 def without_password(url: str) -> str:
-    """Return a URL for messages and files, without what may be a password."""
+    """Return a text that is to be a URL without what may be a password in it, for messages and
+    files."""
     before, query = _split(url)
     shown = "&".join(
         f"{name}={value if name in _SHOWN else HIDDEN}" if value else name for name, value in query
@@ -42,7 +43,8 @@ def without_password(url: str) -> str:
 
 
 def _split(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split off the arguments. A question mark before an @ is part of a password."""
+    """The part before the arguments, and these. A question mark before an @ is part of a
+    password."""
     login, at, rest = url.rpartition("@")
     before, question, query = rest.partition("?")
     pairs = [pair.partition("=") for pair in query.split("&")] if question else []

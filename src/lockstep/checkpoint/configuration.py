@@ -1,4 +1,5 @@
-"""The configuration of a transformers model, kept for `lockstep export --format huggingface`."""
+"""The configuration of a model of transformers, which a run keeps for `lockstep export --format
+huggingface`."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 CONFIGURATION = "huggingface"
-"""A folder in the run directory."""
+"""The folder in a run directory."""
 
 
 def save_configuration(model: Any, folder: Path) -> None:
-    """Write a model's configuration, if it has one."""
+    """Write the configuration of a model that has one; of any other model nothing."""
     for name in ("config", "generation_config"):
         save = getattr(getattr(model, name, None), "save_pretrained", None)
         if callable(save):

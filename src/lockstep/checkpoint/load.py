@@ -1,8 +1,8 @@
-"""Load and reshard a checkpoint. Each rank reads and verifies the blocks that it needs; the others
-are verified too.
+"""Loading and resharding a checkpoint: each rank reads and verifies the blocks that its tensors
+need; all others are verified too.
 
-Where file and tensor have one layout, bytes are read into the tensor and hashed there. Small parts,
-other shards, other dtypes and GPU tensors pass through a buffer.
+A part of a file that has the layout of the tensor is read directly into it and hashed there.
+Everything else passes through a buffer: small parts, other shards, other dtypes, tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10
-"""Smaller parts are not read directly into their tensor."""
+"""Parts below this size are not read directly into their tensor."""
 
 
 class _Span:
-    """The smallest span of a saved shard's bytes that this rank needs."""
+    """The smallest span of a saved shard's bytes that holds all that this rank needs of it."""
 
     def __init__(
         self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]
     ) -> None:
-        """`at`: the shard's first byte in its file."""
+        """`at`: position of the shard's first byte in its file."""
         self._dtype = torch_dtype(shard.dtype)
         self._strides = [math.prod(shard.lengths[dim + 1 :]) for dim in range(len(shard.lengths))]
         self._wanted = wanted
@@ -54,7 +54,7 @@ class _Span:
         self._data = self.own
 
     def _ends(self, copy: ShardCopy) -> tuple[int, int]:
-        """Return the range [first, last) of the shard's elements that holds the copy's."""
+        """The range [first, last) of the shard's elements that holds the copy's elements."""
         first = sum(
             side.start * stride for side, stride in zip(copy.source, self._strides, strict=True)
         )
@@ -64,7 +64,7 @@ class _Span:
         )
 
     def _in_place(self, elements: int) -> Tensor | None:
-        """Return the target's memory as bytes if the span can be read into it; else None."""
+        """The target's own memory as bytes, if the span can be read directly into it; else None."""
         part = self._target[self._wanted[0].target]
         fits = (
             len(self._wanted) == 1
@@ -84,13 +84,13 @@ class _Span:
 
     @property
     def data(self) -> Tensor:
-        """The target's own memory, or a buffer."""
+        """Memory for the bytes: the target's own, or a buffer."""
         if self._data is None:
             self._data = torch.empty(self.stop - self.start, dtype=torch.uint8)
         return self._data
 
     def finish(self) -> None:
-        """Copy the bytes, once all are read, to the target."""
+        """Copy the bytes, all of which have been read, to the target."""
         if self.own is None:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
@@ -108,22 +108,24 @@ class _Block:
     hashes: BlockHashes
     number: int
     spans: list[_Span]
-    """In order."""
+    """The spans that need bytes of this block, in order."""
 
 
 class CheckpointReader:
+    """Reads one checkpoint for one rank."""
+
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
         """Raises `DamagedError`, `UnknownFormatError`, `UnreachableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)
         self._locations: dict[TensorShard, tuple[str, int]] = {}
-        """Shard -> its file and its first byte there."""
+        """Shard -> its file, and the position of its first byte there."""
         for file, entry in self.manifest.files.items():
             for shard, start in entry.shards.items():
                 self._locations[shard] = file, start
         self._spare: list[bytearray] = []
-        """Buffers of one block each."""
+        """Buffers of one block each, for reuse."""
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -132,11 +134,11 @@ class CheckpointReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into this rank's tensors, whose names and shapes are among the
-        saved ones. Every rank calls it.
+        """Load the saved values into this rank's tensors. Every rank calls it; names and shapes
+        must be among the saved ones.
 
-        If any rank raises `DamagedError` or `UnreachableError`, all do; the state is then partly
-        loaded.
+        Every rank raises `DamagedError` or `UnreachableError` if any rank does. The state is then
+        partly loaded and must not be used.
         """
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
@@ -148,7 +150,7 @@ class CheckpointReader:
         self._spare.clear()
 
     def _blocks(self, state: Mapping[str, Tensor]) -> Iterator[_Block]:
-        """Yield the blocks that this rank's tensors need, in file order."""
+        """The blocks that this rank's tensors need, in the order of the files."""
         spans: dict[str, list[_Span]] = {file: [] for file in self.manifest.files}
         for shard, several in copies_by_shard(state, list(self._locations)).items():
             file, at = self._locations[shard]
@@ -164,7 +166,7 @@ class CheckpointReader:
     def _rest(
         self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World
     ) -> Iterator[_Block]:
-        """Yield this rank's share of the blocks that no rank needed, to be verified."""
+        """Distribute the blocks that no rank needed over the ranks, to be verified only."""
         for file, entry in self.manifest.files.items():
             done = {
                 block
@@ -178,7 +180,7 @@ class CheckpointReader:
             )
 
     def _read_all(self, blocks: Iterable[_Block]) -> None:
-        """Read and verify blocks, several at a time."""
+        """Read and verify blocks, several at a time. Raises `DamagedError`, `UnreachableError`."""
         with ThreadPoolExecutor(self._folder.readers) as threads:
             ahead: deque[tuple[_Block, Future[None]]] = deque()
 
@@ -199,7 +201,8 @@ class CheckpointReader:
                 finish()
 
     def _read(self, block: _Block, data: Sequence[Tensor]) -> None:
-        """Read a block: directly where a span has its own memory, else through a buffer."""
+        """Read a block: directly into spans that own their memory, and through a buffer into the
+        others."""
         start, stop = block.hashes.span(block.number)
         try:
             spare = self._spare.pop()
@@ -233,7 +236,8 @@ class CheckpointReader:
 def copies_by_shard(
     state: Mapping[str, Tensor], saved: Sequence[TensorShard]
 ) -> dict[TensorShard, list[ShardCopy]]:
-    """Return the copies that fill this rank's tensors, by saved shard; none for an empty shard."""
+    """The copies that fill this rank's tensors, by saved shard; none from an empty one. See
+    `plan_copies`."""
     found: dict[TensorShard, list[ShardCopy]] = {}
     for copy in plan_copies(state, saved):
         if math.prod(copy.shard.lengths):
@@ -242,7 +246,7 @@ def copies_by_shard(
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy `source` to `target`, which may be expanded."""
+    """Copy `source` to `target`, of the same shape, which may be expanded."""
     for dim, stride in enumerate(target.stride()):
         # expanded: all indices share one element, which is written once
         if stride == 0 and target.shape[dim] > 1:
@@ -251,7 +255,8 @@ def fill(target: Tensor, source: Tensor) -> None:
 
 
 def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
-    """Return the result of `read`. Every rank calls it, and raises what it raised on any rank."""
+    """Return the result of `read` on this rank. Every rank calls it, and raises what `read` raised
+    on any of them."""
     failure: tuple[str, str] | None = None
     try:
         found = read()
@@ -267,7 +272,7 @@ def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Join ascending numbers into ranges [start, stop)."""
+    """Join ascending whole numbers into ranges [start, stop)."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] == number:

@@ -1,5 +1,5 @@
-"""Pretrained weights from safetensors and torch.save files, read in parts without running their
-code (law 6)."""
+"""Pretrained weights in safetensors and torch.save files, read in parts and without running code in
+them (law 6)."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
+    """The named tensors in one file or several."""
+
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name -> dtype (torch's name, if it has one) and shape."""
+    """Name -> dtype, as torch names it if torch has it, and shape."""
     read: Callable[[str, Box], Tensor]
-    """Reads a part of a tensor to the CPU. Raises `RecipeError`."""
+    """Reads part of a tensor to the CPU. Only that part is in memory. Raises `RecipeError`."""
     close: Callable[[], None]
 
 
 def open_tensors(path: str) -> TensorFiles:
-    """Open a file of tensors, a checkpoint, or a Hugging Face folder. Raises `RecipeError`."""
+    """Open a file of tensors, a checkpoint, or a folder of Hugging Face. Raises `RecipeError`."""
     parent, _, last = path.rstrip("/").rpartition("/")
     if (name := CheckpointName.parse(last)) is not None:
         return _checkpoint(parent or ".", name)
@@ -87,7 +89,7 @@ def _in_folder(folder: Path) -> TensorFiles:
 
 
 def _checkpoint(folder: str, name: CheckpointName) -> TensorFiles:
-    """Open a checkpoint's first model. Every byte read is verified."""
+    """Open the first model of a checkpoint. Every byte that is read is verified."""
 
     def of_user(error: Exception) -> RecipeError:
         return RecipeError(
@@ -142,7 +144,7 @@ def _indexed(index: Path) -> TensorFiles:
 
 
 def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
-    """Open safetensors files, each with the names to read; None: all."""
+    """Open safetensors files, each with the names of the tensors to read from it; None: all."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     slices: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
@@ -179,7 +181,7 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
 
 
 def _pickled(path: Path) -> TensorFiles:
-    """Open a torch.save file, memory-mapped."""
+    """Open a torch.save file. It is memory-mapped: tensors stay on the disk until they are read."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many types for a file that is not one of its own
@@ -193,7 +195,7 @@ def _pickled(path: Path) -> TensorFiles:
 
 
 def _flat(value: Any, name: str, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dicts and lists by path: model.fc.weight."""
+    """Yield the tensors in nested dicts and lists, each named by its path: model.fc.weight."""
     holds = f"weights {str(path)!r} holds"
     if isinstance(value, Tensor):
         if not name or value.layout != torch.strided or value.is_quantized or value.is_meta:

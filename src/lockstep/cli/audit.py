@@ -15,9 +15,18 @@ import click
 from lockstep.base import foreign_text
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 from lockstep.base.system import refuse_on_windows, shell_words
-from lockstep.cli.arguments.launch import check_target, script_arguments
+from lockstep.cli.arguments.launch import script_arguments
+from lockstep.cli.arguments.outputs import (
+    count_option,
+    html_option,
+    json_option,
+    keep_option,
+    seconds_option,
+    work_folder,
+    write_file,
+)
 from lockstep.cli.arguments.script_command import ScriptCommand
-from lockstep.cli.arguments.work_folder import ended_by_signals, work_folder
+from lockstep.scripts.line import ScriptLine
 
 if TYPE_CHECKING:
     from lockstep.audit.compare import CompareOptions
@@ -68,41 +77,15 @@ def _compare_options(
     uses_lockstep=False,
     context_settings={"allow_interspersed_args": False},
 )
-@click.option(
-    "--nproc",
-    "processes",
-    default=2,
-    show_default=True,
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Processes to run the script on.",
-)
-@click.option(
-    "--steps",
-    default=20,
-    show_default=True,
-    type=click.IntRange(min=1),
-    metavar="K",
-    help="Optimizer steps to look at.",
-)
-@click.option(
+@count_option("--nproc", "processes", 2, "N", "Processes to run the script on.")
+@count_option("--steps", "steps", 20, "K", "Optimizer steps to look at.")
+@seconds_option(
     "--hang-after",
     "hang_after_seconds",
-    default=60.0,
-    show_default=True,
-    type=click.FloatRange(min=1),
-    metavar="SECONDS",
-    help="Time without progress on any rank after which the script hangs.",
+    60.0,
+    "Time without progress on any rank after which the script hangs.",
 )
-@click.option(
-    "--timeout",
-    "timeout_seconds",
-    default=600.0,
-    show_default=True,
-    type=click.FloatRange(min=1),
-    metavar="SECONDS",
-    help="Longest time of the run.",
-)
+@seconds_option("--timeout", "timeout_seconds", 600.0, "Longest time of the run.")
 @click.option(
     "--launcher",
     default="auto",
@@ -141,19 +124,9 @@ def _compare_options(
         " and compare with the run without interruption."
     ),
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
-@click.option(
-    "--html",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Write a page with each finding, its source and its remedy.",
-)
-@click.option(
-    "--keep",
-    type=click.Path(file_okay=False),
-    metavar="DIR",
-    help="Keep the records of all processes in this new directory.",
-)
+@json_option
+@html_option("Write a page with each finding, its source and its remedy.")
+@keep_option("the records of all processes")
 @script_arguments()
 def command(
     compare: list[int] | None,
@@ -161,11 +134,9 @@ def command(
     per_rank_batch: str | None,
     resume_args: str | None,
     as_json: bool,
-    html: str | None,
+    html: Path | None,
     keep: str | None,
-    is_module: bool,
-    script: str,
-    arguments: tuple[str, ...],
+    line: ScriptLine,
     **given: Any,
 ) -> int:
     """Say what is wrong with a training script that does not use lockstep.
@@ -189,35 +160,29 @@ def command(
     or takes no optimizer step, a mistake in what lockstep was given).
     """
     refuse_on_windows("lockstep audit")
-    check_target(script, is_module=is_module)
-    if html is not None and not Path(html).absolute().parent.is_dir():
-        raise LaunchError(
-            f"--html {html}; its directory is not there; name a file in a directory that is"
-        )
 
     from lockstep.audit.run import run_audit
     from lockstep.audit.runner import AuditOptions
 
     resume = None if resume_args is None else shell_words("--resume-args", resume_args)
-    options = AuditOptions(
-        script=script, arguments=arguments, is_module=is_module, resume_arguments=resume, **given
-    )
+    options = AuditOptions(line=line, resume_arguments=resume, **given)
     compared = _compare_options(compare, global_batch, per_rank_batch)
-    with ended_by_signals(), work_folder(keep, "lockstep-audit-", "records") as folder:
+    echo = None if as_json or sys.stderr is None else sys.stderr.buffer
+    with work_folder("lockstep-audit-", keep) as folder:
         if not as_json:
-            say(f"lockstep audit: {script}, {options.steps} optimizer steps; its output follows")
-        audit = run_audit(
-            options,
-            folder,
-            compare=compared,
-            echo=None if as_json or sys.stderr is None else sys.stderr.buffer,
-        )
+            steps = f"{options.steps} optimizer steps"
+            say(f"lockstep audit: {line.script}, {steps}; its output follows")
+        audit = run_audit(options, folder, compare=compared, echo=echo)
     if as_json:
         print(json.dumps(audit.as_json(), indent=2, allow_nan=False))
     else:
         show(audit)
     if html is not None:
-        _write_page(Path(html), audit, options.root)
+        from lockstep.audit.html_page import page
+        from lockstep.audit.source import lines_of_files
+
+        lines = lines_of_files([each.line for each in audit.findings], [options.root])
+        write_file("--html", html, page(audit, lines))
     return 1 if audit.findings else USER_ERROR_STATUS if audit.error else 0
 
 
@@ -225,6 +190,8 @@ def show(audit: Audit) -> None:
     """Print the table of findings, each with its law and remedy, and below them what is right and
     what was not seen."""
     from rich.text import Text
+
+    from lockstep.audit.summary import extent, verdict
 
     console = foreign_text.console(None if sys.stdout.isatty() else _WIDTH)
 
@@ -241,7 +208,7 @@ def show(audit: Audit) -> None:
     good = audit.passed and not audit.error
     console.print(
         Text.assemble(
-            f"{audit.script}: {audit.extent}: ", (audit.verdict, "green" if good else "red")
+            f"{audit.script}: {extent(audit)}: ", (verdict(audit), "green" if good else "red")
         )
     )
     if audit.findings:
@@ -298,16 +265,3 @@ def _lines(audit: Audit) -> Iterator[str]:
             yield f"not seen: {area.value}: {text}"
     for note in audit.notes:
         yield f"note: {note}"
-
-
-def _write_page(path: Path, audit: Audit, root: str) -> None:
-    from lockstep.audit.page import audit_page
-    from lockstep.audit.source import lines_of_files
-
-    text = audit_page(audit, lines_of_files([each.line for each in audit.findings], [root]))
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(
-            f"--html {path}; it cannot be written ({error.strerror}); name another file"
-        ) from error

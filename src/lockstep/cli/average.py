@@ -6,7 +6,6 @@ import json
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,11 +30,12 @@ from lockstep.checkpoint.manifest import DamagedError
 from lockstep.checkpoint.saved_model import MODEL, StateDictReader, read_safetensors
 from lockstep.cli.arguments.launch import launch_option
 from lockstep.cli.arguments.target import Target, reachable
-from lockstep.cli.arguments.work_folder import ended_by_signals
 from lockstep.cli.export import check_out, final_model, saved_model, write_model
-from lockstep.cli.measurement import Metrics, ScriptLine, measure
+from lockstep.cli.measurement import Metrics, measure
 from lockstep.logging.run_files import RUN
 from lockstep.recipe.parameters import saved_values, split_assignment
+from lockstep.scripts.line import ScriptLine
+from lockstep.scripts.process import ended_by_signals
 from lockstep.search.request import direction_of
 
 METADATA = "lockstep.average"
@@ -324,7 +324,7 @@ class _Evaluations:
         """Measure each run, and give those that are not in the greedy soup a weight of 0. Returns
         its metrics."""
         self._measure_each(runs)
-        script = self.line.script[-1]
+        script = self.line.script
         measured: dict[tuple[int, ...], Metrics] = {
             (index,): run.metrics or {} for index, run in enumerate(runs)
         }
@@ -371,15 +371,15 @@ class _Evaluations:
             file,
             self.line,
             self.options,
+            folder=self.folder,
             run_dir=self.folder / f"run-{number}",
-            began=time.time(),
             stdout=sys.stderr,
         )
         if status != 0:
             raise click.exceptions.Exit(status)
         if len(found) > 1:
             raise LaunchError(
-                f"{self.line.script[-1]} trains {len(found)} times; runs are compared by one"
+                f"{self.line.script} trains {len(found)} times; runs are compared by one"
                 " recipe; give a script of one"
             )
         return found[0]

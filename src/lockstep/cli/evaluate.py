@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,16 @@ import click
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.foreign_text import show
-from lockstep.base.temporary_folder import locked_folder
 from lockstep.checkpoint.saved_model import MODEL
-from lockstep.cli.arguments.launch import (
-    check_target,
-    launch_option,
-    options_from,
-    script_arguments,
-)
+from lockstep.cli.arguments.launch import launch_option, options_from, script_arguments
+from lockstep.cli.arguments.outputs import work_folder
 from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.cli.arguments.target import Target
 from lockstep.cli.export import export
-from lockstep.cli.measurement import Metrics, ScriptLine, measure
+from lockstep.cli.measurement import Metrics, measure
 from lockstep.logging.run_files import RUN, is_there, read_metadata
 from lockstep.recipe.parameters import saved_values, split_assignment
+from lockstep.scripts.line import ScriptLine
 
 
 @click.command("evaluate", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
@@ -57,9 +52,7 @@ def command(
     best: bool,
     as_json: bool,
     source: str,
-    is_module: bool,
-    script: str | None,
-    arguments: tuple[str, ...],
+    line: ScriptLine | None,
     **given: Any,
 ) -> int:
     """Measure the evaluations of SCRIPT's recipe on the weights of a run, without training.
@@ -77,30 +70,18 @@ def command(
 
     Exit status: 0, or that of the process that failed first.
     """
-    began = time.time()
     options = options_from(given)
     options.validate()
-    if script is None:
-        script, *recorded = _script_of(source)
-        arguments = tuple(recorded)
-    check_target(script, is_module=is_module)
-    with locked_folder("lockstep-evaluate-") as temporary:
-        weights = source if _is_plain(Path(source)) else str(temporary / MODEL)
-        if weights != source:
-            export(source, Path(weights), best=best)
-        run_dir, assignments = (
-            Path(options.run_dir or temporary / "run"),
-            _assignments(source, options.set),
-        )
-        line = ScriptLine([*(["-m"] if is_module else []), script], arguments)
+    line = line or _script_of(source)
+    given["set"] = _assignments(source, options.set)
+    with work_folder("lockstep-evaluate-") as folder:
+        weights = Path(source) if _is_plain(Path(source)) else folder / MODEL
+        if weights != Path(source):
+            export(source, weights, best=best)
+        run_dir = Path(options.run_dir or folder / "run")
         stdout = sys.stderr if as_json else None
         status, measured = measure(
-            Path(weights),
-            line,
-            {**given, "set": assignments},
-            run_dir=run_dir,
-            began=began,
-            stdout=stdout,
+            weights, line, given, folder=folder, run_dir=run_dir, stdout=stdout
         )
     if status == 0:
         _print(measured, as_json=as_json)
@@ -126,7 +107,7 @@ def _is_plain(path: Path) -> bool:
     )
 
 
-def _script_of(source: str) -> list[str]:
+def _script_of(source: str) -> ScriptLine:
     """The script of a run and its arguments, as run.json has them. Raises `LaunchError`."""
     path = None if _is_plain(Path(source)) else Target.find(source).run
     environment = {} if path is None else read_metadata(path).get("environment") or {}
@@ -141,7 +122,10 @@ def _script_of(source: str) -> list[str]:
             f"{source} does not say which script made it; the evaluations are those of a script's"
             " recipe; give SCRIPT"
         )
-    return [os.path.join(environment.get("working_directory") or "", words[0]), *words[1:]]
+    script = os.path.join(environment.get("working_directory") or "", words[0])
+    made_by = ScriptLine(script, words[1:])
+    made_by.check()
+    return made_by
 
 
 def _print(measured: Sequence[Metrics], *, as_json: bool) -> None:

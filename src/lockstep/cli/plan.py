@@ -6,13 +6,9 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,19 +17,19 @@ import click
 
 from lockstep.base import foreign_text
 from lockstep.base.control_group import usable_cpus
-from lockstep.base.errors import LaunchError, PlanError, say
-from lockstep.base.parent import die_with_parent
+from lockstep.base.errors import PlanError, say
 from lockstep.base.system import refuse_on_windows
 from lockstep.base.units import size
-from lockstep.cli.arguments.launch import check_target, script_arguments
+from lockstep.cli.arguments.launch import script_arguments
+from lockstep.cli.arguments.outputs import html_option, json_option, work_folder, write_file
 from lockstep.cli.arguments.plans import PlansCommand
-from lockstep.cli.arguments.work_folder import ended_by_signals, work_folder
 from lockstep.plan import Plan
 from lockstep.planner.request import OUTCOMES, Ended, PlanRequest
+from lockstep.scripts.line import ScriptLine
+from lockstep.scripts.process import run_script
 
 if TYPE_CHECKING:
     from lockstep.planner.forecast import Forecast
-    from lockstep.planner.machines.hardware import Device
     from lockstep.planner.machines.machine import Machine
     from lockstep.planner.search import Outcome
 
@@ -72,8 +68,8 @@ class Quantity(click.FloatRange):
     multiple=True,
     metavar="DEVICES",
     help=(
-        'The devices: "64 x H100", "16 x A100-80GB over Ethernet", or "this" for this machine\'s.'
-        " Several times: side by side."
+        'The devices: "64 x H100", "16 x A100-80GB over Ethernet", or "this". Several times: side'
+        " by side."
     ),
 )
 @click.option(
@@ -101,10 +97,8 @@ class Quantity(click.FloatRange):
     metavar="X",
     help="Price of a device-hour, for the cost; or one for each --on.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
-@click.option(
-    "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with all plans."
-)
+@json_option
+@html_option("Write a page with all plans.")
 @script_arguments()
 def command(
     targets: tuple[str, ...],
@@ -113,10 +107,8 @@ def command(
     tokens: float | None,
     prices: tuple[float, ...],
     as_json: bool,
-    html: str | None,
-    is_module: bool,
-    script: str,
-    arguments: tuple[str, ...],
+    html: Path | None,
+    line: ScriptLine,
 ) -> int:
     """Predict memory and time of a training step on devices that are not here, and find the best
     plan for them.
@@ -138,17 +130,11 @@ def command(
     that are known by then are printed.
     """
     refuse_on_windows("lockstep plan")
-    check_target(script, is_module=is_module)
-    if html is not None and not Path(html).absolute().parent.is_dir():
-        raise LaunchError(
-            f"--html {html}; its directory is not there; name a file in a directory that is"
-        )
     if len(prices) not in (0, 1, len(targets)):
         raise PlanError(
             f"--price is given {len(prices)} times, and --on {len(targets)} times; give one price,"
             " or one for each --on"
         )
-    line = [*(["-m"] if is_module else []), script, *arguments]
     progress = None if as_json or not sys.stderr.isatty() else _progress
     for target in targets:
         _check(target, plans, memory)
@@ -158,7 +144,7 @@ def command(
         price = prices[min(place, len(prices) - 1)] if prices else None
         try:
             found = _predicted(target, plans, memory, line, progress)
-            forecasts.append(_forecast(script, found, tokens, price))
+            forecasts.append(_forecast(line.script, found, tokens, price))
             is_interrupted = found.is_interrupted
         except KeyboardInterrupt:
             if not forecasts:
@@ -171,9 +157,9 @@ def command(
         if is_interrupted:
             break
     if html is not None:
-        from lockstep.planner.page import plan_page
+        from lockstep.planner.html_page import page
 
-        Path(html).write_text(plan_page(forecasts), encoding="utf-8")
+        write_file("--html", html, page(forecasts))
     if as_json:
         told = [each.as_json() for each in forecasts]
         print(json.dumps(told[0] if len(targets) == 1 else told, indent=2, allow_nan=False))
@@ -195,19 +181,24 @@ class _Found:
 
 
 def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
-    """Raise `PlanError` for devices, plans and a memory that cannot be, before a script runs."""
-    from lockstep.planner.machines.target import cluster_of
+    """Raise `PlanError` for devices, plans and a memory that cannot be: before a script runs, or
+    this machine is measured, which takes long."""
+    from lockstep.planner.machines.target import machine_at, processes_here
 
-    cluster = cluster_of(target)
+    processes = processes_here(target)
+    machine = machine_at(target, None) if processes is None else None
     for plan in plans:
-        Plan.parse(plan).resolve(cluster if isinstance(cluster, int) else cluster.count)
+        Plan.parse(plan).resolve(
+            machine.cluster.count if machine is not None else int(processes or 1)
+        )
     if memory is not None:
         limit = memory_bytes(memory)
-        if not isinstance(cluster, int):
-            _check_memory(memory, limit, cluster.device)
+        if machine is not None:
+            _check_memory(memory, limit, machine)
 
 
-def _check_memory(memory: str, limit: int, device: Device) -> None:
+def _check_memory(memory: str, limit: int, machine: Machine) -> None:
+    device = machine.cluster.device
     if limit > device.memory_bytes:
         raise PlanError(
             f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give no"
@@ -219,27 +210,25 @@ def _predicted(
     target: str,
     plans: tuple[str, ...],
     memory: str | None,
-    line: Sequence[str],
+    line: ScriptLine,
     progress: Callable[[int, str], None] | None,
 ) -> _Found:
     """Return the machine that the target names, and the outcomes of the plans, or of a search."""
-    from lockstep.planner.machines.hardware import parse_target
-    from lockstep.planner.machines.machine import Machine
-    from lockstep.planner.machines.target import devices_here, named
+    from lockstep.planner.machines.target import machine_at, processes_here, written
 
     limit = None if memory is None else memory_bytes(memory)
-    with ended_by_signals(), work_folder(None, "lockstep-plan-", "traces") as folder:
-        found = named(target, folder)
-        machine = Machine.of(parse_target(found), limit)
+    with work_folder("lockstep-plan-") as folder:
+        found = written(target, folder)
+        machine = machine_at(found, limit)
         if memory is not None and limit is not None:
-            _check_memory(memory, limit, machine.cluster.device)
+            _check_memory(memory, limit, machine)
         request = PlanRequest(
             target=found,
             plans=plans,
             memory_bytes=limit,
             slots=usable_cpus(),
             folder=str(folder),
-            is_here=devices_here(target) is not None,
+            is_here=processes_here(target) is not None,
         )
         is_interrupted = not _run(line, request, progress)
         return _Found(machine, _read(folder), Ended.read(folder) or Ended(), is_interrupted)
@@ -256,61 +245,34 @@ def memory_bytes(text: str) -> int:
 
 
 def _run(
-    line: Sequence[str], request: PlanRequest, progress: Callable[[int, str], None] | None
+    line: ScriptLine, request: PlanRequest, progress: Callable[[int, str], None] | None
 ) -> bool:
     """Run the script, which predicts the plans. Returns False if it is interrupted when a plan can
     be run. Raises `LaunchError` if it fails, or never trains."""
-    folder = Path(request.folder)
-    environ = {
-        **os.environ,
-        **request.write(),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    with (folder / "output.txt").open("w") as output:
-        streams: dict[str, Any] = {
-            "stdout": output,
-            "stderr": subprocess.STDOUT,
-            "stdin": subprocess.DEVNULL,
-        }
-        dies_with_this = partial(die_with_parent, os.getpid())
-        process = subprocess.Popen(
-            [sys.executable, *line],
-            env=environ,
-            start_new_session=True,
-            preexec_fn=dies_with_this,
-            **streams,
-        )
-        try:
-            shown = 0
-            while process.poll() is None:
-                time.sleep(0.1)
-                if progress is not None and len(found := _read(folder)) > shown:
-                    progress(shown := len(found), found[-1].plan)
-        except KeyboardInterrupt:
-            if all(each.is_refused for each in _read(folder)):
-                raise
-            return False
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with the forks that predict plans
-            process.wait()
+    folder, shown = Path(request.folder), 0
+
+    def look() -> bool:
+        nonlocal shown
+        if progress is not None and len(found := _read(folder)) > shown:
+            progress(shown := len(found), found[-1].plan)
+        return False
+
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, *line.words]
+    try:
+        end = run_script(command, request, folder, environ={**os.environ, **quiet}, look=look)
+    except KeyboardInterrupt:
+        if all(each.is_refused for each in _read(folder)):
+            raise
+        return False
     if Ended.read(folder) is None:
-        said = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").strip()
-        raise LaunchError(_why_no_outcome(line, process.returncode, said))
-    return True
-
-
-def _why_no_outcome(line: Sequence[str], status: int, said: str) -> str:
-    name = " ".join(line)
-    if status == 0:
-        return (
-            f"{name} ended and did not train; a plan is made from the recipe that it gives to"
-            " ls.train; call ls.train(recipe)"
+        raise end.nothing_done(
+            line,
+            before="a call of ls.train",
+            needs="a plan is made from the recipe that it is given",
+            works=f"python {line}",
         )
-    last = "; it said:\n" + "\n".join(said.splitlines()[-20:]) if said else ", and said nothing"
-    return f"{name} failed with status {status} before its first step; correct the script{last}"
+    return True
 
 
 def _read(folder: Path) -> list[Outcome]:
@@ -329,8 +291,9 @@ def _forecast(script: str, found: _Found, tokens: float | None, price: float | N
     """Return the forecast of what was found. Raises `PlanError` if no plan can be run."""
     from lockstep.planner.forecast import Forecast, struck
     from lockstep.planner.machines.fitted import load_fitted
+    from lockstep.planner.machines.this_machine import HERE
 
-    cluster, remarks = found.machine.cluster, list[str]()
+    machine, cluster, remarks = found.machine, found.machine.cluster, list[str]()
     if found.ended.why is not None:
         remarks.append(found.ended.why)
     if all(each.is_refused for each in found.outcomes):
@@ -342,7 +305,7 @@ def _forecast(script: str, found: _Found, tokens: float | None, price: float | N
             "interrupted: the search has not ended, and these are the plans that were predicted by"
             " then"
         )
-    interval = load_fitted()[1]["seconds"]
+    interval = load_fitted()[1]["seconds"] if machine.is_gpu else HERE
     return Forecast.of(
         script,
         cluster,

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import os
-import shlex
-import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from datetime import datetime
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
-from lockstep.base.errors import say
-from lockstep.base.garbage import collector_paused
-from lockstep.base.python_process import own_python
-from lockstep.base.system import refuse_on_windows
-from lockstep.cli.arguments.launch import (
-    check_target,
-    launch_options,
-    options_from,
-    script_arguments,
-)
+from lockstep.cli.arguments.launch import launch_options, options_from, script_arguments
 from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.hooks.profiling.timeline import steps_of
 from lockstep.launch.count import count_processes
 from lockstep.launch.machines import Machines, rendezvous_options
-from lockstep.launch.recovery.channel import inherited
 from lockstep.launch.slurm.batch_script import SlurmStep
 from lockstep.launch.slurm.commands import machines_of
-from lockstep.logging.run_path import default_run_path
-from lockstep.options import LaunchOptions
+from lockstep.scripts.launch import count_gpus, launch_script
+from lockstep.scripts.line import ScriptLine
 
 
 @click.command("run", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
 @launch_options
 @script_arguments()
-def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: Any) -> int:
+def command(line: ScriptLine, **given: Any) -> int:
     """Run SCRIPT on several processes, of this machine or of several.
 
     SCRIPT is written for lockstep or for torchrun, and runs unchanged. All arguments after it are
@@ -73,7 +58,7 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
       lockstep run --nproc 2 --run-dir runs/a --save-every 500 --stop-after 55m train.py
       lockstep run --nproc 8 --max-restarts 3 train.py
       lockstep run --nnodes 2:4 --rdzv node1:29400 --max-restarts 10 --run-dir /shared/a train.py
-      lockstep run --nnodes 2 --node-rank 1 --master-addr node0 --run-dir /shared/a train.py
+      lockstep run --nnodes 2 --node-rank 1 --master-addr n0 --master-port 29400 train.py
 
     Exit status: 0, or that of the process that failed first (2 for a mistake in what lockstep was
     given, 128 + the signal's number if a signal killed it). 75 if the run was asked to end
@@ -86,107 +71,11 @@ def command(is_module: bool, script: str, arguments: tuple[str, ...], **given: A
     plan = options.validate()
     if options.profile is not None:
         steps_of(options.profile)
-    check_target(script, is_module=is_module)
-    step = (
-        SlurmStep.read(os.environ)
-        if options.nnodes is None and not rendezvous_options(options)
-        else None
-    )
-    machines = machines_of(step, options) if step is not None else Machines.parse(options)
-    gpus = step.gpus if step is not None else None
+    is_told = options.nnodes is not None or rendezvous_options(options)
+    step = None if is_told else SlurmStep.read(os.environ)
+    machines = Machines.parse(options) if step is None else machines_of(step, options)
+    gpus = None if step is None else step.gpus
     gpus_here = count_gpus if gpus is None else lambda: gpus
-    count = count_processes(
-        options.nproc, plan if machines is None else None, gpus_here, name="--nproc "
-    )
-    return run(
-        [*(["-m"] if is_module else []), script],
-        arguments,
-        options,
-        count=count,
-        machines=machines,
-        began=began,
-    )
-
-
-def run(
-    script: Sequence[str],
-    arguments: Sequence[str],
-    options: LaunchOptions,
-    *,
-    count: int,
-    machines: Machines | None,
-    began: float,
-    stdout: TextIO | None = None,
-) -> int:
-    """Run `count` workers to their end; return the exit status. `script`: `[-m] SCRIPT`. `began`: a
-    Unix time. `stdout`: that of the workers; None: this process's."""
-    refuse_on_windows("lockstep run")
-    with (
-        collector_paused(),
-        _without_warnings_of_stores() if machines is not None else nullcontext(),
-    ):
-        # imports torch: after all checks that do not need it
-        from lockstep.launch.agent.run_workers import run_workers
-
-    def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        local_rank = (
-            [f"--local_rank={environment['LOCAL_RANK']}"] if options.local_rank_argument else []
-        )
-        line = own_python("-m", "lockstep.launch.worker", *script, *local_rank, *arguments)
-        variables = {**os.environ, **environment}
-        return subprocess.Popen(
-            line,
-            env=variables,
-            start_new_session=True,
-            stdout=stdout,
-            pass_fds=inherited(environment),
-        )
-
-    default_run_dir = str(default_run_path(script[-1], datetime.now()).absolute())
-    on_all_machines = [f"nnodes={machines.count}"] if machines is not None else []
-    ending = run_workers(
-        start,
-        count=count,
-        launcher="lockstep",
-        options=options.for_workers(default_run_dir=default_run_dir, now_seconds=began),
-        max_restarts=options.max_restarts,
-        machines=machines,
-        recovery=options.recovery,
-        command=shlex.join(
-            [*on_all_machines, *options.same_on_all_machines(), *script, *arguments]
-        ),
-    )
-    report = ending.report()
-    if report:
-        say(f"lockstep: {report}")
-    unread = options.flags_for_script() if ending.status == 0 and not ending.options_read else []
-    if unread:
-        say(
-            f"lockstep: {'error' if options.strict else 'warning'}: {', '.join(unread)} had no"
-            " effect, because the script has not trained with lockstep; these options are for a"
-            " script that calls ls.train or enters an ls.Session; call one of them, or leave"
-            " them out"
-        )
-    return 2 if unread and options.strict else ending.status
-
-
-@contextmanager
-def _without_warnings_of_stores() -> Iterator[None]:
-    """Silence torch's store, if torch is imported within: it prints 20 lines when its host is gone.
-    Not for workers."""
-    name = "TORCH_CPP_LOG_LEVEL"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "ERROR"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
-def count_gpus() -> int:
-    with collector_paused():
-        from lockstep.base import accelerator
-
-    return accelerator.count()
+    plan_here = plan if machines is None else None
+    count = count_processes(options.nproc, plan_here, gpus_here, name="--nproc ")
+    return launch_script(line, options, count=count, machines=machines, began=began)

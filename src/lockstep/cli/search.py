@@ -18,15 +18,12 @@ from lockstep.base.errors import LaunchError, say
 from lockstep.base.foreign_text import show
 from lockstep.base.system import refuse_on_windows, shell_words
 from lockstep.base.units import seconds
-from lockstep.cli.arguments.launch import (
-    check_target,
-    launch_option,
-    options_from,
-    script_arguments,
-)
+from lockstep.cli.arguments.launch import launch_option, options_from, script_arguments
+from lockstep.cli.arguments.outputs import NewFile, json_option, write_file
 from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.launch.count import count_processes
 from lockstep.plan import Plan
+from lockstep.scripts.line import ScriptLine
 from lockstep.search.request import (
     PrunerName,
     SamplerName,
@@ -103,8 +100,8 @@ def search_options(command: Command) -> Command:
                 ' for a job: "--time 8:00:00".'
             ),
         ),
-        click.option("--json", "as_json", is_flag=True, help="Print the results as JSON."),
-        click.option("--csv", metavar="FILE", help="Write the results as a table."),
+        json_option,
+        click.option("--csv", type=NewFile(), metavar="FILE", help="Write the results as a table."),
     )[::-1]:
         command = option(command)
     return command
@@ -149,8 +146,7 @@ def command(
     pruner: PrunerName,
     population: int,
     seed: int,
-    is_module: bool,
-    script: str,
+    line: ScriptLine,
     **given: Any,
 ) -> int:
     """Train SCRIPT many times, and find the best values of its parameters.
@@ -177,67 +173,42 @@ def command(
     Exit status: 0; 1 if no trial has succeeded; 2 for a mistake, and for a script that fails alike
     in three trials; 75 if it was asked to end: the same command goes on.
     """
-    check_target(script, is_module=is_module)
     if trials is None and sampler != "grid":
         raise LaunchError(
             f"a search by {sampler} without --trials; only a grid has an end of its own; give"
             " --trials 50, say"
         )
-    return run_search(
-        [*(["-m"] if is_module else []), script, *given.pop("arguments")],
-        given,
-        is_module=is_module,
-        trials=trials,
-        sampler=sampler,
-        pruner=pruner,
-        population=population,
-        seed=seed,
-    )
+    fields: dict[str, Any] = {"trials": trials, "sampler": sampler, "pruner": pruner}
+    return run_search(line, given, population=population, seed=seed, **fields)
 
 
-def run_search(
-    script: Sequence[str], given: dict[str, Any], *, is_module: bool, **fields: Any
-) -> int:
+def run_search(line: ScriptLine, given: dict[str, Any], **fields: Any) -> int:
     """Run a search, and print its results. `given`: the values of `search_options`. Returns the
     exit status."""
     refuse_on_windows("lockstep search")
     check_storage(given["storage"])
     if given["slurm"] is not None:
-        return _send_to_slurm(given["slurm"], given["parallel"], script, is_module=is_module)
-    check_target(script[1] if is_module else script[0], is_module=is_module)
-    csv = given["csv"]
-    if csv is not None and (Path(csv).is_dir() or not Path(csv).absolute().parent.is_dir()):
-        raise LaunchError(
-            f"--csv {csv}; it is a file, which is written when the search has ended; name one in a"
-            " folder that is there"
-        )
-    metric, timeout, stem = (
-        given["metric"],
-        given["timeout"],
-        script[1] if is_module else Path(script[0]).stem,
-    )
+        return _send_to_slurm(given["slurm"], given["parallel"], line)
+    timeout = given["timeout"]
     launch = options_from({name: given[name] for name in (*LAUNCH, "set") if name in given})
     plan = launch.validate()
+    command = click.get_current_context().info_name
     request = SearchRequest(
-        script=list(script),
-        metric=metric,
-        direction=direction_of(metric, given["mode"]),
+        line=line,
+        metric=given["metric"],
+        direction=direction_of(given["metric"], given["mode"]),
         parallel=given["parallel"],
-        folder=Path(
-            given["run_dir"] or Path("runs", f"{click.get_current_context().info_name}-{stem}")
-        ),
+        folder=Path(given["run_dir"] or f"runs/{command}-{line.name}"),
         storage=given["storage"],
-        name=given["name"] or stem,
+        name=given["name"] or line.name,
         timeout_seconds=None if timeout is None else seconds(timeout, "--timeout", LaunchError),
         launch=launch,
         **fields,
     )
-    return _run(request, plan, as_json=given["as_json"], csv=csv)
+    return _run(request, plan, as_json=given["as_json"], csv=given["csv"])
 
 
-def _send_to_slurm(
-    options: str, jobs: int | None, script: Sequence[str], *, is_module: bool
-) -> int:
+def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
     """Send an array of jobs, each of which runs this command for one trial at a time. Returns the
     exit status."""
     from lockstep.cli.slurm import array_of
@@ -250,13 +221,8 @@ def _send_to_slurm(
         )
     context = click.get_current_context()
     words = given_options(context, without=("slurm", "parallel"))
-    line = ["lockstep", str(context.info_name), *words, "--parallel", "1", *script]
-    text = array_of(
-        line,
-        shell_words("--slurm", options),
-        jobs=jobs,
-        name=script[1] if is_module else Path(script[0]).stem,
-    )
+    command = ["lockstep", str(context.info_name), *words, "--parallel", "1", *line.words]
+    text = array_of(command, shell_words("--slurm", options), jobs=jobs, name=line.name)
     say(
         f"lockstep: job {submit(text)}, an array of {jobs}: squeue shows them; their trials are in"
         " the folder of the search"
@@ -290,10 +256,10 @@ def given_options(context: click.Context, *, without: Sequence[str]) -> list[str
     return words
 
 
-def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str | None) -> int:
-    from lockstep.search.processes import WarmParent
+def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: Path | None) -> int:
+    from lockstep.scripts.fork_server import ForkServer
 
-    parent = WarmParent()  # imports torch while Optuna is imported here
+    server = ForkServer()  # imports torch while Optuna is imported here
     try:
         try:
             from lockstep.search.coordinator import Search
@@ -307,7 +273,7 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
                 " 'lockstep-train[search]'"
             ) from None
         storage = TrialStorage(request)
-        gpus = parent.gpus()
+        gpus = server.gpus()
         count = count_processes(request.launch.nproc, plan, lambda: min(gpus, 1), name="--nproc ")
         machine: dict[str, Any] = {
             "cpus": usable_cpus(),
@@ -318,7 +284,7 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
         search = Search(
             request,
             storage,
-            parent,
+            server,
             free,
             count,
             lambda number: _show(number, storage.results(), request, len(free)),
@@ -327,7 +293,7 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: str |
         ended_by = search.run()
         results = storage.results()
     finally:
-        parent.close()
+        server.close()
     _print(results, request, as_json=as_json, csv=csv)
     if ended_by is not None:
         say(f"lockstep: stopped by {ended_by}; the same command goes on")
@@ -365,12 +331,12 @@ def _show(number: int, results: SearchResults, request: SearchRequest, parallel:
 
 
 def _print(
-    results: SearchResults, request: SearchRequest, *, as_json: bool, csv: str | None
+    results: SearchResults, request: SearchRequest, *, as_json: bool, csv: Path | None
 ) -> None:
     from lockstep.search.summary import summary_lines
 
     if csv is not None:
-        Path(csv).write_text(results.as_csv(), encoding="utf-8")
+        write_file("--csv", csv, results.as_csv())
     if as_json:
         print(json.dumps(results.as_json(), indent=2, allow_nan=False))
     else:

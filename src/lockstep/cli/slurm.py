@@ -17,9 +17,9 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.system import shell_words
 from lockstep.base.units import seconds
 from lockstep.cli import run as run_command
-from lockstep.launch.script import check_script
 from lockstep.launch.slurm.batch_script import BatchScript
 from lockstep.launch.slurm.commands import follow, submit
+from lockstep.scripts.line import check_script
 
 _BEGINS = "#!/bin/bash\n#SBATCH "
 """The beginning of every batch script."""

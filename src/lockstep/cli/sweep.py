@@ -9,6 +9,7 @@ import click
 from lockstep.cli.arguments.launch import script_arguments
 from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.cli.search import run_search, search_options
+from lockstep.scripts.line import ScriptLine
 from lockstep.search.request import sweep_of
 
 
@@ -22,7 +23,7 @@ from lockstep.search.request import sweep_of
 )
 @search_options
 @script_arguments()
-def command(assignments: tuple[str, ...], is_module: bool, script: str, **given: Any) -> int:
+def command(assignments: tuple[str, ...], line: ScriptLine, **given: Any) -> int:
     """Train SCRIPT with each combination of values of its parameters.
 
     As lockstep search does, without a sampler: each combination is an ordinary run in its own
@@ -36,13 +37,5 @@ def command(assignments: tuple[str, ...], is_module: bool, script: str, **given:
 
     Exit status: as of lockstep search.
     """
-    return run_search(
-        [*(["-m"] if is_module else []), script, *given.pop("arguments")],
-        given,
-        is_module=is_module,
-        sweep=sweep_of(assignments),
-        trials=None,
-        sampler="random",
-        pruner="none",
-        seed=0,
-    )
+    fixed = {"trials": None, "sampler": "random", "pruner": "none", "seed": 0}
+    return run_search(line, given, sweep=sweep_of(assignments), **fixed)

@@ -15,14 +15,18 @@ from lockstep.base import foreign_text
 from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 from lockstep.base.system import refuse_on_windows
-from lockstep.cli.arguments.launch import (
-    check_target,
-    launch_option,
-    options_from,
-    script_arguments,
+from lockstep.cli.arguments.launch import launch_option, options_from, script_arguments
+from lockstep.cli.arguments.outputs import (
+    count_option,
+    html_option,
+    json_option,
+    keep_option,
+    seconds_option,
+    work_folder,
+    write_file,
 )
 from lockstep.cli.arguments.plans import PlansCommand
-from lockstep.cli.arguments.work_folder import ended_by_signals, work_folder
+from lockstep.scripts.line import ScriptLine
 from lockstep.verify.jobs import parse_plans
 
 if TYPE_CHECKING:
@@ -36,24 +40,12 @@ if TYPE_CHECKING:
     metavar="PLAN...",
     help='Plans to verify: "replicate=2" "shard=2,numerics=bitwise" ...',
 )
-@click.option(
-    "--steps",
-    default=8,
-    show_default=True,
-    type=click.IntRange(min=1),
-    metavar="K",
-    help="Steps to compare.",
-)
+@count_option("--steps", "steps", 8, "K", "Steps to compare.")
 @click.option(
     "--bitwise", is_flag=True, help="Require the same bits under every plan (numerics=bitwise)."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
-@click.option(
-    "--html",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Write a page with each plan's divergence from one process.",
-)
+@json_option
+@html_option("Write a page with each plan's divergence from one process.")
 @click.option(
     "--no-float64",
     is_flag=True,
@@ -64,26 +56,15 @@ if TYPE_CHECKING:
     is_flag=True,
     help="The loss may depend on how the batch is split into microbatches (contrastive losses).",
 )
-@click.option(
-    "--timeout",
-    default=600.0,
-    show_default=True,
-    type=click.FloatRange(min=1),
-    metavar="SECONDS",
-    help="Longest time of a run.",
-)
-@click.option(
+@seconds_option("--timeout", "timeout", 600.0, "Longest time of a run.")
+@count_option(
     "--jobs",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Processes at once. Default: the number of cores; with GPUs, one run.",
+    "jobs",
+    None,
+    "N",
+    "Processes at once. Default: the number of cores; with GPUs, one run.",
 )
-@click.option(
-    "--keep",
-    type=click.Path(file_okay=False),
-    metavar="DIR",
-    help="Keep the traces of all runs in this new directory.",
-)
+@keep_option("the traces of all runs")
 @launch_option("share_devices")
 @script_arguments()
 def command(
@@ -91,16 +72,14 @@ def command(
     steps: int,
     bitwise: bool,
     as_json: bool,
-    html: str | None,
+    html: Path | None,
     no_float64: bool,
     whole_microbatch_loss: bool,
     timeout: float,
     jobs: int | None,
     keep: str | None,
     share_devices: bool | None,
-    is_module: bool,
-    script: str,
-    arguments: tuple[str, ...],
+    line: ScriptLine,
 ) -> int:
     """Prove that plans train the same model as one process.
 
@@ -118,20 +97,14 @@ def command(
     Exit status: 0 if all plans pass, 1 if one does not, 2 for a mistake (a bad plan, a script that
     fails or never trains).
     """
-    if not plans and (
-        meant := next((each for each in arguments if each.partition("=")[0] == "--plan"), None)
-    ):
+    given = [each for each in line.arguments if each.partition("=")[0] == "--plan"]
+    if given and not plans:
         raise LaunchError(
-            f"{meant} is an argument of SCRIPT here; the option of lockstep verify is --plans;"
+            f"{given[0]} is an argument of SCRIPT here; the option of lockstep verify is --plans;"
             " write --plans PLAN..."
         )
     parsed = parse_plans(plans, bitwise=bitwise)
     refuse_on_windows("lockstep verify")
-    check_target(script, is_module=is_module)
-    if html is not None and not Path(html).absolute().parent.is_dir():
-        raise LaunchError(
-            f"--html {html}; its directory is not there; name a file in a directory that is"
-        )
 
     # imports numpy and safetensors: after all checks that need neither
     from lockstep.verify.runner import Runner
@@ -143,32 +116,24 @@ def command(
         float64=not no_float64,
         check_microbatch_size=not whole_microbatch_loss,
     )
-    line = [*(["-m"] if is_module else []), script, *arguments]
     launch = options_from({"share_devices": share_devices})
+    # with GPUs, a run has them all
+    slots = jobs or (1 if os.path.exists("/dev/nvidia0") else usable_cpus())
+    reports = _reports(quiet=as_json)
     with (
-        ended_by_signals(),
-        work_folder(keep, "lockstep-verify-", "traces") as folder,
-        Runner(
-            line,
-            folder,
-            timeout_seconds=timeout,
-            slots=jobs or _slots(),
-            launch=launch,
-            **_reports(quiet=as_json),
-        ) as runner,
+        work_folder("lockstep-verify-", keep) as folder,
+        Runner(line, folder, timeout, slots, launch=launch, **reports) as runner,
     ):
-        report = Verification(script, options, runner).run()
+        report = Verification(line, options, runner).run()
         if html is not None:
-            from lockstep.verify.page import verify_page
+            from lockstep.verify.html_page import page
 
-            Path(html).write_text(verify_page(report), encoding="utf-8")
+            write_file("--html", html, page(report))
     if as_json:
         print(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
         show(report)
-    if any(
-        not verdict.ran and verdict.exit_status == USER_ERROR_STATUS for verdict in report.verdicts
-    ):
+    if USER_ERROR_STATUS in [each.exit_status for each in report.verdicts if not each.ran]:
         return USER_ERROR_STATUS
     return 0 if report.passed else 1
 
@@ -235,9 +200,3 @@ def _reports(*, quiet: bool) -> dict[str, Callable[[str], None]]:
     if sys.stderr.isatty():
         return {"begins": report, "progress": report}
     return {} if quiet else {"begins": report}
-
-
-def _slots() -> int:
-    if os.path.exists("/dev/nvidia0"):
-        return 1
-    return usable_cpus()

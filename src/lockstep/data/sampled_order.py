@@ -1,4 +1,5 @@
-"""The order of samples or batches that a user's sampler gives: a pure function of (epoch, seed)."""
+"""The order of samples, or the batches, that a user's sampler gives: a pure function of (epoch,
+seed)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from lockstep.keys import RandomStream, key
 
 Indices = NDArray[np.int64]
 EPOCH_STRIDE = 2**40
-"""Positions of an epoch of batches, more than it has samples."""
+"""Difference between the first positions of two epochs of batches, which may differ in their number
+of samples."""
 
 
 class _Sampler:
@@ -43,8 +45,8 @@ def _digest(*parts: Indices) -> str:
 
 
 class SampledOrder:
-    """The order of `Recipe.sampler` for so many `samples`: position p is place p % length of epoch
-    p // length. Every rank makes one. Raises `DataError`."""
+    """The order of `Recipe.sampler` for a dataset of `samples` samples. Position p is place p %
+    length of epoch p // length. Every rank makes its own. Raises `DataError`."""
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         self._sampler = _Sampler("sampler", sampler, seed)
@@ -57,7 +59,8 @@ class SampledOrder:
             raise self._sampler.error(0, f"returned other indices the second time; {PURE}")
 
     def samples(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the epoch and the sample of each position."""
+        """Return the epoch and the sample of each position: two arrays of the shape of
+        `positions`."""
         epochs, places = np.divmod(positions, np.int64(self.length))
         found = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -81,14 +84,14 @@ class _Epoch(NamedTuple):
     """The batches of one epoch."""
 
     indices: Indices
-    """All microbatches, one after another."""
+    """Indices of all microbatches, one after another."""
     batches: list[list[tuple[int, int]]]
-    """Spans of the microbatches in `indices`, by batch."""
+    """The span of each microbatch of each batch, in `indices`."""
 
 
 class BatchOrder:
-    """The batches of `Recipe.batch_sampler` for so many `samples`: position p is place p %
-    EPOCH_STRIDE of epoch p // EPOCH_STRIDE. Every rank makes one. Raises `DataError`."""
+    """The batches of `Recipe.batch_sampler` for a dataset of `samples` samples. Position p is place
+    p % EPOCH_STRIDE of epoch p // EPOCH_STRIDE. Every rank makes its own. Raises `DataError`."""
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         self._sampler = _Sampler("batch_sampler", sampler, seed)
@@ -108,18 +111,20 @@ class BatchOrder:
             raise self._sampler.error(0, f"returned other batches the second time; {PURE}")
 
     def span(self, step: int) -> tuple[int, int]:
-        """Return the positions of a step's global batch."""
+        """The positions of a step's global batch."""
         epoch, batch = divmod(step, self.batches)
         spans = self.epoch(epoch).batches[batch]
         return epoch * EPOCH_STRIDE + spans[0][0], epoch * EPOCH_STRIDE + spans[-1][1]
 
     def microbatches(self, step: int) -> list[tuple[int, int]]:
-        """Return the span of each microbatch in a step's global batch."""
+        """The span of each microbatch in a step's global batch."""
         epoch, batch = divmod(step, self.batches)
         spans = self.epoch(epoch).batches[batch]
         return [(start - spans[0][0], stop - spans[0][0]) for start, stop in spans]
 
     def samples(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Return the epoch and the sample of each position: two arrays of the shape of
+        `positions`."""
         epochs, places = np.divmod(positions, np.int64(EPOCH_STRIDE))
         found = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -197,7 +202,7 @@ def order_of(
     seed: int,
     samples: int,
 ) -> SampleOrder | None:
-    """Return the order of a recipe's sampler; None if it has none."""
+    """The order of a recipe's sampler; None if it has none."""
     if sampler is not None:
         return SampledOrder(sampler, seed, samples)
     return None if batch_sampler is None else BatchOrder(batch_sampler, seed, samples)

@@ -1,4 +1,5 @@
-"""Loader workers: processes that fetch microbatches ahead of time."""
+"""Loader workers: processes that fetch the same microbatches as the training process would, ahead
+of time."""
 
 from __future__ import annotations
 
@@ -30,24 +31,27 @@ from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""The longest path in the system's `sockaddr_un`."""
+"""The longest path of a socket that the system's `sockaddr_un` holds."""
 _FOLDER = "pymp-"
-"""Multiprocessing's own prefix of a folder for sockets."""
+"""The prefix of the name of a folder for sockets, the same as multiprocessing's own."""
 REST_SECONDS = 0.01
-"""Sleep before a fork, so that Gloo's threads, which return shortly after a collective, are done.
-One that frees a tensor holds a lock of Python's without the GIL, and a child forked then waits for
-ever in Python 3.11.7 (python/cpython#112275): one worker in a few hundred."""
+"""Seconds of sleep before workers are forked, for Gloo's threads to finish, which return shortly
+after a collective. A Gloo thread that frees a tensor holds a lock of Python's for an instant,
+without the GIL. In a child forked in that instant Python 3.11.7 waits for the lock for ever
+(python/cpython#112275, fixed later): one worker in a few hundred."""
 LATER_SECONDS = 30
-"""A worker ends so long after SIGTERM."""
+"""Seconds from SIGTERM to the end of a worker."""
 
 
 class LoaderWorkers:
-    """`count` processes that fetch microbatches, from the first `fetch` until `close`."""
+    """`count` processes that fetch microbatches, started by the first `fetch` and kept until
+    `close`."""
 
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2
     ) -> None:
-        """`prefetch`: microbatches that each fetches ahead. Raises `LaunchError`."""
+        """`prefetch`: microbatches that each fetches ahead. `pinned`: in pinned memory. Raises
+        `LaunchError`."""
         self._folder = _new_folder()
         self._current = _Current()
         self._loader = DataLoader(
@@ -68,8 +72,8 @@ class LoaderWorkers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of `requests`, which are read ahead. Ends the call before. Raises a
-        worker's exception, caused by its traceback."""
+        """Yield batches in the order of `requests`, which are read ahead. A new call ends the one
+        before. Raises what a worker raised, with its traceback as the cause."""
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
@@ -99,7 +103,8 @@ class LoaderWorkers:
             ) from error
 
     def close(self) -> None:
-        """End the processes; one that is still busy after 5 seconds is terminated."""
+        """End the processes. A busy one may finish its microbatch; after 5 seconds it is
+        terminated."""
         batches, self._batches = self._batches, None
         try:
             shut_down_workers(self._loader, batches)
@@ -109,8 +114,8 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerException:
-    """A worker's exception in transit, with its traceback. `error`: pickled; None if it cannot
-    be."""
+    """A worker's exception, in transit. `error`: it, pickled; None if it cannot be. `text`: its
+    traceback."""
 
     error: bytes | None
     text: str
@@ -132,7 +137,8 @@ class WorkerException:
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception in another process, as its cause."""
+    """The cause of an exception that was raised in another process: the text is its traceback
+    there."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -150,7 +156,8 @@ class _Task(Dataset[Any]):
 
 
 class _Current:
-    """The sampler of a DataLoader with persistent workers: yields the current requests."""
+    """The sampler of a DataLoader with persistent workers: each iteration yields the current
+    requests."""
 
     def __init__(self) -> None:
         self.requests: Iterable[Any] = ()
@@ -164,7 +171,8 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _new_folder() -> str:
-    """Make a folder for the workers' sockets. Raises `LaunchError` if its path is too long."""
+    """Make a folder for the sockets over which tensors come from workers. Raises `LaunchError` if
+    its path is too long."""
     limit = _MOST_SOCKET_BYTES - len(f"/{_FOLDER}12345678/listener-12345678")
     folder = temporary_folder(limit)
     length = len(os.fsencode(folder))
@@ -178,13 +186,11 @@ def _new_folder() -> str:
 
 
 def _set_up(folder: str, parent: int, worker: int) -> None:
-    """Set up a worker.
-
-    Its sockets are in `folder`, which the training process removes. The kernel kills it with the
-    training process, because it holds copies of sockets that peers wait on. After SIGTERM it goes
-    on for `LATER_SECONDS`, so that the step can end. It ends if a batch cannot be sent, which the
-    queue would only skip: a deadlock.
-    """
+    """Set up a worker process. Its sockets are in `folder`, which the training process removes. The
+    kernel kills it when the training process is killed: it holds copies of the sockets that peers
+    wait on. At SIGTERM, which the training process gets too, it continues for `LATER_SECONDS`, so
+    that the current step can end. It ends if a batch cannot be sent: the queue's own thread would
+    only skip the batch, a deadlock."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
     for number in signals("SIGUSR1", "SIGINT"):

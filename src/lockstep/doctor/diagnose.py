@@ -26,14 +26,14 @@ from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
 WORKER = ("-m", "lockstep.doctor")
-"""A test may give a script that plants a fault first."""
+"""Arguments of Python for each rank. A test may give a script that plants a fault first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
     checks: list[CheckResult]
     results: Mapping[str, Any]
-    """See `lockstep.doctor.worker`."""
+    """The ranks' results, as `lockstep.doctor.worker` writes them."""
     ending: Ending
 
     @property
@@ -42,7 +42,7 @@ class Diagnosis:
 
     @property
     def is_first_machine(self) -> bool:
-        """True on the machine that prints the report."""
+        """True on the first of several machines, which prints the report."""
         return int(self.results.get("machine", 0)) == 0
 
     @property
@@ -60,7 +60,8 @@ def diagnose(
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Diagnosis:
     """Check this machine with `nproc` ranks, or several machines, each of which calls this.
-    `run_dir=None`: the working directory. Raises `LaunchError` if the machines cannot meet."""
+    `run_dir=None`: check the working directory. Raises `LaunchError` if the machines cannot reach
+    each other."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
     own = [
@@ -97,7 +98,8 @@ def diagnose(
 
 
 def _read_results(folder: Path) -> dict[str, Any]:
-    """Return the most complete results of any rank."""
+    """Return the most complete results of any rank. All ranks that reached the end have the
+    same."""
     found: list[dict[str, Any]] = [
         json.loads(file.read_text(encoding="utf-8"))
         for file in sorted(folder.glob("results-*.json"))

@@ -33,7 +33,8 @@ _NVIDIA_SECONDS = 10.0
 
 
 def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> MachineInfo:
-    """Read this machine's properties. Raises `LaunchError` if it cannot reach the rendezvous."""
+    """Return the properties of this machine. Raises `LaunchError` if it cannot reach the rendezvous
+    of `machines`."""
     address = address_towards(machines.resolve(), machines.port) if machines is not None else ""
     interface = interface_of(address) if address else None
     descriptors, hard_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -92,7 +93,8 @@ def _free(path: str) -> int | None:
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:
-    """Return the GPUs' names and the driver's version; empty without a driver."""
+    """Return the names of the GPUs and the driver's version. Both are empty if there is no
+    driver."""
     rows = [
         line.split(", ")
         for line in _nvidia_smi(

@@ -1,7 +1,9 @@
-"""One rank of the doctor: `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`.
+"""One rank of the doctor: join the others, check the collectives, time them, and measure every pair
+of ranks.
 
-FOLDER holds `machine.json`, the launcher's checks of its machine. Each rank writes
-`results-RANK.json` there; all that reach the end agree.
+`lockstep.doctor.diagnose` starts it as `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`.
+FOLDER holds `machine.json`, the launcher's checks of its machine. The rank writes
+`results-RANK.json` there. All ranks agree on the results, so that any of these files will do.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from lockstep.launch import worker
 from lockstep.launch.environment import Environment
 
 RENDEZVOUS_SECONDS = 120.0
-"""In this time all ranks import torch and connect."""
+"""Seconds in which all ranks must import torch and connect to the store."""
 
 
 def main(folder: Path, deadline_seconds: float) -> None:
+    """Run all probes of this rank, which the environment variables identify."""
     environment = Environment.read(os.environ)
     torch.set_num_threads(environment.threads)
     values: dict[str, Any] = {
@@ -45,7 +48,7 @@ def main(folder: Path, deadline_seconds: float) -> None:
         write_atomically(folder / f"results-{environment.rank}.json", json.dumps(values))
 
     def abort(statuses: list[RankStatus]) -> None:
-        """Write the results so far and end the process, whose main thread may hang."""
+        """Write the results so far, and end the process: its main thread may never do so."""
         values["statuses"] = [asdict(status) for status in statuses]
         write()
         os._exit(1)
@@ -126,7 +129,8 @@ def _run_probes(
 def _groups(
     coordinator: ProbeCoordinator, world: World, backend: str
 ) -> list[collective_checks.RankGroup]:
-    """Return the groups that this rank is in. Every rank creates every group."""
+    """Return the group of all ranks, then each of `subgroups` that this rank is in. Every rank
+    creates every group."""
     groups = [
         collective_checks.RankGroup(
             "all ranks", list(range(world.size)), world.rank, None, world.device, backend
@@ -147,7 +151,8 @@ def _groups(
 
 
 def _ranks_that_share(coordinator: ProbeCoordinator, path: Path) -> list[int]:
-    """Return the ranks that see a file which rank 0 creates in that folder. Every rank calls it."""
+    """Return the ranks that see a file which rank 0 creates in that folder. Called by every
+    rank."""
     if coordinator.rank == 0:
         with tempfile.NamedTemporaryFile(prefix=".lockstep-doctor-", dir=path) as file:
             coordinator.all_gather(Path(file.name).name)
@@ -159,6 +164,7 @@ def _ranks_that_share(coordinator: ProbeCoordinator, path: Path) -> list[int]:
 
 
 def run(arguments: Sequence[str]) -> None:
+    """Run this process from its command-line arguments to its exit status."""
     record = worker.begin()
     folder, deadline_seconds = arguments
     worker.run(lambda: main(Path(folder), float(deadline_seconds)), record)

@@ -1,4 +1,5 @@
-"""The loader: what a process of this machine needs for a sample, and a step with it."""
+"""The loader: how long a process of this machine needs for a sample, and what a step takes with
+it."""
 
 from __future__ import annotations
 
@@ -23,25 +24,27 @@ from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 
 LOADER = "loader"
+"""Name of the limit."""
 MEASURED_SECONDS = 1.0
-"""Microbatches are loaded for so long."""
+"""Time in which as many microbatches are loaded as there is time for."""
 PATIENCE_SECONDS = 60.0
-"""A loader without one microbatch by then is given up."""
+"""Time after which a loader that has not loaded one microbatch is given up."""
 MOST_SAMPLES = 32
-"""Samples of a measured microbatch whose size the plan chooses."""
+"""Samples of a measured microbatch, if the recipe leaves its size to the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderTime:
-    """The time of a sample in a process of this machine."""
+    """The time that a process of this machine needs for a sample."""
 
     seconds: float
     note: str
 
     @classmethod
     def measured(cls, recipe: Recipe, folder: Path, seconds: float) -> LoaderTime:
-        """Load microbatches by the recipe's data and `collate` for so many seconds, in a fork.
-        Raises `RecipeError` if that fails or the first takes longer than `PATIENCE_SECONDS`."""
+        """Load microbatches with the recipe's own data and `collate`, in a fork of this process,
+        for so many seconds. Raises `RecipeError` if that fails, or if the first takes longer than
+        `PATIENCE_SECONDS`."""
         path = folder / "loader.json"
         own = os.getpid()
         process = os.fork()
@@ -65,8 +68,9 @@ class LoaderTime:
     def added_to(
         self, prediction: Prediction, plan: Plan, *, processes: int, cores: float
     ) -> Prediction:
-        """Return the prediction with each process's loader. Without workers a process loads, then
-        computes; with workers the slower counts. `cores`: of all processes."""
+        """Return the prediction with the loader of each process. Without workers the process loads
+        before it computes; with workers the slower of the two counts. `cores`: those that all
+        processes share."""
         noted = replace(prediction, note="; ".join(filter(None, (prediction.note, self.note))))
         own, samples = cores / processes, prediction.microbatch * prediction.microbatches
         workers = plan.workers if isinstance(plan.workers, int) else max(1, int(own))
@@ -89,7 +93,7 @@ class LoaderTime:
 
 
 def _ends(process: int, seconds: float) -> bool:
-    """Wait for a child; kill it if it is late."""
+    """Wait for a child, and kill it if it has not ended by then."""
     end = time.monotonic() + seconds
     while os.waitpid(process, os.WNOHANG) == (0, 0):
         if time.monotonic() > end:
@@ -108,7 +112,7 @@ def _cannot_load(why: str) -> RecipeError:
 
 
 def _loaded(recipe: Recipe, seconds: float) -> float:
-    """Return the seconds of a sample."""
+    """Load for some time. Returns the seconds of a sample."""
     size = (
         recipe.microbatch
         if isinstance(recipe.microbatch, int)
@@ -123,7 +127,7 @@ def _loaded(recipe: Recipe, seconds: float) -> float:
 
 
 def _microbatches(recipe: Recipe, size: int) -> Iterator[Microbatch]:
-    """Yield microbatches without end."""
+    """Yield microbatches of `size` samples without end."""
     in_step = -(-(recipe.global_batch or size) // size)
     spans = (
         Span(

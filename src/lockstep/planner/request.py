@@ -4,12 +4,12 @@ answer."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-VARIABLE = "LOCKSTEP_PLAN_REQUEST"
+from lockstep.scripts.request import ScriptRequest
+
 OUTCOMES = "outcomes.jsonl"
 ENDED = "ended.json"
 
@@ -34,11 +34,13 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """A request, as JSON in a file that the environment names."""
+class PlanRequest(ScriptRequest):
+    """The plans that are to be predicted for the recipe."""
 
+    answered_by: ClassVar[str] = "lockstep.planner.worker"
+    calls: str = "train"
     target: str
-    """The devices: `64 x H100`."""
+    """The devices, in the words of the command line: `64 x H100`, or `this`."""
     plans: tuple[str, ...]
     """Empty: search."""
     memory_bytes: int | None
@@ -47,14 +49,3 @@ class PlanRequest:
     folder: str
     is_here: bool
     """True if the devices are this machine, on which the loader is measured too."""
-
-    def write(self) -> dict[str, str]:
-        """Write the request. Returns the environment variables for the process."""
-        path = Path(self.folder) / "request.json"
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        return {VARIABLE: str(path), "LOCKSTEP_INSTEAD_OF_TRAINING": "lockstep.planner.worker"}
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> PlanRequest:
-        told: dict[str, Any] = json.loads(Path(environ[VARIABLE]).read_text(encoding="utf-8"))
-        return cls(**{**told, "plans": tuple(told["plans"])})

@@ -1,5 +1,5 @@
-"""The loop of a search: it fills the machine's slots with trials, answers reports, and notes the
-ends."""
+"""The loop of a search: fills the slots of the machine with trials, answers their reports, and
+notes how they end."""
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ from lockstep.base.errors import LaunchError, UserError, say
 from lockstep.base.system import signals
 from lockstep.launch.recovery.channel import Channel
 from lockstep.launch.termination import tell
-from lockstep.options import RunOptions, variable
+from lockstep.options import RunOptions
 from lockstep.recipe.parameters import Parameter
+from lockstep.scripts.fork_server import ENDING, ForkServer, LaunchRequest
+from lockstep.scripts.process import never_trained
 from lockstep.search.database import reachable
 from lockstep.search.outcome import FailuresAlike, TrialOutcome, finished_outcome, outcome_of
 from lockstep.search.population import CHANGEABLE
-from lockstep.search.processes import WarmParent
 from lockstep.search.proposals import Proposals
-from lockstep.search.request import TRIAL_HOOK, SearchRequest, TrialRequest
+from lockstep.search.request import SearchRequest, TrialRequest
 from lockstep.search.slots import TrialSlot
 from lockstep.search.study import ClaimedTrial, TrialStorage, check_parameters
-from lockstep.search.warm_parent import ENDING, LaunchRequest
 
 POLL_SECONDS = 0.2
 IDLE_SECONDS = 0.5
-"""Between looks for trials that other searches may leave behind."""
+"""Seconds between two looks for trials that other searches may leave behind."""
 
 
 @dataclass(slots=True)
 class RunningTrial:
+    """A trial in a slot."""
+
     claimed: ClaimedTrial
     slot: TrialSlot
     channel: Channel
     is_probe: bool
-    """True if it only tells the script's parameters."""
+    """True if its process tells the script's parameters, and does not train."""
+    has_opened: bool = False
+    """True once its script has come to `ls.train`."""
     began: float = field(default_factory=time.monotonic)
 
 
@@ -54,16 +58,17 @@ class Search:
         self,
         request: SearchRequest,
         storage: TrialStorage,
-        parent: WarmParent,
+        server: ForkServer,
         slots: Sequence[TrialSlot],
         processes: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """`processes`: of each trial. `on_end`: called with each ended trial's number."""
-        self._request, self._storage, self._parent, self._processes, self._on_end = (
+        """`processes`: of each trial. `on_end`: called with the number of each trial that has
+        ended."""
+        self._request, self._storage, self._server, self._processes, self._on_end = (
             request,
             storage,
-            parent,
+            server,
             processes,
             on_end,
         )
@@ -72,7 +77,7 @@ class Search:
         self._running: dict[int, RunningTrial] = {}
         self._failures = FailuresAlike()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(parent.channel, selectors.EVENT_READ)
+        self._selector.register(server.channel, selectors.EVENT_READ)
         self._error: UserError | None = None
         self._ended_by: str | None = None
         self._signals = 0
@@ -83,8 +88,9 @@ class Search:
         self._ends_early = False
 
     def run(self) -> str | None:
-        """Run trials until all are made, time is over, or a signal asks to end. Returns what ended
-        it early: the signal's name, or `--timeout`. Raises the error of a faulty script."""
+        """Run trials until all are made, the time is over, or a signal asks to end. Returns what
+        has ended it early: the name of the signal, or `--timeout`. Raises the error of a script
+        that is at fault."""
         with self._handling_signals(), reachable(self._storage.url):
             while True:
                 self._storage.note_wanted(self.proposals.wanted)
@@ -92,7 +98,7 @@ class Search:
                 if not self._running and (self._ends_early or self._is_done()):
                     break
                 for key, _ in self._selector.select(POLL_SECONDS):
-                    if key.fileobj is self._parent.channel:
+                    if key.fileobj is self._server.channel:
                         self._on_ended()
                     elif (
                         running := self._running.get(key.data)
@@ -104,13 +110,14 @@ class Search:
         return self._ended_by
 
     def _is_done(self) -> bool:
-        """True if no trial is left for this search; other folders' may still run."""
+        """True if no trial is left for this search: those of other folders may still run theirs."""
         if time.monotonic() - self._looked < IDLE_SECONDS:
             return False
         self._looked = time.monotonic()
         return not self._storage.has_unfinished(self.proposals.wanted)
 
     def _fill(self) -> None:
+        """Start trials in the free slots."""
         while self._free and not self._ends_early:
             if self._running and not self.proposals.are_known:
                 return  # the first trial is about to tell the parameters
@@ -123,7 +130,7 @@ class Search:
             self._begin(claimed)
 
     def _begin(self, claimed: ClaimedTrial) -> None:
-        """Start a trial, or note its end if the search before did not."""
+        """Start a trial, or note how it has ended if the search before did not."""
         folder = self._storage.run_dir(claimed.number)
         done = finished_outcome(folder, self._request.metric) if claimed.is_resumed else None
         if done is not None:
@@ -139,6 +146,7 @@ class Search:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ENDING).unlink(missing_ok=True)
         request = TrialRequest(
+            calls="train" if is_probe else "install",
             metric=self._request.metric,
             can_be_pruned=self._request.pruner != "none",
             until=(
@@ -147,19 +155,17 @@ class Search:
                 else None
             ),
         )
-        environment = {**slot.variables(os.environ), **request.variables()}
-        if is_probe:
-            environment[variable("instead_of_training")] = TRIAL_HOOK
         launch = LaunchRequest(
             number=claimed.number,
             folder=str(folder.absolute()),
-            script=list(self._request.script),
+            line=self._request.line.words,
             processes=1 if is_probe else self._processes,
             max_restarts=0 if is_probe else self._request.launch.max_restarts,
             options=self._options(claimed, is_probe=is_probe).to_environment(),
-            environment=environment,
+            request=request.as_json(),
+            environment=slot.variables(os.environ),
         )
-        channel = self._parent.start(launch)
+        channel = self._server.start(launch)
         self._selector.register(channel, selectors.EVENT_READ, claimed.number)
         self._running[claimed.number] = RunningTrial(claimed, slot, channel, is_probe)
 
@@ -181,11 +187,11 @@ class Search:
         )
 
     def _is_member(self, is_probe: bool) -> bool:
-        """True for a population's trial with known parameters."""
+        """True for a trial of a population, whose parameters are known."""
         return self._request.sampler == "pbt" and not is_probe
 
     def _go_on_from_parent(self, claimed: ClaimedTrial) -> None:
-        """Copy the parent's checkpoint, unless the trial has one."""
+        """Give a trial the checkpoint of its parent, unless it has one."""
         parent = self.proposals.parent(claimed.number)
         folder = self._storage.run_dir(claimed.number)
         if parent is None or (folder / "checkpoints").exists():
@@ -196,7 +202,7 @@ class Search:
         (folder / "copied").rename(folder / "checkpoints")
 
     def _on_message(self, running: RunningTrial) -> bool:
-        """Answer a message. Returns False if there is no whole one."""
+        """Answer a message of a trial. Returns False if there is no whole one."""
         message = running.channel.receive(0.0)
         if message is None:
             if running.channel.has_ended and running.channel in self._selector.get_map():
@@ -213,7 +219,9 @@ class Search:
         return True
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
-        """Note a trial's parameters, first of all the search's; refuse another script's."""
+        """Note a trial's parameters, and, of the first trial, those of the search; refuse it if it
+        is of another script."""
+        running.has_opened = True
         try:
             for name in ("every", "steps"):
                 self._storage.note(name, message[name])
@@ -235,7 +243,7 @@ class Search:
         running.channel.send("answer", refused=None)
 
     def _on_ended(self) -> None:
-        message = self._parent.channel.receive()
+        message = self._server.channel.receive()
         if message is None:
             raise LaunchError(
                 "the process that starts the trials has ended; was it killed? the same command"
@@ -256,6 +264,9 @@ class Search:
         if outcome.is_mistake and running.claimed.number == 0:
             name, _, text = str(outcome.reason).partition(": ")
             self._stop(getattr(errors, name)(text))
+        elif message["status"] == 0 and not running.has_opened and outcome.state == "failed":
+            needs = "the parameters of a search are those of the recipe that it is given"
+            self._stop(never_trained(self._request.line, "a call of ls.train", needs))
         if self._ends_early and outcome.state == "failed":
             # by the signal that ends the search, or by a mistake that no trial can mend
             outcome = TrialOutcome(state="running")
@@ -283,21 +294,21 @@ class Search:
             )
 
     def _stop(self, error: UserError) -> None:
-        """End the search with this error after its trials."""
+        """End the search with this error, once its trials have ended."""
         self._error = self._error or error
         self._ends_early = True
-        self._parent.signal(signal.SIGTERM)
+        self._server.signal(signal.SIGTERM)
 
     def _end_in_time(self) -> None:
         if self._until is not None and time.monotonic() >= self._until and not self._ends_early:
             say("lockstep: the time of the search is over; its trials save and end")
             self._ends_early = True
             self._ended_by = "--timeout"
-            self._parent.signal(signal.SIGTERM)
+            self._server.signal(signal.SIGTERM)
 
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:
-        """At the first signal trials save and end; at the second they end at once."""
+        """Have the trials save and end at the first signal, and end at once at the second."""
         before = {
             number: signal.getsignal(number)
             for number in signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
@@ -317,4 +328,4 @@ class Search:
             tell("interrupted: the trials save and end; Ctrl-C again ends them at once")
         self._ended_by = self._ended_by or signal.Signals(number).name
         self._ends_early = True
-        self._parent.signal(signal.SIGTERM if self._signals < 3 else signal.SIGKILL)
+        self._server.signal(signal.SIGTERM if self._signals < 3 else signal.SIGKILL)

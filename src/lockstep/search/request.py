@@ -4,26 +4,23 @@ for a trial."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.urls import has_password, without_password
 from lockstep.options import LaunchOptions
 from lockstep.recipe.parameters import split_assignment
+from lockstep.scripts.line import ScriptLine
+from lockstep.scripts.request import ScriptRequest
 from lockstep.search.results import Direction
 
 SamplerName = Literal["tpe", "random", "grid", "cma", "pbt"]
 PrunerName = Literal["asha", "median", "none"]
 SEARCH = "search.json"
 """In the folder of a search: storage, name, and the folder's own identity."""
-TRIAL = "LOCKSTEP_TRIAL"
-"""The variable with a `TrialRequest` as JSON."""
-TRIAL_HOOK = "lockstep.search.trial_hook"
-"""The module with the hook of a trial. The search does not import it: it imports torch."""
 PRUNED = "pruned: "
 """The beginning of the reason for which a pruned trial stops."""
 
@@ -32,8 +29,7 @@ PRUNED = "pruned: "
 class SearchRequest:
     """A search of the parameters of a script."""
 
-    script: Sequence[str]
-    """`[-m] SCRIPT ARGS...`"""
+    line: ScriptLine
     metric: str
     direction: Direction
     trials: int | None
@@ -70,7 +66,7 @@ class SearchRequest:
     def identity(self) -> Mapping[str, Any]:
         """The fields that must be the same when the search is continued, or shared, as JSON."""
         return {
-            "script": list(self.script),
+            "script": self.line.words,
             "metric": self.metric,
             "direction": self.direction,
             "set": sorted(self.launch.set),
@@ -84,17 +80,16 @@ class SearchRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrialRequest:
-    """A trial as its processes see it."""
+class TrialRequest(ScriptRequest):
+    """A trial as its processes see it; or, instead of training, a question for the parameters."""
 
+    answered_by: ClassVar[str] = "lockstep.search.trial_hook"
     metric: str
     can_be_pruned: bool
     until: int | None = None
     """The step after which it ends, at an evaluation. None: at the end of the training."""
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables for the trial's workers."""
-        return {"LOCKSTEP_PROBE": TRIAL_HOOK, TRIAL: json.dumps(asdict(self))}
+    channel: int = -1
+    """The descriptor over which rank 0 reports. The fork server sets it."""
 
 
 def check_storage(url: str | None) -> None:

@@ -24,12 +24,10 @@ from lockstep.launch.recovery.channel import Channel
 from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.sources import programs, texts
-from lockstep.search.request import PRUNED, TRIAL, TrialRequest
-from lockstep.search.warm_parent import DESCRIPTOR
+from lockstep.search.request import PRUNED, TrialRequest
 from lockstep.training.context import Overrides
-from lockstep.training.hook import Hook
+from lockstep.training.hook import Hook, Run
 from lockstep.training.loop import interval_of, steps_of
-from lockstep.training.run import Run
 
 _trainings = 0
 
@@ -39,14 +37,13 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
     `lockstep.opening.read_probe`."""
     global _trainings
     _trainings += 1
-    return Overrides(), (
-        TrialHook(TrialRequest(**json.loads(environ[TRIAL])), _channel(environ), number=_trainings),
-    )
+    request = _request(environ)
+    return Overrides(), (TrialHook(request, _channel(request, environ), number=_trainings),)
 
 
 def train(recipe: Recipe) -> NoReturn:
     """Tell the search which parameters the script has, instead of training, and end the process."""
-    channel = _channel(os.environ)
+    channel = _channel(_request(os.environ), os.environ)
     if channel is not None:
         channel.send("opened", **_script(), every=_interval(recipe, ""), steps=steps_of(recipe))
     os._exit(0)
@@ -71,15 +68,17 @@ def _script() -> dict[str, Any]:
     }
 
 
-def _channel(environ: Mapping[str, str]) -> Channel | None:
+def _request(environ: Mapping[str, str]) -> TrialRequest:
+    request = TrialRequest.read(environ)
+    assert request is not None, "the search has asked"
+    return request
+
+
+def _channel(request: TrialRequest, environ: Mapping[str, str]) -> Channel | None:
     """Return rank 0's end of the trial's channel. None on other ranks."""
-    descriptor = int(environ[DESCRIPTOR])
-    os.set_inheritable(descriptor, False)
-    return (
-        Channel(socket.socket(fileno=os.dup(descriptor)))
-        if environ.get("RANK", "0") == "0"
-        else None
-    )
+    os.set_inheritable(request.channel, False)
+    is_first = environ.get("RANK", "0") == "0"
+    return Channel(socket.socket(fileno=os.dup(request.channel))) if is_first else None
 
 
 class TrialHook(Hook):

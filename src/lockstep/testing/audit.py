@@ -10,7 +10,7 @@ from lockstep.audit.run import run_audit
 from lockstep.audit.runner import AuditOptions
 from lockstep.base.system import refuse_on_windows
 from lockstep.base.temporary_folder import locked_folder
-from lockstep.launch.script import check_module, check_script
+from lockstep.scripts.line import ScriptLine
 
 
 def audit(
@@ -33,11 +33,10 @@ def audit(
     optimizer step, or takes none.
     """
     refuse_on_windows("lockstep.testing.audit")
-    (check_module if is_module else check_script)(os.fspath(script))
+    line = ScriptLine(os.fspath(script), arguments, is_module)
+    line.check()
     options = AuditOptions(
-        script=os.fspath(script),
-        arguments=arguments,
-        is_module=is_module,
+        line=line,
         processes=nproc,
         steps=steps,
         hang_after_seconds=hang_after_seconds,

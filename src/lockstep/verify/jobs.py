@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from lockstep.base.errors import LaunchError, PlanError
+from lockstep.base.errors import PlanError
 from lockstep.plan import AXES, Plan
+from lockstep.scripts.request import ScriptRequest
 
 PERTURBED_RUNS = 3
 """With the reference they give six distances between two runs that differ by rounding alone."""
@@ -17,27 +18,15 @@ FLOAT64_PERTURBED_RUNS = 2
 """Perturbed runs of the first step in float64."""
 
 
-_FOLDER = "LOCKSTEP_TRACE"
-_NUMBERS = {
-    "LOCKSTEP_TRACE_STEPS": ("steps", 1),
-    "LOCKSTEP_TRACE_NOISE": ("noise_seed", 0),
-    "LOCKSTEP_TRACE_MICROBATCH": ("microbatch", 1),
-}
-"""Environment variable -> its field of `TraceRequest`, and its smallest value."""
-_SWITCHES = {
-    "LOCKSTEP_TRACE_FLOAT64": "float64",
-    "LOCKSTEP_TRACE_EVAL_MODE": "eval_mode",
-    "LOCKSTEP_TRACE_UNCOMPRESSED": "uncompressed",
-}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TraceRequest:
-    """The trace that a run writes, and the changes to the run. Environment variables carry it to
-    the probe."""
+class TraceRequest(ScriptRequest):
+    """The trace that a run writes, and the changes to the run."""
+
+    answered_by: ClassVar[str] = "lockstep.verify.probe"
+    calls: str = "install"
 
     folder: Path = Path()
-    """Folder of the trace, which exists. The runner sets the folder of each job's request."""
+    """Folder of the trace, which exists."""
     steps: int | None = None
     """Steps of each train module after which the process ends, with status 0. None: the run ends by
     itself."""
@@ -52,45 +41,6 @@ class TraceRequest:
     uncompressed: bool = False
     """True if gradients are sent uncompressed, whatever the recipe's `gradient_compression`."""
 
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> TraceRequest | None:
-        """Return None without LOCKSTEP_TRACE. Raises `LaunchError` for an invalid value, and for a
-        stray variable."""
-        if _FOLDER not in environ:
-            if stray := next((name for name in [*_NUMBERS, *_SWITCHES] if name in environ), None):
-                raise LaunchError(
-                    f"{stray}={environ[stray]} without {_FOLDER}; lockstep verify sets both; unset"
-                    f" {stray}"
-                )
-            return None
-        values: dict[str, Any] = {}
-        for name, (field, least) in _NUMBERS.items():
-            if (text := environ.get(name)) is not None and (
-                not text.isdecimal() or int(text) < least
-            ):
-                raise LaunchError(
-                    f"{name}={text!r}; it is a whole number of at least {least}; unset it: lockstep"
-                    " verify sets it"
-                )
-            values[field] = None if text is None else int(text)
-        for name, field in _SWITCHES.items():
-            if (text := environ.get(name, "0")) not in ("0", "1"):
-                raise LaunchError(
-                    f"{name}={text!r}; it is 1 or 0; unset it: lockstep verify sets it"
-                )
-            values[field] = text == "1"
-        return cls(folder=Path(environ[_FOLDER]), **values)
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment variables that `read` reads."""
-        numbers = {name: getattr(self, field) for name, (field, _) in _NUMBERS.items()}
-        return {
-            "LOCKSTEP_PROBE": "lockstep.verify.probe",
-            _FOLDER: str(self.folder),
-            **{name: str(value) for name, value in numbers.items() if value is not None},
-            **{name: "1" for name, field in _SWITCHES.items() if getattr(self, field)},
-        }
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job(TraceRequest):
@@ -101,6 +51,11 @@ class Job(TraceRequest):
     plan: Plan
     processes: int
     steps: int
+
+    def request(self, folder: Path) -> TraceRequest:
+        """Return the request for a trace in this folder."""
+        named = {each.name: getattr(self, each.name) for each in fields(TraceRequest)}
+        return TraceRequest(**{**named, "folder": folder})
 
     @property
     def text(self) -> str:

@@ -1,9 +1,5 @@
 """The probe of `lockstep verify`: a hook that writes a run's trace, and the overrides that perturb
-the run.
-
-A process that `lockstep verify` starts finds this module's name in LOCKSTEP_PROBE, and calls
-`install`.
-"""
+the run. It answers a `TraceRequest`."""
 
 from __future__ import annotations
 
@@ -21,8 +17,7 @@ from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.data.digests import digest_parts
 from lockstep.data.loader import Microbatch
 from lockstep.training.context import Overrides
-from lockstep.training.hook import ControlHook
-from lockstep.training.run import Run
+from lockstep.training.hook import ControlHook, Run
 from lockstep.training.train_module import TrainModule
 from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.perturb import (

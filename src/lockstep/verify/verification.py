@@ -8,8 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lockstep.base.errors import DataError, LaunchError, RecipeError
+from lockstep.base.errors import DataError, RecipeError
 from lockstep.plan import Plan
+from lockstep.scripts.line import ScriptLine
 from lockstep.verify import jobs
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.causes.likely_cause import likely_cause
@@ -67,11 +68,11 @@ class VerifyOptions:
 class Verification:
     """Starts every run that the options need and compares their traces."""
 
-    def __init__(self, script: str, options: VerifyOptions, runner: Runner) -> None:
+    def __init__(self, line: ScriptLine, options: VerifyOptions, runner: Runner) -> None:
         self._options = options
         self._runner = runner
-        self._report = Report(script=script, steps=options.steps)
-        self._script = script
+        self._report = Report(script=line.script, steps=options.steps)
+        self._line = line
         self._microbatch: int | None = None
         self._fast = any(plan.numerics == "fast" for plan, _ in options.plans)
 
@@ -87,7 +88,7 @@ class Verification:
         }
         if self._fast:
             perturbed = [
-                _traces(future.result(), "a perturbed run", self._script)
+                _traces(future.result(), "a perturbed run", self._line)
                 for future in started.perturbed
             ]
             self._check_data(references[FAST_REFERENCE], perturbed)
@@ -141,7 +142,7 @@ class Verification:
         references = jobs.reference_jobs(self._options.plans, self._options.steps, self._microbatch)
         results = self._runner.run(list(references.values()))
         return {
-            plan: _traces(result, "one process", self._script)
+            plan: _traces(result, "one process", self._line)
             for plan, result in zip(references, results, strict=True)
         }
 
@@ -240,7 +241,7 @@ class Verification:
             for ours, theirs in zip(reference, run, strict=True):
                 if (found := other_data(ours, theirs)) is not None:
                     raise DataError(
-                        f"two runs of {self._script} on one process have other data:"
+                        f"two runs of {self._line.script} on one process have other data:"
                         f" {DESCRIPTIONS[found.check]} of microbatch {found.microbatches[0]} after"
                         f" step {found.step}; {OTHER_DATA}"
                     )
@@ -251,9 +252,9 @@ class Verification:
         spread = self._report.rounding_spread["gradients"][0][1]
         if spread > MAX_SPREAD:
             raise RecipeError(
-                f"two runs of {self._script} on one process have gradients of the first step that"
-                f" differ by {spread:.2g} of their norm, from the same weights and data; that is no"
-                " rounding, so nothing can be compared: the model or the loss draws from a"
+                f"two runs of {self._line.script} on one process have gradients of the first step"
+                f" that differ by {spread:.2g} of their norm, from the same weights and data; that"
+                " is no rounding, so nothing can be compared: the model or the loss draws from a"
                 " generator that nobody seeds, or reads the clock; draw from torch's default"
                 " generators"
             )
@@ -379,26 +380,17 @@ def _note_mismatch(
         )
 
 
-def _traces(result: JobResult, under: str, script: str) -> list[Trace]:
-    if result.traces:
-        return result.traces
-    if result.timed_out:
-        raise LaunchError(
-            f"{script!r} under {under} did not finish {result.job.steps} steps in"
-            f" {result.seconds:.0f} s; verify waits that long for each run; give fewer --steps, or"
-            " a longer --timeout"
+def _traces(result: JobResult, under: str, line: ScriptLine) -> list[Trace]:
+    if not result.traces:
+        raise result.nothing_done(
+            line,
+            before=f"its last of {result.job.steps} training steps under {under}"
+            if result.timed_out
+            else f"a training step under {under}",
+            needs="verify compares the steps of ls.train or ls.Session",
+            works=f"lockstep run --nproc 1 {line}",
         )
-    if result.status:
-        raise LaunchError(
-            f"{script!r} fails under {under} (exit status {result.status}), so there is nothing to"
-            f" compare plans with; make `lockstep run --nproc 1 {script}` work first; its last"
-            f" output:\n{result.error}"
-        )
-    raise LaunchError(
-        f"{script!r} ended without a training step; verify compares the steps of ls.train or"
-        " ls.Session; call one of them in the script (is the call behind a condition that does not"
-        " hold here?)"
-    )
+    return result.traces
 
 
 def _last_line(text: str) -> str:

@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from lockstep.audit.request import AuditRequest
+from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 
 AFTER = ("torch", "torch.distributed.fsdp._fully_shard._fsdp_param_group", "accelerate.accelerator")
 """Modules after whose import probes are installed."""
@@ -18,8 +19,13 @@ AFTER = ("torch", "torch.distributed.fsdp._fully_shard._fsdp_param_group", "acce
 
 def begin() -> None:
     """Watch imports, if this process is one of an audited script."""
-    if (request := AuditRequest.read(os.environ)) is not None:
-        request.die_with_launcher(os.environ)
+    try:
+        request = AuditRequest.read(os.environ)
+    except LaunchError as error:  # Python would go on without `sitecustomize`
+        say(f"lockstep: LaunchError: {error}")
+        os._exit(USER_ERROR_STATUS)
+    if request is not None:
+        request.die_with_launcher()
         sys.meta_path.insert(0, _Finder(request))
 
 

@@ -27,10 +27,12 @@ from torch import Tensor
 from lockstep.checkpoint.storage import CheckpointName
 
 SLOT_BYTES = 1 << 40
-"""Distance of the two slots: more than any rank's part. Unwritten pages take no memory."""
+"""Distance of the two slots. More than any rank's part; pages that were never written take no
+memory."""
 FILE_START = mmap.ALLOCATIONGRANULARITY
+"""Position of the file in its slot."""
 NONE = -1
-"""The step of an incomplete slot."""
+"""The step of a slot that is not complete."""
 _MAGIC = b"lockstp1"
 _HEADER = struct.Struct("<8s8sQIIQQ")
 _SUM = struct.Struct("<I")
@@ -39,11 +41,12 @@ HEADER_BYTES = _HEADER.size + _SUM.size
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The identity of an image, and where its text is."""
+    """The names of an image, and where its text is."""
 
     name: CheckpointName
     rank: int
     size: int
+    """Number of ranks."""
     text_start: int
     text_bytes: int
 
@@ -54,7 +57,7 @@ class Header:
 
     @classmethod
     def read(cls, data: bytes) -> Header | None:
-        """None if `data` is no whole header."""
+        """None if `data` is not all of a header."""
         packed = data[: _HEADER.size]
         if not packed.startswith(_MAGIC) or _SUM.pack(zlib.crc32(packed)) != data[_HEADER.size :]:
             return None
@@ -63,18 +66,19 @@ class Header:
 
 
 class Slot:
-    """One of the two images."""
+    """One of the two places of an image."""
 
     def __init__(self, descriptor: int, number: int) -> None:
         self._descriptor = descriptor
         self._start = number * SLOT_BYTES
         self.step = NONE
-        """Step of the complete image; `NONE` if it is not complete."""
+        """That of the image which is complete here."""
         self.file = torch.empty(0, dtype=torch.uint8)
-        """Mapped bytes of the file."""
+        """The bytes of the file, mapped."""
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory; the image that is there stays. Raises `OSError`."""
+        """Allocate memory for the next images. The image that is there stays as it is. Raises
+        `OSError`."""
         size = FILE_START + file_bytes
         self.file = torch.empty(0, dtype=torch.uint8)
         # it raises where a first access would end the process
@@ -89,15 +93,16 @@ class Slot:
         return FILE_START + len(self.file)
 
     def begin(self) -> None:
-        """Invalidate the image."""
+        """Take away the image that was here."""
         self.step = NONE
         self._put(bytes(HEADER_BYTES), 0)
 
     def put_file(self, data: bytes) -> None:
+        """Write the first bytes of the file."""
         self._put(data, FILE_START)
 
     def complete(self, text: bytes, header: Header) -> None:
-        """Write the text, then the header."""
+        """Write all that is missing; the header last."""
         self._put(text, self.text_start)
         self._put(header.packed(), 0)
         self.step = header.name.step
@@ -108,7 +113,7 @@ class Slot:
 
 
 class ImageMemory:
-    """Two slots, used in turn: while one is written, the other is complete."""
+    """The two slots, used in turn: while one is written, the other is complete."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("lockstep-image")
@@ -117,23 +122,24 @@ class ImageMemory:
 
     @property
     def newest(self) -> int:
-        """Step of the newest image."""
+        """The step of the newest image here."""
         return max(slot.step for slot in self.slots)
 
     def oldest_but(self, step: int) -> Slot:
-        """Return the slot with the older image, which is never that of `step`."""
+        """The slot for the next image: the one with the older image, which must not be that of
+        `step`."""
         return min(
             (slot for slot in self.slots if slot.step != step or step == NONE),
             key=lambda slot: slot.step,
         )
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory for files of this size in both slots. Raises `OSError`."""
+        """Allocate memory for files of this size, in both slots. Raises `OSError`."""
         for slot in self.slots:
             slot.allocate(file_bytes)
 
     def close(self) -> None:
-        """Release the memory here; others may hold its descriptor."""
+        """Release the memory in this process; others may hold its descriptor."""
         self.slots = []
         os.close(self.descriptor)
 
@@ -151,11 +157,12 @@ class Part:
 
     @property
     def file(self) -> Tensor:
+        """The bytes of the file."""
         return torch.frombuffer(self.memory, dtype=torch.uint8)[FILE_START : self.header.text_start]
 
 
 def parts_in(path: str) -> list[Part]:
-    """Map the complete images behind `path`. Raises `OSError`."""
+    """Map the complete images in the memory behind `path`. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = [_part(descriptor, number * SLOT_BYTES) for number in range(2)]
@@ -165,7 +172,7 @@ def parts_in(path: str) -> list[Part]:
 
 
 def _part(descriptor: int, start: int) -> Part | None:
-    """Map a slot; None if it is not complete."""
+    """Map the slot at `start`; None if it is not complete."""
     header = Header.read(os.pread(descriptor, HEADER_BYTES, start))
     if header is None:
         return None

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import wraps
 from typing import Any, TypeVar
 
 import click
 
-from lockstep.launch.script import check_module, check_script
 from lockstep.options import LaunchOptions, RunOptions, flag, option_of, read_names, variable
+from lockstep.scripts.line import ScriptLine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -56,24 +57,28 @@ def options_from(values: dict[str, Any]) -> LaunchOptions:
 
 
 def script_arguments(*, required: bool = True) -> Callable[[Command], Command]:
-    """Give a command the parameters `is_module`, `script` and `arguments`. Everything after SCRIPT
-    is the script's."""
+    """Give a command the parameter `line`, a `ScriptLine`; None if it is not given. Everything
+    after SCRIPT is the script's."""
 
     def decorate(command: Command) -> Command:
-        command = click.argument(
-            "arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED
-        )(command)
-        command = click.argument("script", required=required)(command)
-        return click.option(
-            "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
-        )(command)
+        @wraps(command)
+        def called(is_module: bool, script: str | None, arguments: Any, **given: Any) -> Any:
+            line = None if script is None else ScriptLine(script, arguments, is_module)
+            if line is not None:
+                line.check()
+            return command(line=line, **given)
+
+        for option in (
+            click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED),
+            click.argument("script", required=required),
+            click.option(
+                "-m",
+                "is_module",
+                is_flag=True,
+                help="SCRIPT is the name of a module, as in python -m.",
+            ),
+        ):
+            called = option(called)
+        return called  # type: ignore[return-value]
 
     return decorate
-
-
-def check_target(script: str, *, is_module: bool) -> None:
-    """Raise `LaunchError` if the script, or the module, cannot be found."""
-    if is_module:
-        check_module(script)
-    else:
-        check_script(script)

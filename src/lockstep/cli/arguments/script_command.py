@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from lockstep.base.errors import say
-from lockstep.launch.script import misplaced
+from lockstep.scripts.line import misplaced
 
 
 class ScriptCommand(click.Command):

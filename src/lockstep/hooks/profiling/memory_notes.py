@@ -1,4 +1,5 @@
-"""Notes of which tensors are where in memory, with marks in the trace."""
+"""Notes of which tensors are where in memory, and marks in the trace that say when a note was
+taken."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from lockstep.training.train_module import TrainModule
 
 
 class MemoryNotes:
-    """One rank's notes while its profiler runs. Holds no tensor, changes none."""
+    """The notes of one rank while its profiler runs. Holds no tensor, and changes none."""
 
     def __init__(self, modules: Sequence[TrainModule], device: torch.device) -> None:
         self.notes: list[MemoryNote] = []
@@ -33,6 +34,7 @@ class MemoryNotes:
                     )
 
     def close(self) -> None:
+        """Remove the hooks from the modules."""
         self._hooks.close()
 
     def note_all(self) -> None:
@@ -64,7 +66,8 @@ class MemoryNotes:
                     )
 
     def _known(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
-        """Return a tensor's memory on the rank's device; None if it has none there."""
+        """Return the place of a tensor on the rank's device; None for one that has no memory
+        there."""
         if (
             not isinstance(tensor, Tensor)
             or (tensor := to_local(tensor)).device.type != self._device
@@ -80,7 +83,7 @@ class MemoryNotes:
         )
 
     def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Note what a module made: a forward hook."""
+        """A forward hook that notes what a module has made."""
         found = [
             self._known("", f"output of {name or type(module).__name__}", leaf)
             for leaf in tree_leaves(output)

@@ -1,8 +1,8 @@
-"""Time of an operation on a device (a roofline with tiles) and of a collective (latency and
-bandwidth).
+"""Time of an operation on a device and of a collective on a cluster: a roofline with tiles, and
+latency with bandwidth.
 
-A rate is the data sheet's peak, times the part that the best kernel reaches (`hardware.py`), times
-what was fitted (`fitted.toml`).
+Rates are the data sheet's peak, times the part of it that the best kernel reaches (`hardware.py`),
+times what was fitted to published steps (`fitted.toml`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ TILES = (
     (64, 128, 0.8),
     (64, 64, 0.6),
 )
-"""Sizes of tiles, and a multiprocessor's rate on each."""
+"""Rows and columns of the tiles that libraries choose from, and the rate of a multiprocessor on
+each."""
 ATTENTION_KEYS, ATTENTION_HEAD = 400, 32
-"""Keys, and head dimension, at which fused attention runs at half its rate."""
+"""Number of keys, and head dimension, at which fused attention runs at half its rate."""
 LOADED = 16
-"""A thread loads so many bytes at once, and rows of other multiples in pieces."""
+"""Bytes that a thread loads at once. Rows that are no multiple of it are loaded in pieces."""
 CONVOLUTION = 0.6
-"""Rate of convolutions to matrix products'."""
+"""Rate of convolutions to that of matrix multiplications."""
 
 
 def operation_seconds(operation: Operation, device: Device, fitted: Fitted = FITTED) -> float:
-    """Return the longer of an operation's arithmetic and bytes, at least a kernel's launch."""
+    """Return the time of an operation: the longer of its arithmetic and its bytes, and at least a
+    kernel's launch."""
     moving = operation.bytes / (
         device.memory_bytes_per_second * device.memory_fraction * fitted.memory
     )
@@ -41,10 +43,11 @@ def operation_seconds(operation: Operation, device: Device, fitted: Fitted = FIT
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Return the time of a collective, alone on its links, among ranks that run it together.
+    """Return the time of a collective that has its links to itself, among the ranks that run it at
+    the same time.
 
-    Ranks of a node follow each other. A group with several ranks in each node uses all their
-    adapters, as rings and trees do.
+    Ranks of a node follow each other. A group with several ranks in each of its nodes uses the
+    adapters of all of them, as rings and trees that enter and leave a node at each of its ranks do.
     """
     n = collective.ranks
     if n < 2:
@@ -84,14 +87,14 @@ def _arithmetic_seconds(operation: Operation, device: Device, fitted: Fitted) ->
 
 
 def matmul_rate(product: Operation, device: Device, fitted: Fitted = FITTED) -> float:
-    """Return a product's rate to the best shape's, at most 1."""
+    """Return the rate of a matrix multiplication to that of the best shape, at most 1."""
     *_, k = product.shape
     lost = fitted.waves * (1 / _filled(product.shape, device.multiprocessors) - 1)
     return k / (k + fitted.inner) / (1 + lost) * _aligned(product, fitted)
 
 
 def _aligned(product: Operation, fitted: Fitted) -> float:
-    """Return a product's rate by the power of two that divides its rows' bytes: cores load 16 at
+    """The rate of a product by the power of two that divides its rows' bytes: cores load 16 at
     once, memory 128."""
     if product.aligned_bytes < LOADED:
         return fitted.misaligned_batch if product.shape[0] > 1 else fitted.misaligned
@@ -101,7 +104,7 @@ def _aligned(product: Operation, fitted: Fitted) -> float:
 
 @cache
 def _filled(shape: tuple[int, ...], multiprocessors: int) -> float:
-    """Return the part of the multiprocessors' time that the best tiles fill."""
+    """The part of the multiprocessors' time that a result's tiles fill, with the best tiles."""
     batch, m, n, _ = shape
     time = min(
         ceil(batch * ceil(m / a) * ceil(n / b) / multiprocessors) * a * b / rate

@@ -12,12 +12,13 @@ from lockstep.planner.operations import Collective
 from lockstep.planner.simulate import Costs
 
 OVERHEAD_BYTES = 1_300_000_000
-"""Memory of a GPU's driver context and libraries."""
+"""Memory of a GPU that its driver's context and the libraries of matrix products and collectives
+take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Devices to plan for, with their costs."""
+    """The machines that a plan is to run on."""
 
     cluster: Cluster
     costs: Costs
@@ -31,7 +32,8 @@ class Machine:
 
     @classmethod
     def of(cls, cluster: Cluster, memory_bytes: int | None) -> Machine:
-        """Return the machine of data sheets. `memory_bytes`: of a device, unless the sheet's."""
+        """The machines of a data sheet. `memory_bytes`: of a device, if it is not the data
+        sheet's."""
 
         def collective(each: Collective) -> float:
             return collective_seconds(each, cluster)
@@ -49,6 +51,7 @@ class Machine:
         )
 
     def costs_of(self, plan: Plan) -> Costs:
+        """Return the costs of a step under a plan."""
         return (
             replace(self.costs, host=host_costs(is_compiled=True))
             if self.is_gpu and plan.compile

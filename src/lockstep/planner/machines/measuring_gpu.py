@@ -1,6 +1,8 @@
-"""Measures accelerators: matrix products, attention, copies, launches, and collectives.
+"""Measures this machine's accelerator: matrix products, attention, copies, launches; and
+collectives between several.
 
-Sizes double until a call is long enough to be timed, so that slow devices take no longer.
+Every measured size doubles until a call takes long enough to be timed, so that a slow device takes
+no longer than a fast one.
 """
 
 from __future__ import annotations
@@ -22,19 +24,20 @@ from lockstep.launch.spawn import spawn
 from lockstep.planner.machines.sheets import ALONE, GpuReadings, as_toml, link_of, link_path
 
 LONG_SECONDS = 5e-3
-"""A call so long hides its launch."""
+"""Time of a call that is long enough: launching it takes no part of that."""
 REPEATS = 5
-"""The shortest call counts, because other load only adds."""
+"""Times that a call is repeated; the shortest counts, because other load only adds."""
 WIDTHS = (512, 1024, 2048, 4096, 8192)
-"""Rows, columns and inner dimension of products."""
+"""Rows, columns and inner dimension of the matrix products."""
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 """Queries and keys of attention."""
 HEADS, HEAD_DIM = 16, 128
 COPIED_BYTES = tuple(2**power for power in range(20, 31, 2))
 LAUNCHED = 400
-"""Small kernels of one measurement: fewer than a stream holds before the host waits."""
+"""Small kernels in the measurement of a launch: fewer than a stream of a GPU holds before the host
+must wait."""
 AHEAD_SECONDS = 0.03
-"""The device computes so long, while the host launches the small kernels."""
+"""Time for which the device computes something long, while the host launches the small kernels."""
 GENERATIONS = {
     (7, 0): "Volta",
     (7, 5): "Turing",
@@ -49,8 +52,8 @@ Timer = Callable[[Callable[[], Any]], float]
 
 
 def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
-    """Measure accelerators; write the device's sheet to `path` and the link's beside it. Returns
-    the files. Raises `LaunchError`."""
+    """Measure this machine's accelerators; write the device's sheet to `path`, and the link's
+    beside it. Returns the files. Raises `LaunchError`."""
     readings = spawn(measure, nproc=1)
     written, inside = [path], ALONE
     if devices > 1:
@@ -67,7 +70,8 @@ def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
 
 
 def timed_collectives(ranks: int) -> list[dict[str, Any]]:
-    """Return the doctor's times of collectives. Raises `LaunchError` without any."""
+    """Return the doctor's times of collectives between so many devices. Raises `LaunchError` if it
+    has none."""
     from lockstep.doctor.diagnose import diagnose  # reads Linux's /proc
 
     diagnosis = diagnose(nproc=ranks)
@@ -81,7 +85,7 @@ def timed_collectives(ranks: int) -> list[dict[str, Any]]:
 
 
 def measure(timer: Timer | None = None) -> GpuReadings:
-    """Measure the first accelerator."""
+    """Measure the first accelerator of this machine."""
     device = accelerator.device(0)
     seconds = timer or partial(device_seconds, device=device)
     short = torch.bfloat16 if accelerator.computes_bf16(device) else torch.float16
@@ -103,7 +107,7 @@ def measure(timer: Timer | None = None) -> GpuReadings:
 
 
 def device_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the shortest time until the device has done a call."""
+    """Return the shortest time of a call, until the device has done all of it."""
     call()
     times = []
     for _ in range(REPEATS):
@@ -143,7 +147,8 @@ def _float32_in_tensor_cores() -> Iterator[None]:
 
 
 def _attention_rates(dtype: torch.dtype, device: torch.device, seconds: Timer) -> dict[str, float]:
-    """Return causal attention's rate by kernel, or the rate of what torch does instead."""
+    """Return the rate of causal attention by kernel; without any of them that of what torch does
+    instead."""
     found = {}
     for kernel, backend in KERNELS.items():
         with sdpa_kernel(backend), suppress(RuntimeError):  # torch's, where a kernel is missing
@@ -178,7 +183,7 @@ def _copy_rate(total_bytes: int, device: torch.device, seconds: Timer) -> float:
 
 
 def _launch_seconds(device: torch.device, seconds: Timer) -> float:
-    """Return the device's time for an empty kernel, with the host ahead."""
+    """Return the time that the device needs for a kernel of no work, if the host is ahead of it."""
     large, small = torch.randn(2048, 2048, device=device), torch.ones(1, device=device)
     times = max(1, round(AHEAD_SECONDS / seconds(partial(torch.mm, large, large))))
 

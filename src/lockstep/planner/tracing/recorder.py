@@ -1,4 +1,5 @@
-"""Records a step's operations, collectives and allocations, on fake tensors."""
+"""Records a step: each operation, collective and allocation of this process, while its tensors are
+fake."""
 
 from __future__ import annotations
 
@@ -36,21 +37,22 @@ FUNCTIONAL: Mapping[str, CollectiveKind] = {
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
 }
-"""Torch's functional collectives, for distributed tensors."""
+"""Torch's functional collectives, which distributed tensors use."""
 WITHOUT_LABEL: tuple[Cause, ...] = ("activations", "temporary")
-"""Causes of memory that follow from its time alone."""
+"""Causes of memory that follow from when it was allocated alone."""
 PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 
 
 class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what is computed while entered. `axes`: group's name -> mesh axis."""
+    """Records what is computed while it is entered. `axes`: the mesh axis of each process group, by
+    its name."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.items: list[Item] = []
         self.phase: Phase = "other"
         self.in_loss = False
-        """True while the loss is computed from the output."""
+        """True while the loss is computed from the model's output."""
         self._is_recording = False
         self.streams = Streams(self._note)
         self.allocations: list[MemoryChange] = []
@@ -65,7 +67,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def streams_and_storages(self) -> Iterator[None]:
-        """Let torch use recorded streams, and note changes of storages."""
+        """Let torch use streams that are recorded, and note changes of storages, while entered."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -84,6 +86,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Record what is computed while entered."""
         self._is_recording = True
         try:
             with self:
@@ -99,7 +102,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.items.append(item)
 
     def trace(self, rank: int) -> TracedStep:
-        """Return the record as the trace of `rank`."""
+        """Return what was recorded, as the trace of `rank`."""
         return TracedStep(rank, self.items, self.allocations, self.causes)
 
     # Operations
@@ -174,14 +177,15 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(Await(number, self.streams.current.number))
 
     def wait_for_all(self) -> None:
-        """Note a wait for all collectives: DDP waits for its buckets in C++."""
+        """Note that the current stream waits for all collectives: DDP waits for its buckets in
+        C++."""
         for number in sorted(self._outstanding):
             self.wait(number)
 
     # Memory
 
     def label(self, tensors: Any, cause: Cause) -> None:
-        """Say what tensors' memory is for."""
+        """Say what these tensors' memory is for."""
         for each in tree_leaves(tensors):
             if isinstance(each, Tensor):
                 self.label_storage(_local(each).untyped_storage(), cause)

@@ -1,1 +1,0 @@
-"""Makes every HTML page: document, table, chart, bars, timeline, heat map."""

@@ -1,0 +1,295 @@
+"""A process that has imported torch and lockstep, and forks launchers of a script, which fork its
+workers.
+
+A training of a small model starts in a fraction of a second: fresh processes would import torch
+each time. Each process ends with the one that started it. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.base.descendants import descendants, kill_all
+from lockstep.base.errors import LaunchError
+from lockstep.base.files import write_atomically
+from lockstep.base.foreign_files import read_object
+from lockstep.base.parent import adopt_orphans, die_with_parent
+from lockstep.base.python_process import own_python
+from lockstep.base.temporary_folder import remove_left_folders
+from lockstep.launch import worker
+from lockstep.launch.failures import Ending
+from lockstep.launch.recovery.channel import Channel, open_channel
+from lockstep.launch.recovery.spare import prepare_process
+from lockstep.launch.seeding import HASH_SEED
+from lockstep.launch.spawned_call import PASSED_ON, forget_parent, lead_session, signals_blocked
+from lockstep.options import RunOptions, read_options
+from lockstep.scripts.process import KILL_SECONDS, OUTPUT
+from lockstep.scripts.request import from_json, write_request
+
+ENDING = "ending.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchRequest:
+    """A launch that the server is asked for."""
+
+    number: int
+    folder: str
+    """The run directory, which exists. The launch writes its output and its ending there."""
+    line: Sequence[str]
+    """`[-m] SCRIPT ARGS...`"""
+    processes: int
+    max_restarts: int
+    options: Mapping[str, str]
+    """The variables of the `RunOptions` of its workers."""
+    request: Mapping[str, Any]
+    """The request to its workers, as JSON. The server sets its `channel`: the descriptor of rank
+    0's channel."""
+    environment: Mapping[str, str]
+    """Further variables of its workers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchEnding:
+    """The end of a launch, as its launcher has seen it."""
+
+    status: int
+    report: str
+    """The launcher's report. Empty if all went well."""
+    kind: str = ""
+    """The class of the exception that failed first, as `module:qualified name`. Empty if there was
+    none."""
+    message: str = ""
+    where: str = ""
+    """The last frame of its traceback."""
+
+    @classmethod
+    def of(cls, ending: Ending) -> LaunchEnding:
+        record = None if ending.first is None else ending.first.record
+        if record is None:
+            return cls(status=ending.status, report=ending.report())
+        frames = [
+            line.strip() for line in record.traceback.splitlines() if line.startswith("  File ")
+        ]
+        where = frames[-1] if frames else ""
+        return cls(
+            status=ending.status,
+            report=ending.report(),
+            kind=record.kind,
+            message=record.message,
+            where=where,
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> LaunchEnding | None:
+        """Return the ending of the latest launch in a folder. None if it has written none."""
+        with suppress(OSError, ValueError):
+            return from_json(cls, read_object(folder, ENDING))
+        return None
+
+
+class ForkServer:
+    """The server, seen from the command. Started at once; it is ready when it has imported
+    torch."""
+
+    def __init__(self) -> None:
+        """Raises `LaunchError` where a process cannot be forked so."""
+        self.channel, theirs = _open_channel()
+        with theirs:
+            self._process = subprocess.Popen(
+                own_python(
+                    "-m", "lockstep.scripts.fork_server", str(os.getpid()), str(theirs.fileno())
+                ),
+                env={**os.environ, **HASH_SEED},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        self._gpus: int | None = None
+
+    def gpus(self) -> int:
+        """Return the number of GPUs here. Waits until torch is imported. Raises `LaunchError` if
+        that fails."""
+        if self._gpus is None:
+            message = self.channel.receive()
+            if message is None:
+                raise LaunchError(
+                    f"torch cannot be imported by {sys.executable}; what that process said stands "
+                    "above; mend its "
+                    "installation"
+                )
+            self._gpus = int(message["gpus"])
+        return self._gpus
+
+    def start(self, request: LaunchRequest) -> Channel:
+        """Start a launch. Returns the channel to its rank 0."""
+        ours, theirs = _open_channel()
+        with theirs:
+            self.channel.send("start", descriptors=[theirs.fileno()], request=asdict(request))
+        return ours
+
+    def signal(self, number: int, launch: int | None = None) -> None:
+        """Send a signal to a launch; None: to all."""
+        self.channel.send("signal", signal=number, number=launch)
+
+    def close(self) -> None:
+        """End the server, with all that it has started."""
+        self.channel.close()
+        if self._gpus is None:  # it still imports torch, and has started nothing
+            self._process.kill()
+        self._process.wait()
+
+
+def _open_channel() -> tuple[Channel, socket.socket]:
+    if (ends := open_channel()) is None:
+        raise LaunchError(
+            f"lockstep search on {sys.platform}; its trials are forks of one process, on Linux; "
+            "run it there"
+        )
+    return ends
+
+
+def main() -> None:
+    """Import what training needs, and serve the command that has started this process."""
+    parent, descriptor = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    os.set_inheritable(descriptor, False)
+    channel = Channel(socket.socket(fileno=descriptor))
+    for name in ("lockstep.run", "lockstep.launch.agent.run_workers"):
+        import_module(name)
+    prepare_process()
+    remove_left_folders(
+        Path(tempfile.gettempdir())
+    )  # of a command that was killed: this one may start nothing
+    channel.send("warm", gpus=import_module("lockstep.base.accelerator").count())
+    _serve(channel)
+
+
+def _serve(channel: Channel) -> None:
+    """Start a launcher for each `start`, tell of its end, and pass `signal` on to one of them, or
+    to all."""
+    selector = selectors.DefaultSelector()
+    selector.register(channel, selectors.EVENT_READ)
+    launchers: dict[int, int] = {}
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not channel:
+                number, pid = key.data
+                selector.unregister(key.fileobj)
+                os.close(key.fd)
+                del launchers[number]
+                channel.send(
+                    "ended", number=number, status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                )
+                continue
+            message = channel.receive()
+            if message is None:
+                os._exit(0)  # the launchers, its children, end with it
+            if message["kind"] == "signal":
+                for number, pid in launchers.items():
+                    if message["number"] in (None, number):
+                        os.kill(pid, message["signal"])
+                continue
+            request, (descriptor,) = LaunchRequest(**message["request"]), message["descriptors"]
+            launchers[request.number] = pid = _fork_launcher(request, descriptor)
+            os.close(descriptor)
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (request.number, pid))
+
+
+def _fork_launcher(request: LaunchRequest, descriptor: int) -> int:
+    parent = os.getpid()
+    with signals_blocked():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_with_parent(parent)
+                adopt_orphans()
+                forget_parent()
+                lead_session()
+                _launch(request, descriptor)
+            finally:
+                os._exit(1)
+    return pid
+
+
+def _launch(request: LaunchRequest, descriptor: int) -> NoReturn:
+    """Run the workers to their end, in a process of its own."""
+    output = os.open(Path(request.folder, OUTPUT), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    from lockstep.launch.agent.run_workers import run_workers
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    asked = write_request(Path(request.folder), {**request.request, "channel": descriptor})
+    os.environ.update({**request.environment, **asked})
+    try:
+        ending = run_workers(
+            lambda environment: ForkedWorker(request.line, environment),
+            count=request.processes,
+            launcher="lockstep",
+            options=RunOptions(**read_options(request.options)),
+            max_restarts=request.max_restarts,
+        )
+        told = LaunchEnding.of(ending)
+    except LaunchError as error:
+        told = LaunchEnding(
+            status=2, report=str(error), kind="lockstep.base.errors:LaunchError", message=str(error)
+        )
+    kill_all(
+        lambda: descendants([os.getpid()]), KILL_SECONDS
+    )  # what the workers, forks of this process, have left
+    if told.report:
+        print(f"lockstep: {told.report}", file=sys.stderr, flush=True)
+    write_atomically(Path(request.folder, ENDING), json.dumps(asdict(told)))
+    os._exit(told.status)
+
+
+class ForkedWorker:
+    """A worker that is a fork of this process."""
+
+    def __init__(self, script: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._returncode: int | None = None
+        with signals_blocked():
+            self.pid = os.fork()
+            if self.pid == 0:
+                try:
+                    _become_worker(script, environment)
+                finally:
+                    os._exit(1)
+
+    def poll(self) -> int | None:
+        """None while it runs; then its exit status, or minus the number of the signal that killed
+        it."""
+        if self._returncode is None:
+            with suppress(ChildProcessError):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self._returncode = os.waitstatus_to_exitcode(status)
+        return self._returncode
+
+
+def _become_worker(script: Sequence[str], environment: Mapping[str, str]) -> None:
+    forget_parent()
+    lead_session()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    os.environ.update(environment)
+    sys.orig_argv = own_python("-m", "lockstep.launch.worker", *script)
+    worker.main(script)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Runs a script in workers of this process, as `lockstep run` does."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
+from typing import TextIO
+
+from lockstep.base.errors import USER_ERROR_STATUS, say
+from lockstep.base.garbage import collector_paused
+from lockstep.base.python_process import own_python
+from lockstep.base.system import refuse_on_windows
+from lockstep.launch.machines import Machines
+from lockstep.launch.recovery.channel import inherited
+from lockstep.logging.run_path import default_run_path
+from lockstep.options import LaunchOptions
+from lockstep.scripts.line import ScriptLine
+
+
+def launch_script(
+    line: ScriptLine,
+    options: LaunchOptions,
+    *,
+    count: int,
+    began: float,
+    machines: Machines | None = None,
+    request: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+) -> int:
+    """Run `count` workers to their end; return the exit status. `began`: a Unix time. `request`:
+    the variable of a request to them. `stdout`: that of the workers; None: this process's."""
+    refuse_on_windows("lockstep run")
+    with (
+        collector_paused(),
+        _without_warnings_of_stores() if machines is not None else nullcontext(),
+    ):
+        # imports torch: after all checks that do not need it
+        from lockstep.launch.agent.run_workers import run_workers
+
+    def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        rank = environment["LOCAL_RANK"]
+        added = [f"--local_rank={rank}"] if options.local_rank_argument else []
+        words = line.words[: len(line.words) - len(line.arguments)]
+        return subprocess.Popen(
+            own_python("-m", "lockstep.launch.worker", *words, *added, *line.arguments),
+            env={**os.environ, **(request or {}), **environment},
+            start_new_session=True,
+            stdout=stdout,
+            pass_fds=inherited(environment),
+        )
+
+    default_run_dir = str(default_run_path(line.script, datetime.now()).absolute())
+    on_all_machines = [f"nnodes={machines.count}"] if machines is not None else []
+    ending = run_workers(
+        start,
+        count=count,
+        launcher="lockstep",
+        options=options.for_workers(default_run_dir=default_run_dir, now_seconds=began),
+        max_restarts=options.max_restarts,
+        machines=machines,
+        recovery=options.recovery,
+        command=shlex.join([*on_all_machines, *options.same_on_all_machines(), *line.words]),
+    )
+    if report := ending.report():
+        say(f"lockstep: {report}")
+    unread = options.flags_for_script() if ending.status == 0 and not ending.options_read else []
+    if unread:
+        say(
+            f"lockstep: {'error' if options.strict else 'warning'}: {', '.join(unread)} had no"
+            " effect, because the script has not trained with lockstep; these options are for a"
+            " script that calls ls.train or enters an ls.Session; call one of them, or leave"
+            " them out"
+        )
+    return USER_ERROR_STATUS if unread and options.strict else ending.status
+
+
+@contextmanager
+def _without_warnings_of_stores() -> Iterator[None]:
+    """Silence torch's store, if torch is imported within: it prints 20 lines when its host is gone.
+    Not for workers."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "ERROR"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def count_gpus() -> int:
+    with collector_paused():
+        from lockstep.base import accelerator
+
+    return accelerator.count()

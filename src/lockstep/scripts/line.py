@@ -1,0 +1,132 @@
+"""A script on a command line: the checks that it is there, and options of a command among its
+arguments. No torch."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from itertools import takewhile
+from pathlib import Path
+
+from lockstep.base.errors import LaunchError
+from lockstep.base.system import shell_words
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptLine:
+    """A script and its arguments, as `[-m] SCRIPT ARGS...`. Raises `LaunchError` if the script
+    cannot be found."""
+
+    script: str
+    """The path of a Python file, or the name of a module."""
+    arguments: Sequence[str] = ()
+    is_module: bool = False
+
+    def check(self) -> None:
+        """Raise `LaunchError` if the script cannot be found."""
+        (_check_module if self.is_module else check_script)(self.script)
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> ScriptLine:
+        """Read the value of an option: a path, or a script and its arguments as a shell reads them.
+        Raises `LaunchError`, also if the script cannot be found."""
+        words = [text] if Path(text).is_file() else shell_words(option, text)
+        is_module = words[:1] == ["-m"]
+        if len(words) <= is_module:
+            raise LaunchError(
+                f"{option} {text!r} names no script; it is the path of a Python file, and its"
+                " arguments; give one"
+            )
+        line = cls(words[is_module], words[is_module + 1 :], is_module)
+        line.check()
+        return line
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+    @property
+    def words(self) -> list[str]:
+        return [*(["-m"] if self.is_module else []), self.script, *self.arguments]
+
+    @property
+    def name(self) -> str:
+        """The name of the module, or of the file without its ending."""
+        return self.script if self.is_module else Path(self.script).stem
+
+
+def check_script(script: str) -> None:
+    """Raise `LaunchError` unless `script` is the path of a readable file."""
+    if not os.path.exists(script):
+        what, remedy = "is not there", "correct it, or give -m before a module's name"
+    elif not os.path.isfile(script):
+        what, remedy = "is a directory", "name the file in it"
+    elif not os.access(script, os.R_OK):
+        what, remedy = "cannot be read", "give yourself the right to read it"
+    else:
+        return
+    raise LaunchError(f"{script!r} {what}; SCRIPT is the path of a Python file; {remedy}")
+
+
+def _check_module(name: str) -> None:
+    """Raise `LaunchError` if Python does not find the top package of the module from the working
+    directory."""
+    top = name.partition(".")[0]
+    if (
+        top not in sys.builtin_module_names
+        and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None
+    ):
+        raise LaunchError(
+            f"no module named {name!r}; -m takes the name of a module that Python can import from "
+            "here; correct the name"
+        )
+
+
+def misplaced(
+    options: Iterable[str], arguments: Sequence[str], script: str, *, imports: str | None = None
+) -> list[str]:
+    """Return the `options` of a command among a script's arguments, before any `--`, that the code
+    of the file `script` does not mention. `imports`: a package; a script that does not import it
+    hands its arguments on, and none is returned."""
+    own = takewhile(lambda argument: argument != "--", arguments)
+    names = {argument.partition("=")[0] for argument in own if argument[:2] == "--"} & set(options)
+    if not names:
+        return []
+    try:
+        nodes = list(ast.walk(ast.parse(Path(script).read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    if imports is not None and imports not in _packages_of(nodes):
+        return []
+    words = _words_of(nodes)
+    return sorted(name for name in names if name.lstrip("-").replace("-", "_") not in words)
+
+
+def _packages_of(nodes: Sequence[ast.AST]) -> set[str]:
+    imported = [
+        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+    ]
+    imported += [
+        node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level
+    ]
+    return {name.partition(".")[0] for name in imported}
+
+
+def _words_of(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the words in names and strings, but not in docstrings, with `_` for `-`."""
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [
+        value
+        for node in nodes
+        if id(node) not in docstrings
+        for _, value in ast.iter_fields(node)
+        if isinstance(value, str)
+    ]
+    return {
+        word.strip("_") for text in texts for word in re.findall(r"\w+", text.replace("-", "_"))
+    }

@@ -1,0 +1,156 @@
+"""A process that runs the user's script for a command: its output, the wait for its end, and the
+end of all of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from lockstep.base.descendants import descendants, kill_all, parents, with_marker
+from lockstep.base.errors import LaunchError
+from lockstep.base.parent import die_with_parent
+from lockstep.base.system import signals
+from lockstep.scripts.line import ScriptLine
+from lockstep.scripts.request import REQUEST, ScriptRequest
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 5.0
+"""Seconds from asking a script to end to killing it, and all that it has started."""
+KILL_SECONDS = 10.0
+"""Longest wait for killed processes."""
+TAIL_LINES = 30
+"""Lines of a failed script's output that are kept."""
+OUTPUT = "output.txt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptEnd:
+    """The end of a script's processes."""
+
+    status: int
+    """Exit status as a shell shows it: 128 + N after signal N."""
+    seconds: float
+    error: str = ""
+    """The last lines of its output. Empty if the status is 0."""
+    timed_out: bool = False
+
+    def nothing_done(self, line: ScriptLine, *, before: str, needs: str, works: str) -> LaunchError:
+        """Return the error for a script that ended `before` it did what a command `needs`, both in
+        words. `works`: a command line that has to work first."""
+        if self.timed_out:
+            return LaunchError(
+                f"{line.script} did not come to {before} in {self.seconds:.0f} s; {needs}; give it"
+                " less to do before, or a longer --timeout"
+            )
+        if self.status:
+            return LaunchError(
+                f"{line.script} failed before {before} (exit status {self.status}); {needs}; make"
+                f" `{works}` work first. It ended with:\n{self.error}"
+            )
+        return never_trained(line, before, needs)
+
+
+def never_trained(line: ScriptLine, before: str, needs: str) -> LaunchError:
+    return LaunchError(
+        f"{line.script} ended without {before}; {needs}; give it the arguments with which it trains"
+        " (is that behind a condition that does not hold here?)"
+    )
+
+
+def run_script(
+    command: Sequence[str],
+    request: ScriptRequest,
+    folder: Path,
+    *,
+    environ: Mapping[str, str],
+    timeout_seconds: float = math.inf,
+    look: Callable[[], bool] = lambda: False,
+    echo: BinaryIO | None = None,
+) -> ScriptEnd:
+    """Run a command line to its end, and end all that it has started. `folder`: of the request and
+    the output. `environ`: all its variables but that of the request. `look`: called now and then;
+    it returns True to end the script. `echo`: is given its output as it comes."""
+    began, timed_out = time.monotonic(), False
+    environ = {**environ, **request.write(folder)}
+    with (folder / OUTPUT).open("wb") as output, (folder / OUTPUT).open("rb") as read:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+        try:
+            while process.poll() is None and not timed_out and not look():
+                _pass_on(read, echo)
+                timed_out = time.monotonic() - began > timeout_seconds
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_SECONDS)
+            ended = process.poll()
+            _pass_on(read, echo)  # not what a launcher says about being ended
+        finally:
+            _end_all(process, f"{REQUEST}={environ[REQUEST]}")
+    status = ended if ended is not None else process.poll()
+    status = -signal.SIGKILL if status is None else status
+    status = status if status >= 0 else 128 - status
+    text = (
+        (folder / OUTPUT).read_text(encoding="utf-8", errors="replace").rstrip()
+        if status or timed_out
+        else ""
+    )
+    error = "\n".join(text.splitlines()[-TAIL_LINES:])
+    return ScriptEnd(
+        status=status, seconds=time.monotonic() - began, error=error, timed_out=timed_out
+    )
+
+
+def _end_all(root: subprocess.Popen[bytes], marker: str) -> None:
+    """End a script, and all that it has started, in whatever session: its descendants, and those
+    that have its request in their environment."""
+
+    def started() -> set[int]:
+        roots = with_marker(marker) | ({root.pid} if root.poll() is None else set())
+        return roots | descendants(roots)
+
+    seen = started()
+    if root.poll() is None:
+        root.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            root.wait(STOP_SECONDS)
+    kill_all(lambda: (started() | seen) & parents().keys(), KILL_SECONDS)
+    with suppress(subprocess.TimeoutExpired):
+        root.wait(KILL_SECONDS)
+
+
+def _pass_on(read: BinaryIO, echo: BinaryIO | None) -> None:
+    if (more := read.read()) and echo is not None:
+        with suppress(OSError):  # nobody reads it any more
+            echo.write(more)
+            echo.flush()
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Turn SIGTERM, and SIGHUP unless it is ignored, into an exception, so that leaving the `with`
+    blocks ends what was started."""
+    before = {number: signal.getsignal(number) for number in signals("SIGTERM", "SIGHUP")}
+    for number, handler in before.items():
+        if number == signal.SIGTERM or handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
