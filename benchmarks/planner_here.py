@@ -1,5 +1,4 @@
-"""Holds `lockstep plan --on this` against this machine: predicted steps and memory beside measured
-ones.
+"""Holds the planner against this machine's CPU: predicted steps and memory beside measured ones.
 
     python benchmarks/planner_here.py [--only MODEL ...] [--processes 1 2 3 4]
         [--rounds 3] [--json FILE]
@@ -12,8 +11,8 @@ by lockstep's own profile of a step (torch's record of each allocation, and note
 gradients and optimizer state that were there before). Predicted is the peak of the traced step,
 with no overhead added. Neither has what Python and torch's libraries take.
 
-The machine is measured for each number of processes, as the command does, and the medians of the
-rounds count. Nothing is fitted to these models.
+The machine is measured for each number of processes, and the medians of the rounds count. Nothing
+is fitted to these models.
 """
 
 from __future__ import annotations
@@ -32,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu_model.calibration import measured_machine
+from cpu_model.machine import machine_of
+from cpu_model.measuring import Measurements, measure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -41,10 +43,7 @@ import lockstep as ls
 from lockstep.hooks.profiling.profiler import Profiler
 from lockstep.launch.environment import threads_per_process
 from lockstep.plan import Plan
-from lockstep.planner.machines.calibration import measured_machine
 from lockstep.planner.machines.machine import Machine
-from lockstep.planner.machines.measuring import Measurements, measure
-from lockstep.planner.machines.this_machine import machine_of
 from lockstep.planner.predict import predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

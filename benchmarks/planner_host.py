@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from cpu_model.reference import Text, adamw, cross_entropy
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import _functional_collectives as functional
 
 import lockstep.planner
 from lockstep.plan import Plan
-from lockstep.planner.machines.reference import Text, adamw, cross_entropy
 from lockstep.planner.trace import DISPATCH, REDUCED, Communicate, Compute, Mark, TracedStep
 from lockstep.planner.tracing.alone import without_others
 from lockstep.planner.tracing.fake_world import fake_world
@@ -45,7 +45,7 @@ from lockstep.planner.tracing.torch_fakes import replaced
 from lockstep.planner.tracing.tracer import LoneSession, StepTraceHook, TraceOptions, trace_step
 from lockstep.recipe.recipe import Recipe
 from lockstep.run import train_in
-from lockstep.training.hook import Run
+from lockstep.training.run import Run
 
 HOST_FILE = Path(lockstep.planner.__file__).parent / "machines" / "host.toml"
 LAUNCHED_SECONDS = 9.68e-6

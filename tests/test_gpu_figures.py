@@ -11,7 +11,7 @@ import pytest
 
 PROJECT = Path(__file__).parents[1]
 PAGE = run_path(str(PROJECT / "benchmarks" / "gpu" / "page.py"))
-FIGURES = PROJECT / "benchmarks" / "gpu_figures" / "2026-11-27-h200.jsonl"
+FIGURES = PROJECT / "benchmarks" / "gpu_figures" / "2026-11-27-h200-2.jsonl"
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ STEP_MEMBERS = (
     "skip",
     "log",
 )
-MEMBERS = {"lockstep.training.hook.Run": RUN_MEMBERS, "lockstep.training.step.Step": STEP_MEMBERS}
+MEMBERS = {"lockstep.training.run.Run": RUN_MEMBERS, "lockstep.training.step.Step": STEP_MEMBERS}
 """Class -> the members that are public, where it has others that only lockstep uses."""
 
 PAGES = {
@@ -126,7 +126,7 @@ PAGES = {
         names=(
             *(
                 "lockstep.Hook",
-                "lockstep.training.hook.Run",
+                "lockstep.training.run.Run",
                 "lockstep.base.events.Event",
                 "lockstep.EarlyStopping",
             ),

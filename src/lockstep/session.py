@@ -32,9 +32,10 @@ from lockstep.saving import Resume, Saving
 from lockstep.training import loop, precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.deterministic import error_of_determinism
-from lockstep.training.hook import Hook, Run, check_hooks
+from lockstep.training.hook import Hook, check_hooks
 from lockstep.training.prepare import ModelOptions, prepare
 from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.run import Run
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 

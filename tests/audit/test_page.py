@@ -7,8 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lockstep.audit.finding import Area, Audit, Cause, Finding
-from lockstep.audit.html_page import page
-from lockstep.audit.summary import extent, verdict
+from lockstep.audit.page import audit_page
 
 SOURCE = {"train.py": [f"line {number} <&>" for number in range(1, 11)]}
 VOID = {"meta", "br", "hr"}
@@ -62,7 +61,7 @@ class Page(HTMLParser):
 
 
 def test_a_finding_has_its_law_its_evidence_its_source_and_its_remedy() -> None:
-    read = Page(page(found(), SOURCE))
+    read = Page(audit_page(found(), SOURCE))
     assert read.texts["h2"] == [
         "1. every epoch has the same order",
         "2. gradients are clipped by the norm of a part of them",
@@ -80,8 +79,8 @@ def test_a_finding_has_its_law_its_evidence_its_source_and_its_remedy() -> None:
     assert [text for text in read.texts["tr"] if "line " in text and "<&>" in text] == [
         f"{at}line {at} <&>" for at in range(2, 7)
     ]
-    assert page(found(), SOURCE).count("class=here") == 1
-    assert '<tr class=here><td class="number">4</td>' in page(found(), SOURCE)
+    assert audit_page(found(), SOURCE).count('class="here"') == 1
+    assert '<tr class="here"><td class="number">4</td>' in audit_page(found(), SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -95,25 +94,25 @@ def test_a_finding_has_its_law_its_evidence_its_source_and_its_remedy() -> None:
 )
 def test_the_source_is_shown_as_far_as_it_is_there(line: str, rows: list[int]) -> None:
     finding = Finding(cause=Cause.SAME_ORDER, area=Area.SAMPLES, evidence="", line=line)
-    text = page(found(findings=[finding]), SOURCE)
+    text = audit_page(found(findings=[finding]), SOURCE)
     assert [number for number in range(1, 12) if f"line {number} &lt;" in text] == rows
     assert f"<p>{line}</p>" in text
 
 
 def test_what_is_right_and_what_was_not_seen_is_listed() -> None:
-    rows = Page(page(found(), {})).texts["tr"]
+    rows = Page(audit_page(found(), {})).texts["tr"]
     assert "random numbers40 forwards & 2 ranks" in rows
     assert rows[-2:] == ["resumeno --resume-args", "resumenothing saved"]
 
 
 def test_a_page_without_findings_says_so_and_has_no_empty_table() -> None:
-    text = page(Audit(script="train.py", processes=1, steps=1), {})
+    text = audit_page(Audit(script="train.py", processes=1, steps=1), {})
     assert '1 process, 1 step: <strong class="good">nothing found</strong>' in text
     assert "<table" not in text
 
 
 def test_a_failed_script_has_its_error_on_the_page() -> None:
-    text = page(found(error="ValueError: <boom>", status=3), {})
+    text = audit_page(found(error="ValueError: <boom>", status=3), {})
     assert (
         '<p class="bad">The script failed (exit status 3).</p><pre>ValueError: &lt;boom&gt;</pre>'
         in text
@@ -122,12 +121,12 @@ def test_a_failed_script_has_its_error_on_the_page() -> None:
 
 
 def test_the_page_needs_no_network() -> None:
-    text = page(found(), SOURCE)
-    assert "http" not in text
-    assert "<script" not in text
+    text = audit_page(found(), SOURCE)
+    assert "http" not in text.replace("http-equiv", "")
+    assert "default-src 'none'" in text
     assert 'content="light dark"' in text
 
 
 def test_the_words_count() -> None:
-    assert (extent(found()), verdict(found())) == ("2 processes, 20 steps", "2 findings")
-    assert verdict(found(findings=found().findings[:1])) == "1 finding"
+    assert (found().extent, found().verdict) == ("2 processes, 20 steps", "2 findings")
+    assert found(findings=found().findings[:1]).verdict == "1 finding"

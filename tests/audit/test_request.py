@@ -18,7 +18,7 @@ from processes import started
 
 def test_reading_a_request_does_not_import_torch() -> None:
     program = (
-        "import sys, lockstep.audit.request, lockstep.audit.runner, lockstep.audit.html_page;"
+        "import sys, lockstep.audit.request, lockstep.audit.runner, lockstep.audit.page;"
         " print('torch' in sys.modules)"
     )
     assert (

@@ -150,7 +150,7 @@ def test_a_model_that_needs_values_is_computed_with_values_and_its_line_is_named
         ),
         (["--on", "2 x H100", "--html", "no/such/page.html", SCRIPT], "its directory is not there"),
         (["--on", "2 x H100", "none.py"], "'none.py' is not there"),
-        (["--on", "2 x this", SCRIPT, "--plans", "replicate=3"], "the number of processes to 3"),
+        (["--on", "this", SCRIPT], 'name the devices to plan for: --on "1 x H100"'),
         (
             ["--on", "2 x H100", "--memory", "10TB", SCRIPT],
             "--memory 10TB; a device (H100) has 85 GB; give no more than that",
@@ -167,7 +167,7 @@ def test_a_mistake_in_the_command_is_said_at_once(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for slow in ("machines.calibration.measure_machine", "request.PlanRequest.write"):
+    for slow in ("machines.measuring_gpu.write_gpu_sheets", "request.PlanRequest.write"):
         monkeypatch.setattr(
             f"lockstep.planner.{slow}",
             lambda *_: pytest.fail("it measures this machine, or runs the script"),
@@ -362,30 +362,8 @@ def test_a_size_without_a_unit_or_of_nothing_is_refused(text: str) -> None:
         memory_bytes(text)
 
 
-@pytest.mark.parametrize(
-    ("processes", "plans"),
-    [
-        pytest.param(1, ["replicate=1"], marks=pytest.mark.command),
-        pytest.param(2, ["replicate=2", "shard=2"], marks=pytest.mark.slow),
-    ],
-)
-def test_a_machine_is_measured_once_and_planned_for(
-    tmp_path: Path, processes: int, plans: list[str]
-) -> None:
-    line = [LOCKSTEP, "doctor", "--nproc", str(processes), "--write", "mine.toml"]
-    ended = subprocess.run(
-        line, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "lockstep plan --on mine.toml" in ended.stdout
-    status, told = found("--on", "mine.toml", SCRIPT, "--plans", *plans, folder=tmp_path)
-    assert status == 0
-    assert told["on"] == f"{processes} x this machine"
-    assert all(1e-4 < each["seconds"] < 10 for each in told["plans"])
-
-
 def test_a_file_that_describes_no_machine_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[operations]\nx = 1\n", encoding="utf-8")
     ended = plan("--on", "bad.toml", SCRIPT, folder=tmp_path)
     assert ended.returncode == 2
-    assert "give a file that lockstep doctor --write has written" in ended.stderr
+    assert "the sheet of 'bad.toml' lacks name" in ended.stderr

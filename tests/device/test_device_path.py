@@ -279,3 +279,38 @@ def test_a_checkpoint_is_copied_while_the_host_goes_on(devices: WorkerPool, tmp_
         1, on_device, saved_while_training_goes_on, str(tmp_path / "wrong"), "not waited for"
     )
     assert all(math.isnan(number) for numbers in early.values() for number in numbers)
+
+
+def many_small_tensors(folder: str) -> tuple[list[str], int]:
+    """Return the names of the tensors that a save has changed, and the copies that the host waits
+    for."""
+    import standin
+
+    device = torch.device("standin", 0)
+    world = World(0, 1, 0, 1, device, owns_group=False)
+    counted = torch.arange(40, device=device)
+    state = {f"weight {i}": counted.float() + i for i in range(20)}
+    state |= {f"odd {dtype}": counted[:7].to(dtype) for dtype in (torch.bfloat16, torch.bool)}
+    state |= {"scalar": counted[3], "columns": (counted.float() + 0.5).view(8, 5).T}
+    state |= {"empty": counted[:0], "large": torch.arange(2.0**19, device=device)}
+    state |= {"here": torch.ones(16), "elsewhere": torch.ones(16, device="standin:1")}
+    saver = Saver(world, folder, ATTEMPT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standin._Runtime, "cudaHostRegister", lambda *given: 801)
+        saver.prepare(state)
+        standin.take_counters()
+        saver.save(1, state, values={}, metadata={})
+        waits = standin.take_counters().host_waits["a copy to the host"]
+    assert saver.poll(30) is not None
+    saver.close()
+    found = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in state.items()}
+    CheckpointReader(FolderStorage(Path(folder)), CheckpointName(1, ATTEMPT)).load_into(
+        found, world
+    )
+    return [name for name, tensor in state.items() if not tensor.cpu().equal(found[name])], waits
+
+
+def test_small_tensors_of_a_device_are_copied_together(devices: WorkerPool, tmp_path: Path) -> None:
+    ((changed, copies),) = devices.run(1, on_device, many_small_tensors, str(tmp_path / "run"))
+    assert changed == []
+    assert copies <= 6  # the large one; the other device's; and what lies around the others

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from device.ranks import on_device
 
+from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError
 from lockstep.cli import doctor
 from lockstep.planner.machines import measuring_gpu
@@ -128,6 +129,22 @@ def test_a_name_that_a_plan_would_not_take_is_refused(
     )
     assert isinstance(ended.exception, LaunchError)
     assert "name it mine.toml" in str(ended.exception)
+
+
+def test_without_an_accelerator_there_is_nothing_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    ended = CliRunner().invoke(
+        doctor.command, ["--write", str(tmp_path / "mine.toml")], standalone_mode=False
+    )
+    assert isinstance(ended.exception, LaunchError)
+    assert "this machine has none" in str(ended.exception)
+    assert parse_target(str(ended.exception).split("--on '")[1].split("'")[0]).count == 1
+
+
+def test_the_name_of_a_device_is_asked_for_in_a_fork(devices: WorkerPool) -> None:
+    assert devices.run(1, on_device, accelerator.product_name) == ["stand-in accelerator"]
 
 
 def test_a_launch_is_timed_behind_what_the_device_still_computes(devices: WorkerPool) -> None:

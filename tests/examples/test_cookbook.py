@@ -15,7 +15,7 @@ import pytest
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.hook import Run
+from lockstep.training.run import Run
 
 COOKBOOK = Path(__file__).resolve().parents[2] / "examples" / "cookbook"
 NAMES = sorted(path.stem for path in COOKBOOK.glob("*.py"))

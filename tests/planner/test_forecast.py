@@ -14,9 +14,9 @@ from lockstep.planner.forecast import (
     side_by_side,
     struck,
 )
-from lockstep.planner.html_page import page
 from lockstep.planner.machines.fitted import Interval
 from lockstep.planner.machines.hardware import parse_target
+from lockstep.planner.page import plan_page
 from lockstep.planner.prediction import Prediction, RankPeak
 from lockstep.planner.search import Outcome
 
@@ -139,7 +139,7 @@ def test_the_json_holds_every_plan() -> None:
 
 
 def test_the_page_escapes_what_scripts_and_errors_say() -> None:
-    html = page([forecast(*BOTH)])
+    html = plan_page([forecast(*BOTH)])
     assert "&lt;no stages&gt;" in html
     assert "<no stages>" not in html
     assert "the <b>" not in html
@@ -192,14 +192,14 @@ def test_several_targets_are_side_by_side() -> None:
     assert first[:3] == ("8 x MI300X", "shard=8", "500 ms")
     assert second == ("8 x H100", "no plan fits", *[""] * 7)
     assert len(first) == len(second) == len(SIDE_BY_SIDE)
-    html = page([more, none])
+    html = plan_page([more, none])
     assert html.count("8 x MI300X") >= 3
     assert "the best plan of each" in html
 
 
 def test_remarks_are_on_the_page_and_in_the_json() -> None:
     shown = replace(forecast(*BOTH), remarks=["interrupted <early>"])
-    assert "<p>interrupted &lt;early&gt;</p>" in page([shown])
+    assert "<p>interrupted &lt;early&gt;</p>" in plan_page([shown])
     assert shown.as_json()["remarks"] == ["interrupted <early>"]
 
 
@@ -224,7 +224,7 @@ def test_the_rate_that_loaders_must_deliver_counts_samples_as_often_as_they_are_
         for line in shown.lines(5)
     )
     assert shown.as_json()["plans"][0]["loader_samples_per_second_per_node"] == 128
-    assert "the loader must deliver 128 samples/s" in page([shown])
+    assert "the loader must deliver 128 samples/s" in plan_page([shown])
 
 
 def test_the_rate_is_that_of_a_machine() -> None:

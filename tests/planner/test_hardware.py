@@ -210,16 +210,3 @@ def test_a_cluster_of_fewer_devices_has_smaller_nodes() -> None:
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(PlanError, match=r"the device's file 'none\.toml' cannot be read"):
         parse_target("8 x none.toml")
-
-
-def test_a_measured_machine_has_its_number_of_processes(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("processes = 2\n[operations]\n", encoding="utf-8")
-    with pytest.raises(
-        PlanError,
-        match=(
-            r"mine.toml' is a machine that lockstep doctor has measured, with 2 processes; give it"
-            r" without"
-        ),
-    ):
-        parse_target(f"4 x {path}")

@@ -18,7 +18,7 @@ from lockstep.planner.search import Outcome, Space, closest, layouts, search
 AXES = ("replicate", "shard", "tensor", "pipeline")
 SPACE = Space(
     devices=8, devices_per_node=8, samples=256, microbatch=4, is_splittable=True,
-    is_compilable=True, state_bytes=100, stages=8,
+    state_bytes=100, stages=8,
     capacity_bytes=1000,
 )  # fmt: skip
 
@@ -238,11 +238,6 @@ def test_plans_of_whole_models_keep_no_gathered_blocks() -> None:
     search(SPACE, evaluating(lambda plan: (float(plan.shard), 10), tried))  # type: ignore[arg-type]
     assert refined_of(tried, "sharding=gradients")
     assert all("shard=" in plan for plan in refined_of(tried, "sharding=gradients"))
-
-
-def test_nothing_is_compiled_where_nobody_knows_what_that_takes() -> None:
-    search(replace(SPACE, is_compilable=False), evaluating(lambda plan: (1.0, 10), tried := []))
-    assert not refined_of(tried, "compile=yes")
 
 
 def test_a_plan_that_does_not_fit_is_not_made_faster() -> None:

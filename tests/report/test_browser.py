@@ -11,7 +11,7 @@ import pytest
 from report.browser import ABSENT, CHROMIUM, Browser
 from report.run_directories import metrics, run_json, whole, write
 
-from lockstep.report.page import page
+from lockstep.report.page import report_page
 from lockstep.report.reader import read_runs
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=ABSENT), pytest.mark.timeout(180)]
@@ -38,7 +38,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write(folder / name, "metrics.jsonl", metrics(range(10, 101, 10), seed=number))
     for kind, names in runs.items():
         (folder / f"{kind}.html").write_text(
-            page(read_runs([str(folder / name) for name in names]), made=1.8e9), encoding="utf-8"
+            report_page(read_runs([str(folder / name) for name in names]), made=1.8e9),
+            encoding="utf-8",
         )
     return {kind: folder / f"{kind}.html" for kind in runs}
 

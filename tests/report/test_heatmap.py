@@ -11,20 +11,10 @@ from typing import Any
 import pytest
 from report.run_directories import run_json, write
 
-from lockstep.report.heatmap import (
-    CELLS,
-    MOST_ROWS,
-    SHADES,
-    color_limits,
-    make_grid,
-    mean_times,
-    palette,
-    png,
-    rank_bars,
-    shade,
-)
+from lockstep.pages.heatmap import SHADES, color_limits, palette, png, shade
 from lockstep.report.history import RankTimes, rank_times
-from lockstep.report.page import page
+from lockstep.report.page import report_page
+from lockstep.report.ranks import CELLS, MOST_ROWS, make_grid, mean_times, rank_bars
 from lockstep.report.reader import read_runs
 
 
@@ -159,6 +149,6 @@ def test_bars_are_of_the_ranks_whose_own_work_takes_longest() -> None:
 def test_a_page_can_be_made_of_whatever_was_measured(tmp_path: Path, said: dict[str, Any]) -> None:
     run_json(tmp_path)
     write(tmp_path, "ranks.jsonl", [{"step": 10, "ranks": said}])
-    text = page(read_runs([str(tmp_path)]), made=0.0)
+    text = report_page(read_runs([str(tmp_path)]), made=0.0)
     assert text.count("data-heatmap=") == sum(map(bool, said.values()))
-    assert "nan" not in text.partition('<script type="application/json"')[0]
+    assert "nan" not in text[text.index("</style>") : text.index('<script type="application/json"')]

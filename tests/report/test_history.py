@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from lockstep.report.chart import downsample
+from lockstep.pages.chart import downsample
 from lockstep.report.history import (
     Curves,
     LockHolder,
@@ -18,7 +18,7 @@ from lockstep.report.history import (
     RunEvent,
     RunHistory,
     Series,
-    curves,
+    metric_curves,
     rank_times,
     run_events,
 )
@@ -45,7 +45,7 @@ def test_an_evaluation_and_a_logging_step_at_one_step_are_both_there() -> None:
         {"step": 10, "time": 1.0, "loss": 3},
         {"step": 10, "time": 2.0, "evaluation/loss": 4},
     ]
-    found = curves([*rows, {"step": 20, "time": 3.0, "loss": 2}])
+    found = metric_curves([*rows, {"step": 20, "time": 3.0, "loss": 2}])
     assert found.series == {"loss": series({10: 3, 20: 2}), "evaluation/loss": series({10: 4})}
     assert (found.first_time, found.last_time, found.last_step) == (1.0, 3.0, 20)
 
@@ -56,18 +56,20 @@ def test_steps_that_were_done_again_count_once() -> None:
         {"step": step, "time": place, "loss": place} for place, step in enumerate(steps)
     ]
     rows.insert(4, {"step": 40, "time": 3.5, "evaluation/loss": 9})
-    found = curves(rows)
+    found = metric_curves(rows)
     assert found.series["loss"] == series({10: 0, 20: 1, 25: 4, 35: 5})
     assert "evaluation/loss" not in found.series
 
 
 def test_what_is_not_finite_is_what_the_row_says() -> None:
-    (found,) = curves(
+    (found,) = metric_curves(
         [{"step": 1, "time": 0.0, "loss": None, "not_finite": {"loss": "-inf"}}]
     ).series.values()
     assert found.values == array("d", [-math.inf])
     assert found.finite() == []
-    assert math.isnan(curves([{"step": 1, "time": 0.0, "loss": None}]).series["loss"].values[0])
+    assert math.isnan(
+        metric_curves([{"step": 1, "time": 0.0, "loss": None}]).series["loss"].values[0]
+    )
 
 
 def test_times_of_ranks_are_joined_where_their_number_changes() -> None:

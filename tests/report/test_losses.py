@@ -10,10 +10,9 @@ import pytest
 from report.run_directories import event, ranks, run_json, write
 from report.test_page import made, words
 
-from lockstep.report.loss_list import MAX_LOSSES
-from lockstep.report.losses import WorkerLoss, losses, summary
+from lockstep.report.losses import MAX_LOSSES, WorkerLoss, loss_summary, losses_of
 from lockstep.report.reader import read_runs
-from lockstep.report.tables import as_json, key_figures, summary_lines
+from lockstep.report.tables import key_figures, report_json, report_lines
 
 KILLED = "rank 1 was killed by SIGKILL"
 
@@ -55,7 +54,7 @@ def found(
         [event(at, "", step, loss=1.0) | {"event": None} for at, step in (rows or {}).items()],
     )
     (run,) = read_runs([str(folder)])
-    return losses(run)
+    return losses_of(run)
 
 
 def took(loss: WorkerLoss) -> list[float | None]:
@@ -171,10 +170,10 @@ def test_one_line_says_what_they_cost(tmp_path: Path) -> None:
     said = (
         "3 losses: 2 recovered in place in 0.5 s and 1 s, 1 restart (7 s), 12 steps computed again"
     )
-    assert summary(run) == said
-    (line,) = summary_lines([run])
+    assert loss_summary(run) == said
+    (line,) = report_lines([run])
     assert line.endswith(f"; {said}")
-    (reported,) = as_json([run])["runs"]
+    (reported,) = report_json([run])["runs"]
     assert [each["repeated_steps"] for each in reported["losses"]] == [0, 2, 10]
     assert round(reported["losses"][2]["seconds"], 3) == 7.0
     found(
@@ -183,7 +182,7 @@ def test_one_line_says_what_they_cost(tmp_path: Path) -> None:
     )
     (run,) = read_runs([str(tmp_path / "b")])
     assert (
-        summary(run)
+        loss_summary(run)
         == "4 losses: 4 recovered in place in 0.5 s to 0.5 s, 0 steps or more computed again"
     )
 

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given, strategies as st
 from report.run_directories import event, metrics, run_json, whole, write
 
-from lockstep.report.chart import COLOURS
-from lockstep.report.event_timeline import MAX_ROWS, details, group_consecutive
-from lockstep.report.page import charts, page
+from lockstep.pages.chart import COLOURS
+from lockstep.report.events import MAX_ROWS, event_details, group_consecutive
+from lockstep.report.page import report_page, run_charts
 from lockstep.report.reader import read_runs
-from lockstep.report.repetitions import groups
-from lockstep.report.tables import as_json, differences, summary_lines
+from lockstep.report.repetitions import repeated_runs
+from lockstep.report.tables import report_json, report_lines, run_differences
 
 
 def made(*folders: Path) -> str:
-    return page(read_runs([str(folder) for folder in folders]), made=0.0)
+    return report_page(read_runs([str(folder) for folder in folders]), made=0.0)
 
 
 def data_of(text: str) -> dict[str, Any]:
@@ -193,11 +193,11 @@ def test_several_runs_share_axes_and_what_differs_is_told(tmp_path: Path) -> Non
     }
     (tmp_path / "b" / "run.json").write_text(json.dumps(later))
     runs = read_runs([str(tmp_path / "a"), str(tmp_path / "b")])
-    assert differences(runs) == [
+    assert run_differences(runs) == [
         ("Recipe", "global_batch", ["64", "128"]),
         ("Recipe", "steps", ["1000", "2000"]),
     ]
-    text = page(runs, made=0.0)
+    text = report_page(runs, made=0.0)
     data = data_of(text)
     assert data["last"] == 2000
     assert [line["name"] for line in data["charts"][0]["lines"]] == [
@@ -266,13 +266,13 @@ def test_runs_that_repeat_a_recipe_have_a_mean_and_a_deviation(tmp_path: Path) -
             )
         ]
     )
-    (group,) = groups(runs)
+    (group,) = repeated_runs(runs)
     assert [run.name for run in group.runs] == ["fold0", "fold1", "fold2"]
     assert group.statistics() == {
         "loss": (3.0, pytest.approx(7**0.5)),
         "evaluation/f1": (1.5, pytest.approx(7**0.5 / 2)),
     }
-    assert as_json(runs)["groups"] == [
+    assert report_json(runs)["groups"] == [
         {
             "runs": ["fold0", "fold1", "fold2"],
             "metrics": {
@@ -282,14 +282,14 @@ def test_runs_that_repeat_a_recipe_have_a_mean_and_a_deviation(tmp_path: Path) -
         }
     ]
     assert (
-        summary_lines(runs)[-1]
+        report_lines(runs)[-1]
         == "3 runs (fold0, fold1, fold2), mean ± sample std: loss 3 ± 2.646, evaluation f1 1.5 ±"
         " 1.323"
     )
-    said = words(page(runs, made=0.0))
+    said = words(report_page(runs, made=0.0))
     assert "3 ± 2.646" in said
     assert "divided by n − 1" in said
-    assert "Mean of repeated runs" not in words(page(runs[:1], made=0.0))
+    assert "Mean of repeated runs" not in words(report_page(runs[:1], made=0.0))
 
 
 def test_one_term_that_is_the_loss_is_not_shown_twice(tmp_path: Path) -> None:
@@ -299,14 +299,14 @@ def test_one_term_that_is_the_loss_is_not_shown_twice(tmp_path: Path) -> None:
         "metrics.jsonl",
         [{"step": step, "time": 0.0, "loss": 1.0, "loss/ce": 1.0} for step in (1, 2)],
     )
-    learning, _ = charts(read_runs([str(tmp_path / "a")]))
+    learning, _ = run_charts(read_runs([str(tmp_path / "a")]))
     assert [(chart.title, chart.note) for chart in learning] == [("loss", "one term, ce")]
     write(
         tmp_path / "a",
         "metrics.jsonl",
         [{"step": step, "time": 0.0, "loss": 1.0, "loss/ce": 2.0} for step in (1, 2)],
     )
-    learning, _ = charts(read_runs([str(tmp_path / "a")]))
+    learning, _ = run_charts(read_runs([str(tmp_path / "a")]))
     assert [chart.title for chart in learning] == ["loss", "loss/ce"]
 
 
@@ -344,14 +344,14 @@ def test_events_of_one_kind_are_told_together_unless_they_are_grave(tmp_path: Pa
     )
     (run,) = read_runs([str(tmp_path / "a")])
     assert [len(group.events) for group in group_consecutive(run.events)] == [2, 1, 1, 1]
-    assert details(run.events[1]) == "r, of 1"
+    assert event_details(run.events[1]) == "r, of 1"
 
 
 def test_json_says_the_same_for_programs(tmp_path: Path) -> None:
     whole(tmp_path / "a", world=4)
-    (said,) = json.loads(json.dumps(as_json(read_runs([str(tmp_path / "a")])), allow_nan=False))[
-        "runs"
-    ]
+    (said,) = json.loads(
+        json.dumps(report_json(read_runs([str(tmp_path / "a")])), allow_nan=False)
+    )["runs"]
     assert (said["state"], said["steps"], said["attempts"], said["world_size"]) == (
         "ended",
         1000,
@@ -397,7 +397,7 @@ def themes() -> list[dict[str, str]]:
     """The colours of page.css, light and dark."""
     blocks = re.findall(
         r":root \{(.*?)\}",
-        files("lockstep.report").joinpath("page.css").read_text(),
+        files("lockstep.pages").joinpath("page.css").read_text(),
         flags=re.DOTALL,
     )
     return [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks]

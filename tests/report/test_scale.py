@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from lockstep.report.scale import format_duration, format_number, scale_of, step_scale, time_scale
+from lockstep.pages.scale import format_duration, format_number, scale_of, step_scale, time_scale
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False).map(
     lambda value: 0.0 if abs(value) < 1e-12 else value

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.training.hook import Run
+from lockstep.training.run import Run
 
 seconds, *killed = sys.argv[1:]
 is_requeued = "SLURM_RESTART_COUNT" in os.environ

@@ -20,7 +20,7 @@ from torch._dynamo import utils  # its counters are no state of the hook that re
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.training.hook import Run
+from lockstep.training.run import Run
 
 case, *killed = sys.argv[1:]
 trainings = 0

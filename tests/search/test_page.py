@@ -14,9 +14,9 @@ from search.made_up import PARAMETERS, random_search, search, trial
 
 from lockstep.recipe.parameters import Parameter
 from lockstep.report.page import GENERATOR
-from lockstep.search.figures.axes import end_scale, metric_scale, parameter_axes
-from lockstep.search.figures.plot import shades
-from lockstep.search.page import page
+from lockstep.search.axes import end_scale, metric_scale, parameter_axes
+from lockstep.search.figures import shades
+from lockstep.search.page import search_page
 from lockstep.search.results import SearchResults
 
 IMPORTANCE = {"width": 0.1, "lr": 0.7, "dropout": 0.2}
@@ -48,7 +48,7 @@ class Words(HTMLParser):
 
 
 def made(results: SearchResults, importance: dict[str, float] | None = None) -> str:
-    return page(results, importance or {}, 1.8e9)
+    return search_page(results, importance or {}, 1.8e9)
 
 
 def words(results: SearchResults, importance: dict[str, float] | None = None) -> str:

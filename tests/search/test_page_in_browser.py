@@ -10,7 +10,7 @@ import pytest
 from report.browser import ABSENT, CHROMIUM, Browser
 from search.made_up import random_search, search, trial
 
-from lockstep.search.page import page
+from lockstep.search.page import search_page
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=ABSENT), pytest.mark.timeout(180)]
 
@@ -31,7 +31,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     found = {"random": random_search(), "several": several, "empty": search()}
     for name, results in found.items():
-        (folder / f"{name}.html").write_text(page(results, {"lr": 1.0}, 1.8e9), encoding="utf-8")
+        (folder / f"{name}.html").write_text(
+            search_page(results, {"lr": 1.0}, 1.8e9), encoding="utf-8"
+        )
     return {name: folder / f"{name}.html" for name in found}
 
 

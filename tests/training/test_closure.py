@@ -18,8 +18,8 @@ import lockstep as ls
 from lockstep.base.errors import LossError, RecipeError
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.hook import Run
 from lockstep.training.optim.closure import check_closures, needs_closure
+from lockstep.training.run import Run
 
 
 class Sam(torch.optim.SGD):

@@ -18,8 +18,8 @@ import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.hook import Run
 from lockstep.training.optim.element_wise import is_element_wise, needing_whole_tensors
+from lockstep.training.run import Run
 
 ELEMENT_WISE = (
     "SGD",

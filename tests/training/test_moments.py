@@ -15,7 +15,8 @@ from training.subjects import network, recipe, rows, samples_at, sgd, squared_er
 import lockstep as ls
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.hook import ControlHook, Hooks
+from lockstep.training.hook import ControlHook
+from lockstep.training.run import Hooks
 
 CLIP_NORM = 1e-3
 TOLD = ("gradient-reducer", "run-failed", "run-ended", "preempted")

@@ -133,6 +133,19 @@ class Audit:
     def passed(self) -> bool:
         return not self.findings
 
+    @property
+    def extent(self) -> str:
+        """The processes and steps that were looked at."""
+        processes = _count(self.processes, "process", "processes")
+        return f"{processes}, {_count(self.steps, 'step', 'steps')}"
+
+    @property
+    def verdict(self) -> str:
+        """The result in a few words."""
+        count = len(self.findings)
+        found = _count(count, "finding", "findings") if count else "nothing found"
+        return f"{found}; the script failed" if self.error else found
+
     def as_json(self) -> dict[str, Any]:
         return {
             "script": self.script,
@@ -147,3 +160,7 @@ class Audit:
             "exit_status": self.status,
             "seconds": self.seconds,
         }
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

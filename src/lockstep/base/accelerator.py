@@ -1,8 +1,8 @@
 """The machine's accelerator: CUDA (NVIDIA or ROCm), XPU, MPS, or another that torch knows. No other
 module names one.
 
-It stands on `torch.accelerator`, and on the accelerator's own module where that lacks something. A
-function that takes a device takes the CPU too.
+It stands on `torch.accelerator`, and on the accelerator's own module. Functions of a device take
+the CPU too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
@@ -25,34 +25,32 @@ from torch.profiler import ProfilerActivity, supported_activities
 from lockstep.base.torch_private import default_mps_generator
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
-"""Devices without streams of their own, and without pinned memory."""
+"""Devices without streams and pinned memory."""
 _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES=", "xpu": "ZE_AFFINITY_MASK=''"}
-"""Environment variables that hide all devices of a kind."""
+"""Variables that hide all devices of a kind."""
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-"""Environment variables that name the devices which a process sees."""
+"""Variables that name the devices a process sees."""
 TF32_SINCE = (8, 0)
-"""The first compute capability with TF32: Ampere's."""
+"""Ampere's compute capability, the first with TF32."""
 MIG = "MIG"
-"""The `identity` of every MIG instance: NCCL takes those of one GPU for one device, and a process
-sees one instance."""
+"""The `identity` of every MIG instance: NCCL takes those of one GPU for one device."""
 _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose. Slurm gives the last."""
+"""Values that hide all GPUs on purpose; Slurm gives the last."""
 
 
 def kind() -> str | None:
-    """Return the type of this machine's accelerator, such as `cuda`; None if it has none."""
+    """Return the accelerator's type, such as `cuda`; None if there is none."""
     found = torch.accelerator.current_accelerator()
     return found.type if found is not None and count() else None
 
 
 def count() -> int:
-    """Return the number of this machine's accelerators. A fork of this process can use them
-    afterwards."""
+    """Return the number of accelerators. A fork can use them afterwards."""
     # torch.accelerator's own count would spoil forks
     built_for = torch.accelerator.current_accelerator()
     if built_for is None:
@@ -69,22 +67,35 @@ def count() -> int:
 
 @cache
 def _counted_by_fork(name: str) -> int:
+    return int(_asked_of_fork(lambda: _module(name).device_count()) or "0")
+
+
+def _asked_of_fork(question: Callable[[], object]) -> str:
+    """Return a fork's answer, because a process that asks the driver can no longer fork."""
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
         try:
-            os.write(write, b"%d" % _module(name).device_count())
+            os.write(write, str(question()).encode())
         finally:
             os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as answer:
-        text = answer.read()
+        text = answer.read().decode()
     os.waitpid(process, 0)
-    return int(text or b"0")
+    return text
+
+
+def product_name() -> str:
+    """Return the product name, or else the type, of the first accelerator. A fork of this process
+    can use it afterwards."""
+    first = torch.device(str(kind()), 0)
+    named = str(name(first)) if is_initialized() else _asked_of_fork(lambda: name(first) or "")
+    return named or first.type
 
 
 def device(index: int) -> torch.device:
-    """Return an accelerator of this machine, and make it the current one."""
+    """Return an accelerator, and make it the current one."""
     name = kind()
     assert name is not None, "only where there is one"
     if name != "mps":
@@ -93,26 +104,23 @@ def device(index: int) -> torch.device:
 
 
 def current_device() -> torch.device:
-    """Return the accelerator that this process computes on."""
     return torch.device(str(kind()), torch.accelerator.current_device_index())
 
 
 def how_to_hide() -> str:
-    """Return what in the environment hides the accelerators, so that lockstep computes on the
-    CPU."""
+    """Return what in the environment hides the accelerators."""
     return _HIDING.get(kind() or "cuda", "a torch without it")
 
 
 def hiding(environ: Mapping[str, str]) -> str:
-    """Return the variables that decide which devices this process sees, such as
+    """Return the variables that decide which devices this process sees:
     `CUDA_VISIBLE_DEVICES='0'`."""
     return ", ".join(f"{name}={environ[name]!r}" for name in _VISIBLE if name in environ)
 
 
 def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
-    """Return why torch sees none of the NVIDIA GPUs that this machine has, and what to do; empty if
-    there are none, if it sees one, or if they are hidden on purpose. `folder`: that of the device
-    files."""
+    """Say why torch sees none of this machine's NVIDIA GPUs, and what to do; "" if it sees one,
+    there are none, or they are hidden on purpose. `folder`: of device files."""
     files = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if not files or count() or (named is not None and named in _ALL_HIDDEN):
@@ -138,8 +146,7 @@ def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
 
 
 def identity(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Return a text that tells an accelerator from the others of its machine, whatever its index in
-    this process."""
+    """Return a text that tells an accelerator from the machine's others."""
     if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         return MIG
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -154,7 +161,7 @@ def identity(device: torch.device, environ: Mapping[str, str]) -> str:
 
 
 def is_initialized() -> bool:
-    """True if this process has used its accelerator: a fork of it cannot."""
+    """True if this process has used its accelerator, which a fork then cannot."""
     name = kind()
     return name is not None and bool(getattr(_module(name), "is_initialized", lambda: False)())
 
@@ -165,37 +172,36 @@ def is_accelerator(where: torch.device | Tensor) -> bool:
 
 
 def is_for_one_process() -> bool:
-    """True if only one process at a time should compute on the machine's accelerator."""
+    """True if only one process at a time should compute on the accelerator."""
     return kind() == "mps"
 
 
 def runs_data_parallel(device: torch.device) -> bool:
-    """True if `torch.nn.DataParallel` can split a batch over devices of this kind."""
+    """True if `torch.nn.DataParallel` can split over such devices."""
     return device.type == "cuda"
 
 
 def process_group_backend(device: torch.device) -> str:
-    """Return torch's backend of a process group for tensors on `device`."""
+    """Return torch's backend for tensors on `device`."""
     import torch.distributed as dist
 
     return dist.get_default_backend_for_device(device)
 
 
 def process_group_device(device: torch.device, backend: str) -> torch.device | None:
-    """Return the device that a process group is bound to: NCCL then connects at once, and splits
-    groups from it. Other backends cannot split, and torch's device meshes ask a bound group to."""
+    """Return the device that a process group is bound to. NCCL then connects at once and splits
+    groups from it; other backends cannot split."""
     return device if backend == "nccl" else None
 
 
 def name(device: torch.device) -> str | None:
-    """Return the accelerator's product name; None for a CPU, or if it has none."""
+    """Return the product name; None for a CPU, or without one."""
     named = getattr(_module(device.type), "get_device_name", None)
     return None if device.type == "cpu" or named is None else str(named(device))
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that this torch was built for, by name; empty without an
-    accelerator."""
+    """Return the versions of the libraries that torch was built for, by name."""
     versions = {
         "CUDA": torch.version.cuda,
         "ROCm": torch.version.hip,
@@ -209,8 +215,7 @@ def library_versions() -> dict[str, str]:
 
 
 def traits(device: torch.device) -> dict[str, str]:
-    """Return what the bits that a device computes depend on, besides its name, such as the driver's
-    version."""
+    """Return what a device's bits depend on beside its name."""
     if device.type == "cpu":
         return {"instructions": torch.backends.cpu.get_cpu_capability()}
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -228,8 +233,7 @@ def traits(device: torch.device) -> dict[str, str]:
 
 
 def _cuda_library_versions() -> dict[str, str]:
-    """Return the versions of NVIDIA's driver, of cuDNN and of cuBLAS, as far as they can be
-    read."""
+    """Return versions of NVIDIA's driver, cuDNN and cuBLAS, where known."""
     if torch.version.cuda is None:
         return {}
     found = {"cuDNN": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
@@ -248,13 +252,12 @@ def _cuda_library_versions() -> dict[str, str]:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest dtype of floating-point numbers that the device has: float64, on MPS
-    float32."""
+    """Return the device's widest floating-point dtype."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """True if the accelerator has instructions for bf16."""
+    """True if it has instructions for bf16."""
     module = _module(device.type)
     if device.type == "cuda":
         return bool(module.is_bf16_supported(including_emulation=False))
@@ -262,7 +265,7 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def computes_fp16(device: torch.device) -> bool:
-    """True if the accelerator has matrix instructions for fp16."""
+    """True if it has matrix instructions for fp16."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (7, 0)
 
 
@@ -270,7 +273,6 @@ def computes_fp16(device: torch.device) -> bool:
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """Return the default generator of an accelerator."""
     if device.type == "mps":
         return default_mps_generator()
     module = _module(device.type)
@@ -281,13 +283,13 @@ def generator(device: torch.device) -> torch.Generator:
 
 
 def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
-    """Return the default generators of the CPU and of those devices that are accelerators."""
+    """Return the default generators of the CPU and of the accelerators among `devices`."""
     return [torch.default_generator, *(generator(each) for each in devices if is_accelerator(each))]
 
 
 @contextmanager
 def preserved_generators(*devices: torch.device) -> Iterator[None]:
-    """Restore torch's default generators, on the CPU and on `devices`, on leaving."""
+    """Restore torch's default generators, also on `devices`, on leaving."""
     generators = generators_of(devices)
     states = [each.get_state() for each in generators]
     try:
@@ -301,32 +303,29 @@ def preserved_generators(*devices: torch.device) -> Iterator[None]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """True if the device computes while the host goes on, in streams: copies from pinned memory may
-    run beside it."""
+    """True if the device computes in streams while the host goes on."""
     return device.type not in _WITHOUT_STREAMS
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream that the device computes on."""
     return torch.accelerator.current_stream(device)
 
 
 def event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Return a new event of the device's streams. `timed`: it measures times."""
+    """Return a new event of the device's streams."""
     return torch.Event(device, enable_timing=timed)
 
 
 def recorded_event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Return an event at the end of what is queued in the device's stream. `Event.record` alone
-    would take that of the device that is the current one."""
+    """Return an event at the end of the device's stream; `Event.record` alone takes the current
+    device's."""
     made = event(device, timed=timed)
     made.record(current_stream(device))
     return made
 
 
 def is_reached(event: torch.Event, timeout_seconds: float = 0.0) -> bool:
-    """True if the device has done what was queued before the event, or does within
-    `timeout_seconds`. A device that hangs never does."""
+    """True if the device passes the event within `timeout_seconds`; a hanging one never does."""
     if event.query() or not timeout_seconds:
         return event.query()
     reached = threading.Event()
@@ -341,12 +340,12 @@ def is_reached(event: torch.Event, timeout_seconds: float = 0.0) -> bool:
 
 
 def profiled(device: torch.device) -> list[ProfilerActivity]:
-    """Return what a profiler records of a rank that computes on `device`."""
+    """Return what a profiler records of such a rank."""
     return list(supported_activities()) if is_accelerator(device) else [ProfilerActivity.CPU]  # type: ignore[no-untyped-call]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that is queued."""
+    """Wait until the device has done all queued work."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
@@ -363,8 +362,7 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """Return a future of a tensor on the device of `tensor`, whose streams wait for what sets
-    it."""
+    """Return a future of a tensor; the device's streams wait for what sets it."""
     return torch.futures.Future(devices=[tensor.device] if has_streams(tensor.device) else None)
 
 
@@ -372,8 +370,7 @@ def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the most memory that tensors on the device have had since `reset_peak_bytes`; None if
-    nobody counts it."""
+    """Return the most bytes of tensors since `reset_peak_bytes`; None if unknown."""
     return torch.accelerator.max_memory_allocated(device) if has_streams(device) else None
 
 
@@ -383,23 +380,23 @@ def reset_peak_bytes(device: torch.device) -> None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the device's memory; None if nobody says."""
+    """Return the device's memory; None if unknown."""
     return torch.accelerator.get_memory_info(device)[1] if has_streams(device) else None
 
 
 _PORTABLE = 1
-"""The flag of `cudaHostRegister` with which memory counts as pinned for all devices."""
+"""Memory then counts as pinned for all devices."""
 
 
 def can_register_memory(device: torch.device) -> bool:
-    """True if the device's module offers CUDA's `cudaHostRegister`."""
+    """True if the device's module has CUDA's `cudaHostRegister`."""
     runtime = getattr(_module(device.type), "cudart", None) if has_streams(device) else None
     return runtime is not None and hasattr(runtime(), "cudaHostRegister")
 
 
 def register_memory(memory: Tensor, device: torch.device) -> str | None:
-    """Make memory of the host pinned: the device copies to it several times faster, and while the
-    host goes on. Returns why it cannot; None if it is pinned."""
+    """Pin memory of the host: copies are faster, and the host goes on. Returns why it cannot, or
+    None."""
     status = (
         _module(device.type).cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
     )
@@ -412,8 +409,8 @@ def register_memory(memory: Tensor, device: torch.device) -> str | None:
 
 
 def unregister_memory(memory: Tensor, device: torch.device, timeout_seconds: float) -> bool:
-    """Undo `register_memory`. Returns False if the device is not done within `timeout_seconds`: the
-    memory must then stay as it is, since the device may still copy to it."""
+    """Undo `register_memory`. Returns False if the device may still copy to it: leave the memory as
+    it is."""
     with suppress(RuntimeError):
         if is_reached(recorded_event(device), timeout_seconds):
             return int(_module(device.type).cudart().cudaHostUnregister(memory.data_ptr())) == 0
@@ -421,7 +418,7 @@ def unregister_memory(memory: Tensor, device: torch.device, timeout_seconds: flo
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU. None for any other device."""
+    """Return an NVIDIA GPU's compute capability; else None."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -429,8 +426,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def allocation_error(device: torch.device) -> str:
-    """Return what the device answers if it is asked for memory that torch does not have yet; empty
-    if it gives some."""
+    """Return the device's answer to a request for new memory; "" if it gives some."""
     try:
         torch.accelerator.empty_cache()
         torch.empty(2**21, dtype=torch.uint8, device=device)
@@ -440,7 +436,7 @@ def allocation_error(device: torch.device) -> str:
 
 
 def leaves_tf32_unused(device: torch.device) -> bool:
-    """True for an NVIDIA GPU whose products in fp32 do not use its TF32, unless the user has chosen
+    """True for an NVIDIA GPU whose fp32 products do not use its TF32, unless the user chose
     that."""
     capability = compute_capability(device)
     return (
@@ -451,7 +447,7 @@ def leaves_tf32_unused(device: torch.device) -> bool:
 
 
 def free_unused_memory(device: torch.device) -> None:
-    """Give the memory that torch keeps for later back to the device."""
+    """Return memory that torch keeps to the device."""
     if has_streams(device):
         torch.accelerator.empty_cache()
 

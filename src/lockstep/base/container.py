@@ -1,6 +1,6 @@
-"""The container that this process runs in, and what containers of one host do not share.
+"""This process's container, and what containers of one host do not share.
 
-Functions with a `root` read the files below it, which is `/` but in tests.
+`root` is `/` but in tests.
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ ONE_CONTAINER = (
     "run all processes of a host in one container (lockstep run --nproc N), or give its containers"
     " --pid=host --ipc=host"
 )
-"""The remedy where containers of one host share no memory. NCCL needs --ipc=host, and lockstep
---pid=host."""
+"""For containers of one host without common memory: NCCL needs --ipc=host, lockstep --pid=host."""
 LARGER_SHARED_MEMORY = (
     "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory;"
     " mount -o remount,size=8g /dev/shm)"
 )
-"""The remedy where /dev/shm is too small."""
+"""For a /dev/shm that is too small."""
 VOLUME = (
     "mount a volume for run directories (docker run -v /data/runs:/runs; Kubernetes:"
     " persistentVolumeClaim), and give --run-dir there"
 )
 _FIRST_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "uts": 4026531838, "cgroup": 4026531835}
-"""Numbers that the kernel gives to the namespaces of the host itself (include/linux/proc_ns.h)."""
+"""The kernel's numbers of the host's own namespaces (include/linux/proc_ns.h)."""
 _LAYERS = ("overlay", "fuse-overlayfs", "fuse.fuse-overlayfs", "aufs")
 _TEMPORARY = (*_LAYERS, "tmpfs", "ramfs")
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""A blank, or another byte that would end a field in /proc/mounts."""
+"""A byte that would end a field in /proc/mounts."""
 
 
 def container_engine(environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return the name of what made the container that this process is in, or "a container". None:
-    it is in none.
+    """Return what made this process's container, or "a container"; None: it is in none.
 
-    A file like /.dockerenv alone says little, as it comes along in a virtual machine that was made
-    from an image: the kernel must know this process in other namespaces than the host's.
+    /.dockerenv may come from an image of a virtual machine, so the kernel must know this process in
+    namespaces of its own.
     """
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "Kubernetes"
@@ -66,8 +64,7 @@ def _has_own_namespaces(root: Path) -> bool:
 
 
 def mount_of(path: Path, root: Path = ROOT) -> tuple[str, str]:
-    """Return the mount point that `path` is below, and its type in /proc/mounts, such as `ext4`.
-    Both are empty if unknown."""
+    """Return the mount point of `path` and its type, such as `ext4`; empty if unknown."""
     with suppress(OSError):
         mounts = [
             line.split(b" ") for line in (root / "proc/mounts").read_bytes().split(b"\n") if line
@@ -93,8 +90,7 @@ def _unescape(found: re.Match[bytes]) -> bytes:
 
 
 def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return why files in `path` are lost with the container that this process is in. None: they
-    are kept, or it is in none."""
+    """Say why files in `path` are lost with this container; None: they are not."""
     point, kind = mount_of(path, root)
     if kind not in _TEMPORARY or container_engine(environ, root) is None:
         return None
@@ -103,9 +99,8 @@ def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROO
 
 
 def process_id_space() -> list[str | int]:
-    """Return the boot id of the kernel, and the namespace of its process ids. Processes for which
-    both are equal are on one host, and a process id means the same to them. Host names do not tell:
-    a container may have its host's."""
+    """Return the kernel's boot id and the namespace of process ids. Where both are equal, processes
+    are on one host and know each other's ids; host names do not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return [boot, os.stat("/proc/self/ns/pid").st_ino]

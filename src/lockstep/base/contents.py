@@ -1,8 +1,6 @@
-"""Reads the contents of any object as parts, so that two processes, or one process at two times,
-can be compared.
+"""Read any object as parts, to compare two processes, or one at two times.
 
-Imports neither torch nor numpy: where they are not imported there are no tensors and arrays to
-read.
+Imports neither torch nor numpy, whose tensors and arrays exist only where they are imported.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 Part = tuple[str, Iterable[bytes] | None]
-"""A path, and the bytes there. None: the object there cannot be read."""
+"""A path and its bytes; None: unreadable."""
 MOST_OBJECTS = 100_000
-"""Objects of which the parts are read; the rest counts as not read."""
+"""Most objects that are read; the rest counts as not read."""
 MOST_LEVELS = 60
-"""Levels of objects within objects that are read; what is deeper counts as not read."""
+"""Most levels of objects that are read."""
 _CACHED = type(functools.cache(len))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -37,12 +35,10 @@ class _TooManyError(Exception):
 
 class Reader:
     """Reads one object: containers, tensors, arrays, functions with the values that they use, and
-    of any other object what `pickle` would ask it for. Two equal objects have the same parts in the
-    same order."""
+    else what `pickle` would ask for. Equal objects have equal parts in one order."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
-        """`most_bytes`: of a tensor or an array that is longer, half as much at both ends is read.
-        None: all."""
+        """`most_bytes`: of a longer tensor or array, half as much at both ends is read."""
         self._most_bytes = most_bytes
         self._open: set[int] = set()  # the objects around the one that is being read
         self._seen: dict[int, Any] = {}  # functions and classes that were read
@@ -56,7 +52,7 @@ class Reader:
             yield f"{path} beyond its first {MOST_OBJECTS:,} objects", None
 
     def read(self, value: Any, path: str) -> Iterator[Part]:
-        """Yield the parts of what is within the object that is read."""
+        """Yield the parts of an object within."""
         if is_plain(value) or (type(value) in (list, tuple) and all(map(is_plain, value))):
             yield path, [f"{type(value).__qualname__} {value!r}".encode(errors="surrogatepass")]
         elif id(value) in self._open:
@@ -192,7 +188,7 @@ class Reader:
         return [part.tobytes() for part in self._read_of(value.reshape(-1))]
 
     def _read_of(self, flat: Any) -> list[Any]:
-        """Return what is read of a tensor or an array of one dim: all, or both ends."""
+        """Return what is read of a flat tensor or array."""
         if self._most_bytes is None or flat.nbytes <= self._most_bytes:
             return [flat]
         part = self._most_bytes // 2 // flat.itemsize
@@ -239,7 +235,7 @@ class Reader:
             yield from self.read([name, part], f"{path}[key {place}]")
 
     def _state(self, value: Any, path: str) -> Iterator[Part]:
-        """Yield what a container has beside what it contains."""
+        """Yield what a container has beside its contents."""
         reduced = _reduced(value)
         if isinstance(reduced, tuple):
             yield from self._read_state((*reduced, None)[2], path)
@@ -265,8 +261,8 @@ class Reader:
         yield path, [name_of(value)]
 
     def _function(self, function: FunctionType, path: str) -> Iterator[Part]:
-        """Yield the code of a function and all values that it uses; of a library's function its
-        name, and the plain values that it closes over. Line numbers and docstrings do not count."""
+        """Yield a function's code and all values that it uses; of a library's, its name and the
+        plain values that it closes over. Line numbers and docstrings do not count."""
         if id(function) in self._seen:
             yield path, [b"again"]
             return
@@ -296,8 +292,8 @@ class Reader:
             yield from self._used(function, name, content)
 
     def _used(self, function: FunctionType, name: str, content: Any) -> Iterator[Part]:
-        """Yield the parts of a variable that a function uses: of an object, only the attributes if
-        it uses no more."""
+        """Yield a variable that a function uses; of an object only the used attributes, if that is
+        all."""
         of_it = _attributes_used(function.__code__, name)
         if of_it is None or isinstance(content, FunctionType | type):
             yield from self.read(content, name)
@@ -313,8 +309,7 @@ class Reader:
 
 
 class CodeReader(Reader):
-    """Reads classes of the user with the code of their methods, and so of each object that of its
-    class."""
+    """Reads the user's classes with their methods' code, and so each object's class."""
 
     def _object(self, value: Any, path: str) -> Iterator[Part]:
         yield from self.read(type(value), path)
@@ -338,8 +333,7 @@ class CodeReader(Reader):
 def digest_parts(
     parts: Iterable[Part], most: int = sys.maxsize
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the digest of each path, and the paths that cannot be read. Those beyond the first
-    `most` have one together."""
+    """Return the digest of each path, and the unreadable paths. Those beyond `most` share one."""
     hashed: dict[str, Any] = {}
     unread = dict[str, None]()
     for path, pieces in parts:
@@ -358,7 +352,7 @@ def is_plain(value: Any) -> bool:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return an object's own attributes, those in slots included."""
+    """Return an object's attributes, in slots too."""
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -399,8 +393,7 @@ def _is_of(value: Any, module: str, name: str) -> bool:
 
 
 def _reduced(value: Any) -> str | tuple[Any, ...] | None:
-    """Return what `pickle` would ask the object for, which runs no more than that. None if it
-    refuses."""
+    """Return what `pickle` would ask for; None if the object refuses."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -411,7 +404,7 @@ def _reduced(value: Any) -> str | tuple[Any, ...] | None:
 
 
 def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
-    """Return the functions of what a class has under a name, or, if it may be data, the value."""
+    """Return the functions, or data, that a class has under a name."""
     if isinstance(part, staticmethod | classmethod):
         return [part.__func__]
     if isinstance(part, property):
@@ -425,7 +418,7 @@ def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each variable of an enclosing function that is set."""
+    """Yield name and value of each variable that is closed over."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not yet set
             yield name, cell.cell_contents
@@ -458,8 +451,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _attributes_used(code: CodeType, variable: str) -> set[str] | None:
-    """Return the attributes that code uses of a variable; None if it uses the variable in another
-    way, too."""
+    """Return the attributes that code uses of a variable; None if it also uses it otherwise."""
     found = set[str]()
     for each in _inner(code):
         instructions = [

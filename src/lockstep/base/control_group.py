@@ -1,8 +1,7 @@
-"""Limits of this process's control groups, version 1 and 2, and what they leave of the machine:
-CPUs, memory, tasks.
+"""Limits of this process's control groups (versions 1 and 2), and what they leave: CPUs, memory,
+tasks.
 
-torch, `os.cpu_count` and /proc/meminfo know nothing of control groups: in a container they see the
-whole machine. Each function reads the files below `root`, which is `/` but in tests.
+torch, `os.cpu_count` and /proc/meminfo see the whole machine. `root` is `/` but in tests.
 """
 
 from __future__ import annotations
@@ -14,37 +13,33 @@ from pathlib import Path
 
 ROOT = Path("/")
 _UNLIMITED = 2**60
-"""A limit of this size or above means no limit: version 1 of control groups reports about 2**63
-then."""
+"""From here on there is no limit: version 1 says about 2**63."""
 _MEMORY = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""For each version: the controller, the files of the limit and the usage, and the reclaimable part
-in memory.stat."""
+"""Controller, files of limit and usage, and the reclaimable part of memory.stat, for each
+version."""
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """Return the number of CPUs that this process may use at one time: lockstep's only source of
-    that number."""
+    """Return the CPUs that this process may use at a time: the only source of that number."""
     return whole_cpus(scheduled_cpus(), cpu_quota(root))
 
 
 def whole_cpus(scheduled: int, quota: float | None) -> int:
-    """Return the lesser of the CPUs that a process is scheduled on and its quota: a whole number,
-    at least 1. More threads than the quota has CPUs use it up early in each period, and are then
-    all stopped until the next."""
+    """Return the lesser of scheduled CPUs and quota, at least 1. More threads than that would use
+    up each period's quota early, and then stop."""
     return max(1, scheduled if quota is None else min(scheduled, int(quota)))
 
 
 def scheduled_cpus() -> int:
-    """Return the number of CPUs that this process may be scheduled on: by its affinity and its
-    control group's CPUs."""
+    """Return the CPUs of this process's affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPU quota in CPUs, which may be a fraction. None if there is no quota."""
+    """Return the quota in CPUs, perhaps a fraction; None: none."""
     found = []
     for file in _files(root, "", "cpu.max"):
         with suppress(OSError, ValueError):
@@ -59,8 +54,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """Return the control groups' limit of memory. None if there is none below the machine's own
-    memory."""
+    """Return the limit of memory; None if it is not below the machine's."""
     limits = [
         int(most)
         for controller, name, *_ in _MEMORY
@@ -72,8 +66,7 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
-    """Return the bytes that can be allocated now: the least of the machine's and the control
-    groups'."""
+    """Return the bytes that can be allocated now."""
     free = [
         _meminfo(root, "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ]
@@ -86,8 +79,7 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def free_tasks(root: Path = ROOT) -> int | None:
-    """Return how many processes and threads the control groups still allow. None if they have no
-    limit."""
+    """Return how many processes and threads may still start; None: no limit."""
     free = []
     for controller in ("", "pids"):
         for file in _files(root, controller, "pids.max"):
@@ -99,7 +91,7 @@ def free_tasks(root: Path = ROOT) -> int | None:
 
 
 def number_in(path: Path) -> float | None:
-    """Return the number in a file. None if there is no number, or no file."""
+    """Return a file's number, if any."""
     try:
         return float(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -107,12 +99,8 @@ def number_in(path: Path) -> float | None:
 
 
 def _files(root: Path, controller: str, name: str) -> list[Path]:
-    """Return a file of this process's control groups, innermost first. `controller`: empty for
-    version 2.
-
-    Some of them do not exist: a container may see its group's path on the host, and have its own
-    group mounted as the root.
-    """
+    """Return a file of this process's groups, innermost first. `controller`: "" for version 2. Some
+    do not exist: a container may see its path on the host."""
     mounted = root / "sys/fs/cgroup" / controller
     if not controller and not (mounted / "cgroup.controllers").exists():
         mounted /= "unified"  # both versions are mounted
@@ -139,7 +127,7 @@ def _meminfo(root: Path, name: str) -> int | None:
 
 
 def _reclaimable(stat: Path, name: str) -> int:
-    """Return the bytes of the page cache that the kernel frees when memory is short."""
+    """Return the page cache that the kernel frees when memory is short."""
     with suppress(OSError):
         for line in stat.read_text().splitlines():
             if line.startswith(f"{name} "):

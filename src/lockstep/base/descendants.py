@@ -1,4 +1,4 @@
-"""The processes that a process has started, in whatever session, and their end."""
+"""The descendants of a process, in whatever session, and their end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.02
 
 
 def parents() -> dict[int, int]:
-    """The process id of the parent of each process that runs; zombies left out."""
+    """Return the parent of each running process, without zombies."""
     if sys.platform != "linux":
         listed = subprocess.run(
             ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False
@@ -35,8 +35,7 @@ def parents() -> dict[int, int]:
 
 
 def descendants(roots: Collection[int]) -> set[int]:
-    """The ids of the processes that run and descend from these, which are left out, as is this
-    process."""
+    """Return the running descendants of processes, without this one."""
     by_id = parents()
     found = set(roots)
     while more := {pid for pid, parent in by_id.items() if parent in found} - found:
@@ -45,9 +44,8 @@ def descendants(roots: Collection[int]) -> set[int]:
 
 
 def with_marker(*markers: str) -> set[int]:
-    """The ids of the processes whose environment has one of the entries `markers`, "NAME=value",
-    and of their descendants: they keep it when they lose their parent. Linux only; empty
-    elsewhere."""
+    """Return the processes whose environment has an entry "NAME=value" of `markers`, and their
+    descendants: an orphan keeps it. Linux only."""
     if sys.platform != "linux" or not markers:
         return set()
     wanted = set(map(os.fsencode, markers))
@@ -56,16 +54,15 @@ def with_marker(*markers: str) -> set[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """Entries of another process's environment, as it was started; empty if this user may not see
-    it."""
+    """Return another process's environment as it was started; empty if not allowed."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> dict[int, str]:
-    """Kill the processes that `find` returns, until it returns none, for so many seconds at most.
-    Returns their names."""
+    """Kill what `find` returns until it returns nothing, for so many seconds at most. Returns the
+    names."""
     killed: dict[int, str] = {}
     until = time.monotonic() + seconds
     while (found := find()) and time.monotonic() < until:

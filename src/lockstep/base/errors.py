@@ -1,8 +1,7 @@
 """The exceptions that lockstep raises.
 
-`UserError` and its children are mistakes that the user can mend: their text gives the value, the
-rule and the remedy, they are raised on every rank, and a script that they end exits with status 2
-and no traceback. The others are failures of the world.
+`UserError`s are mistakes that the user can mend: the text gives value, rule and remedy; every rank
+raises them; a script ends with status 2 and no traceback. The others are failures of the world.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ USER_ERROR_STATUS = 2
 
 
 class LockstepError(Exception):
-    """The base class of all exceptions that lockstep raises on purpose."""
+    """Base class of all exceptions that lockstep raises on purpose."""
 
 
 class UserError(LockstepError):
@@ -54,12 +53,12 @@ class CheckpointError(UserError):
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:
-    """The first names, separated by commas, and the number of the others."""
+    """Return the first names, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def cannot_write(path: object, error: OSError) -> RunDirectoryError:
-    """Return the exception for a file of the run directory that cannot be written."""
+    """Return the exception for a file of the run directory."""
     return RunDirectoryError(
         f"cannot write {path}: {error.strerror}; a run keeps its logs and its model in its run"
         " directory; make room, or give another run_dir"
@@ -92,18 +91,16 @@ class WorkerError(LockstepError):
 
 
 def say(text: str) -> None:
-    """Print the text on stderr. A closed pipe or terminal there does not end the run."""
+    """Print on stderr. A closed pipe or terminal does not end the run."""
     if sys.stderr is not None:
         with suppress(OSError):
             print(printable(text), file=sys.stderr, flush=True)
 
 
 def install_excepthook() -> None:
-    """Print an uncaught `UserError` as one message and exit with status 2; leave all other
-    exceptions to the hook before.
+    """Print an uncaught `UserError` as one message and exit with status 2.
 
-    Called again after torch has installed its own hook, which prints nothing if a hook before it
-    exits.
+    Called again after torch has installed its hook, which prints nothing if an earlier hook exits.
     """
     previous = sys.excepthook
     if getattr(previous, "is_lockstep", False):

@@ -1,14 +1,92 @@
-"""The event log of a run: one JSON object per line."""
+"""The events of runs: what each means, and the log, one JSON object per line."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Severity = Literal["error", "warning", "info"]
+EVENTS: Mapping[Severity, Mapping[str, str]] = {
+    "error": {
+        "run-failed": "an error ended the run",
+        "rescue-failed": "after an error, the state could not be saved",
+        "out-of-memory": "memory ran out; `then` is the next change of the plan",
+        "hang": "the run made no progress",
+        "checkpoint-failed": "a checkpoint was not saved",
+        "checkpoint-damaged": "a checkpoint is damaged, and the one before it is used",
+    },
+    "warning": {
+        "preempted": "all ranks saved and ended at a request",
+        "restarted": "new processes go on from the last checkpoint",
+        "recovered": "the run went on in place after a loss",
+        "plan-changed": "the plan is not the requested one, because memory ran out",
+        "step-skipped": "an fp16 gradient overflowed",
+        "straggler": "a rank became slow",
+        "no-checkpoint": "a resumed run found no checkpoint, and starts again",
+        "checkpoint-not-deleted": "an old checkpoint could not be deleted",
+        "launcher-overrides-script": "the command line replaced a value of the script",
+        "gpu-not-used": "torch sees no GPU of this machine",
+        "devices-shared": "several processes compute on one GPU",
+        "devices-differ": "ranks compute on devices of different kinds",
+        "device-changed": "a resumed run is on another kind of device: its bits differ",
+        "data-parallel": "one process computes on several GPUs, by torch's DataParallel",
+        "slow-precision": "the device has no instructions for the precision",
+        "selective-as-full": "compiled blocks recompute everything",
+        "untested-torch": "torch is newer than the tested versions",
+        "run-directory-in-container": "the run directory is lost with its container",
+        "idle-ranks": "a global batch has too few microbatches for all ranks",
+        "modes-restored": "a forward changed the mode of modules",
+        "data-not-reproducible": "a sample changes when it is fetched again",
+        "loss-depends-on-microbatches": "the loss is not the sum over halves of a microbatch",
+        "loss-keeps-state": "the loss or the model keeps a value between microbatches",
+        "term-without-weight": "a loss term had no weight in a step",
+        "hook-state-not-saved": "a hook without a state_dict changes tensors",
+        "attributes-not-saved": "attributes of modules or optimizers change, unsaved",
+        "error-feedback-dropped": "a checkpoint lacks the compression's error feedback",
+        "cublas-workspace-late": "cuBLAS may not give the same bits",
+        "logger-failed": "a logger was dropped",
+        "profile-failed": "a profile could not be written",
+    },
+    "info": {
+        "run-started": "the run was opened",
+        "run-ended": "the run ended as it should",
+        "stopped": "a hook or the script ended training",
+        "resumed": "the run went on from a checkpoint",
+        "rescued": "the state was saved after an error",
+        "checkpoint-saved": "a checkpoint is complete",
+        "checkpoint-copies-slow": "the host waits for copies to checkpoints",
+        "best-evaluation": "`Saving(best=)` improved",
+        "settings-chosen": "values of `auto` were measured",
+        "cache-ignored": "measured settings of an earlier run do not fit",
+        "cache-not-written": "measured settings could not be kept",
+        "gradient-reducer": "the reducer of gradients, and why",
+        "assignment-changed": "microbatches were dealt anew by speed",
+        "assignment-fixed": "speeds cannot change who computes what",
+        "no-shared-memory": "ranks of an axis exchange through the network",
+        "segments-not-expandable": "the allocator cannot expand its segments",
+        "generators-seeded": "the launcher's processes seeded the default generators",
+        "batchnorm-per-microbatch": "BatchNorm's statistics are of one microbatch",
+        "trainable-parameters": "parameters were frozen or unfrozen",
+        "model-built-whole": "the model could not be built in parts",
+        "weights-loaded": "pretrained weights were loaded",
+        "optimizer-not-fused": "a fused kernel would round differently on a shard",
+        "optimizer-on-whole-tensors": "an optimizer updates gathered tensors",
+        "data-not-compared": "samples could not be compared between ranks",
+        "loss-not-checked": "the loss could not be tried on halves of a microbatch",
+        "profiled": "a profile was written",
+    },
+}
+"""Severity -> event -> what happened. The table of the run directory's page is made of it."""
+
+
+def severity(name: str) -> Severity:
+    """Return an event's severity; `info` for a script's own."""
+    return next((each for each, events in EVENTS.items() if name in events), "info")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +112,7 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
     def record(self, event: Event) -> None:
-        """Append the event. Raises `OSError` if it cannot be written; later events are then kept in
-        memory only."""
+        """Append the event. Raises `OSError` if it cannot be written; later ones stay in memory."""
         self.events.append(event)
         if self._file is not None and not self._file.closed:
             row = {"time": self._clock(), "event": event.name, "step": event.step, **event.details}

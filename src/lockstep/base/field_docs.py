@@ -17,8 +17,7 @@ def with_field_docs(cls: Class) -> Class:
 
 
 class _FieldDocs(dict[str, str]):
-    """The slots of a class, each with its docstring, which is read from the source when it is asked
-    for."""
+    """Docstrings of a class's slots, read from the source when asked for."""
 
     def __init__(self, cls: type) -> None:
         super().__init__(dict.fromkeys(vars(cls)["__slots__"], ""))
@@ -29,7 +28,7 @@ class _FieldDocs(dict[str, str]):
 
 
 def _read(cls: type) -> dict[str, str]:
-    """Return the docstrings of a class's fields; none if its source is not there."""
+    """Return the docstrings of a class's fields, if its source is there."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except (OSError, TypeError, ValueError):

@@ -6,13 +6,12 @@ import os
 import sys
 
 _LOCKED_BYTE = 1 << 30
-"""Windows locks bytes, which others then cannot read: one behind the content."""
+"""Windows hides locked bytes from others: one behind the content."""
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> None:
-    """Lock an open file for as long as it is open. Raises `BlockingIOError` if another process
-    holds the lock, and `OSError` if the file system has no locks. `shared`: several processes may
-    hold it, and no exclusive lock beside them; on Windows it is exclusive."""
+    """Lock a file for as long as it is open. Raises `BlockingIOError` if another process holds the
+    lock, `OSError` without locks. `shared`: several may hold it; on Windows it is exclusive."""
     if sys.platform == "win32":
         import msvcrt
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: the one atomic write of the package."""
+"""Files written whole or not at all: the one atomic write."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from lockstep.base.system import BINARY
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that readers, and a crash at any moment, see all of the old content or all of
-    the new.
-
-    Text is encoded as UTF-8. Raises `OSError`; the old content is then still there, unless only
-    syncing the folder failed.
-    """
+    """Write a file so that readers and crashes see the old content or the new. Raises `OSError`;
+    the old content is then still there, unless only syncing the folder failed."""
     with replace_atomically(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Give the path of an empty temporary file beside `path`. At the end of the `with` it is synced
-    and renamed to `path`.
+    """Give the path of an empty temporary file, which is synced and renamed to `path` at the end of
+    the `with`.
 
-    After an error the temporary file is removed and `path` is as it was. Several processes may
-    write the same file: the last one wins.
+    An error removes it and leaves `path`. Of several writers the last one wins.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
     try:
@@ -42,7 +37,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file's content, or a folder's entries. Raises `OSError`."""
+    """Wait until the disk has a file's content or a folder's entries. Raises `OSError`."""
     if sys.platform == "win32" and path.is_dir():
         return  # it has no call for that
     descriptor = os.open(path, (os.O_RDWR if sys.platform == "win32" else os.O_RDONLY) | BINARY)

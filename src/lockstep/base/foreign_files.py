@@ -1,8 +1,8 @@
-"""Reading files that others may have written: regular files of a limited size, below a folder that
-the user named.
+"""Read files that others may have written: regular, of limited size, below a folder that the user
+named.
 
-A link, a FIFO or a device in the place of a file is refused, and nobody waits for it. Errors are
-`OSError`s, whose `strerror` says what is there instead.
+A link, FIFO or device is refused without a wait. Errors are `OSError`s, whose `strerror` says what
+is there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from lockstep.base.system import BINARY
 
 MOST_BYTES = 4 << 20
-"""Largest size of a file of JSON, such as `run.json`, and of a line in one of many."""
+"""Limit of a JSON file such as `run.json`, and of a line of others."""
 MOST_DEPTH = 64
-"""Largest number of JSON values inside each other."""
+"""Levels of JSON values."""
 MOST_BITS = 62
-"""Bits of the largest number that counts something."""
+"""Bits of the largest count."""
 NUMBER = (int, float)
 _SAFE = (
     getattr(os, "O_NOFOLLOW", 0)
@@ -32,13 +32,13 @@ _SAFE = (
 )
 _FOLDER = getattr(os, "O_DIRECTORY", 0)
 _BY_FOLDER = os.open in os.supports_dir_fd
-"""True if a file can be opened below an open folder, so that no part of its path can become a link
+"""True if a file can be opened below an open folder: no part of its path can become a link
 meanwhile."""
 
 
 def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Open the regular file `name`, such as `profile/memory.json`, of which no part below `folder`
-    is a link. Returns its descriptor. Raises `OSError`."""
+    """Open a regular file such as `profile/memory.json`, of which no part below `folder` is a link.
+    Returns its descriptor. Raises `OSError`."""
     path = folder / name
     if not _BY_FOLDER:
         return _checked(_open_unless_link(path, flags, mode), path)
@@ -54,13 +54,12 @@ def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o
 
 
 def open_named(path: Path) -> int:
-    """Open the regular file at a path that the user named, which may be a link. Raises
-    `OSError`."""
+    """Open a regular file that the user named; it may be a link. Raises `OSError`."""
     return _checked(os.open(path, os.O_RDONLY | (_SAFE & ~getattr(os, "O_NOFOLLOW", 0))), path)
 
 
 def read_below(folder: Path, name: str, most_bytes: int) -> bytes:
-    """The content of a regular file. Raises `OSError`, also if it is larger than `most_bytes`."""
+    """Return a regular file's content. Raises `OSError`, also for more than `most_bytes`."""
     with open(open_below(folder, name), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > most_bytes else file.read(most_bytes + 1)
@@ -74,13 +73,12 @@ def read_below(folder: Path, name: str, most_bytes: int) -> bytes:
 
 
 def read_object(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The JSON object in a regular file. Raises `OSError`, and `ValueError` if that is not what it
-    holds."""
+    """Return the JSON object in a regular file. Raises `OSError`, `ValueError`."""
     return parse_object(read_below(folder, name, most_bytes).decode(errors="surrogateescape"))
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises `ValueError`, also if it is nested deeper than `MOST_DEPTH`."""
+    """Parse a JSON object of at most `MOST_DEPTH` levels. Raises `ValueError`."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -97,8 +95,8 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = "") -> None:
-    """Raise `ValueError` if a value of an object has another type than `kinds` says; None and
-    missing ones pass. `kinds`: a type, several, or a mapping for the fields of an object inside."""
+    """Raise `ValueError` if a value has another type than `kinds` says: a type, several, or a
+    mapping for an object inside. None and missing values pass."""
     for name, kind in kinds.items():
         value, inside = found.get(name), isinstance(kind, Mapping)
         if value is None:
@@ -116,8 +114,8 @@ def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = 
 
 
 def lines_below(folder: Path, name: str, most_bytes: int) -> Iterator[str]:
-    """The lines of a regular file, with their ends. After a line longer than `most_bytes`, an empty
-    string and the end. Raises `OSError`."""
+    """Yield a regular file's lines with their ends; after one longer than `most_bytes`, "" and the
+    end. Raises `OSError`."""
     with open(open_below(folder, name), encoding="utf-8", errors="replace") as file:
         while line := file.readline(most_bytes):
             if len(line) == most_bytes and not line.endswith("\n"):

@@ -1,14 +1,12 @@
-"""The ways out for texts that others may have written: to a terminal and to an HTML page. Neither
+"""Ways out for texts that others may have written: to a terminal and an HTML page, neither of which
 executes them.
 
-Event reasons, names of metrics, outputs of scripts and names of files can hold codes that move a
-terminal's cursor, set its title or its clipboard, and tags. Everything that a command prints goes
-through `show`, `say` or `console`, and everything that a page holds through `escape`.
+Reasons, names and outputs can hold terminal codes and tags. Commands print through `show`, `say` or
+`console`; pages are made by `lockstep.pages.markup`.
 """
 
 from __future__ import annotations
 
-import html
 import re
 import sys
 from typing import TYPE_CHECKING, Any
@@ -20,8 +18,7 @@ _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 _CODES = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Control characters but tabs and line ends, those that turn the direction of writing, invisible
-ones, and halves of pairs."""
+"""Control characters but tabs and line ends, direction marks, invisible ones, halves of pairs."""
 
 
 def printable(text: str) -> str:
@@ -34,24 +31,16 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text as `printable` does, in one line: a second line could pass for lockstep's
-    own."""
+    """Return `printable` text in one line: a second could pass for lockstep's own."""
     return printable(text).replace("\n", "\\n")
 
 
-def escape(value: object) -> str:
-    """Return a value as text for an HTML page: between tags, or in quotes as the value of an
-    attribute."""
-    return html.escape(printable(str(value)), quote=True)
-
-
 def show(text: str) -> None:
-    """Print a text on stdout."""
     print(printable(text))
 
 
 def console(width: int | None) -> Console:
-    """Return a console on stdout, on which texts are no markup. `width`: None if the terminal's."""
+    """Return a console on stdout that takes no markup. `width=None`: the terminal's."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
     from rich.text import Text

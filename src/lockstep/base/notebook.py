@@ -1,4 +1,4 @@
-"""The output of a notebook's cell, to which the kernel and the processes forked from it write."""
+"""The output of a notebook's cell, which the kernel and its forks share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TextIO
 
 
 class WholeLines(io.TextIOBase):
-    """A stream that passes on whole lines, and the rest when it is flushed, so that those of
-    several processes do not mix: a notebook's stream passes on each write by itself, and `print`
-    makes several."""
+    """Passes on whole lines, and the rest at a flush: a notebook's stream passes on each write, of
+    which `print` makes several, and those of processes would mix."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -40,14 +39,13 @@ class WholeLines(io.TextIOBase):
 
 
 def is_notebook(stream: object) -> bool:
-    """True if the stream is shown below a notebook's cell, where a carriage return begins its last
-    line anew."""
+    """True if the stream is a notebook cell's, where a carriage return restarts the line."""
     if isinstance(stream, WholeLines):
         stream = stream.stream
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
 def progress_stream() -> TextIO | None:
-    """The stream for a progress display: stderr, but in a notebook, which shows it on red, stdout.
-    None if there is none."""
+    """Return the stream for progress: stderr, but stdout in a notebook, which shows stderr on
+    red."""
     return sys.stdout if is_notebook(sys.stdout) else sys.stderr

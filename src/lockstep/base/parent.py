@@ -1,5 +1,5 @@
-"""The process that started this one: this one dies with it, or saves and ends after it, and may put
-temporary files in its folder."""
+"""The parent process: this one dies with it, or saves and ends after it, and uses its temporary
+folder."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ _folder: str | None = None
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends. It ends at once if that is no longer
-    its parent. Linux only.
-
-    `parent`: the process id that the parent itself has passed on.
-    """
+    """Have the kernel kill this process with `parent`, which has passed on its id. Ends at once if
+    that is not its parent. Linux only."""
     global _parent
     _parent = parent
     if sys.platform == "linux":
@@ -41,13 +38,12 @@ def die_with_parent(parent: int) -> None:
 def outlive_parent(
     seconds: float, busy_seconds: float, is_busy: Callable[[], bool], may_go_on: Callable[[], bool]
 ) -> None:
-    """Have this process get SIGTERM at the parent's end, instead of SIGKILL, until
-    `end_with_parent_again`. It and its process group are killed so many seconds later, or
-    `busy_seconds` while it `is_busy`; at once unless it `may_go_on`. Linux only, after
-    `die_with_parent`. Called in the main thread.
+    """Get SIGTERM at the parent's end, instead of SIGKILL, until `end_with_parent_again`. This
+    process and its group are killed so many seconds later, or `busy_seconds` while it `is_busy`; at
+    once unless it `may_go_on`. Linux only, after `die_with_parent`, in the main thread.
 
-    A thread sends it: the kernel would send one for each of the parent's threads, and the second
-    would ask to end at once.
+    A thread sends it: the kernel would send one for each thread of the parent, and the second asks
+    to end at once.
     """
     global _is_watched
     if _parent is None or sys.platform != "linux":
@@ -68,15 +64,13 @@ def outlive_parent(
 
 
 def end_with_parent_again() -> None:
-    """Take `outlive_parent` back. If the parent has ended meanwhile, the seconds of that still
-    count."""
+    """Take `outlive_parent` back. After the parent's end its seconds still count."""
     if _is_watched:
         _signal_after_parent(signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Have descendants of this process that lose their parent become its children, and not those of
-    the system's first process. Linux only."""
+    """Adopt descendants that lose their parent. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -109,17 +103,15 @@ def _end_after_parent(
 
 
 def use_parents_folder(folder: Path) -> None:
-    """Put temporary files in a folder in the parent's own from now on. The parent removes it,
-    however this process ends; if it is killed, the next launcher does, not before the end of this
-    process."""
+    """Put temporary files in the parent's folder, which it removes however this process ends; if it
+    is killed, the next launcher does, after the end of this process."""
     global _folder
     _folder = str(folder)
     hold_folder(folder.parent)
 
 
 def temporary_folder(most_bytes: int) -> str:
-    """The parent's folder, if its path has at most so many bytes; else the system's, or that of
-    TMPDIR."""
+    """Return the parent's folder if its path is short enough, else the system's."""
     if _folder is not None and len(os.fsencode(_folder)) <= most_bytes and os.path.isdir(_folder):
         return _folder
     return tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""The command line of each Python process that lockstep starts for itself."""
+"""The command line of lockstep's own Python processes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import sys
 
 
 def own_python(*arguments: str) -> list[str]:
-    """The command of a Python process that imports nothing from the working directory, which may be
-    anybody's (/tmp).
-
-    By itself, Python puts that directory first on its path for `-m` and `-c`.
-    """
+    """Return a command that imports nothing from the working directory, which may be anybody's.
+    Python itself would, with `-m` and `-c`."""
     return [sys.executable, "-P", *arguments]

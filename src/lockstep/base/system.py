@@ -1,5 +1,4 @@
-"""The parts of the operating system that not every system has: signals, processes, the peak of
-memory; the words of a shell."""
+"""Parts of the operating system that not every system has, and the words of a shell."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ import sys
 from lockstep.base.errors import LaunchError
 
 BINARY: int = getattr(os, "O_BINARY", 0)
-"""Flag for `os.open`. Windows writes a carriage return before each newline without it."""
+"""Without it Windows writes a carriage return before each newline."""
 
 LEAST_OPEN_FILES = 64
-"""A command with one worker needs about 30."""
+"""One worker needs about 30."""
 
 
 def signals(*names: str) -> tuple[signal.Signals, ...]:
-    """The signals of these names that this system has. Windows lacks all but SIGINT and SIGTERM."""
+    """Return the signals that this system has; Windows has SIGINT and SIGTERM alone."""
     return tuple(signal.Signals[name] for name in names if hasattr(signal, name))
 
 
 def refuse_on_windows(what: str) -> None:
-    """Raise `LaunchError` on Windows: `what` starts processes as POSIX systems do."""
+    """Raise `LaunchError` on Windows."""
     if sys.platform == "win32":
         raise LaunchError(
             f"{what} on Windows; it starts and ends processes by POSIX signals and process groups,"
@@ -35,7 +34,7 @@ def refuse_on_windows(what: str) -> None:
 
 
 def require_linux(what: str) -> None:
-    """Raise `LaunchError` unless the system is Linux: `what` reads /proc."""
+    """Raise `LaunchError` unless on Linux."""
     if sys.platform != "linux":
         raise LaunchError(
             f"{what} on {sys.platform}; it reads Linux's /proc and limits; use Linux, or leave"
@@ -44,8 +43,8 @@ def require_linux(what: str) -> None:
 
 
 def check_surroundings() -> None:
-    """Raise `LaunchError` where no command can do its work: the working directory is gone, or too
-    few files may be open. Torch itself aborts there."""
+    """Raise `LaunchError` where no command can work: no working directory, or too few open files,
+    at which torch aborts."""
     try:
         os.getcwd()
     except OSError as error:
@@ -67,8 +66,7 @@ def check_surroundings() -> None:
 
 
 def remedy_of(error: OSError) -> str | None:
-    """Return what a user can do about an error of the system; None where the error says nothing of
-    that."""
+    """Return what the user can do about an error of the system, if it tells."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "no more files may be open; raise the limit: ulimit -n 4096"
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
@@ -82,8 +80,7 @@ def remedy_of(error: OSError) -> str | None:
 
 
 def peak_memory_bytes() -> float:
-    """The peak memory of this process on the host; NaN on Windows, where Python does not know
-    it."""
+    """Return this process's peak memory on the host; NaN on Windows."""
     if sys.platform == "win32":
         return math.nan
     import resource
@@ -93,8 +90,7 @@ def peak_memory_bytes() -> float:
 
 
 def shell_words(option: str, text: str) -> list[str]:
-    """Return the words of an option that holds arguments, as a shell reads them. Raises
-    `LaunchError`."""
+    """Return the words as a shell reads them. Raises `LaunchError`."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -1,8 +1,7 @@
-"""Temporary folders that are removed however their process ends: by itself, or where it was killed
-by the next one that makes such a folder.
+"""Temporary folders, removed by their process, or if it is killed by the next that makes one.
 
-The system's temporary folder is shared with other users, who may put anything there. Only this
-user's own folders and files are looked at, no link is followed, and nothing is waited for.
+Other users may put anything beside them, so only this user's own folders and files are looked at,
+without following links or waiting.
 """
 
 from __future__ import annotations
@@ -20,18 +19,15 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.file_lock import try_lock
 
 _NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
-"""The names that `tempfile` makes of the prefixes given here."""
 _ALIVE = "alive"
-"""A file in the folder that every process which needs it keeps locked. The system releases the lock
-however that process ends."""
+"""A file that every process which needs the folder keeps locked."""
 _REGULAR_ONLY: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Flags for `os.open`: it neither follows a link nor waits for the other end of a FIFO."""
+"""Neither follow a link nor wait for a FIFO."""
 
 
 @contextmanager
 def locked_folder(prefix: str = "lockstep-") -> Iterator[Path]:
-    """An empty temporary folder, removed at the end. Removes those that killed processes have left
-    first."""
+    """Give an empty temporary folder; remove what killed processes have left."""
     try:
         remove_left_folders(Path(tempfile.gettempdir()))
         temporary = tempfile.TemporaryDirectory(prefix=prefix)
@@ -54,8 +50,8 @@ def locked_folder(prefix: str = "lockstep-") -> Iterator[Path]:
 
 
 def hold_folder(folder: Path) -> int | None:
-    """Keep a `locked_folder` of another process from removal, should that one be killed. Returns
-    the descriptor that holds it until it is closed; None if the folder is none."""
+    """Keep another process's `locked_folder`, should that be killed. Returns the descriptor that
+    holds it, or None."""
     with suppress(OSError):
         descriptor = _open_own(folder / _ALIVE)
         try_lock(descriptor, shared=True)
@@ -64,7 +60,7 @@ def hold_folder(folder: Path) -> int | None:
 
 
 def remove_left_folders(parent: Path) -> None:
-    """Remove what killed processes of this user have left in the temporary folder `parent`."""
+    """Remove what this user's killed processes have left."""
     with suppress(OSError), os.scandir(parent) as entries:
         for name in [entry.name for entry in entries if _NAME.fullmatch(entry.name)]:
             _remove_if_left(parent / name)
@@ -84,7 +80,7 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def _open_own(path: Path) -> int:
-    """Open a regular file of this user. Raises `OSError` for anything else."""
+    """Open this user's regular file. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDWR | _REGULAR_ONLY)
     found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and _is_own(found):

@@ -1,8 +1,7 @@
-"""Every private name of torch that lockstep uses. No other module reaches for one;
-`torch._foreach_*` alone are used in place.
+"""Every private name of torch that lockstep uses, except `torch._foreach_*`.
 
-Each name is in torch 2.13 to 2.15, and tests/base/test_torch_private.py has a test for it. If one
-of them fails under another torch, the function here is the place to mend.
+Each is in torch 2.13 to 2.15, with a test in tests/base/test_torch_private.py. If that fails under
+another torch, mend the function here.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ _FSDP = {
     "ReduceScatter": "_fsdp_api",
     "DefaultAllGather": "_fsdp_collectives",
 }
-"""Classes of FSDP2, which takes long to import -> their module."""
+"""FSDP2's classes, which take long to import -> module."""
 
 IMPORTED_IN_TRAINING = (
     *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
@@ -78,7 +77,7 @@ IMPORTED_IN_TRAINING = (
         "torch.distributed.checkpoint.default_planner",
     ),
 )
-"""Modules that torch or lockstep import while a run is opened and takes its first step."""
+"""Imported while a run opens and takes its first step."""
 
 SUBCLASSED: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": frozenset(
@@ -99,19 +98,19 @@ SUBCLASSED: Mapping[str, frozenset[str]] = {
     ),
     "torch.nn:SyncBatchNorm": frozenset({"_check_input_dim"}),
 }
-"""Protected names that a subclass of ours overrides, or uses on itself, by torch's class."""
+"""Torch's class -> protected names that a subclass of ours overrides or uses."""
 
 RECURRENT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})
-"""Attributes that torch's recurrent modules make anew if their parameters are replaced."""
+"""Attributes that recurrent modules make anew if their parameters are replaced."""
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""The attributes that every `nn.Module` has: its parameters, buffers, children, hooks and mode."""
+"""Attributes of every `nn.Module`."""
 
 ITEM = "_local_scalar_dense"
 """The operation of `item()`."""
 
 FAKE_PARAMETER_MARK = "_is_param"
-"""The attribute that makes an `nn.Parameter` of a `FakeTensor`."""
+"""Makes an `nn.Parameter` of a `FakeTensor`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -124,21 +123,19 @@ def __getattr__(name: str) -> Any:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """True for a `DTensor`. Does not import `torch.distributed.tensor`, which takes half a
-    second."""
+    """True for a `DTensor`, without the half second to import it."""
     return hasattr(tensor, "_local_tensor")
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be a `DTensor`: its memory, with no autograd
-    node and no view."""
+    """Return this rank's part of a tensor that may be a `DTensor`: no autograd node, no view."""
     part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return part
 
 
 def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
-    """Make `item()`, `float()`, `int()` and `bool()` of each `DTensor` return `item(tensor)`.
-    Torch's return the value of this rank's part: a part of a sum, of a norm."""
+    """Let `item()`, `float()`, `int()` and `bool()` of a `DTensor` return `item(tensor)`. Torch's
+    return this rank's part."""
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -146,43 +143,37 @@ def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the number of in-place writes that autograd has counted; those through `.data` do not
-    count."""
+    """Return the number of in-place writes that autograd counts; those through `.data` are not."""
     return int(tensor._version)
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """Return the tensor that `tensor` is a view of, as far as autograd knows; itself if it is
-    none."""
+    """Return the tensor that this is a view of; itself if none."""
     base: Tensor | None = tensor._base
     return tensor if base is None else base
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the `version` of each tensor."""
     return [tensor._version for tensor in tensors]
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Return the address of the storage itself; unlike `data_ptr` a storage without memory has one
-    too."""
+    """Return the storage's address, which one without memory has too."""
     return int(storage._cdata)
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Any]]:
-    """Return the hooks of `Tensor.register_hook`, by number: torch's own dict, unless there is
-    none."""
+    """Return the hooks of `Tensor.register_hook` by number: torch's own dict, if there is one."""
     return getattr(tensor, "_backward_hooks", None) or {}
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Callable[[Tensor], Any]]) -> None:
-    """Replace the hooks of `Tensor.register_hook` by the dict of another tensor, which the handles
-    then change."""
+    """Replace the hooks by another tensor's dict, which the handles then change."""
     tensor._backward_hooks = hooks
 
 
 def gradient_hook_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how many hooks on its gradient each tensor has, of both kinds."""
+    """Return each tensor's number of gradient hooks, of both kinds."""
     return [
         len(each._backward_hooks or ()) + len(each._post_accumulate_grad_hooks or ())
         for each in tensors
@@ -190,26 +181,24 @@ def gradient_hook_counts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def post_accumulate_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], None]]:
-    """Return the hooks of `Tensor.register_post_accumulate_grad_hook`, by number."""
+    """Return the hooks of `register_post_accumulate_grad_hook` by number."""
     return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
 
 
 def make_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Return a tensor of class `kind` that shares the memory of `tensor`, without running the
-    constructor of `kind`."""
+    """Return a tensor of class `kind` on the same memory, without its constructor."""
     made: Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
     return made
 
 
 def swap_implementations(one: Tensor, other: Tensor) -> None:
-    """Exchange the contents of two tensors. Unlike `torch.utils.swap_tensors` it leaves classes and
-    attributes."""
+    """Exchange two tensors' contents, but not classes and attributes as `swap_tensors` does."""
     torch._C._swap_tensor_impl(one, other)
 
 
 def assert_async(condition: Tensor, text: str) -> None:
-    """Raise (on a GPU: end the process, later) if the tensor of one element is false, without
-    waiting for its value."""
+    """Raise if the one element is false (on a GPU: end the process, later), without waiting for
+    it."""
     torch._assert_async(condition, text)
 
 
@@ -217,26 +206,23 @@ def assert_async(condition: Tensor, text: str) -> None:
 
 
 def schema(operation: Any) -> Any:
-    """Return the `FunctionSchema` of an operation that a `TorchDispatchMode` was given: its name
-    and its arguments."""
+    """Return the `FunctionSchema` of an operation of a dispatch mode."""
     return operation._schema
 
 
 def in_backward() -> bool:
-    """True if autograd is running a backward in this thread: a forward that runs then is a
-    recomputation."""
+    """True in a backward of this thread: a forward there is a recomputation."""
     return backward_number() != -1
 
 
 def backward_number() -> int:
-    """Return the number of the backward that autograd is running in this thread, another one for a
-    backward within a backward; -1 if it runs none."""
+    """Return the number of this thread's backward; -1 outside."""
     return int(torch._C._current_graph_task_id())
 
 
 def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield what a node of autograd's graph has saved and no hook has packed: `register_hooks` is
-    the first's, and the second is the tensor. A backward frees what a node has saved."""
+    """Yield what a node has saved and no hook has packed: the owner of `register_hooks`, and the
+    tensor. A backward frees it."""
     kind: Any = type(node)
     for name in _saved_names(kind):
         try:
@@ -258,7 +244,7 @@ def _saved_names(kind: Any) -> list[str]:
 
 
 def saved_value(node: Any, name: str) -> Any:
-    """Return a number, None, or a list of numbers, that a node of autograd's graph has saved."""
+    """Return a number, None, or list of numbers that a node has saved."""
     value = getattr(node, f"_saved_{name}")
     return list(map(_signed, value)) if isinstance(value, tuple) else _signed(value)
 
@@ -269,7 +255,7 @@ def _signed(number: int | None) -> int | None:
 
 
 def output_shape(node: Any, place: int) -> torch.Size:
-    """Return the shape of an output of the operation that `node` is the backward of."""
+    """Return the shape of an output of the operation behind `node`."""
     return torch.Size(node._input_metadata[place].shape)
 
 
@@ -279,20 +265,20 @@ def profiler_enabled() -> bool:
 
 
 def cpu_multiplies_bf16() -> bool:
-    """True if this CPU has matrix instructions for bf16 (AVX512-BF16 or AMX)."""
+    """True if the CPU has AVX512-BF16 or AMX."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def update_loss_scale(
     scale: Tensor, in_a_row: Tensor, found_inf: Tensor, *, steps_to_double: int
 ) -> None:
-    """Halve a loss scale on the device if `found_inf` is set, or double it after so many steps in a
-    row without it."""
+    """Halve a loss scale if `found_inf` is set, or double it after so many steps without, on the
+    device."""
     torch._amp_update_scale_(scale, in_a_row, found_inf, 2.0, 0.5, steps_to_double)
 
 
 def set_allocator_settings(settings: str) -> bool:
-    """Set what PYTORCH_ALLOC_CONF would; False if this torch cannot."""
+    """Set what PYTORCH_ALLOC_CONF would. Returns False if this torch cannot."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None:
         return False
@@ -301,7 +287,7 @@ def set_allocator_settings(settings: str) -> bool:
 
 
 def default_mps_generator() -> torch.Generator:
-    """Return the generator that operations on MPS draw from, without one of their own."""
+    """Return MPS's default generator."""
     generator: torch.Generator = torch.mps._get_default_mps_generator()
     return generator
 
@@ -310,35 +296,31 @@ def default_mps_generator() -> torch.Generator:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's dict of its own parameters, which may be changed; not those of its
-    children."""
+    """Return the module's own parameters: a dict that may be changed."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's dict of its own buffers, which may be changed; not those of its
-    children."""
+    """Return the module's own buffers: a dict that may be changed."""
     return module._buffers
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the module's own buffers that its state dict leaves out."""
+    """Return the module's own buffers that its state dict leaves out."""
     return module._non_persistent_buffers_set
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return what the module calls before its forward."""
     return list(module._forward_pre_hooks.values())
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the module's dict of its children, which may be changed."""
+    """Return the module's children: a dict that may be changed."""
     return module._modules
 
 
 def apply_to_own_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace the module's own parameters and buffers, not its children's, by `function` of them,
-    as `to` does."""
+    """Replace the module's own parameters and buffers, as `to` does."""
     module._apply(function, recurse=False)  # type: ignore[no-untyped-call]
 
 
@@ -348,7 +330,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """True if the module's forward was given to `torch.compile`."""
+    """True if `torch.compile` has the module's forward."""
     return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
@@ -356,7 +338,7 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """True if a hook waits for `step` of this optimizer, or of every optimizer."""
+    """True if a hook waits for this optimizer's `step`."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -366,13 +348,12 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def step_is_profiled() -> bool:
-    """True if a profiler is on in any thread: `Optimizer.step` then reports to it."""
+    """True if a profiler is on in any thread, to which `Optimizer.step` reports."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """True if `step` divides gradients by `optimizer.grad_scale`, and skips if `found_inf` is set:
-    fused ones do."""
+    """True if `step` divides by `optimizer.grad_scale` and heeds `found_inf`, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -380,8 +361,7 @@ def divides_gradients(optimizer: Optimizer) -> bool:
 
 
 def shut_down_workers(loader: Any, batches: Any) -> None:
-    """End the persistent workers of a `DataLoader`; `batches`: its iterator, or None if there was
-    none."""
+    """End a `DataLoader`'s persistent workers. `batches`: its iterator, or None."""
     loader._iterator = None
     if batches is not None:
         batches._shutdown_workers()
@@ -391,15 +371,14 @@ def shut_down_workers(loader: Any, batches: Any) -> None:
 
 
 def default_store() -> Any:
-    """Return the store by which the ranks of the default process group met."""
+    """Return the store of the default process group."""
     import torch.distributed as dist
 
     return dist.distributed_c10d._get_default_store()
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group whose `group_name` is `name`, as operations of `torch.ops.c10d` are
-    given it."""
+    """Return the process group of this `group_name`."""
     import torch.distributed as dist
 
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -408,8 +387,8 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 
 def active_collectives_json() -> bytes:
-    """Return Gloo's flight recorder's entries of the collectives that are not done, as JSON; some
-    are marked "retired"."""
+    """Return Gloo's unfinished collectives of the flight recorder as JSON; some are marked
+    "retired"."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     recorded: bytes = _dump_fr_trace_json(onlyActive=True)
@@ -417,9 +396,8 @@ def active_collectives_json() -> bytes:
 
 
 def accelerator_collectives_json() -> list[bytes]:
-    """Return the entries of the flight recorders of the accelerator's backends, done or not, as
-    JSON: NCCL's of its own, and in torch 2.15 the one that torch's hook writes for a backend
-    without its own, such as the newer NCCL."""
+    """Return the flight recorders of the accelerator's backends as JSON: NCCL's own, and in torch
+    2.15 that of torch's hook, as for the newer NCCL."""
     from torch._C import _distributed_c10d
 
     recorded = []
@@ -434,8 +412,8 @@ def accelerator_collectives_json() -> list[bytes]:
 
 
 def accelerator_groups_failed() -> bool:
-    """True if a backend of the accelerator says that it has failed: it may have ended its kernels
-    before their end."""
+    """True if an accelerator's backend says that it has failed: its kernels may have ended
+    early."""
     for backend in _accelerator_backends():
         with suppress(AttributeError, RuntimeError):  # not every backend knows
             if backend.get_error().name != "SUCCESS":
@@ -444,39 +422,37 @@ def accelerator_groups_failed() -> bool:
 
 
 def forget_process_groups(mesh: DeviceMesh) -> None:
-    """Drop the process groups that the root of `mesh` holds, and with the last reference their
-    sockets."""
+    """Drop the process groups of `mesh`'s root, and with the last reference their sockets."""
     mesh._get_root_mesh()._pg_registry.clear()
 
 
 def clone_store(store: Store) -> Store:
-    """Return a store with the same keys, and if it is a `TCPStore` a connection of its own."""
+    """Return a store with the same keys; for a `TCPStore` on its own connection."""
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
 
 
 def process_group_count() -> int:
-    """Return the number that names the next process group. `destroy_process_group` sets it back to
-    0."""
+    """Return the next process group's number, which `destroy_process_group` resets."""
     import torch.distributed as dist
 
     return int(dist.distributed_c10d._world.group_count)
 
 
 def number_process_groups_from(count: int) -> None:
-    """Name the next process group `count`, and those after it with the numbers that follow."""
+    """Number the next process groups from `count` on."""
     import torch.distributed as dist
 
     dist.distributed_c10d._world.group_count = count
 
 
 ABORT_SECONDS = 10.0
-"""The longest wait for the groups' aborts. The process ends after it."""
+"""The longest wait for aborts, after which the process ends."""
 
 
 def abort_accelerator_groups() -> bool:
-    """Abort all process groups of a backend other than Gloo, such as NCCL. Returns True if there is
-    one. Never run with several GPUs."""
+    """Abort all process groups but Gloo's. Returns True if there is one. Never run with several
+    GPUs."""
     found = _accelerator_groups()
     if not found:
         return False
@@ -501,8 +477,8 @@ def abort_accelerator_groups() -> bool:
 
 
 def _accelerator_groups() -> list[tuple[Any, Any]]:
-    """Return each process group that has a backend for a device other than the CPU, the newest
-    first, and that backend."""
+    """Return the process groups of a device other than the CPU, the newest first, with the
+    backend."""
     import torch.distributed as dist
 
     names = dict(dist.distributed_c10d._world.pg_names)
@@ -520,8 +496,7 @@ def _accelerator_backends() -> list[Any]:
 
 @contextmanager
 def rendezvous_polls_every(seconds: float) -> Iterator[None]:
-    """Have torch's elastic rendezvous look for other machines that often. By itself it does once a
-    second."""
+    """Let torch's elastic rendezvous look for machines that often, not once a second."""
     module: Any = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     before = module._delay
     module._delay = lambda *_, **__: time.sleep(seconds)
@@ -532,15 +507,14 @@ def rendezvous_polls_every(seconds: float) -> Iterator[None]:
 
 
 def refresh_rendezvous_state_after(holder: Any, seconds: float) -> None:
-    """Have what an elastic rendezvous knows of its machines be read again after so long. By itself
-    that is a second."""
+    """Let a rendezvous read its machines again after so long, not a second."""
     assert holder._cache_duration > 0
     holder._cache_duration = seconds
 
 
 def forget_distributed_operations() -> None:
-    """Drop what this thread has cached of operations on `DTensor`s: torch takes equal meshes for
-    one another there."""
+    """Drop this thread's cached operations on `DTensor`s, which take equal meshes for one
+    another."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -548,9 +522,8 @@ def forget_distributed_operations() -> None:
 
 
 def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]) -> Any:
-    """Return the structure with its tensors that require a gradient replaced by what `change`
-    returns for them; None if it has none. Those are the tensors that FSDP2 takes for inputs of a
-    block: in lists, tuples, dicts, dataclasses."""
+    """Return the structure with tensors that require a gradient replaced by `change`; None if it
+    has none. Those are FSDP2's inputs of a block."""
     from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 
     tensors = collect_grad_tensors(structure)
@@ -558,13 +531,12 @@ def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]
 
 
 def fsdp_parameter_group(module: Any) -> Any:
-    """Return FSDP2's group of the parameters of a `fully_shard` module; None if it has none of its
-    own."""
+    """Return FSDP2's group of a module's parameters, if it has one."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
-    """Return the modules that hold a parameter of FSDP2's group, each with its name there."""
+    """Return the modules that hold a grouped parameter, with its name there."""
     info = parameter._module_info
     return [
         (info.module, info.param_name),
@@ -573,30 +545,29 @@ def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
 
 
 def gathered(parameter: Any) -> Tensor | None:
-    """Return the tensor that a parameter of FSDP2's group is gathered in, with or without memory;
-    None before the first forward."""
+    """Return the tensor that a grouped parameter is gathered in, perhaps without memory; None
+    before the first forward."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def name_of(parameter: Any) -> str:
-    """Return the name in the model of a parameter of FSDP2's group, from the first forward on."""
+    """Return a grouped parameter's name in the model, after the first forward began."""
     return str(parameter._param_fqn)
 
 
 def begins_forward_of(parameters: Any, node: Any) -> bool:
-    """True if `node` of autograd's graph is where the inputs of one of FSDP2's groups enter it."""
+    """True if a group's inputs enter the graph at `node`."""
     return getattr(node, "param_group", None) is parameters
 
 
 def gather_in(parameter: Any, dtype: torch.dtype) -> None:
-    """Have FSDP2 all-gather a parameter of its group in `dtype`. Its gradient is reduced in the
-    dtype of its shards."""
+    """Have FSDP2 gather a parameter in `dtype`; its gradient is reduced in its shards' dtype."""
     parameter.__class__ = _gathered_in(dtype)
 
 
 def gathered_short(parameter: Any) -> tuple[str, Tensor] | None:
-    """Return the name, and the gathered tensor, of a parameter for which `gather_in` was called;
-    None for another one, and before the first forward."""
+    """Return name and gathered tensor of a parameter for which `gather_in` was called; else, and
+    before the first forward, None."""
     gathered = getattr(parameter, "_unsharded_param", None)
     return (
         (parameter._param_fqn, gathered)
@@ -628,13 +599,12 @@ def _gathered_in(dtype: torch.dtype) -> type[Any]:
 
 
 def is_fsdp_root(module: Any) -> bool:
-    """True for the outermost of FSDP2's modules, once a forward of it has begun."""
+    """True for FSDP2's outermost module, once a forward has begun."""
     return bool(module._get_fsdp_state()._is_root)
 
 
 def set_unshard_async(root: Any, enabled: bool) -> None:
-    """Run the all-gathers of FSDP2's blocks as async operations of the process group, not on their
-    own streams."""
+    """Run FSDP2's all-gathers as async operations of the process group, not on its streams."""
     root._set_unshard_async_op(enabled)
 
 
@@ -642,22 +612,20 @@ def set_unshard_async(root: Any, enabled: bool) -> None:
 
 
 def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
-    """Return the dict, by microbatch, of the gradients that a pipeline stage is about to send
-    back."""
+    """Return the gradients that a stage is about to send back, by microbatch."""
     cache: dict[int, tuple[Any, ...]] = stage.bwd_cache
     return cache
 
 
 def schedule_losses(schedule: Any) -> list[Tensor]:
-    """Return the list in which a pipeline schedule keeps the losses of the microbatches so far."""
+    """Return the list in which a schedule keeps its losses."""
     losses: list[Tensor] = schedule._internal_losses
     return losses
 
 
 def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
-    """Return the class that all iterators of a `DataLoader` are subclasses of, with `_next_index`
-    and `__next__`; and those whose `fetch` reads a batch of a dataset, in a worker or in the
-    process itself."""
+    """Return the base class of a `DataLoader`'s iterators, with `_next_index` and `__next__`; and
+    the classes whose `fetch` reads a batch."""
     from torch.utils.data import _utils, dataloader
 
     return dataloader._BaseDataLoaderIter, (
@@ -667,8 +635,7 @@ def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
 
 
 def divisor(node: Any) -> float | None:
-    """Return the number by which a division in the autograd graph divides; None if it is no number
-    in host memory."""
+    """Return the number by which a node divides; None if it is not in host memory."""
     other = getattr(node, "_saved_other", None)
     return (
         float(other)

@@ -10,13 +10,12 @@ from lockstep.base.errors import UserError
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 ROUNDS = 0.9995
-"""From here on, three digits of it are 1.00."""
+"""From here on three digits are 1.00."""
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
 def seconds(text: str, name: str, raises: type[UserError]) -> float:
-    """Return the seconds of a duration such as "90s", "55m" or "1h30m". Raises `raises`, which
-    calls it `name`."""
+    """Parse "90s", "55m" or "1h30m". Raises `raises`, which calls it `name`."""
     if not (found := duration(text)):
         raise raises(
             f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m"
@@ -25,7 +24,7 @@ def seconds(text: str, name: str, raises: type[UserError]) -> float:
 
 
 def duration(text: str) -> float:
-    """Return the seconds of a duration such as "1h30m"; 0 if the text is none."""
+    """Parse "1h30m"; 0 if it is no duration."""
     found = _DURATION.fullmatch(text)
     return (
         sum(
@@ -39,6 +38,6 @@ def duration(text: str) -> float:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes in words, to three digits in a decimal unit: 1.97 kB."""
+    """Return bytes to three digits: 1.97 kB."""
     place = min(max(0, math.floor(math.log(count / ROUNDS, 1000))) if count else 0, len(_SIZES) - 1)
     return f"{count / 1000**place:.3g} {_SIZES[place]}"

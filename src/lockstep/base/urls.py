@@ -1,4 +1,4 @@
-"""Passwords in URLs: found, and left out of what is shown, in mistyped URLs too."""
+"""Passwords in URLs, mistyped ones too: found, and left out of what is shown."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ _SHOWN = frozenset(
         "timeout",
     )
 )
-"""Names of arguments in a URL whose values are shown."""
+"""Arguments of a URL that are shown."""
 
 
 def has_password(url: str) -> bool:
-    """True if a text that is to be a URL may have a password in it."""
+    """True if a URL may have a password in it."""
     before, query = _split(url)
     names = [name for name, _ in query]
     return _without_login(before) != before or any(map(_PASSWORDS.search, names))
 
 
 def without_password(url: str) -> str:
-    """Return a text that is to be a URL without what may be a password in it, for messages and
-    files."""
+    """Return a URL for messages and files, without what may be a password."""
     before, query = _split(url)
     shown = "&".join(
         f"{name}={value if name in _SHOWN else HIDDEN}" if value else name for name, value in query
@@ -43,8 +42,7 @@ def without_password(url: str) -> str:
 
 
 def _split(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """The part before the arguments, and these. A question mark before an @ is part of a
-    password."""
+    """Split off the arguments. A question mark before an @ is part of a password."""
     login, at, rest = url.rpartition("@")
     before, question, query = rest.partition("?")
     pairs = [pair.partition("=") for pair in query.split("&")] if question else []

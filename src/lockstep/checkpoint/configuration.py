@@ -1,5 +1,4 @@
-"""The configuration of a model of transformers, which a run keeps for `lockstep export --format
-huggingface`."""
+"""The configuration of a transformers model, kept for `lockstep export --format huggingface`."""
 
 from __future__ import annotations
 
@@ -7,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 CONFIGURATION = "huggingface"
-"""The folder in a run directory."""
+"""A folder in the run directory."""
 
 
 def save_configuration(model: Any, folder: Path) -> None:
-    """Write the configuration of a model that has one; of any other model nothing."""
+    """Write a model's configuration, if it has one."""
     for name in ("config", "generation_config"):
         save = getattr(getattr(model, name, None), "save_pretrained", None)
         if callable(save):

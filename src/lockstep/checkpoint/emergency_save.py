@@ -1,8 +1,8 @@
 """Emergency save: a checkpoint without collectives, after an error or the loss of a process.
 
-Ranks that hold the same shards hold the same *part* of the state. The first rank that claims a part
-writes it, and the rank that finds all parts written commits the checkpoint. So one survivor of each
-part is enough, and no rank waits for another.
+Ranks with the same shards hold the same *part* of the state. The first rank that claims a part
+writes it; the rank that finds all parts written commits. So one survivor of each part is enough,
+and no rank waits.
 """
 
 from __future__ import annotations
@@ -46,12 +46,10 @@ def emergency_save(
     metadata: JsonObject,
     is_unchanged: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Write this rank's `part` of `parts`, and commit the checkpoint if it was the last. Every rank
-    that is still alive calls it.
+    """Write this rank's `part` of `parts`; commit if it was the last. Every living rank calls it.
 
-    Returns False if another rank has written the same part. Raises `OSError`; and
-    `StateChangedError` if, once the tensors are copied, `is_unchanged()` says that they have
-    changed since the call.
+    Returns False if another rank has written this part. Raises `OSError`, and `StateChangedError`
+    if `is_unchanged()` is false after the copy.
     """
     try:
         folder.begin(name)

@@ -1,5 +1,4 @@
-"""Verified reads of a checkpoint: a block is checked as it is read, and `check` reads all of them.
-Needs no torch."""
+"""Verified reads of a checkpoint: each block is checked as it is read. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
 
 _HEAD_BYTES = 1 << 20
-"""Bytes of a manifest that are read first. Most have no more; and what is no manifest, of any size,
-is not read."""
+"""Bytes of a manifest that are read first; of a file that is no manifest, no more are read."""
 DAMAGE = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -32,7 +30,7 @@ DAMAGE = (
     errno.EINVAL,
     errno.EFBIG,
 )
-"""Error numbers of a file that is missing or damaged, or none that a run writes."""
+"""Error numbers of a file that is missing, damaged, or not a run's."""
 
 
 def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
@@ -56,8 +54,8 @@ def read_block(
     block: int,
     parts: Sequence[memoryview],
 ) -> None:
-    """Read a block into `parts`, which together have its size, and check its hash. Raises
-    `DamagedError`, `UnreachableError`."""
+    """Read a block into `parts`, of its size, and check its hash. Raises `DamagedError`,
+    `UnreachableError`."""
     start, stop = hashes.span(block)
     length = 0
 
@@ -76,7 +74,7 @@ def read_block(
 
 
 def check(folder: Storage, name: CheckpointName) -> list[str]:
-    """Read every byte of a checkpoint, and describe each damage. Raises `UnknownFormatError`,
+    """Read every byte, and describe each damage. Raises `UnknownFormatError`,
     `UnreachableError`."""
     try:
         manifest = read_manifest(folder, name)

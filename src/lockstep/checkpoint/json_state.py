@@ -1,5 +1,4 @@
-"""Conversion of nested state dicts to JSON and back. Tensors are taken out, each named by its path
-in the state."""
+"""Nested state dicts as JSON. Tensors are taken out, each named by its path."""
 
 from __future__ import annotations
 
@@ -15,20 +14,19 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.tensor_shards import DTYPES
 
 _TAG = "lockstep"
-"""Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict with this key becomes a
-list of items."""
+"""Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict with this key is encoded
+as a list of items."""
 
 
 REMEDY = "have its state_dict return those, or leave it out"
-"""The remedy for a state that cannot be encoded."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REMEDY) -> Any:
-    """Convert `value` to JSON. Its tensors are added to `tensors`, each under `name` and its path,
-    as in `average/fc.weight`.
+    """Convert `value` to JSON. Its tensors are added to `tensors` by path, as in
+    `average/fc.weight`.
 
-    Raises `CheckpointError`, with the path, the type and the `remedy`, for other types than JSON's,
-    tuples, tensors, and NumPy numbers and arrays.
+    Raises `CheckpointError`, with path, type and `remedy`, unless it holds JSON's types, tuples,
+    tensors, and NumPy numbers and arrays alone.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -68,7 +66,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REME
 
 
 def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Convert the result of `encode` back. `tensor` returns the tensor with a given name."""
+    """Invert `encode`. `tensor`: name -> tensor."""
     if isinstance(encoded, list):
         return [decode(item, tensor) for item in encoded]
     if not isinstance(encoded, dict):
@@ -87,7 +85,7 @@ def decode(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def tensors_in(encoded: Any) -> list[str]:
-    """The names of the tensors in the result of `encode`."""
+    """Return the names of the tensors in an encoded value."""
     if isinstance(encoded, list):
         return [name for item in encoded for name in tensors_in(item)]
     if not isinstance(encoded, dict):

@@ -1,8 +1,8 @@
-"""Loading and resharding a checkpoint: each rank reads and verifies the blocks that its tensors
-need; all others are verified too.
+"""Load and reshard a checkpoint. Each rank reads and verifies the blocks that it needs; the others
+are verified too.
 
-A part of a file that has the layout of the tensor is read directly into it and hashed there.
-Everything else passes through a buffer: small parts, other shards, other dtypes, tensors on a GPU.
+Where file and tensor have one layout, bytes are read into the tensor and hashed there. Small parts,
+other shards, other dtypes and GPU tensors pass through a buffer.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10
-"""Parts below this size are not read directly into their tensor."""
+"""Smaller parts are not read directly into their tensor."""
 
 
 class _Span:
-    """The smallest span of a saved shard's bytes that holds all that this rank needs of it."""
+    """The smallest span of a saved shard's bytes that this rank needs."""
 
     def __init__(
         self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]
     ) -> None:
-        """`at`: position of the shard's first byte in its file."""
+        """`at`: the shard's first byte in its file."""
         self._dtype = torch_dtype(shard.dtype)
         self._strides = [math.prod(shard.lengths[dim + 1 :]) for dim in range(len(shard.lengths))]
         self._wanted = wanted
@@ -54,7 +54,7 @@ class _Span:
         self._data = self.own
 
     def _ends(self, copy: ShardCopy) -> tuple[int, int]:
-        """The range [first, last) of the shard's elements that holds the copy's elements."""
+        """Return the range [first, last) of the shard's elements that holds the copy's."""
         first = sum(
             side.start * stride for side, stride in zip(copy.source, self._strides, strict=True)
         )
@@ -64,7 +64,7 @@ class _Span:
         )
 
     def _in_place(self, elements: int) -> Tensor | None:
-        """The target's own memory as bytes, if the span can be read directly into it; else None."""
+        """Return the target's memory as bytes if the span can be read into it; else None."""
         part = self._target[self._wanted[0].target]
         fits = (
             len(self._wanted) == 1
@@ -84,13 +84,13 @@ class _Span:
 
     @property
     def data(self) -> Tensor:
-        """Memory for the bytes: the target's own, or a buffer."""
+        """The target's own memory, or a buffer."""
         if self._data is None:
             self._data = torch.empty(self.stop - self.start, dtype=torch.uint8)
         return self._data
 
     def finish(self) -> None:
-        """Copy the bytes, all of which have been read, to the target."""
+        """Copy the bytes, once all are read, to the target."""
         if self.own is None:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
@@ -108,24 +108,22 @@ class _Block:
     hashes: BlockHashes
     number: int
     spans: list[_Span]
-    """The spans that need bytes of this block, in order."""
+    """In order."""
 
 
 class CheckpointReader:
-    """Reads one checkpoint for one rank."""
-
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
         """Raises `DamagedError`, `UnknownFormatError`, `UnreachableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)
         self._locations: dict[TensorShard, tuple[str, int]] = {}
-        """Shard -> its file, and the position of its first byte there."""
+        """Shard -> its file and its first byte there."""
         for file, entry in self.manifest.files.items():
             for shard, start in entry.shards.items():
                 self._locations[shard] = file, start
         self._spare: list[bytearray] = []
-        """Buffers of one block each, for reuse."""
+        """Buffers of one block each."""
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -134,11 +132,11 @@ class CheckpointReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into this rank's tensors. Every rank calls it; names and shapes
-        must be among the saved ones.
+        """Load the saved values into this rank's tensors, whose names and shapes are among the
+        saved ones. Every rank calls it.
 
-        Every rank raises `DamagedError` or `UnreachableError` if any rank does. The state is then
-        partly loaded and must not be used.
+        If any rank raises `DamagedError` or `UnreachableError`, all do; the state is then partly
+        loaded.
         """
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
@@ -150,7 +148,7 @@ class CheckpointReader:
         self._spare.clear()
 
     def _blocks(self, state: Mapping[str, Tensor]) -> Iterator[_Block]:
-        """The blocks that this rank's tensors need, in the order of the files."""
+        """Yield the blocks that this rank's tensors need, in file order."""
         spans: dict[str, list[_Span]] = {file: [] for file in self.manifest.files}
         for shard, several in copies_by_shard(state, list(self._locations)).items():
             file, at = self._locations[shard]
@@ -166,7 +164,7 @@ class CheckpointReader:
     def _rest(
         self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World
     ) -> Iterator[_Block]:
-        """Distribute the blocks that no rank needed over the ranks, to be verified only."""
+        """Yield this rank's share of the blocks that no rank needed, to be verified."""
         for file, entry in self.manifest.files.items():
             done = {
                 block
@@ -180,7 +178,7 @@ class CheckpointReader:
             )
 
     def _read_all(self, blocks: Iterable[_Block]) -> None:
-        """Read and verify blocks, several at a time. Raises `DamagedError`, `UnreachableError`."""
+        """Read and verify blocks, several at a time."""
         with ThreadPoolExecutor(self._folder.readers) as threads:
             ahead: deque[tuple[_Block, Future[None]]] = deque()
 
@@ -201,8 +199,7 @@ class CheckpointReader:
                 finish()
 
     def _read(self, block: _Block, data: Sequence[Tensor]) -> None:
-        """Read a block: directly into spans that own their memory, and through a buffer into the
-        others."""
+        """Read a block: directly where a span has its own memory, else through a buffer."""
         start, stop = block.hashes.span(block.number)
         try:
             spare = self._spare.pop()
@@ -236,8 +233,7 @@ class CheckpointReader:
 def copies_by_shard(
     state: Mapping[str, Tensor], saved: Sequence[TensorShard]
 ) -> dict[TensorShard, list[ShardCopy]]:
-    """The copies that fill this rank's tensors, by saved shard; none from an empty one. See
-    `plan_copies`."""
+    """Return the copies that fill this rank's tensors, by saved shard; none for an empty shard."""
     found: dict[TensorShard, list[ShardCopy]] = {}
     for copy in plan_copies(state, saved):
         if math.prod(copy.shard.lengths):
@@ -246,7 +242,7 @@ def copies_by_shard(
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy `source` to `target`, of the same shape, which may be expanded."""
+    """Copy `source` to `target`, which may be expanded."""
     for dim, stride in enumerate(target.stride()):
         # expanded: all indices share one element, which is written once
         if stride == 0 and target.shape[dim] > 1:
@@ -255,8 +251,7 @@ def fill(target: Tensor, source: Tensor) -> None:
 
 
 def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
-    """Return the result of `read` on this rank. Every rank calls it, and raises what `read` raised
-    on any of them."""
+    """Return the result of `read`. Every rank calls it, and raises what it raised on any rank."""
     failure: tuple[str, str] | None = None
     try:
         found = read()
@@ -272,7 +267,7 @@ def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Join ascending whole numbers into ranges [start, stop)."""
+    """Join ascending numbers into ranges [start, stop)."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] == number:

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: block hashes of its files, positions of the shards in them, and all
-other state. Needs no torch.
+"""The manifest of a checkpoint: hashes of its files' blocks, positions of shards, and all other
+state. Needs no torch.
 
-Files are hashed in blocks, so that a part of a file can be read and checked alone (law 6).
+Blocks let a part of a file be read and checked alone (law 6).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ JsonObject = Mapping[str, Any]
 FORMAT = 1
 BLOCK_BYTES = 4 << 20
 HASH_BYTES = 16
-"""Bytes kept of BLAKE3's 32. A wrong block passes by chance once in 2^128 times."""
+"""A prefix of BLAKE3's 32."""
 MOST_BYTES = 1 << 30
-"""Largest size of a manifest that is read."""
+"""Largest manifest that is read."""
 _METADATA = {
     "recipe": dict, "plan": str, "world_size": int, "saved": str, "score": {"metric": str,
     "mode": str, "value": NUMBER},
@@ -36,38 +36,34 @@ _HEAD = re.compile(rb'\{"format":(\d{1,9}),"blake3":"([0-9a-f]{32})","content":'
 
 
 class DamagedError(LockstepError):
-    """A checkpoint is corrupted: its bytes are not those that were written. The text says which
-    bytes."""
+    """A checkpoint whose bytes are not those written. The text says which."""
 
 
 class UnknownFormatError(LockstepError):
-    """A checkpoint has a format that this version does not know."""
+    """A checkpoint of a format that this version does not know."""
 
 
 class UnreachableError(LockstepError):
-    """A checkpoint cannot be read now, for the reason in the text: no permission, no answer from
-    the store."""
+    """A checkpoint that cannot be read now; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHashes:
-    """The size of a file and the hash of each of its blocks."""
-
     size_bytes: int
     blocks: tuple[str, ...]
-    """The hash of each `BLOCK_BYTES` in order, in hexadecimal. The last block may be shorter."""
+    """Hash of each `BLOCK_BYTES` in hexadecimal; the last block may be shorter."""
 
     def span(self, block: int) -> tuple[int, int]:
-        """The bytes [start, stop) of a block."""
+        """Return the bytes [start, stop) of a block."""
         return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.size_bytes)
 
     def covering(self, start: int, stop: int) -> range:
-        """The indices of the blocks that hold the bytes [start, stop)."""
+        """Return the blocks that hold the bytes [start, stop)."""
         return range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if start < stop else range(0)
 
 
 def hash_bytes(parts: Iterable[bytes | memoryview]) -> str:
-    """The hash of bytes that are given in consecutive parts."""
+    """Hash consecutive parts of bytes."""
     hasher = blake3()
     for part in parts:
         hasher.update(part)
@@ -85,8 +81,6 @@ def hash_blocks(data: memoryview) -> BlockHashes:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file of a checkpoint: its hashes and its shards."""
-
     hashes: BlockHashes
     shards: Mapping[TensorShard, int]
     """Shard -> its first byte in the file."""
@@ -101,7 +95,7 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, entry: JsonObject) -> FileEntry:
-        """Raises `ValueError` for shards that overlap, or reach beyond the file."""
+        """Raises `ValueError` for shards that overlap or leave the file."""
         shards = {
             TensorShard.from_json(shard): whole_number(start) for *shard, start in entry["shards"]
         }
@@ -124,15 +118,12 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The manifest of one checkpoint."""
-
     step: int
-    """Optimizer steps done."""
     files: Mapping[str, FileEntry]
     values: JsonObject
-    """JSON: the rest of the state."""
+    """The rest of the state."""
     metadata: JsonObject
-    """JSON: recipe, plan, number of processes, versions and time of the save."""
+    """Recipe, plan, processes, versions and time of the save."""
 
     def encode(self) -> bytes:
         files = {name: file.to_json() for name, file in self.files.items()}
@@ -145,8 +136,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Parse a manifest. Raises `DamagedError` for bytes that no save has written,
-        `UnknownFormatError` for another version."""
+        """Parse a manifest. Raises `DamagedError`, and `UnknownFormatError` for another version."""
         head = _HEAD.match(data)
         if head is None or not data.endswith(b"}\n"):
             raise DamagedError(
@@ -192,13 +182,12 @@ class Manifest:
 
 
 def begins_as_manifest(data: bytes) -> bool:
-    """True if `data` has the first bytes of a manifest of any format."""
+    """True if `data` begins as a manifest of any format."""
     return _HEAD.match(data) is not None
 
 
 def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
-    """Merge the JSON objects of several ranks recursively. For values that are not objects, the
-    first rank's counts."""
+    """Merge JSON objects recursively. Of other values the first rank's counts."""
     found: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():

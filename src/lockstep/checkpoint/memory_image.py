@@ -1,12 +1,9 @@
-"""The image of a run's state in memory: every rank copies its part every few steps, and the copy
-outlives the rank.
+"""Images of the state in memory: every few steps each rank copies its part, and the copy outlives
+the rank.
 
-The launcher, which opens `/proc/<process>/fd/<descriptor>`, holds the memory of each rank. After a
-loss, all ranks of the next start load from the images of all old ranks, that of the lost one too,
-under any plan.
-
-The memory has two slots (`lockstep.checkpoint.images.slots`), so it takes twice the bytes of this
-rank's part, which a tensor that several ranks hold is in once.
+The launcher holds each rank's memory through `/proc/<process>/fd/<descriptor>`. After a loss, all
+ranks of the next start load from the images of all old ranks, under any plan. Two slots take twice
+the bytes of this rank's part; a tensor of several ranks is in one part.
 """
 
 from __future__ import annotations
@@ -32,12 +29,11 @@ from lockstep.comm.world import World
 
 
 class ImageWriter:
-    """Writes the images of this rank. Every rank makes one, and calls `prepare` and `write`
-    alike."""
+    """Writes this rank's images. Every rank makes one, and calls `prepare` and `write` alike."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
-        """`attempt`: see `CheckpointName`; the same on every rank, and another one for each start
-        that repeats steps. `metadata`: JSON of rank 0."""
+        """`attempt`: see `CheckpointName`; another one for each start that repeats steps.
+        `metadata`: JSON of rank 0."""
         require_linux("images of the state in memory")
         self._world = world
         self._attempt = attempt
@@ -50,22 +46,18 @@ class ImageWriter:
         self._last: dict[str, tuple[Tensor, tuple[Any, ...]]] = {}
         self._described = b""
         self.size_bytes = 0
-        """Bytes of memory that the images take."""
         self.sending_seconds = 0.0
         """Seconds that the last write waited for the network."""
 
     @property
     def descriptors(self) -> list[int]:
-        """Those of this rank's memory, and of that which it keeps for ranks of other hosts."""
+        """Descriptors of this rank's memory, and of what it keeps for other hosts."""
         return [self._memory.descriptor, *self._buddies.descriptors]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Plan which rank copies what, and allocate memory, unless this was done for the same
-        layout.
-
-        Every rank calls it. If it was not called, the first `write` does it, and takes longer than
-        later ones. Raises `CheckpointError`, on every rank, if one has no memory.
-        """
+        """Plan who copies what and allocate memory, unless the layout is as before. Every rank
+        calls it, or leaves it to the first `write`. If one rank has no memory, all raise
+        `CheckpointError`."""
         self._agree(tensors, ())
 
     def write(
@@ -75,13 +67,11 @@ class ImageWriter:
         values: JsonObject,
         figures: Sequence[float] = (),
     ) -> list[float]:
-        """Copy the state after `step` steps. Every rank calls it, with more steps than the last
-        time.
+        """Copy the state after `step` steps, more than the last time. Every rank calls it.
 
-        `tensors`: this rank's; a name may exist on some ranks only. `values`: JSON; the reader
-        merges all ranks'. After an error, the newest image that all ranks have is still complete.
-        Returns the largest of all ranks' `figures`, each, which are exchanged with what has to be
-        in any case.
+        `tensors`: this rank's. `values`: JSON; the reader merges all ranks'. After an error, the
+        newest image that all ranks have is still complete. Returns the largest of all ranks'
+        `figures`, which travel with what is exchanged anyway.
         """
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
@@ -105,7 +95,7 @@ class ImageWriter:
         return largest
 
     def close(self) -> None:
-        """Release the memory in this process; others may hold its descriptor."""
+        """Release the memory here; others may hold its descriptor."""
         self._shards, self._last = {}, {}
         self._memory.close()
         self._buddies.close()
@@ -113,12 +103,8 @@ class ImageWriter:
     def _agree(
         self, tensors: Mapping[str, Tensor], figures: Sequence[float]
     ) -> tuple[int, list[float]]:
-        """Plan again on all ranks if the layout changed on any. Returns the newest step whose image
-        all ranks have, and the largest of all ranks' figures.
-
-        No rank writes over that image. A rank that gets here has ended its last write, so without
-        errors it is the last one.
-        """
+        """Plan again if the layout changed on any rank. Returns the newest step whose image all
+        ranks have, over which no rank writes, and the largest figures."""
         kinds = self._kinds_of(tensors)
         newest = min([self._memory.newest, *self._buddies.newest])
         mine = torch.tensor([[kinds != self._kinds, newest, *figures]], dtype=torch.float64)
@@ -130,8 +116,7 @@ class ImageWriter:
         return int(rows[:, 1].min()), rows[:, 2:].amax(0).tolist()
 
     def _kinds_of(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-        """All that each tensor's shard depends on; known already for one that was in the last
-        image."""
+        """Return what each shard depends on, by name; known for a tensor of the last image."""
         kinds = {
             name: (
                 self._last[name][1]
@@ -168,17 +153,13 @@ class ImageWriter:
 
 
 def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> int:
-    """Steps from one image to the next, at least 1, with which copying takes at most `limit` of the
-    steps' time.
-
-    `step_seconds`: the time of a step without a copy, more than 0. Ranks measure different times:
-    give all of them those of the slowest.
-    """
+    """Return the steps between images, at least 1, so that copying takes at most `limit` of the
+    time. All ranks give the slowest rank's seconds."""
     return max(1, math.ceil(copy_seconds / (limit * step_seconds)))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """All that a tensor's shard depends on. To compare it takes a microsecond; to find the shard of
-    a DTensor, 100."""
+    """Return what a tensor's shard depends on: cheap to compare, where finding a DTensor's shard
+    takes 100 µs."""
     place = (tensor.placements, tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
     return tensor.dtype, tensor.shape, *place

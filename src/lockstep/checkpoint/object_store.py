@@ -1,8 +1,7 @@
-"""Storage of a run's checkpoints in an object store such as S3, through fsspec. Needs no torch.
+"""Checkpoints in an object store such as S3, through fsspec. Needs no torch.
 
-An object store has no rename: writing the manifest, last of all files, commits a checkpoint. A
-killed upload may leave parts that listings do not show and that cost money; set a lifecycle rule of
-the bucket that removes incomplete uploads.
+A store has no rename: writing the manifest last commits a checkpoint. A killed upload may leave
+invisible parts that cost money; let a lifecycle rule of the bucket remove them.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from lockstep.base.urls import has_password, without_password
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage, Storage
 
 PART_BYTES = 16 << 20
-"""Bytes of one part of an upload, which are in memory at once. S3 allows 10,000 parts."""
+"""Bytes of one part of an upload, in memory at once. S3 allows 10,000 parts."""
 WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
-"""Protocols whose drivers would create a bucket if asked to make a folder."""
+"""Protocols whose drivers make a bucket when asked for a folder."""
 CALL_SECONDS = 120.0
-"""Timeout of one driver call. The upload of one part exceeds it only below 140 KB/s."""
+"""Timeout of one driver call: a part's upload exceeds it below 140 KB/s only."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {
         "config_kwargs": {
@@ -34,15 +33,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     }
 }
-"""Driver options by protocol: timeouts and retries, so that most failures show long before
-`CALL_SECONDS`."""
+"""Timeouts and retries by protocol: most failures show long before `CALL_SECONDS`."""
 OPTIONS["s3a"] = OPTIONS["s3"]
 PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 
 
 def open_storage(place: Path | str) -> Storage:
-    """Open the storage at a path or a URL (s3://bucket/run). Raises `RunDirectoryError` if the URL
-    has no driver."""
+    """Open the storage at a path or URL (s3://bucket/run). Raises `RunDirectoryError`."""
     protocol, separator, path = str(place).partition("://")
     if not separator or protocol == "file":
         return FolderStorage(Path(path if separator else place))
@@ -59,7 +56,7 @@ class ObjectStorage:
 
     wait_seconds = 0.5
     readers = 16
-    """Reads at once: a store answers each request slowly, but many at the same time."""
+    """A store answers slowly, but many requests at once."""
 
     def __init__(self, url: str) -> None:
         """Does not contact the store yet. Raises `RunDirectoryError`."""
@@ -193,7 +190,7 @@ class ObjectStorage:
         self._ask(self._fs.rm, self._at(name), recursive=True)
 
     def _all(self) -> list[CheckpointName]:
-        """The names of all checkpoints in order, committed or not."""
+        """Return all checkpoints in order, committed or not."""
         try:
             entries = self._ask(self._fs.ls, self.url, detail=False)
         except FileNotFoundError:
@@ -205,7 +202,7 @@ class ObjectStorage:
         )
 
     def _is_complete(self, name: CheckpointName) -> bool:
-        """True if there is a manifest. (The driver's `exists` returns False for any failure.)"""
+        """True if there is a manifest. The driver's `exists` hides failures."""
         try:
             self.size(name, MANIFEST)
         except FileNotFoundError:
@@ -216,8 +213,7 @@ class ObjectStorage:
         return f"{self.url}/{name}/{file}".rstrip("/")
 
     def _ask(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call the driver in a thread and return its result, because some drivers wait for ever.
-        Raises `OSError`."""
+        """Call the driver in a thread, because some wait for ever. Raises `OSError`."""
         answer: Future[Any] = Future()
 
         def work() -> None:

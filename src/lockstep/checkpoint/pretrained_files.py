@@ -1,5 +1,5 @@
-"""Pretrained weights in safetensors and torch.save files, read in parts and without running code in
-them (law 6)."""
+"""Pretrained weights from safetensors and torch.save files, read in parts without running their
+code (law 6)."""
 
 from __future__ import annotations
 
@@ -37,17 +37,15 @@ _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
-    """The named tensors in one file or several."""
-
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name -> dtype, as torch names it if torch has it, and shape."""
+    """Name -> dtype (torch's name, if it has one) and shape."""
     read: Callable[[str, Box], Tensor]
-    """Reads part of a tensor to the CPU. Only that part is in memory. Raises `RecipeError`."""
+    """Reads a part of a tensor to the CPU. Raises `RecipeError`."""
     close: Callable[[], None]
 
 
 def open_tensors(path: str) -> TensorFiles:
-    """Open a file of tensors, a checkpoint, or a folder of Hugging Face. Raises `RecipeError`."""
+    """Open a file of tensors, a checkpoint, or a Hugging Face folder. Raises `RecipeError`."""
     parent, _, last = path.rstrip("/").rpartition("/")
     if (name := CheckpointName.parse(last)) is not None:
         return _checkpoint(parent or ".", name)
@@ -89,7 +87,7 @@ def _in_folder(folder: Path) -> TensorFiles:
 
 
 def _checkpoint(folder: str, name: CheckpointName) -> TensorFiles:
-    """Open the first model of a checkpoint. Every byte that is read is verified."""
+    """Open a checkpoint's first model. Every byte read is verified."""
 
     def of_user(error: Exception) -> RecipeError:
         return RecipeError(
@@ -144,7 +142,7 @@ def _indexed(index: Path) -> TensorFiles:
 
 
 def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
-    """Open safetensors files, each with the names of the tensors to read from it; None: all."""
+    """Open safetensors files, each with the names to read; None: all."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     slices: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
@@ -181,7 +179,7 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
 
 
 def _pickled(path: Path) -> TensorFiles:
-    """Open a torch.save file. It is memory-mapped: tensors stay on the disk until they are read."""
+    """Open a torch.save file, memory-mapped."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many types for a file that is not one of its own
@@ -195,7 +193,7 @@ def _pickled(path: Path) -> TensorFiles:
 
 
 def _flat(value: Any, name: str, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dicts and lists, each named by its path: model.fc.weight."""
+    """Yield the tensors in nested dicts and lists by path: model.fc.weight."""
     holds = f"weights {str(path)!r} holds"
     if isinstance(value, Tensor):
         if not name or value.layout != torch.strided or value.is_quantized or value.is_meta:

@@ -1,5 +1,4 @@
-"""Reads a saved model tensor by tensor, without building the model or torch, for `lockstep inspect`
-and `export`."""
+"""Read a saved model tensor by tensor without torch, for `lockstep inspect` and `export`."""
 
 from __future__ import annotations
 
@@ -30,25 +29,21 @@ from lockstep.checkpoint.tensor_shards import (
 MODEL = "model.safetensors"
 """The final model in a run directory."""
 _MOST_HEADER_BYTES = 100_000_000
-"""Largest header of the format."""
 _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 _BLOCKS = 8
-"""Blocks kept in memory, because one block may hold many small tensors."""
+"""Blocks kept in memory: one may hold many small tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateDictReader:
-    """Reads a saved state dict."""
-
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name -> torch's name of the dtype, and shape. Tied tensors are listed under each of their
-    names."""
+    """Name -> torch's dtype and shape. Tied tensors are under each of their names."""
     read: Callable[[str], memoryview]
-    """Reads the bytes of a tensor, row-major. Raises `DamagedError`, `UnreachableError`."""
+    """Reads a tensor's bytes, row-major. Raises `DamagedError`, `UnreachableError`."""
 
 
 class StoredCheckpoint:
-    """One checkpoint. Every byte is verified when it is read."""
+    """One checkpoint. Every byte read is verified."""
 
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
         """Raises `DamagedError`, `UnknownFormatError`, `UnreachableError`."""
@@ -63,19 +58,18 @@ class StoredCheckpoint:
 
     @property
     def modules(self) -> list[int]:
-        """The indices of the saved models, in the order in which they were prepared. Raises
-        `DamagedError`."""
+        """Indices of the saved models, in order. Raises `DamagedError`."""
         with self._parsing():
             return sorted(map(int, self.manifest.values["modules"].keys()))
 
     @property
     def other_state(self) -> list[str]:
-        """The names of the state beside the models. Raises `DamagedError`."""
+        """Names of the state beside the models. Raises `DamagedError`."""
         with self._parsing():
             return sorted(self.manifest.values["state"].keys())
 
     def model(self, module: int) -> StateDictReader:
-        """The saved model with this index. Raises `DamagedError`."""
+        """Return a saved model. Raises `DamagedError`."""
         prefix, specs = f"{module}/model/", self.specs()
         names = {name.removeprefix(prefix): name for name in specs if name.startswith(prefix)}
         with self._parsing():
@@ -102,7 +96,6 @@ class StoredCheckpoint:
         return {name: (shard.dtype, shard.shape) for name, shard in firsts.items()}
 
     def read(self, name: str) -> memoryview:
-        """Read the bytes of a tensor, row-major. Raises `DamagedError`, `UnreachableError`."""
         shards = list(self._shards[name].values())
         dtype, shape = shards[0][0].dtype, shards[0][0].shape
         whole = np.empty((*shape, item_bytes(dtype)), np.uint8)
@@ -120,7 +113,6 @@ class StoredCheckpoint:
         return whole.reshape(-1).data
 
     def _into(self, target: memoryview, file: str, start: int) -> None:
-        """Copy a file's bytes from `start` on into `target`."""
         hashes = self.manifest.files[file].hashes
         stop = start + len(target)
         for number in hashes.covering(start, stop):
@@ -139,8 +131,8 @@ class StoredCheckpoint:
 
 
 def read_safetensors(path: Path) -> StateDictReader:
-    """Open a safetensors file that the user named; the format has no hashes to verify its bytes
-    with. Raises `DamagedError`, `OSError`."""
+    """Open a file that the user named; nothing verifies its bytes. Raises `DamagedError`,
+    `OSError`."""
     return _safetensors(path.name, lambda: FileIO(open_named(path)))
 
 
@@ -192,8 +184,7 @@ def _spec(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
 def _check_spans(
     specs: Mapping[str, tuple[str, tuple[int, ...]]], spans: Mapping[str, list[int]], size: int
 ) -> None:
-    """Raise `ValueError` unless the tensors' bytes follow each other and fill the file, as the
-    format has it."""
+    """Raise `ValueError` unless the tensors' bytes follow each other and fill the file."""
     at = 0
     for key, (start, stop) in sorted(spans.items(), key=lambda pair: pair[1]):
         dtype, shape = specs[key]

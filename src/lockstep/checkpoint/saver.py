@@ -1,8 +1,9 @@
-"""Asynchronous saves: training waits for a copy into shared memory; another process hashes, writes
-and commits it.
+"""Asynchronous saves: training waits for a copy into shared memory; a writer process hashes, writes
+and commits.
 
-On a device whose runtime can register that memory, the copies are queued between the kernels of two
-steps. The host goes on, and tells the writer process once they are there."""
+If the device can register that memory, copies are queued between the kernels of two steps, and the
+host goes on.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import json
 import secrets
 import subprocess
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -26,6 +28,7 @@ from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.shared_file import SharedFile
 from lockstep.checkpoint.tensor_shards import (
+    SMALL_BYTES,
     FileLayout,
     TensorShard,
     assign_writes,
@@ -35,31 +38,32 @@ from lockstep.checkpoint.tensor_shards import (
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
+GROUP_BYTES = 16 << 20
+"""Bytes of small shards that are copied at once, and so the most of a device's memory that a copy
+takes."""
 END_SECONDS = 5.0
-"""Seconds that the writer process is given to end, before it is killed."""
+"""The writer process has so long to end before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """The result of a save on this rank."""
-
     step: int
     error: str | None
-    """Why it failed; None if it succeeded."""
+    """Why it failed; None: it did not."""
     not_deleted: str | None = None
-    """Why an old checkpoint could not be deleted; None if nothing failed."""
+    """Why an old checkpoint could not be deleted; None: it could."""
     device_seconds: float = 0.0
-    """Seconds in which a device did not train: from the end of the last kernel queued before
-    `Saver.begin` to the end of the copies. 0 if the host waited for them."""
+    """Seconds without training, from the last kernel before `Saver.begin` to the end of the copies;
+    0 if the host waited for them."""
 
 
 class Saver:
-    """Saves the state of a run, one save at a time. Every rank makes one, and calls `prepare` and
-    `save` alike."""
+    """Saves a run, one save at a time. Every rank makes one, and calls `prepare` and `save`
+    alike."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
-        """`folder`: see `open_storage`. `attempt`: see `CheckpointName`; the same on every rank.
-        Raises `RunDirectoryError`."""
+        """`folder`: see `open_storage`. `attempt`: see `CheckpointName`. Raises
+        `RunDirectoryError`."""
         open_storage(folder)
         self._world = world
         self._folder = folder
@@ -68,19 +72,17 @@ class Saver:
         self._writer: _Writer | None = None
         self._memory: _FileContent | None = None
         self._began: dict[torch.device, torch.Event] = {}
-        """For each device, the end of the last kernel queued before training stopped for the next
-        save."""
+        """Device -> the end of its kernels before training stopped for the save."""
         self._under_way: int | None = None
         self._waiting: dict[str, Any] | None = None
-        """The job that the writer process gets once the copies are there."""
+        """The writer's job, once the copies are there."""
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
-        """Plan which rank writes what, allocate memory and start the writer process, unless this
-        was done for the same layout.
+        """Plan who writes what, allocate memory and start the writer, unless the layout is as
+        before.
 
-        Every rank calls it, not during a save. If it was not called, the first `save` calls it, and
-        takes longer than later ones. Returns an identifier of the next save, the same on every
-        rank, which distinguishes its notes from those of an earlier save.
+        Every rank calls it between saves, or leaves it to the first `save`. Returns an identifier
+        that tells the next save's notes from earlier ones.
         """
         found = local_shards(state)
         rows = self._world.gather_rows(
@@ -100,7 +102,7 @@ class Saver:
         return f"{rows[0, 1]:08x}"
 
     def begin(self) -> None:
-        """Note that training stops for a save, before what `save` takes is gathered."""
+        """Note that training stops for a save."""
         if accelerator.can_register_memory(self._world.device):
             devices = {
                 self._world.device,
@@ -119,12 +121,11 @@ class Saver:
         metadata: JsonObject,
         keep: JsonObject | None = None,
     ) -> None:
-        """Copy the state and start writing it in the background. Every rank calls it, not during a
-        save.
+        """Copy the state and start writing it. Every rank calls it, between saves.
 
-        `state`: this rank's tensors; a name may exist on some ranks only. `values`: JSON; all
-        ranks' objects are merged. `metadata`: JSON of rank 0. `keep`: other arguments of
-        `writer.checkpoints_to_delete`, with `scores` by `str(name)`; None keeps all checkpoints.
+        `state`: this rank's tensors. `values`: JSON, merged over ranks. `metadata`: JSON of rank 0.
+        `keep`: the other arguments of `writer.checkpoints_to_delete`, with `scores` by `str(name)`;
+        None keeps all checkpoints.
         """
         assert self._under_way is None, "one save at a time"
         identifier = self.prepare(state)
@@ -151,8 +152,7 @@ class Saver:
 
     @property
     def not_registered(self) -> str | None:
-        """Why copies from the device are slow, and the host waits for them; None if they are
-        not."""
+        """Why the host waits for slow copies; None: it does not."""
         return None if self._memory is None else self._memory.not_registered
 
     @property
@@ -161,12 +161,12 @@ class Saver:
         return self._under_way is not None
 
     def abandon(self) -> None:
-        """Abort the save in progress, because another rank's part of it will never be written."""
+        """Abort the save: another rank's part will never be written."""
         self._close_writer()
         self._under_way = self._waiting = None
 
     def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
-        """Wait up to `timeout_seconds` for the save. Returns its result; None if none has ended."""
+        """Wait up to `timeout_seconds` for a save. Returns its result; None if none ended."""
         if (
             self._under_way is None
             or self._writer is None
@@ -184,15 +184,14 @@ class Saver:
         return SaveResult(step, answer["error"], answer.get("not_deleted"), device_seconds)
 
     def close(self) -> None:
-        """Release everything. Aborts a save in progress."""
+        """Release everything; abort a save in progress."""
         self.abandon()
         if self._memory is not None:
             self._memory.close()
         self._memory = self._shards = None
 
     def _send_if_copied(self, timeout_seconds: float) -> bool:
-        """Give the writer process its job once all bytes are there. Returns True if it has it
-        within the timeout."""
+        """Send the writer its job once all bytes are there. Returns True if it has it."""
         if self._waiting is not None:
             assert self._memory is not None
             assert self._writer is not None
@@ -209,49 +208,84 @@ class Saver:
 
 
 class MappedShards:
-    """The shards of a file in mapped memory, into which a state is copied."""
+    """A file's shards in memory, into which a state is copied."""
 
     def __init__(self, layout: FileLayout, file: Tensor) -> None:
-        """`file`: the file's bytes."""
+        self._file, self._layout = file, layout
         self._targets = {}
         for shard in layout.starts:
             start, stop = layout.span(shard)
             self._targets[shard.name] = (
                 file[start:stop].view(torch_dtype(shard.dtype)).view(shard.lengths)
             )
+        self._groups = _neighbours(layout)
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor], *, non_blocking: bool = False) -> None:
-        """Copy this rank's tensors from any device. Returns when all bytes are there; if
-        `non_blocking`, when the copies are queued in the devices' streams."""
-        for name, target in self._targets.items():
-            target.copy_(to_local(state[name]), non_blocking=non_blocking)
+        """Copy this rank's tensors from any device. `non_blocking`: only queue the copies."""
+        for group in self._groups:
+            for device, shards in groupby(group, lambda shard: to_local(state[shard.name]).device):
+                self._copy_together(list(shards), state, device, non_blocking=non_blocking)
+
+    def _copy_together(
+        self,
+        shards: Sequence[TensorShard],
+        state: Mapping[str, Tensor],
+        device: torch.device,
+        *,
+        non_blocking: bool,
+    ) -> None:
+        """Copy shards that lie side by side in the file: from a device at once."""
+        if device.type == "cpu" or len(shards) == 1:
+            for shard in shards:
+                source = to_local(state[shard.name])
+                self._targets[shard.name].copy_(source, non_blocking=non_blocking)
+            return
+        packed = torch.cat([_bytes(to_local(state[shard.name])) for shard in shards])
+        (start, _), (_, stop) = self._layout.span(shards[0]), self._layout.span(shards[-1])
+        self._file[start:stop].copy_(packed, non_blocking=non_blocking)
+
+
+def _neighbours(layout: FileLayout) -> list[list[TensorShard]]:
+    """Return the shards in the file's order: small ones in groups of at most `GROUP_BYTES`."""
+    groups: list[list[TensorShard]] = []
+    room = -1
+    for shard in sorted(layout.starts, key=layout.span):
+        if shard.bytes > min(SMALL_BYTES, room):
+            groups.append([])
+            room = GROUP_BYTES if shard.bytes <= SMALL_BYTES else -1
+        groups[-1].append(shard)
+        room -= shard.bytes
+    return groups
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 _left: list[tuple[SharedFile, Tensor]] = []
-"""Memory to which a device that hangs may still copy. It goes with the process."""
+"""Memory to which a hanging device may still copy."""
 
 
 class _FileContent:
-    """The content of this rank's file, in memory shared with the writer process."""
+    """This rank's file, in memory shared with the writer."""
 
     def __init__(
         self, layout: FileLayout, device: torch.device, devices: Collection[torch.device]
     ) -> None:
-        """`device`: this rank's. `devices`: those of the state."""
+        """`devices`: the state's."""
         self.layout = {
             "bytes": layout.bytes,
             "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()],
         }
-        """Size of the file and positions of its shards, for the writer process."""
+        """For the writer: the size, and the shards' positions."""
         self.file = SharedFile(layout.bytes)
         everything = torch.frombuffer(self.file.mapped, dtype=torch.uint8)
         everything.zero_()  # page faults make the first write ten times slower than later ones
         self.file.mapped[: len(layout.header)] = layout.header
         self._device = device
         self._copies: list[tuple[torch.Event, torch.Event]] = []
-        """When training stopped for the save, and the end of the copies, in the stream of each
-        device."""
+        """For each device, when training stopped and when the copies end."""
         self.not_registered: str | None = None
         self._registered: Tensor | None = None
         if accelerator.can_register_memory(device):
@@ -266,9 +300,8 @@ class _FileContent:
         self._shards: MappedShards | None = MappedShards(layout, everything)
 
     def copy(self, state: Mapping[str, Tensor], began: Mapping[torch.device, torch.Event]) -> None:
-        """Copy this rank's tensors, if the memory is registered in the order of the devices'
-        kernels: with the values that they have now, whatever is computed next. `began`: when
-        training stopped; now on devices that it lacks."""
+        """Copy this rank's tensors as they are now, whatever is computed next. `began`: when
+        training stopped, if not now."""
         assert self._shards is not None
         started = [
             began.get(device) or accelerator.recorded_event(device, timed=True)
@@ -279,7 +312,7 @@ class _FileContent:
         self._copies = list(zip(started, ended, strict=True))
 
     def is_copied(self, timeout_seconds: float) -> bool:
-        """True if all bytes are there, within `timeout_seconds`."""
+        """True if all bytes are there within the timeout."""
         return all(accelerator.is_reached(ended, timeout_seconds) for _, ended in self._copies)
 
     def device_seconds(self) -> float:
@@ -295,7 +328,7 @@ class _FileContent:
             _left.append((self.file, registered))
 
     def _is_unregistered(self, memory: Tensor) -> bool:
-        """Undo the registration. Returns False if a device may still copy to the memory."""
+        """Undo the registration. Returns False if a device may still copy."""
         with suppress(RuntimeError):  # a device has failed
             return self.is_copied(END_SECONDS) and accelerator.unregister_memory(
                 memory, self._device, END_SECONDS
@@ -304,7 +337,7 @@ class _FileContent:
 
 
 class _Writer:
-    """The writer process (`lockstep.checkpoint.writer`), seen from the training process."""
+    """The writer process, seen from training."""
 
     def __init__(self, content: _FileContent) -> None:
         command = own_python("-m", "lockstep.checkpoint.writer", content.file.name)
@@ -319,7 +352,7 @@ class _Writer:
         self.send(content.layout)
 
     def _read(self) -> None:
-        """Receive answers; at last an empty one, when the process ends."""
+        """Receive answers; an empty one at the end of the process."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._answers.put(line)
@@ -361,7 +394,7 @@ class _Writer:
 
 
 def assign_to_this_rank(found: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
-    """The shards, of those `found` on each rank, that this rank writes. Every rank calls it."""
+    """Return the shards that this rank writes. Every rank calls it."""
     everyone = world.gather_values([shard.to_json() for shard in found.values()])
     return assign_writes(
         [[TensorShard.from_json(shard) for shard in shards] for shards in everyone]

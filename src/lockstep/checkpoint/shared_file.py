@@ -1,7 +1,6 @@
-"""Memory that a training process shares with its writer process. Needs no torch.
+"""Memory shared with the writer process. Needs no torch.
 
-On Linux it has no name: the kernel frees it with the last process that maps it. Elsewhere it is a
-temporary file.
+On Linux it has no name and goes with its last process; elsewhere it is a temporary file.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lockstep.base.system import BINARY
 
 
 class SharedFile:
-    """A file of zeros that lives until `close`."""
+    """A file of zeros until `close`."""
 
     def __init__(self, size_bytes: int) -> None:
         self._path: str | None = None
@@ -35,11 +34,11 @@ class SharedFile:
 
     @property
     def inherited(self) -> Sequence[int]:
-        """The descriptors that a process which maps the file must inherit."""
+        """Descriptors that a process which maps the file inherits."""
         return [self._descriptor] if self._path is None else []
 
     def close(self) -> None:
-        """Call it when no tensor is in the memory any more, and the other process has ended."""
+        """Call it when no tensor uses the memory and the other process has ended."""
         del self.mapped
         os.close(self._descriptor)
         if self._path is not None:
@@ -48,6 +47,6 @@ class SharedFile:
 
 
 def map_shared_file(name: str, size_bytes: int) -> mmap.mmap:
-    """Map the `SharedFile` of another process, for reading."""
+    """Map another process's `SharedFile` for reading."""
     descriptor = int(name) if name.isdecimal() else os.open(name, os.O_RDONLY | BINARY)
     return mmap.mmap(descriptor, size_bytes, access=mmap.ACCESS_READ)

@@ -1,8 +1,7 @@
-"""Storage of a run's checkpoints, and its form on a file system, where each checkpoint is a folder
-(law 6). Needs no torch.
+"""The storage of checkpoints, and its form in a folder (law 6). Needs no torch.
 
-A checkpoint is written into a hidden folder, every file in it is synced, and one rename commits it.
-Hidden folders that a crash leaves are removed at the next start of the run.
+A checkpoint is written into a hidden folder, its files are synced, and one rename commits it. The
+run's next start removes hidden folders that a crash left.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lockstep.base.system import BINARY
 MANIFEST = "manifest.json"
 PAGE_BYTES = 4096
 READ_BYTES = 1 << 20
-"""Bytes of one read: few enough to stay in the processor's cache until they are hashed."""
+"""Few enough to stay in the processor's cache until they are hashed."""
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
 
 
@@ -34,76 +33,73 @@ class CheckpointName:
     """The name of a checkpoint: step-00000500-1c9e02d4."""
 
     step: int
-    """Optimizer steps done."""
     attempt: str
-    """Eight hexadecimal digits that name the start of the run that wrote it: a later start may
-    repeat the step."""
+    """Eight hexadecimal digits that name the start of the run: a later start may repeat the
+    step."""
 
     def __str__(self) -> str:
         return f"step-{self.step:08d}-{self.attempt}"
 
     @classmethod
     def parse(cls, text: str) -> CheckpointName | None:
-        """Parse a name; None if `text` is not the name of a checkpoint."""
+        """Parse a name; None if it is none."""
         found = _NAME.fullmatch(text)
         return None if found is None else cls(int(found[1]), found[2])
 
 
 class Storage(Protocol):
-    """A place that holds the checkpoints of a run. Every method may raise `OSError`."""
+    """A place for the checkpoints of a run. Every method may raise `OSError`."""
 
     wait_seconds: float
-    """Seconds between two attempts to read a file that another process writes."""
+    """Seconds between two looks for another process's file."""
     readers: int
-    """Number of threads that read at once."""
+    """Threads that read at once."""
 
     def names(self) -> list[CheckpointName]:
-        """The names of all complete checkpoints, in order of their steps."""
+        """Return the complete checkpoints, in order."""
 
     def remove_uncommitted(self) -> None:
-        """Remove everything that was never committed. Only the holder of the run's lock may call
-        it, between saves."""
+        """Remove what was never committed. Only the holder of the run's lock calls it, between
+        saves."""
 
     def free_bytes(self) -> int | None:
-        """Free bytes; None if unknown."""
+        """None if unknown."""
 
     def begin(self, name: CheckpointName) -> None:
-        """Begin a checkpoint. One rank must call it and all may. Raises `FileExistsError` if it
-        exists already."""
+        """Begin a checkpoint; any rank may call it. Raises `FileExistsError` if it is complete."""
 
     def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Write one file of an uncommitted checkpoint. It is on the disk when this returns."""
+        """Write a file of an uncommitted checkpoint to the disk."""
 
     def read_uncommitted(self, name: CheckpointName, file: str) -> bytes | None:
-        """The content of a file of an uncommitted checkpoint; None if there is no such file."""
+        """Return a file of an uncommitted checkpoint; None if it is not there."""
 
     def remove(self, name: CheckpointName, file: str) -> None:
         """Remove a file of an uncommitted checkpoint."""
 
     def claim(self, name: CheckpointName, file: str) -> bool:
-        """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process is the
-        first to claim it."""
+        """Create `<file>.claim` in an uncommitted checkpoint. Returns True if this process was
+        first."""
 
     def commit(self, name: CheckpointName, manifest: bytes) -> None:
-        """Write the manifest and commit the checkpoint, whose other files are all written. One rank
-        calls it."""
+        """Write the manifest and commit; all other files are written. One rank calls it."""
 
     def size(self, name: CheckpointName, file: str) -> int:
-        """Size of a file of a checkpoint in bytes."""
+        """Return the bytes of a file."""
 
     def read(
         self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None
     ) -> bytes:
-        """The bytes [start, stop) of a file of a checkpoint; fewer if the file is shorter."""
+        """Return the bytes [start, stop) of a file; fewer if it is shorter."""
 
     def read_into(
         self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]
     ) -> Iterator[memoryview]:
-        """Read a file from byte `start` on into `parts`. Yields bytes as they arrive; ends early at
-        the end."""
+        """Read a file from `start` on into `parts`. Yields bytes as they arrive, until the file
+        ends."""
 
     def delete(self, name: CheckpointName) -> None:
-        """Delete a checkpoint. It is never seen incomplete."""
+        """Delete a checkpoint, which is never seen incomplete."""
 
 
 class FolderStorage:
@@ -111,7 +107,7 @@ class FolderStorage:
 
     wait_seconds = 0.02
     readers = 2
-    """Two threads: one waits for the disk while the other hashes."""
+    """One waits for the disk while the other hashes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -228,8 +224,7 @@ class FolderStorage:
 
 
 def _write_some(opened: int, data: memoryview) -> int:
-    """Write past the page cache if possible: a tenth of a cached write's CPU time, and training
-    needs the rest."""
+    """Write past the page cache if possible: that takes a tenth of the CPU time."""
     if sys.platform == "linux" and len(data) % PAGE_BYTES == 0:
         import fcntl
 

@@ -1,11 +1,10 @@
-"""The writer process of a training process hashes, writes and commits its saves: `python -m
-lockstep.checkpoint.writer MEMORY`.
+"""The writer process hashes, writes and commits saves: `python -m lockstep.checkpoint.writer
+MEMORY`. It imports no torch.
 
-It imports no torch. MEMORY is the name of a `SharedFile` of the training process, which holds the
-content of this rank's file. The first line of standard input is the layout of that file, each later
-line a save, and each line of standard output the result of one, all in JSON. The process ends at
-the end of its input. Every rank writes its file, and beside it a note with its block hashes. Rank 0
-waits for all notes, writes the manifest and commits.
+MEMORY names the `SharedFile` with this rank's file. Standard input has the file's layout, then a
+save a line; standard output has a result a line; all JSON. The process ends with its input. Every
+rank writes its file, and a note with its block hashes; rank 0 waits for the notes, writes the
+manifest and commits.
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ from lockstep.checkpoint.tensor_shards import TensorShard
 
 Scores = Mapping[CheckpointName, float]
 NICENESS = 10
-"""Lowers this process's priority below that of training."""
 
 
 def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memoryview) -> None:
-    """Write this rank's file; on rank 0 also commit the checkpoint. Raises `OSError`."""
+    """Write this rank's file; on rank 0 also commit. Raises `OSError`."""
     folder, name = open_storage(job["folder"]), CheckpointName(job["step"], job["attempt"])
     folder.begin(name)
     blocks: list[str] = []
@@ -74,8 +72,7 @@ def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memory
 
 
 def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
-    """Wait for another rank's note of this save, until the training process ends. Returns its file
-    entry and values."""
+    """Wait for another rank's note of this save. Returns its file entry and values."""
     while True:
         if (text := folder.read_uncommitted(name, note(file))) is not None:
             try:
@@ -96,12 +93,11 @@ def checkpoints_to_delete(
     scores: Scores,
     mode: Literal["min", "max"],
 ) -> list[CheckpointName]:
-    """The checkpoints to delete among the complete ones, `names`, in order. Call it after the
-    checkpoint `newest` is committed.
+    """Return the complete checkpoints to delete, in order, after `newest` is committed.
 
-    Kept are the `last` newest (at least 1), those at multiples of `every` steps, and the earliest
-    with the best of `scores` (NaN is no score). Checkpoints after `newest` were found damaged when
-    the run was resumed: they are neither counted nor deleted.
+    Kept are the `last` newest (at least 1), multiples of `every` steps, and the earliest with the
+    best of `scores` (NaN is none). Later ones than `newest` were found damaged at the resumption,
+    and are left alone.
     """
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])
@@ -114,8 +110,7 @@ def checkpoints_to_delete(
 
 
 def _retire(job: dict[str, Any]) -> str | None:
-    """Delete the checkpoints that are no longer kept. Returns why that failed; None if it did
-    not."""
+    """Delete old checkpoints. Returns why that failed, or None."""
     if "keep" not in job:
         return None
     folder, keep = open_storage(job["folder"]), job["keep"]
@@ -137,8 +132,7 @@ def _words(error: OSError) -> str:
 
 
 def note(file: str) -> str:
-    """The name of the note beside `file`, which holds the file's hashes and shards and the rank's
-    values."""
+    """Return the name of the note beside `file`."""
     return f"{file}.json"
 
 
@@ -168,7 +162,7 @@ def main() -> None:
 
 
 def _read_lines(lines: SimpleQueue[str]) -> None:
-    """Read standard input. Its end ends this process, whatever it is doing."""
+    """Read standard input, whose end ends this process."""
     for line in sys.stdin:
         lines.put(line)
     os._exit(0)

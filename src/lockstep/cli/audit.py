@@ -178,11 +178,11 @@ def command(
     else:
         show(audit)
     if html is not None:
-        from lockstep.audit.html_page import page
+        from lockstep.audit.page import audit_page
         from lockstep.audit.source import lines_of_files
 
         lines = lines_of_files([each.line for each in audit.findings], [options.root])
-        write_file("--html", html, page(audit, lines))
+        write_file("--html", html, audit_page(audit, lines))
     return 1 if audit.findings else USER_ERROR_STATUS if audit.error else 0
 
 
@@ -190,8 +190,6 @@ def show(audit: Audit) -> None:
     """Print the table of findings, each with its law and remedy, and below them what is right and
     what was not seen."""
     from rich.text import Text
-
-    from lockstep.audit.summary import extent, verdict
 
     console = foreign_text.console(None if sys.stdout.isatty() else _WIDTH)
 
@@ -208,7 +206,7 @@ def show(audit: Audit) -> None:
     good = audit.passed and not audit.error
     console.print(
         Text.assemble(
-            f"{audit.script}: {extent(audit)}: ", (verdict(audit), "green" if good else "red")
+            f"{audit.script}: {audit.extent}: ", (audit.verdict, "green" if good else "red")
         )
     )
     if audit.findings:

@@ -53,7 +53,7 @@ _WIDTH = 100
     "--write",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="Only measure this machine, for lockstep plan --on FILE.",
+    help="Only measure this machine's accelerators, for lockstep plan --on FILE.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of tables.")
 def command(write: str | None, as_json: bool, **given: Any) -> int:
@@ -69,7 +69,7 @@ def command(write: str | None, as_json: bool, **given: Any) -> int:
     Examples:
       lockstep doctor
       lockstep doctor --nproc 8 --run-dir /shared/runs
-      lockstep doctor --nproc 4 --write my-machine.toml
+      lockstep doctor --write my-machine.toml
       lockstep doctor --nnodes 2 --rdzv node1:29400 --run-dir /shared/runs
 
     Exit status: 0 if all is well, 1 if something is wrong or slow, 2 for a mistake in the command.
@@ -115,8 +115,7 @@ def command(write: str | None, as_json: bool, **given: Any) -> int:
 
 
 def _write(path: Path, processes: int) -> None:
-    """Measure what operations and collectives take in so many processes, and write it. Raises
-    `LaunchError`."""
+    """Measure so many accelerators, and write their sheets. Raises `LaunchError`."""
     if not path.absolute().parent.is_dir():
         raise LaunchError(
             f"--write {path}; its directory is not there; name a file in a directory that is"
@@ -126,27 +125,23 @@ def _write(path: Path, processes: int) -> None:
             f"--write {path}; lockstep plan takes a machine's file by its ending; name it"
             f" {path.stem}.toml"
         )
-    if gpus := count_gpus():
-        if processes > gpus:
-            raise LaunchError(
-                f"--write with --nproc {processes} on {gpus} GPUs; each process has a GPU of its"
-                f" own; give --nproc {gpus}"
-            )
-        from lockstep.planner.machines.measuring_gpu import write_gpu_sheets
-
-        files = write_gpu_sheets(path, processes)
-        show(
-            f"{' and '.join(map(str, files))}: the GPUs of this machine; lockstep plan --on"
-            f" '{processes} x {path}' SCRIPT"
+    if not (gpus := count_gpus()):
+        raise LaunchError(
+            f"--write {path} measures accelerators, and this machine has none; plan with a data"
+            " sheet: lockstep plan --on '1 x H100' SCRIPT"
         )
-        return
-    from lockstep.launch.environment import threads_per_process
-    from lockstep.planner.machines.calibration import measure_machine
+    if processes > gpus:
+        raise LaunchError(
+            f"--write with --nproc {processes} on {gpus} GPUs; each process has a GPU of its own;"
+            f" give --nproc {gpus}"
+        )
+    from lockstep.planner.machines.measuring_gpu import write_gpu_sheets
 
-    path.write_text(
-        measure_machine(processes, threads_per_process(processes)).as_toml(), encoding="utf-8"
+    files = write_gpu_sheets(path, processes)
+    show(
+        f"{' and '.join(map(str, files))}: the GPUs of this machine; lockstep plan --on"
+        f" '{processes} x {path}' SCRIPT"
     )
-    show(f"{path}: this machine with {processes} processes; lockstep plan --on {path} SCRIPT")
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from lockstep.scripts.process import run_script
 
 if TYPE_CHECKING:
     from lockstep.planner.forecast import Forecast
+    from lockstep.planner.machines.hardware import Device
     from lockstep.planner.machines.machine import Machine
     from lockstep.planner.search import Outcome
 
@@ -68,8 +69,8 @@ class Quantity(click.FloatRange):
     multiple=True,
     metavar="DEVICES",
     help=(
-        'The devices: "64 x H100", "16 x A100-80GB over Ethernet", or "this". Several times: side'
-        " by side."
+        'The devices: "64 x H100", "16 x A100-80GB over Ethernet", or "this" for this machine\'s.'
+        " Several times: side by side."
     ),
 )
 @click.option(
@@ -157,9 +158,9 @@ def command(
         if is_interrupted:
             break
     if html is not None:
-        from lockstep.planner.html_page import page
+        from lockstep.planner.page import plan_page
 
-        write_file("--html", html, page(forecasts))
+        write_file("--html", html, plan_page(forecasts))
     if as_json:
         told = [each.as_json() for each in forecasts]
         print(json.dumps(told[0] if len(targets) == 1 else told, indent=2, allow_nan=False))
@@ -181,24 +182,19 @@ class _Found:
 
 
 def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
-    """Raise `PlanError` for devices, plans and a memory that cannot be: before a script runs, or
-    this machine is measured, which takes long."""
-    from lockstep.planner.machines.target import machine_at, processes_here
+    """Raise `PlanError` for devices, plans and a memory that cannot be, before a script runs."""
+    from lockstep.planner.machines.target import cluster_of
 
-    processes = processes_here(target)
-    machine = machine_at(target, None) if processes is None else None
+    cluster = cluster_of(target)
     for plan in plans:
-        Plan.parse(plan).resolve(
-            machine.cluster.count if machine is not None else int(processes or 1)
-        )
+        Plan.parse(plan).resolve(cluster if isinstance(cluster, int) else cluster.count)
     if memory is not None:
         limit = memory_bytes(memory)
-        if machine is not None:
-            _check_memory(memory, limit, machine)
+        if not isinstance(cluster, int):
+            _check_memory(memory, limit, cluster.device)
 
 
-def _check_memory(memory: str, limit: int, machine: Machine) -> None:
-    device = machine.cluster.device
+def _check_memory(memory: str, limit: int, device: Device) -> None:
     if limit > device.memory_bytes:
         raise PlanError(
             f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give no"
@@ -214,21 +210,23 @@ def _predicted(
     progress: Callable[[int, str], None] | None,
 ) -> _Found:
     """Return the machine that the target names, and the outcomes of the plans, or of a search."""
-    from lockstep.planner.machines.target import machine_at, processes_here, written
+    from lockstep.planner.machines.hardware import parse_target
+    from lockstep.planner.machines.machine import Machine
+    from lockstep.planner.machines.target import devices_here, named
 
     limit = None if memory is None else memory_bytes(memory)
     with work_folder("lockstep-plan-") as folder:
-        found = written(target, folder)
-        machine = machine_at(found, limit)
+        found = named(target, folder)
+        machine = Machine.of(parse_target(found), limit)
         if memory is not None and limit is not None:
-            _check_memory(memory, limit, machine)
+            _check_memory(memory, limit, machine.cluster.device)
         request = PlanRequest(
             target=found,
             plans=plans,
             memory_bytes=limit,
             slots=usable_cpus(),
             folder=str(folder),
-            is_here=processes_here(target) is not None,
+            is_here=devices_here(target) is not None,
         )
         is_interrupted = not _run(line, request, progress)
         return _Found(machine, _read(folder), Ended.read(folder) or Ended(), is_interrupted)
@@ -291,9 +289,8 @@ def _forecast(script: str, found: _Found, tokens: float | None, price: float | N
     """Return the forecast of what was found. Raises `PlanError` if no plan can be run."""
     from lockstep.planner.forecast import Forecast, struck
     from lockstep.planner.machines.fitted import load_fitted
-    from lockstep.planner.machines.this_machine import HERE
 
-    machine, cluster, remarks = found.machine, found.machine.cluster, list[str]()
+    cluster, remarks = found.machine.cluster, list[str]()
     if found.ended.why is not None:
         remarks.append(found.ended.why)
     if all(each.is_refused for each in found.outcomes):
@@ -305,7 +302,7 @@ def _forecast(script: str, found: _Found, tokens: float | None, price: float | N
             "interrupted: the search has not ended, and these are the plans that were predicted by"
             " then"
         )
-    interval = load_fitted()[1]["seconds"] if machine.is_gpu else HERE
+    interval = load_fitted()[1]["seconds"]
     return Forecast.of(
         script,
         cluster,

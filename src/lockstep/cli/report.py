@@ -15,9 +15,9 @@ from lockstep.base.files import write_atomically
 from lockstep.base.foreign_files import open_named
 from lockstep.base.foreign_text import show
 from lockstep.logging.run_files import is_there
-from lockstep.report.page import GENERATOR, page
+from lockstep.report.page import GENERATOR, report_page
 from lockstep.report.reader import read_runs
-from lockstep.report.tables import as_json as report_json, summary_lines
+from lockstep.report.tables import report_json, report_lines
 from lockstep.search.request import SEARCH, check_storage
 
 
@@ -95,19 +95,20 @@ Report = tuple[Any, Sequence[str], Callable[[float], str]]
 
 def _of_runs(run_dirs: Sequence[str]) -> Report:
     runs = read_runs(run_dirs)
-    return report_json(runs), summary_lines(runs), lambda made: page(runs, made=made)
+    return report_json(runs), report_lines(runs), lambda made: report_page(runs, made=made)
 
 
 def _of_search(folder: Path, storage: str | None) -> Report:
-    from lockstep.search import page as search_page, summary
+    from lockstep.search.page import search_page
     from lockstep.search.study import results_in
+    from lockstep.search.summary import summary_lines
 
     results, importance = results_in(folder, storage)
-    lines = summary.summary_lines(results)
+    lines = summary_lines(results)
     return (
         {**results.as_json(), "importance": importance},
         lines,
-        lambda made: search_page.page(results, importance, made),
+        lambda made: search_page(results, importance, made),
     )
 
 

@@ -126,9 +126,9 @@ def command(
     ):
         report = Verification(line, options, runner).run()
         if html is not None:
-            from lockstep.verify.html_page import page
+            from lockstep.verify.page import verify_page
 
-            write_file("--html", html, page(report))
+            write_file("--html", html, verify_page(report))
     if as_json:
         print(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:

@@ -16,9 +16,9 @@ from lockstep.base import accelerator
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch on `device`: tensors in dicts, lists, tuples and dataclasses, and objects
-    with a method `to`. On the CPU it is the batch itself. On a device with streams, tensors are
-    copied on one of their own, overlapping with the microbatch before; the computation that follows
-    waits for it. The host does not wait if the batch is in pinned memory."""
+    with a method `to`. On the CPU it is the batch itself. A device with streams copies on its own
+    stream beside the microbatch before, and the following computation waits; from pinned memory the
+    host does not."""
     if device.type == "cpu":
         return batch
     if not accelerator.has_streams(device):
@@ -43,8 +43,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch in pinned memory, from which an accelerator copies while the host goes
-    on."""
+    """Return the batch in pinned memory."""
     return _map(
         batch,
         lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,
@@ -63,8 +62,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _map(value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[Any], Any]) -> Any:
-    """Return the same containers with every tensor, and every other object that has a method `to`,
-    replaced."""
+    """Return the same containers with tensors, and objects with a method `to`, replaced."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, type):

@@ -1,5 +1,4 @@
-"""Digests of some samples of a dataset, by which ranks find out that their data differ. Cheap for
-any dataset."""
+"""Digests of some samples, by which ranks find that their data differ. Cheap for any dataset."""
 
 from __future__ import annotations
 
@@ -13,38 +12,34 @@ from lockstep.base.contents import Reader
 from lockstep.base.errors import DataError, first_few
 
 SAMPLES = 16
-"""Most samples of a dataset that are digested."""
 SECONDS = 0.5
-"""No further sample is fetched after this time. Ranks compare the samples that all of them have
-digested."""
+"""No further sample is fetched after this time; ranks compare what all have."""
 COLLATIONS = 5
-"""Times that the user's `collate` makes a batch again."""
+"""Times that `collate` makes a batch again."""
 COLLATED = 4
-"""Most samples in that batch."""
+"""Most samples of that batch."""
 _PARTS = 64  # parts of a sample that have a digest each
 _UNREAD = "not read"  # instead of a digest
 
 
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
-    """A request for the digests of some samples, instead of a microbatch."""
+    """A request for digests instead of a microbatch."""
 
     again: bool = True
-    """True: make samples and a batch of `collate` several times, to find those that change."""
+    """Make samples and a batch of `collate` again, to find those that change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Digests of samples as one process fetched them."""
+    """Digests of samples that one process fetched."""
 
     samples: list[tuple[str, dict[str, str]]]
-    """The samples' names, and for each the digests of its parts by their paths: `[0].label`."""
+    """Name -> digests of a sample's parts by path: `[0].label`."""
     changing: str | None
-    """The first part of a sample, or of the batch of `collate`, that differs when made again. None:
-    none does."""
+    """The first part of a sample or of a batch of `collate` that differs when made again."""
     unread: str | None = None
-    """The sample or batch that could not be made, and why; without a sample there are no
-    digests."""
+    """The sample or batch that could not be made, and why."""
 
     @classmethod
     def of(
@@ -55,8 +50,8 @@ class Digests:
         *,
         again: bool = True,
     ) -> Digests:
-        """Fetch samples one after another. `fetch`: given the position among `names`. `collated`:
-        makes a batch of a few samples by the user's `collate`. `again`: see `DigestRequest`."""
+        """Fetch samples. `fetch`: position in `names` -> sample. `collated`: makes a batch by the
+        user's `collate`. `again`: see `DigestRequest`."""
         began = time.monotonic()
         samples: list[tuple[str, dict[str, str]]] = []
         for position, name in enumerate(names):
@@ -75,8 +70,7 @@ class Digests:
 
 
 def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None]:
-    """Return `changing` and `unread`. A batch that is changed at random may stay as it is, so try
-    some times."""
+    """Return `changing` and `unread`. A random change may not show at once."""
     began = time.monotonic()
     try:
         first = digest_parts(collated())
@@ -91,28 +85,26 @@ def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None
 
 
 def spread(length: int) -> list[int]:
-    """Return up to `SAMPLES` indices of a dataset: the first, the last, and others evenly between
-    them."""
+    """Return up to `SAMPLES` indices: the first, the last, and others evenly between."""
     count = min(SAMPLES, length)
     indices = [place * (length - 1) // max(count - 1, 1) for place in range(count)]
     return [*indices[:1], *indices[:0:-1]]
 
 
 def digest_parts(sample: Any) -> dict[str, str]:
-    """Return the digest of each part of a sample, by its path; `not_compared` finds those that
-    cannot be read."""
+    """Return the digest of each part by path; `not_compared` finds unreadable ones."""
     digests, unread = contents.digest_parts(Reader().parts(sample), _PARTS)
     return digests | {path: f"{_UNREAD} {digests[path]}" for path in unread}
 
 
 def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """Return the path of the first part that differs, or that one of the two lacks."""
+    """Return the path of the first part that differs or is missing."""
     return next((path for path in {**one, **other} if one.get(path) != other.get(path)), None)
 
 
 def check_same(name: str, everyone: Sequence[Digests], *, lengths_only: bool = False) -> None:
-    """Raise `DataError` if two ranks have other samples. `everyone`: each rank's digests. `name`:
-    the dataset's. `lengths_only`: what is in the samples is not compared."""
+    """Raise `DataError` if two ranks' samples differ. `name`: the dataset's. `lengths_only`:
+    contents are not compared."""
     known = [(rank, found.samples) for rank, found in enumerate(everyone) if found.samples]
     for rank, samples in known[1:]:
         first, expected = known[0]
@@ -136,8 +128,7 @@ def check_same(name: str, everyone: Sequence[Digests], *, lengths_only: bool = F
 def check_unchanged(
     name: str, saved: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
 ) -> None:
-    """Raise `DataError` if a sample is not what it was when a checkpoint was saved. Digests of
-    parts, by sample."""
+    """Raise `DataError` if a sample has changed since the checkpoint. Digests by sample."""
     for sample, parts in now.items():
         if sample in saved and (part := difference(saved[sample], parts)) is not None:
             raise DataError(
@@ -149,7 +140,7 @@ def check_unchanged(
 
 
 def changing(name: str, everyone: Sequence[Digests]) -> str | None:
-    """Return in words which sample was another one when it was fetched again; None if none was."""
+    """Say which sample changed when fetched again; None if none did."""
     for rank, found in enumerate(everyone):
         if found.changing is not None:
             return (
@@ -162,8 +153,7 @@ def changing(name: str, everyone: Sequence[Digests]) -> str | None:
 
 
 def not_compared(name: str, everyone: Sequence[Digests]) -> str | None:
-    """Return which samples, or parts of them, cannot be read, so that ranks may have others; None
-    if all were compared."""
+    """Say which samples or parts cannot be read; None if all were compared."""
     for rank, found in enumerate(everyone):
         if found.unread is not None:
             return f"{name}: {found.unread} on rank {rank}"

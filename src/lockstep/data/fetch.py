@@ -1,5 +1,4 @@
-"""Fetching: from the indices of samples to a collated microbatch, in the training process or in a
-loader worker."""
+"""Fetch microbatches by the indices of samples, in the training process or a loader worker."""
 
 from __future__ import annotations
 
@@ -23,46 +22,45 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**20
 GATHERED_REQUESTS = 16
-"""Microbatches of a TensorDataset whose rows are copied in one go: at most this many, and at most
-GATHERED_BYTES."""
+"""Most microbatches of a TensorDataset whose rows are copied in one go, up to GATHERED_BYTES."""
 ALIGNMENT_BYTES = 64
-"""The alignment of torch's tensors. With another alignment a matrix product may have other bits."""
+"""Torch's alignment: with another, a matrix product may have other bits."""
 
 
 class SampleRequest(NamedTuple):
-    """A request for a microbatch: its samples."""
+    """A request for a microbatch."""
 
     step: int
     microbatch: int
     is_dummy: bool
     epochs: NDArray[np.int64]
-    """The epoch of each sample, of shape (samples,)."""
+    """The epoch of each sample."""
     samples: NDArray[np.int64]
-    """Indices in the dataset, of the same shape."""
+    """Indices in the dataset."""
 
     def __str__(self) -> str:
         return f"after step {self.step}, microbatch {self.microbatch}"
 
 
 class ShardPosition(NamedTuple):
-    """The position at which reading a shard of a stream continues."""
+    """The position where reading a shard continues."""
 
     epoch: int = 0
     seen: int = 0
-    """Number of the shard's samples read in that epoch."""
+    """Samples of the shard read in that epoch."""
 
 
 class ShardRequest(NamedTuple):
-    """A request for a microbatch of a stream: the next `size` samples of a shard."""
+    """A request for the next `size` samples of a shard."""
 
     step: int
     microbatch: int
     are_dummies: tuple[bool, ...]
-    """One `is_dummy` (see `Span`) for each time that the microbatch is computed."""
+    """An `is_dummy` (see `Span`) for each time that the microbatch is computed."""
     shard: int
     size: int
     begin: ShardPosition | None
-    """The position at which to open the shard; None: continue with the open one."""
+    """The position to open the shard at; None: it is open."""
 
     def __str__(self) -> str:
         return f"after step {self.step}, microbatch {self.microbatch}"
@@ -70,8 +68,8 @@ class ShardRequest(NamedTuple):
 
 class Fetcher:
     """Fetches microbatches of `data`: `fetcher[request]`. With a `seed`, the default generators are
-    seeded before each sample by (seed, epoch, sample), before a `__getitems__` by its first sample,
-    and before the user's `collate` by (seed, step, microbatch)."""
+    seeded by (seed, epoch, sample) before each sample or `__getitems__`, and by (seed, step,
+    microbatch) before the user's `collate`."""
 
     def __init__(
         self, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int | None
@@ -86,7 +84,7 @@ class Fetcher:
         self._set_epoch = getattr(data, "set_epoch", None)
         self._make: Callable[[SampleRequest], Any] = self._one_by_one
         self.gathers = tensors and collate is None
-        """True if a batch is just rows of tensors, so that `gathered` can be used."""
+        """True if a batch is rows of tensors, for `gathered`."""
         if self.gathers:
             self._make = self._by_rows
         elif _fetches_many(data):
@@ -128,9 +126,8 @@ class Fetcher:
     def gathered(
         self, requests: Iterator[SampleRequest]
     ) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
-        """Yield each request and its batch. The rows of several small microbatches are copied in
-        one go. Their tensors are parts of one allocation, each aligned as a tensor of its own would
-        be."""
+        """Yield each request and its batch. Rows of several small microbatches are copied in one
+        go, into aligned parts of one allocation."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
         while several := list(
@@ -219,9 +216,8 @@ def batch_of(
     request: SampleRequest | ShardRequest,
     describe: Callable[[], str],
 ) -> Any:
-    """Return the collated samples. `collate`: the user's; None: torch's. `describe`: returns the
-    samples in words. The default generators are seeded if `seed` is given. Raises `DataError`, and
-    what `collate` raises, with a note."""
+    """Collate samples. `collate=None`: torch's. `describe`: names the samples. Seeds the default
+    generators if `seed` is given. Raises `DataError`, and what `collate` raises, with a note."""
     if collate is None:
         try:
             return default_collate(samples)
@@ -248,8 +244,7 @@ def batch_of(
 def _some_requests(
     requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]
 ) -> Iterator[SampleRequest]:
-    """Yield up to `GATHERED_REQUESTS` requests, until they have `rows` rows or the next one would
-    not be aligned."""
+    """Yield requests until they have `rows` rows, or the next would not be aligned."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
@@ -258,16 +253,14 @@ def _some_requests(
 
 
 def _fetches_many(data: Any) -> bool:
-    """True if `data` has its own `__getitems__`; the one of torch's Subset only passes the call
-    on."""
+    """True if `data` has its own `__getitems__`; torch's Subset passes the call on."""
     if type(data) is Subset:
         return _fetches_many(data.dataset)
     return getattr(data, "__getitems__", None) is not None
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """Return why torch's default collate failed. In a worker its error is about the shared memory
-    that it uses."""
+    """Say why torch's collate failed: in a worker its error is about shared memory."""
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)

@@ -1,5 +1,4 @@
-"""The default random generators of a process: seeded from a key, or preserved while user code
-runs."""
+"""The default random generators: seeded, or preserved while user code runs."""
 
 from __future__ import annotations
 
@@ -14,13 +13,11 @@ from lockstep.base import accelerator
 
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the instance behind the functions of `random`
 _seed_python = super(random.Random, _python).seed
-"""`random.seed` of an int without its tests of the type, a third of its time. It leaves
-`gauss_next`."""
+"""`random.seed` of an int without type checks, a third of its time; it leaves `gauss_next`."""
 
 
 def seed_generators(key: int, device: torch.device) -> None:
-    """Seed python's, numpy's and torch's default generators (on the CPU and on `device`) in about 5
-    µs on a CPU."""
+    """Seed the default generators of python, numpy and torch (also on `device`) in 5 µs."""
     _seed_python(key)
     _python.gauss_next = None
     np.random.seed(key & 0xFFFFFFFF)
@@ -30,9 +27,9 @@ def seed_generators(key: int, device: torch.device) -> None:
 
 
 class PreservedGenerators:
-    """Restores Python's, numpy's and torch's default CPU generators on leaving, in 20 µs: user code
-    may seed them. Saving numpy's generator would take 90 µs, so another one replaces it meanwhile.
-    The second of a pair of normal deviates, which numpy's legacy interface buffers, is lost."""
+    """Restores the default CPU generators of Python, numpy and torch on leaving, in 20 µs. Numpy's
+    is replaced meanwhile, because saving it takes 90 µs; the second normal deviate of a pair that
+    it buffers is lost."""
 
     def __init__(self) -> None:
         self._own = np.random.MT19937(0)

@@ -1,5 +1,4 @@
-"""Loaders: microbatches of a dataset in the keyed order of a run, or of a stream from the positions
-of its shards."""
+"""Microbatches of a dataset in the run's keyed order, or of a stream."""
 
 from __future__ import annotations
 
@@ -28,27 +27,24 @@ from lockstep.order import Order
 from lockstep.recipe.data import Stream
 
 CHUNK_POSITIONS = 4096
-"""Positions that are mapped to samples at once: microbatches are requested so far ahead, unless a
-loader says less."""
+"""Positions that are mapped to samples at once, so far ahead, unless a loader says less."""
 
 
 @dataclass(slots=True)
 class Span:
-    """The position of a microbatch in a run."""
+    """The position of a microbatch in a run: [start, stop)."""
 
     step: int
     index: int
     start: int
-    """First position in the run; the positions are [start, stop)."""
     stop: int
     is_dummy: bool = False
-    """True if it is computed only so that a collective has all its ranks; its gradient is
-    discarded."""
+    """True if only a collective needs it; its gradient is discarded."""
 
 
 @dataclass(slots=True)
 class Microbatch:
-    """The samples of a span, collated, on the host."""
+    """Collated samples, on the host."""
 
     step: int
     index: int
@@ -59,8 +55,7 @@ class Microbatch:
 
 
 class _BatchLoader:
-    """Runs a fetcher on requests, in their order: in this process, or ahead of time in `workers`
-    processes."""
+    """Runs a fetcher on requests, in order: in this process, or ahead in `workers` processes."""
 
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int
@@ -80,7 +75,7 @@ class _BatchLoader:
             self._workers.close()
 
     def _fetched(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield each request and what the fetcher returns for it."""
+        """Yield each request and what the fetcher returns."""
         if self._workers is not None:
             submitted, ours = tee(requests)
             for made, request in zip(self._workers.fetch(submitted), ours, strict=False):
@@ -92,18 +87,17 @@ class _BatchLoader:
             yield request, made
 
     def digests(self, *, again: bool = True) -> Digests:
-        """Return digests of some samples, fetched where microbatches are. With loader workers, call
-        it before `fetch`. `again`: see `DigestRequest`."""
+        """Return digests of some samples, fetched where microbatches are. Call it before `fetch`.
+        `again`: see `DigestRequest`."""
         found: Digests = next(self._fetched(iter([DigestRequest(again)])))[1]
         return found
 
     def _pin(self, batch: Any) -> Any:
-        """Return the batch, in pinned memory if the device is CUDA."""
+        """Return the batch, in pinned memory for a device with streams."""
         return pin(batch) if self._pinned else batch
 
     def _check_structure(self, batch: Any, request: object) -> None:
-        """Raise `DataError`, which names the `request`, if the batch has another structure than the
-        first."""
+        """Raise `DataError` if the batch has another structure than the first."""
         made = structure(batch)
         if self._structure is None:
             self._structure = made
@@ -116,12 +110,11 @@ class _BatchLoader:
 
 
 class Loader(_BatchLoader):
-    """Fetches microbatches of a map-style dataset. Each rank has its own loader, for its own spans.
-    `collate`: (samples) -> batch; None: torch's default. `shuffle=False`: a sample's index is its
-    position. `order`: that of a user's sampler. `workers`: processes that prefetch `prefetch`
-    microbatches each; 0: this process fetches. The batches do not depend on it. `ahead`: positions
-    that are requested ahead, besides prefetching. This process's default generators keep their
-    state. `device`: for CUDA, batches are in pinned memory."""
+    """Fetches microbatches of a map-style dataset, for one rank's spans. `collate=None`: torch's.
+    `shuffle=False`: a sample's index is its position. `order`: of a user's sampler. `workers`:
+    processes that prefetch `prefetch` microbatches each, on which batches do not depend; 0: this
+    process fetches, and its default generators keep their state. `ahead`: positions requested
+    ahead. `device`: one with streams gets pinned batches."""
 
     def __init__(
         self,
@@ -142,9 +135,8 @@ class Loader(_BatchLoader):
         super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in their order. Spans are read `ahead` positions
-        ahead. One call at a time. Raises `DataError` if the dataset changes its length, samples
-        cannot be collated, or a batch has another structure than the first one; and whatever the
+        """Yield the microbatches of `spans`, in order. One call at a time. Raises `DataError` if
+        the length changes, samples cannot be collated, or a batch's structure differs; and what the
         dataset or `collate` raises."""
         requests = self._requests(spans)
         only_rows = self._fetcher.gathers and self._workers is None
@@ -184,9 +176,8 @@ class Loader(_BatchLoader):
 
 
 class StreamLoader(_BatchLoader):
-    """Fetches microbatches of a stream. Each rank has its own loader, for its own spans. Arguments:
-    as in `Loader`. A shard is always read by the same worker. If there are more workers than
-    shards, the others are idle."""
+    """Fetches microbatches of a stream, for one rank's spans. Arguments: as in `Loader`. One worker
+    reads all of a shard; more workers than shards are idle."""
 
     def __init__(
         self,
@@ -206,10 +197,10 @@ class StreamLoader(_BatchLoader):
     def fetch(
         self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]
     ) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in their order. Only their lengths matter; consecutive
-        spans of one microbatch are read once. `microbatches`: in a global batch. `positions`: shard
-        -> where it continues, by default at its beginning. One call at a time. Raises what
-        `StreamFetcher` raises, and `DataError` if a batch's structure is another one."""
+        """Yield the microbatches of `spans`, in order; their lengths count, and consecutive spans
+        of one microbatch are read once. `microbatches`: in a global batch. `positions`: shard ->
+        where it continues. One call at a time. Raises what `StreamFetcher` raises, and `DataError`
+        if a batch's structure differs."""
         for request, made in self._fetched(
             self._round_robin(self._requests(spans, microbatches, positions))
         ):
@@ -248,8 +239,7 @@ class StreamLoader(_BatchLoader):
             yield ShardRequest(step, index, are_dummies, shard, span.stop - span.start, begin)
 
     def _round_robin(self, requests: Iterator[ShardRequest]) -> Iterator[ShardRequest | None]:
-        """Insert None between requests so that one worker gets all of a shard's: workers take
-        requests round-robin."""
+        """Insert None so that one worker gets all of a shard's requests: workers take turns."""
         places: dict[int, int] = {}
         turn = 0
         for request in requests:

@@ -1,5 +1,4 @@
-"""The order of samples, or the batches, that a user's sampler gives: a pure function of (epoch,
-seed)."""
+"""The order of samples or batches that a user's sampler gives: a pure function of (epoch, seed)."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from lockstep.keys import RandomStream, key
 
 Indices = NDArray[np.int64]
 EPOCH_STRIDE = 2**40
-"""Difference between the first positions of two epochs of batches, which may differ in their number
-of samples."""
+"""Positions of an epoch of batches, more than it has samples."""
 
 
 class _Sampler:
@@ -45,8 +43,8 @@ def _digest(*parts: Indices) -> str:
 
 
 class SampledOrder:
-    """The order of `Recipe.sampler` for a dataset of `samples` samples. Position p is place p %
-    length of epoch p // length. Every rank makes its own. Raises `DataError`."""
+    """The order of `Recipe.sampler` for so many `samples`: position p is place p % length of epoch
+    p // length. Every rank makes one. Raises `DataError`."""
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         self._sampler = _Sampler("sampler", sampler, seed)
@@ -59,8 +57,7 @@ class SampledOrder:
             raise self._sampler.error(0, f"returned other indices the second time; {PURE}")
 
     def samples(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the epoch and the sample of each position: two arrays of the shape of
-        `positions`."""
+        """Return the epoch and the sample of each position."""
         epochs, places = np.divmod(positions, np.int64(self.length))
         found = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -84,14 +81,14 @@ class _Epoch(NamedTuple):
     """The batches of one epoch."""
 
     indices: Indices
-    """Indices of all microbatches, one after another."""
+    """All microbatches, one after another."""
     batches: list[list[tuple[int, int]]]
-    """The span of each microbatch of each batch, in `indices`."""
+    """Spans of the microbatches in `indices`, by batch."""
 
 
 class BatchOrder:
-    """The batches of `Recipe.batch_sampler` for a dataset of `samples` samples. Position p is place
-    p % EPOCH_STRIDE of epoch p // EPOCH_STRIDE. Every rank makes its own. Raises `DataError`."""
+    """The batches of `Recipe.batch_sampler` for so many `samples`: position p is place p %
+    EPOCH_STRIDE of epoch p // EPOCH_STRIDE. Every rank makes one. Raises `DataError`."""
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         self._sampler = _Sampler("batch_sampler", sampler, seed)
@@ -111,20 +108,18 @@ class BatchOrder:
             raise self._sampler.error(0, f"returned other batches the second time; {PURE}")
 
     def span(self, step: int) -> tuple[int, int]:
-        """The positions of a step's global batch."""
+        """Return the positions of a step's global batch."""
         epoch, batch = divmod(step, self.batches)
         spans = self.epoch(epoch).batches[batch]
         return epoch * EPOCH_STRIDE + spans[0][0], epoch * EPOCH_STRIDE + spans[-1][1]
 
     def microbatches(self, step: int) -> list[tuple[int, int]]:
-        """The span of each microbatch in a step's global batch."""
+        """Return the span of each microbatch in a step's global batch."""
         epoch, batch = divmod(step, self.batches)
         spans = self.epoch(epoch).batches[batch]
         return [(start - spans[0][0], stop - spans[0][0]) for start, stop in spans]
 
     def samples(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the epoch and the sample of each position: two arrays of the shape of
-        `positions`."""
         epochs, places = np.divmod(positions, np.int64(EPOCH_STRIDE))
         found = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -202,7 +197,7 @@ def order_of(
     seed: int,
     samples: int,
 ) -> SampleOrder | None:
-    """The order of a recipe's sampler; None if it has none."""
+    """Return the order of a recipe's sampler; None if it has none."""
     if sampler is not None:
         return SampledOrder(sampler, seed, samples)
     return None if batch_sampler is None else BatchOrder(batch_sampler, seed, samples)

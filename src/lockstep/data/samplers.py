@@ -16,8 +16,7 @@ from lockstep.order import Order, hashed
 Sampler = Callable[[int, int], NDArray[np.int64]]
 BatchSampler = Callable[[int, int], list[list[NDArray[np.int64]]]]
 LENGTH_GROWTH = 1.1
-"""Ratio of the longest sample of a bucket to the longest of the one before, at most (or one
-more)."""
+"""Largest ratio of a bucket's longest sample to its shortest (or one more)."""
 
 
 def weighted(
@@ -146,7 +145,7 @@ def by_length(lengths: Sequence[int], *, tokens: int, microbatches: int = 1) -> 
 
 
 def _buckets(lengths: NDArray[Any]) -> list[NDArray[np.int64]]:
-    """The indices of the samples, in groups of similar length."""
+    """Group the samples by similar length."""
     order = np.argsort(lengths, kind="stable")
     buckets, start = [], 0
     while start < len(order):
@@ -158,11 +157,11 @@ def _buckets(lengths: NDArray[Any]) -> list[NDArray[np.int64]]:
 
 
 def _places(length: int, count: int, seed: int, first: int) -> NDArray[np.int64]:
-    """The samples at `count` positions from `first` on, in the keyed order of `length` samples."""
+    """Return the samples at `count` positions from `first` on, in the keyed order of `length`."""
     return Order(length, seed).samples(np.arange(first, first + count))[1]
 
 
 def _uniform(count: int, seed: int, epoch: int) -> NDArray[np.float64]:
-    """Keyed random numbers in [0, 1)."""
+    """Return keyed random numbers in [0, 1)."""
     bits = hashed(np.arange(count), key(seed, RandomStream.SAMPLER, epoch)) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53

@@ -1,7 +1,6 @@
-"""Streams: a shard's samples in the order in which a run sees them, and the microbatches made of
-them. Position p of an epoch is in window p // W of the shard's samples in that epoch, and each
-window has a keyed permutation of its own. So a shard's state is (epoch, position) on any rank, and
-a resumed run reads only one window again."""
+"""Streams: a shard's samples in the run's order, and microbatches of them. Position p of an epoch
+is in window p // W, and each window has its own keyed permutation. So a shard's state is (epoch,
+position), and a resumed run reads one window again."""
 
 from __future__ import annotations
 
@@ -24,20 +23,20 @@ from lockstep.recipe.data import Stream
 class Sample(NamedTuple):
     epoch: int
     position: int
-    """Index in the order in which the run reads the epoch's samples."""
+    """In the order of the run."""
     number: int
-    """Index in the shard."""
+    """In the shard."""
     value: Any
 
 
 class Origin(NamedTuple):
-    """The samples of a microbatch: their shard, epochs and indices in the shard."""
+    """The samples of a microbatch."""
 
     shard: int
     epochs: list[int]
     numbers: list[int]
     after: ShardPosition
-    """The shard's position after the microbatch."""
+    """The shard's position after it."""
 
     def __str__(self) -> str:
         parts = [
@@ -56,8 +55,7 @@ class Origin(NamedTuple):
 
 
 class StreamFetcher:
-    """Fetches microbatches of a stream: `fetcher[request]`. It gets all requests for a shard, in
-    their order."""
+    """Fetches microbatches: `fetcher[request]`. It gets all requests for a shard, in order."""
 
     seeds = True
 
@@ -96,8 +94,7 @@ class StreamFetcher:
         return batch_of(values, self._collate, self._seed, request, lambda: str(origin)), origin
 
     def _digests(self, *, again: bool) -> Digests:
-        """Return the digest of the first sample of shard 0. A machine that reads other shards may
-        not have it."""
+        """Digest the first sample of shard 0, which another machine may have."""
         name = "the first sample of shard 0"
         try:
             return Digests.of(
@@ -128,9 +125,8 @@ class StreamFetcher:
 def samples(
     stream: Stream, shard: int, *, seed: int, epoch: int, position: int
 ) -> Iterator[Sample]:
-    """Yield the samples of a shard from a position on, epoch after epoch, without end. Holds one
-    window in memory. Raises `DataError` if an epoch has no sample, or fewer than were read of it
-    before, and what the stream raises."""
+    """Yield a shard's samples from a position on, epoch after epoch, with one window in memory.
+    Raises `DataError` if an epoch has no sample or lacks read ones, and what the stream raises."""
     while True:
         first = position - position % stream.window
         opened = _opened(stream, shard, seed, epoch, first)
@@ -165,8 +161,7 @@ def _order(count: int, seed: int) -> list[int]:
 
 
 def _opened(stream: Stream, shard: int, seed: int, epoch: int, start: int) -> Iterator[Any]:
-    """Yield the samples of one epoch in the shard's own order, with the generators seeded for
-    each."""
+    """Yield one epoch in the shard's order, with generators seeded for each sample."""
     seed_generators(key(seed, keys.RandomStream.SAMPLE, epoch, shard), CPU)
     number = start
     try:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 
 def structure(value: Any) -> Any:
-    """Return a value that is equal for batches of one structure. A tensor's dtype (an array's, in
-    words); (type, parts) of a container; None for anything else. A list whose parts have one
-    structure has one part here, for any length."""
+    """Return a value that is equal for batches of one structure: a tensor's dtype, (type, parts) of
+    a container, None for anything else. A list of equal parts has one part here."""
     if isinstance(value, Tensor):
         return value.dtype
     kind = type(value)
@@ -31,8 +30,7 @@ def structure(value: Any) -> Any:
 
 
 def difference(then: Any, now: Any, path: str = "batch") -> str | None:
-    """Return how two structures differ, if they do: `batch['x'] is torch.int64 and was
-    torch.float32`."""
+    """Describe how two structures differ: `batch['x'] is torch.int64 and was torch.float32`."""
     if then == now:
         return None
     if not (isinstance(then, tuple) and isinstance(now, tuple) and then[0] is now[0]):

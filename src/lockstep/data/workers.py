@@ -1,5 +1,4 @@
-"""Loader workers: processes that fetch the same microbatches as the training process would, ahead
-of time."""
+"""Loader workers: processes that fetch microbatches ahead of time."""
 
 from __future__ import annotations
 
@@ -31,27 +30,24 @@ from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""The longest path of a socket that the system's `sockaddr_un` holds."""
+"""The longest path in the system's `sockaddr_un`."""
 _FOLDER = "pymp-"
-"""The prefix of the name of a folder for sockets, the same as multiprocessing's own."""
+"""Multiprocessing's own prefix of a folder for sockets."""
 REST_SECONDS = 0.01
-"""Seconds of sleep before workers are forked, for Gloo's threads to finish, which return shortly
-after a collective. A Gloo thread that frees a tensor holds a lock of Python's for an instant,
-without the GIL. In a child forked in that instant Python 3.11.7 waits for the lock for ever
-(python/cpython#112275, fixed later): one worker in a few hundred."""
+"""Sleep before a fork, so that Gloo's threads, which return shortly after a collective, are done.
+One that frees a tensor holds a lock of Python's without the GIL, and a child forked then waits for
+ever in Python 3.11.7 (python/cpython#112275): one worker in a few hundred."""
 LATER_SECONDS = 30
-"""Seconds from SIGTERM to the end of a worker."""
+"""A worker ends so long after SIGTERM."""
 
 
 class LoaderWorkers:
-    """`count` processes that fetch microbatches, started by the first `fetch` and kept until
-    `close`."""
+    """`count` processes that fetch microbatches, from the first `fetch` until `close`."""
 
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2
     ) -> None:
-        """`prefetch`: microbatches that each fetches ahead. `pinned`: in pinned memory. Raises
-        `LaunchError`."""
+        """`prefetch`: microbatches that each fetches ahead. Raises `LaunchError`."""
         self._folder = _new_folder()
         self._current = _Current()
         self._loader = DataLoader(
@@ -72,8 +68,8 @@ class LoaderWorkers:
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches in the order of `requests`, which are read ahead. A new call ends the one
-        before. Raises what a worker raised, with its traceback as the cause."""
+        """Yield the batches of `requests`, which are read ahead. Ends the call before. Raises a
+        worker's exception, caused by its traceback."""
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
@@ -103,8 +99,7 @@ class LoaderWorkers:
             ) from error
 
     def close(self) -> None:
-        """End the processes. A busy one may finish its microbatch; after 5 seconds it is
-        terminated."""
+        """End the processes; one that is still busy after 5 seconds is terminated."""
         batches, self._batches = self._batches, None
         try:
             shut_down_workers(self._loader, batches)
@@ -114,8 +109,8 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerException:
-    """A worker's exception, in transit. `error`: it, pickled; None if it cannot be. `text`: its
-    traceback."""
+    """A worker's exception in transit, with its traceback. `error`: pickled; None if it cannot
+    be."""
 
     error: bytes | None
     text: str
@@ -137,8 +132,7 @@ class WorkerException:
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that was raised in another process: the text is its traceback
-    there."""
+    """The traceback of an exception in another process, as its cause."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -156,8 +150,7 @@ class _Task(Dataset[Any]):
 
 
 class _Current:
-    """The sampler of a DataLoader with persistent workers: each iteration yields the current
-    requests."""
+    """The sampler of a DataLoader with persistent workers: yields the current requests."""
 
     def __init__(self) -> None:
         self.requests: Iterable[Any] = ()
@@ -171,8 +164,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _new_folder() -> str:
-    """Make a folder for the sockets over which tensors come from workers. Raises `LaunchError` if
-    its path is too long."""
+    """Make a folder for the workers' sockets. Raises `LaunchError` if its path is too long."""
     limit = _MOST_SOCKET_BYTES - len(f"/{_FOLDER}12345678/listener-12345678")
     folder = temporary_folder(limit)
     length = len(os.fsencode(folder))
@@ -186,11 +178,13 @@ def _new_folder() -> str:
 
 
 def _set_up(folder: str, parent: int, worker: int) -> None:
-    """Set up a worker process. Its sockets are in `folder`, which the training process removes. The
-    kernel kills it when the training process is killed: it holds copies of the sockets that peers
-    wait on. At SIGTERM, which the training process gets too, it continues for `LATER_SECONDS`, so
-    that the current step can end. It ends if a batch cannot be sent: the queue's own thread would
-    only skip the batch, a deadlock."""
+    """Set up a worker.
+
+    Its sockets are in `folder`, which the training process removes. The kernel kills it with the
+    training process, because it holds copies of sockets that peers wait on. After SIGTERM it goes
+    on for `LATER_SECONDS`, so that the step can end. It ends if a batch cannot be sent, which the
+    queue would only skip: a deadlock.
+    """
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
     for number in signals("SIGUSR1", "SIGINT"):

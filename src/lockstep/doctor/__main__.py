@@ -1,5 +1,5 @@
-"""Entry point of one rank, which `lockstep.doctor.diagnose` starts with SIGINT blocked. SIGINT then
-ends the rank without a traceback, also while Python starts and torch is imported."""
+"""Entry point of one rank. It starts with SIGINT blocked, so that SIGINT never prints a traceback,
+not even during the imports."""
 
 import signal
 import sys

@@ -1,11 +1,8 @@
-"""Measure durations of collectives, latency and bandwidth between pairs of ranks, and the offsets
-of machines' clocks.
+"""Measure collectives, links between ranks, and clocks.
 
-With S bytes in t seconds on n ranks, algorithm bandwidth is S / t. Bus bandwidth, the traffic on
-each link, to be compared with the hardware's, is S / t times 2 (n - 1) / n for all-reduce, (n - 1)
-/ n for reduce-scatter, all-gather, all-to-all, gather and scatter, and 1 for the others. S is the
-size of the whole array, n times one rank's part. Source:
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and its src/gather.cu.
+Algorithm bandwidth is bytes / seconds, with the bytes of the whole array. Bus bandwidth, comparable
+with the hardware's, multiplies it by 2 (n - 1) / n for all-reduce and (n - 1) / n for the
+partitioning collectives, as nccl-tests does (doc/PERFORMANCE.md, src/gather.cu).
 """
 
 from __future__ import annotations
@@ -27,25 +24,23 @@ from lockstep.doctor.point_to_point import Pair, PairMeasurement, find_outliers,
 SIZES_BYTES = (2**10, 2**16, 2**20, 2**24, 2**28)
 LARGEST_BYTES_ON_CPU = 2**24
 SIZE_SECONDS = 0.06
-"""Approximate seconds of repeats for each size of each collective."""
+"""Seconds of repeats for each size of each collective, about."""
 MOST_REPEATS = 20
 LONGEST_SECONDS = 1.0
-"""A size is left out if it would take longer than this, estimated from the size before."""
+"""A size that would take longer, judged by the size before, is left out."""
 PINGS = 20
 TRANSFER_SECONDS = 0.02
-"""Approximate duration of the transfer that a bandwidth is measured with."""
 TRANSFERS = 3
 FIRST_BYTES = 2**16
 MEASUREMENTS = 5
-"""Largest number of measurements of an outlier. The best of them counts, so that momentary noise is
-no slow link."""
+"""An outlier is measured so often, and the best measurement counts: momentary noise is no slow
+link."""
 
 _PARTITIONING = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) -> float:
-    """Return the bus bandwidth in bytes per second; see the text of this module. `collective`: one
-    of `COLLECTIVES`."""
+    """Return bytes per second."""
     factor = 1.0
     if collective == "all-reduce":
         factor = 2 * (ranks - 1) / ranks
@@ -55,10 +50,8 @@ def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) 
 
 
 def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[dict[str, Any]]:
-    """Time every collective on all ranks in float32. Called by every rank. Returns a row for each
-    collective and size: `collective`, `size_bytes` (as nccl-tests counts it), `seconds` (the median
-    of the repeats on the slowest rank), `algorithm_bandwidth` and `bus_bandwidth` in bytes per
-    second (None for a barrier)."""
+    """Time every collective in float32. Every rank calls it. A row has the size as nccl-tests
+    counts it, and the median of the repeats on the slowest rank."""
     rows = []
     for collective in COLLECTIVES:
         seconds: float | None = None
@@ -125,9 +118,8 @@ def measure_pairs(
     machines: Sequence[str],
     kind: Callable[[Pair], str],
 ) -> list[PairMeasurement]:
-    """Measure every pair of ranks in both directions. Called by every rank. `machine_of_rank[r]`
-    and `machines[r]`: the number and the name of rank r's machine. Outliers are measured again; see
-    `MEASUREMENTS`."""
+    """Measure every pair of ranks in both directions. Every rank calls it. `machine_of_rank[r]` and
+    `machines[r]`: number and name of rank r's machine."""
     best: dict[Pair, PairMeasurement] = {}
     rounds = schedule_pairs(machine_of_rank)
     for _ in range(MEASUREMENTS):
@@ -176,7 +168,7 @@ def _measure_rounds(
 
 
 def _measure_both_directions(group: RankGroup, pair: Pair, kind: str) -> list[PairMeasurement]:
-    """Measure one pair. The sender of a direction measures it, and the receiver only answers."""
+    """Measure one pair: the sender measures, the receiver only answers."""
     measured = []
     for sender, receiver in (pair, pair[::-1]):
         peer = receiver if group.group_rank == sender else sender
@@ -199,7 +191,7 @@ def _measure_both_directions(group: RankGroup, pair: Pair, kind: str) -> list[Pa
 
 
 def _ping(group: RankGroup, peer: int) -> float:
-    """Return the shortest round trip of a few bytes, in seconds."""
+    """Return the shortest round trip in seconds."""
     times = []
     for _ in range(PINGS):
         began = time.perf_counter()
@@ -210,7 +202,7 @@ def _ping(group: RankGroup, peer: int) -> float:
 
 
 def _transfer(group: RankGroup, peer: int, count: int) -> float:
-    """Send one message of `count` bytes. Returns the seconds until the acknowledgement arrives."""
+    """Send `count` bytes. Returns the seconds until the acknowledgement arrives."""
     content = torch.zeros(count, dtype=torch.uint8, device=group.device)
     _send_count(group, peer, count)
     _receive(group, peer, 1)
@@ -221,8 +213,8 @@ def _transfer(group: RankGroup, peer: int, count: int) -> float:
 
 
 def _serve(group: RankGroup, peer: int) -> None:
-    """Receive and acknowledge as many bytes as the peer requests, until it requests 0. A request
-    for 1 is a ping."""
+    """Receive and acknowledge as many bytes as the peer requests (1 is a ping), until it requests
+    0."""
     while count := int(_receive(group, peer, 8).view(torch.int64)[0]):
         content = torch.empty(count, dtype=torch.uint8, device=group.device)
         _acknowledge(group, peer)
@@ -250,10 +242,8 @@ def _receive(group: RankGroup, peer: int, count: int) -> torch.Tensor:
 def measure_clocks(
     coordinator: ProbeCoordinator, group: RankGroup, first_ranks: Sequence[int]
 ) -> list[tuple[float, float]]:
-    """Measure how far each machine's clock is ahead of the first machine's. Called by every rank.
-    Returns (offset, uncertainty) in seconds for each machine. `first_ranks`: the lowest rank of
-    each machine. Such a rank reads its clock before and after it asks the first machine for the
-    time. The shortest of `PINGS` round trips counts."""
+    """Return, for each machine, by how many seconds its clock is ahead of the first machine's, and
+    the uncertainty. Every rank calls it. `first_ranks`: the lowest rank of each machine."""
     own = (0.0, 0.0)
     reference = first_ranks[0]
     for first in first_ranks[1:]:

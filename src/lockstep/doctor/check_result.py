@@ -1,4 +1,4 @@
-"""The result of one check, as a row of the doctor's table. Pure."""
+"""The result of one check: a row of the doctor's table. Pure."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class CheckResult:
     section: Section
     check: str
     verdict: Verdict
-    """`skipped`: not available here, or not run. This is not a fault by itself."""
+    """`skipped`: not available here, or not run; no fault by itself."""
     found: str
     remedy: str = ""
-    """The action to take. Never empty unless the verdict is `ok`."""
+    """Never empty unless the verdict is `ok`."""
     machine: str = ""
-    """The machine's name. Empty if all processes made the check together."""
+    """Empty if all processes made the check together."""
 
     def __post_init__(self) -> None:
         assert self.remedy or self.verdict == "ok", self
 
     @property
     def is_bad(self) -> bool:
-        """True if training would fail or be slower than necessary."""
+        """True if training would fail or be slow."""
         return self.verdict in _BAD
 
 
@@ -43,14 +43,12 @@ def check_result(
 
 
 def worst(checks: Iterable[CheckResult]) -> Verdict:
-    """Return the overall verdict: `failed` if any check failed, else `slow` if any is slow, else
-    `ok`."""
+    """Return `failed` if any check failed, else `slow` if any is slow, else `ok`."""
     return max((check.verdict for check in checks if check.is_bad), key=_BAD.index, default="ok")
 
 
 def machine_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return unique machine names: the host names, else the addresses, else host names with
-    numbers."""
+    """Return unique names: the hosts', else the addresses, else numbered hosts."""
     names = [name for name, _ in hosts]
     addresses = [address for _, address in hosts]
     if len(set(names)) == len(names):
@@ -61,7 +59,7 @@ def machine_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return a size in binary units: 64 MiB."""
+    """Return a size such as 64 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.3g} {unit}"
@@ -70,7 +68,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in the unit that fits: 61 µs, 4.2 ms, 1.3 s."""
+    """Return a duration such as 61 µs, 4.2 ms or 1.3 s."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
         if seconds * factor < 1000:
             return (
@@ -82,7 +80,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """Return a bandwidth in decimal units: 1.31 GB/s."""
+    """Return a bandwidth such as 1.31 GB/s."""
     for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
         if bytes_per_second >= 0.9995 * factor:  # rounds up to 1.00 of this unit
             return f"{bytes_per_second / factor:.3g} {unit}"

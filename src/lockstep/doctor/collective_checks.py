@@ -1,4 +1,4 @@
-"""Call every collective on the ranks of a group, and compare its output with the expected one."""
+"""Call every collective, and compare its output with the expected one."""
 
 from __future__ import annotations
 
@@ -35,30 +35,25 @@ _OPERATIONS = {
     "avg": dist.ReduceOp.AVG,
 }
 _UNSUPPORTED_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
-"""Exceptions that backends raise for a data type or an operation that they do not support."""
+"""Raised by backends for an unsupported data type or operation."""
 _NOT_CALLED = {"nccl": ("int16",)}
-"""Data types that are not tried, by backend. NCCL has no int16. In torch 2.11 its send, receive and
-scatter raise for int16 and leave NCCL's group of calls open: no later collective of the process
-runs, and none of them raises."""
+"""Data types that are not tried, by backend. In torch 2.11, send, receive and scatter of int16
+leave NCCL's group of calls open: no later collective runs, and none raises."""
 _MOST_CONTRIBUTIONS = 85
-"""Largest number of ranks that contribute to one position of an average, in coarsely rounded types
-(bfloat16)."""
+"""Most ranks that contribute to one position of an average in bfloat16."""
 _BARRIERS = 3
 _STAGGER_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A process group that this rank is in."""
-
     name: str
     global_ranks: list[int]
     group_rank: int
     process_group: Any
-    """The `torch.distributed` process group. None: the default group, of all ranks."""
+    """None: the default group, of all ranks."""
     device: torch.device
     backend: str
-    """The backend of the group for tensors on `device`."""
 
     @property
     def suffix(self) -> str:
@@ -66,9 +61,8 @@ class RankGroup:
 
 
 def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
-    """Check every collective in every data type and operation, a row for each. Called by every
-    rank, with its group of the same name. `outcomes` has an entry, by rank, only where the output
-    is not as expected: `unsupported` or `wrong`, with the reason."""
+    """Yield a row for each collective, data type and operation. Every rank of the group calls it.
+    `outcomes` names, by rank, what is `unsupported` or `wrong`."""
     for collective in COLLECTIVES:
         if collective == "barrier":
             yield _row(group, "barrier", None, None, _check_barrier(coordinator, group))
@@ -100,7 +94,7 @@ def _row(
 def _outcome(
     coordinator: ProbeCoordinator, case: CollectiveCase, group: RankGroup
 ) -> dict[str, str] | None:
-    """Run one case. Returns None if this rank's output is as expected."""
+    """Run one case. Returns None if this rank's output is right."""
     if case.data_type.name in _NOT_CALLED.get(group.backend, ()):
         return {"unsupported": f"{group.backend} has no {case.data_type.name}"}
     try:
@@ -116,8 +110,7 @@ def _outcome(
 
 
 def call(case: CollectiveCase, group: RankGroup) -> Tensor:
-    """Call the collective on its defined input. Returns this rank's output, with blocks in the
-    order of ranks."""
+    """Return this rank's output for the defined input, with blocks in rank order."""
     own = _tensor(
         rank_input(case, group.global_ranks, group.group_rank), case.data_type, group.device
     )
@@ -129,8 +122,7 @@ def call(case: CollectiveCase, group: RankGroup) -> Tensor:
 def exchange(
     collective: Collective, own: Tensor, group: RankGroup, *, operation: Operation | None = "sum"
 ) -> Tensor:
-    """Call one collective as training does. `own`, the input, is overwritten if the collective
-    works in place."""
+    """Call one collective. `own`, the input, may be overwritten."""
     size, process_group = len(group.global_ranks), group.process_group
     block = own.numel() // size
     root_rank = group.global_ranks[root(group.global_ranks)]
@@ -193,8 +185,8 @@ def _tensor(values: NDArray[Any], data_type: DataType, device: torch.device) -> 
 
 
 def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, size: int) -> str:
-    """Return the first wrong number, or "". Averages may differ by the rounding of a sum and a
-    division."""
+    """Describe the first wrong number; "" if there is none. Averages may differ by the rounding of
+    a sum and a division."""
     if result.numel() != len(expected):
         return f"has {result.numel()} numbers, and must have {len(expected)}"
     if case.data_type.real:
@@ -226,8 +218,7 @@ def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, si
 
 
 def _check_barrier(coordinator: ProbeCoordinator, group: RankGroup) -> list[Any]:
-    """Check that no rank leaves a barrier before all are in it: ranks enter one after another, and
-    are counted."""
+    """Let ranks enter one after another: none may leave before all have entered."""
     early = None
     for number in range(_BARRIERS):
         with coordinator.probe(f"barrier{group.suffix}"):

@@ -1,12 +1,9 @@
-"""Coordination of the ranks through the store alone, which works when the collectives under test do
-not.
+"""Coordination through the store alone, which works when the collectives under test do not.
 
-[Note: the deadline] Before each probe a rank records its status. A thread watches for four events:
-the probe passes its deadline, it raises, the launcher sends SIGTERM, or another rank gave up. In
-each case the thread publishes this rank's status, with the location of its main thread, waits a
-moment for those of the other ranks, writes the results so far, and ends the process. So a
-collective that hangs, or a rank that fails, does not block the doctor. A rank without a status does
-not answer: it is stopped, dead, or out of reach.
+[Note: the deadline] A thread watches each probe. If the probe passes its deadline or raises, the
+launcher sends SIGTERM, or another rank gives up, the thread publishes this rank's status, collects
+the others', writes the results so far and ends the process. So neither a collective that hangs nor
+a rank that fails blocks the doctor. A rank without a status is stopped, dead, or out of reach.
 """
 
 from __future__ import annotations
@@ -32,14 +29,13 @@ _PREFIX = "lockstep-doctor"
 _ABORT_KEY = "abort"
 _POLL_SECONDS = 0.2
 _STATUS_WAIT_SECONDS = 2.0
-"""Seconds to wait for the statuses of other ranks: fewer than the launcher waits after SIGTERM."""
+"""Less than the launcher waits after SIGTERM."""
 _STORE_TIMEOUT_SECONDS = 3600
-"""Timeout of the store: longer than any deadline."""
+"""Longer than any deadline."""
 
 
 class ProbeCoordinator:
-    """Barriers, exchanges of JSON values, and deadlines for the ranks. Used by the main thread of
-    each rank."""
+    """Barriers, exchanges of JSON values, and deadlines. For the main thread of each rank."""
 
     def __init__(
         self,
@@ -48,8 +44,8 @@ class ProbeCoordinator:
         deadline_seconds: float,
         on_abort: Callable[[list[RankStatus]], None],
     ) -> None:
-        """`on_abort` runs in the watching thread with the statuses of the ranks that answered, and
-        ends the process."""
+        """`on_abort` runs in the watching thread with the statuses that were collected, and ends
+        the process."""
         self.rank = rank
         self.world_size = world_size
         self._deadline_seconds = deadline_seconds
@@ -70,8 +66,7 @@ class ProbeCoordinator:
 
     @contextmanager
     def probe(self, name: str, deadline_seconds: float | None = None) -> Iterator[None]:
-        """Run a step that all ranks take together. If it raises or passes its deadline, all ranks
-        end."""
+        """Run a step that all ranks take together. If it raises or is late, all ranks end."""
         with self._lock:
             self._status = RankStatus(rank=self.rank, index=self._status.index + 1, probe=name)
             self._deadline = time.monotonic() + (deadline_seconds or self._deadline_seconds)
@@ -87,15 +82,13 @@ class ProbeCoordinator:
             time.sleep(_STORE_TIMEOUT_SECONDS)  # the watching thread ends the process
 
     def record_error(self, error: Exception) -> None:
-        """Record that this rank's part of the probe raised. Other ranks may or may not have raised
-        as well."""
+        """Note that this rank's part of the probe raised."""
         text = (str(error).splitlines() or [""])[0]
         with self._lock:
             self._status = replace(self._status, error=f"{type(error).__name__}: {text}")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return each rank's JSON value, in rank order. Called by every rank. Rank 0 publishes the
-        list."""
+        """Return each rank's JSON value, in rank order. Every rank calls it."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._store.set(f"{number}/{self.rank}", json.dumps(value))
         if self.rank == 0:
@@ -105,11 +98,11 @@ class ProbeCoordinator:
         return gathered
 
     def barrier(self) -> None:
-        """Wait until every rank is here. Called by every rank."""
+        """Wait until every rank calls it."""
         self.all_gather(None)
 
     def add_to_counter(self, name: str, amount: int) -> int:
-        """Add to a counter that all ranks share, and return its new value."""
+        """Add to a counter of all ranks. Returns its new value."""
         return int(self._store.add(f"count/{name}", amount))
 
     def _watch(self, store: Any) -> None:
@@ -140,8 +133,8 @@ class ProbeCoordinator:
 
 
 def _connect() -> Any:
-    """Connect to the launcher's store. Each thread has its own connection, because a call that
-    waits blocks it."""
+    """Connect to the launcher's store. A waiting call blocks its connection, so each thread has its
+    own."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return PrefixStore(
         _PREFIX,
@@ -157,8 +150,7 @@ def _has_key(store: Any, name: str) -> bool:
 
 
 def _location(frame: FrameType | None) -> str | None:
-    """Return file, line and function of a thread's innermost frame. None if that is code of torch
-    or of the doctor."""
+    """Return a thread's innermost line; None if it is torch's or the doctor's."""
     if frame is None:
         return None
     file = frame.f_code.co_filename

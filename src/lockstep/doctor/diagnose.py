@@ -26,14 +26,14 @@ from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
 WORKER = ("-m", "lockstep.doctor")
-"""Arguments of Python for each rank. A test may give a script that plants a fault first."""
+"""A test may give a script that plants a fault first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
     checks: list[CheckResult]
     results: Mapping[str, Any]
-    """The ranks' results, as `lockstep.doctor.worker` writes them."""
+    """See `lockstep.doctor.worker`."""
     ending: Ending
 
     @property
@@ -42,7 +42,7 @@ class Diagnosis:
 
     @property
     def is_first_machine(self) -> bool:
-        """True on the first of several machines, which prints the report."""
+        """True on the machine that prints the report."""
         return int(self.results.get("machine", 0)) == 0
 
     @property
@@ -60,8 +60,7 @@ def diagnose(
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Diagnosis:
     """Check this machine with `nproc` ranks, or several machines, each of which calls this.
-    `run_dir=None`: check the working directory. Raises `LaunchError` if the machines cannot reach
-    each other."""
+    `run_dir=None`: the working directory. Raises `LaunchError` if the machines cannot meet."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
     own = [
@@ -98,8 +97,7 @@ def diagnose(
 
 
 def _read_results(folder: Path) -> dict[str, Any]:
-    """Return the most complete results of any rank. All ranks that reached the end have the
-    same."""
+    """Return the most complete results of any rank."""
     found: list[dict[str, Any]] = [
         json.loads(file.read_text(encoding="utf-8"))
         for file in sorted(folder.glob("results-*.json"))

@@ -14,11 +14,9 @@ _OFF = ("0", "false", "no", "off", "n", "f")
 
 @dataclass(frozen=True, slots=True)
 class _CostlyVariable:
-    """A variable, and those of its values that slow training down or break it."""
-
     name: str
     values: tuple[str, ...]
-    """In lower case. Empty: any value."""
+    """In lower case. Empty: any."""
     verdict: Literal["slow", "failed"]
     why: str
     remedy: str = "unset it, unless you are debugging"
@@ -112,8 +110,7 @@ _COSTLY_VARIABLES = (
     ),
 )
 _PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
-"""Variables that bind threads to cores by number: the same numbers in every process of a
-machine."""
+"""Variables that bind the threads of every process to the same cores."""
 _LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -138,8 +135,8 @@ _RELEVANT_PREFIXES = (
 
 
 def environment_checks(environ: Mapping[str, str], *, nproc: int) -> list[CheckResult]:
-    """Return a result for each harmful variable, or one `ok` if there is none. `nproc`: processes
-    on this machine."""
+    """Return a result for each harmful variable, or one `ok`. `nproc`: processes of this
+    machine."""
     checks = [
         _check(
             variable.name, environ[variable.name], variable.verdict, variable.why, variable.remedy
@@ -186,8 +183,7 @@ def _check(
 
 
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that should be the same on all machines. Network interfaces may
-    differ."""
+    """Return the variables that should be the same on all machines."""
     return {
         name: value
         for name, value in environ.items()
@@ -198,7 +194,7 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def variable_differences(
     machines: Sequence[str], environments: Sequence[Mapping[str, str]]
 ) -> list[CheckResult]:
-    """Return a result for each variable of `relevant_variables` that differs between machines."""
+    """Return a result for each relevant variable that differs between machines."""
     checks = []
     for name in sorted({name for environ in environments for name in environ}):
         values = [environ.get(name, "(unset)") for environ in environments]

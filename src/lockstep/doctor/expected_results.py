@@ -1,10 +1,8 @@
-"""The result that each collective must give on each rank, computed from the inputs of all ranks.
-Pure: integers in numpy arrays.
+"""The output that each collective must have on each rank. Pure.
 
-[Note: exact] The numbers are small: each data type holds them, and every partial sum and product of
-them, without rounding. So a result is right or wrong, whatever the order of additions. In a sum
-over many ranks, most ranks contribute 0 at most positions: no position has more contributions than
-the type can hold, and every rank contributes at some position.
+[Note: exact] Each data type holds every input, partial sum and product without rounding, so a
+result is right in any order of additions. In a sum over many ranks most contribute 0 at most
+positions: no position exceeds the type, and every rank contributes somewhere.
 """
 
 from __future__ import annotations
@@ -37,22 +35,20 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 REDUCTIONS: tuple[Collective, ...] = ("reduce", "all-reduce", "reduce-scatter")
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _ONE_BLOCK_INPUTS = ("send/recv", "broadcast", "reduce", "all-reduce", "gather", "all-gather")
-"""Collectives whose input is one block. The input of the others is one block for each rank."""
+"""Collectives whose input is one block; the others' is one block per rank."""
 
 BLOCK_SIZE = 13
 
 
 @dataclass(frozen=True, slots=True)
 class DataType:
-    """A data type of torch, and the numbers that it holds."""
-
     name: str
     limit: int
-    """Largest number such that the type holds every integer from 0 to it."""
+    """The type holds every integer from 0 to this."""
     signed: bool = True
     real: bool = True
     integer: bool = False
-    """True if the type holds integers alone. It then has no average."""
+    """True if it holds integers alone, and so has no average."""
 
 
 DATA_TYPES = (
@@ -85,8 +81,7 @@ class CollectiveCase:
 
 
 def cases(collective: Collective) -> list[CollectiveCase]:
-    """Return the cases of a collective other than the barrier: each data type with each operation
-    defined for it."""
+    """Return each data type with each operation defined for it. Not for the barrier."""
     if collective not in REDUCTIONS:
         return [CollectiveCase(collective, None, data_type) for data_type in DATA_TYPES]
     pairs = [
@@ -105,14 +100,12 @@ def _is_defined(operation: Operation, data_type: DataType) -> bool:
 
 
 def root(global_ranks: Sequence[int]) -> int:
-    """Return the root's rank in the group. It is the last rank, because the first one is every
-    default."""
+    """Return the root's rank in the group: the last, because the first is every default."""
     return len(global_ranks) - 1
 
 
 def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: int) -> Integers:
-    """Return the input of one rank of a group: `BLOCK_SIZE` numbers, or `BLOCK_SIZE` for each rank
-    of the group."""
+    """Return one rank's input: `BLOCK_SIZE` numbers, or as many for each rank."""
     blocks = 1 if case.collective in _ONE_BLOCK_INPUTS else len(global_ranks)
     return _values_of_rank(case, global_ranks, group_rank, np.arange(BLOCK_SIZE * blocks))
 
@@ -120,8 +113,7 @@ def rank_input(case: CollectiveCase, global_ranks: Sequence[int], group_rank: in
 def expected_output(
     case: CollectiveCase, global_ranks: Sequence[int], group_rank: int
 ) -> NDArray[Any] | None:
-    """Return the output that one rank of a group must have. None if undefined. Only averages are
-    floats."""
+    """Return one rank's output; None if it is undefined. Only averages are floats."""
     block, own_block = (
         np.arange(BLOCK_SIZE),
         np.arange(BLOCK_SIZE * group_rank, BLOCK_SIZE * (group_rank + 1)),
@@ -159,8 +151,7 @@ def _values_of_rank(
 def _values(
     case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Integers, positions: Integers
 ) -> Integers:
-    """Return the inputs of some ranks, (ranks, positions). They depend on the global ranks. See
-    [Note: exact]."""
+    """Return the inputs of some ranks, (ranks, positions). See [Note: exact]."""
     limit, seeds = case.data_type.limit, np.array(global_ranks)[group_ranks]
     if case.operation in ("sum", "avg"):
         most = min(limit, 3)
@@ -179,8 +170,7 @@ def _values(
 def _is_contributor(
     group_ranks: Integers, positions: Integers, size: int, most: int
 ) -> NDArray[np.bool_]:
-    """Return for each (rank, position) if that rank contributes: at most `most` ranks at each
-    position."""
+    """Choose at most `most` ranks at each position."""
     if most == 0:
         return np.zeros((len(group_ranks), len(positions)), dtype=np.bool_)
     contributes: NDArray[np.bool_] = (group_ranks[:, None] + positions) % -(-size // most) == 0
@@ -188,7 +178,7 @@ def _is_contributor(
 
 
 def _pseudo_random(seeds: Integers, positions: Integers, below: int) -> Integers:
-    """Return a pseudo-random number in 0..below-1 for each seed and position."""
+    """Return a number in 0..below-1 for each seed and position."""
     mixed = seeds[:, None].astype(np.uint64) * np.uint64(GOLDEN) + positions.astype(
         np.uint64
     ) * np.uint64(MIX_FIRST)
@@ -198,8 +188,7 @@ def _pseudo_random(seeds: Integers, positions: Integers, below: int) -> Integers
 
 
 def subgroups(size: int) -> dict[str, list[list[int]]]:
-    """Return partitions of the ranks, by name. The groups of a partition run their collectives at
-    the same time."""
+    """Return partitions of the ranks, whose groups run their collectives at the same time."""
     if size < 4:
         return {"a second group": [list(range(size))]}
     return {

@@ -1,5 +1,5 @@
-"""Check what a run directory needs of its file system: atomic renames, fsync, exclusive locks, and
-a clock. The checks use real files, in a temporary folder that is removed afterwards."""
+"""Check the file system of a run directory: atomic renames, fsync, locks, clock. Uses real files in
+a temporary folder."""
 
 from __future__ import annotations
 
@@ -25,41 +25,36 @@ _check = partial(check_result, "run directory")
 Rename = Callable[[Path, Path], object]
 
 RENAMES = 40
-"""Number of renames of a file, and of renames of a folder."""
 FILE_BYTES = 256 << 10
 FILES = 8
-"""Number of files in a renamed folder, which stands for a checkpoint."""
+"""Files in a renamed folder, which stands for a checkpoint."""
 SYNCS = 5
 SLOW_SYNC_SECONDS = 1.0
-"""Slowest acceptable fsync of a file of `FILE_BYTES`. A checkpoint waits for several."""
+"""Slowest acceptable fsync of `FILE_BYTES`; a checkpoint waits for several."""
 LEAST_FREE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSystemInfo:
-    """Properties of a file system, measured in one folder."""
-
     path: str
     kind: str
-    """Type of the file system in /proc/mounts, such as `ext4` or `nfs4`. Empty if unknown."""
+    """Such as `ext4` or `nfs4`; empty if unknown."""
     free_bytes: int
     rename_fault: str
-    """Inconsistency that another thread saw during a rename. Empty if renames are atomic."""
+    """A fault that another thread saw during a rename; empty if renames are atomic."""
     sync_seconds: float | None
-    """Median duration of an fsync of a file and its folder. None if it failed."""
+    """Median of an fsync of a file and its folder; None if it failed."""
     sync_error: str
     lock_fault: str
-    """Reason why flock does not exclude a second holder. Empty if it does."""
+    """Why flock does not exclude a second holder; empty if it does."""
     clock_offset_seconds: float
-    """Seconds that the file system's clock is ahead of this machine's."""
+    """Seconds by which its clock is ahead of this machine's."""
     lost: str = ""
-    """Reason why the files are lost with the container that this process is in. Empty if they are
-    not."""
+    """Why the files are lost with this container; empty if they are not."""
 
 
 def existing(path: Path) -> Path:
-    """Return the folder, or its nearest ancestor that exists. Raises `RunDirectoryError` if that is
-    a file."""
+    """Return the nearest folder that exists. Raises `RunDirectoryError` for a file."""
     path = path.absolute()
     found = next(each for each in (path, *path.parents) if each.exists())
     if not found.is_dir():
@@ -71,8 +66,7 @@ def existing(path: Path) -> Path:
 
 
 def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
-    """Measure the file system of `path`, which must exist. Raises `OSError` if it is not
-    writable."""
+    """Measure the file system of an existing `path`. Raises `OSError`."""
     folder = Path(tempfile.mkdtemp(prefix=".lockstep-doctor-", dir=path))
     try:
         sync_seconds, sync_error = _measure_sync(folder)
@@ -93,8 +87,7 @@ def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
 
 
 def _check_file_renames(folder: Path, rename: Rename) -> str:
-    """Rename files onto one another while a thread reads the target: it must always read one of
-    them, complete."""
+    """Replace a file while a thread reads it: it must always read a complete one."""
     target = folder / "target"
     contents = [bytes([65 + number]) * FILE_BYTES for number in range(2)]
     target.write_bytes(contents[0])
@@ -119,8 +112,7 @@ def _check_file_renames(folder: Path, rename: Rename) -> str:
 
 
 def _check_folder_renames(folder: Path, rename: Rename) -> str:
-    """Rename folders while a thread lists them: under its final name, a folder must have all its
-    files."""
+    """Rename folders while a thread lists them: a folder must have all its files."""
 
     def read() -> str:
         for final in folder.glob("final-*"):
@@ -140,8 +132,7 @@ def _check_folder_renames(folder: Path, rename: Rename) -> str:
 
 
 def _read_during(read: Callable[[], str], change: Callable[[int], None]) -> str:
-    """Make all changes while another thread reads. Returns the first fault that it saw; empty if
-    none."""
+    """Make all changes while another thread reads. Returns the first fault; "" if there is none."""
     seen: list[str] = []
     ended = threading.Event()
 
@@ -212,7 +203,7 @@ def _clock_offset(folder: Path) -> float:
 
 
 def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
-    """Return the results of the measurements. Pure."""
+    """Return the results. Pure."""
     other = (
         "keep run directories on another file system (a local disk, NFS, Lustre), and checkpoints"
         " on object stores by their URL"
@@ -284,7 +275,6 @@ def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
 
 
 def check_folder(path: Path) -> list[CheckResult]:
-    """Return the results for the file system of `path`."""
     try:
         return file_system_checks(probe(path))
     except OSError as error:

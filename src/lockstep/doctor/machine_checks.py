@@ -16,71 +16,63 @@ from lockstep.doctor.check_result import CheckResult, check_result, format_bytes
 _MORE_CPUS = " (docker run --cpus; Kubernetes: resources.limits.cpu)"
 _check = partial(check_result, "machine")
 SHARED_MEMORY_BYTES = 128 << 20
-"""Space in /dev/shm for each process: for batches from loader workers, and for NCCL's buffers."""
+"""Space in /dev/shm for each process: batches of loader workers, and NCCL's buffers."""
 MEMORY_BYTES = 1 << 30
-"""Memory for each process. torch alone takes a third of it, before a model is created."""
+"""Memory of each process; torch alone takes a third of it."""
 OPEN_FILES = 1024
-"""Open files of each process: one or two sockets for each other rank, one file for each tensor of a
-loader worker."""
+"""Open files of each process: sockets of other ranks, tensors of loader workers."""
 CONTAINER_BRIDGE = re.compile(
     r"docker\d+|br-[0-9a-f]{12}|podman\d+|cni-podman\d+|lxcbr\d+|lxdbr\d+|virbr\d+"
 )
-"""Names that Docker, Podman, LXC and libvirt give to the bridge by which containers and virtual
-machines of one host reach each other. Its address, such as 172.17.0.1, may be that of the bridge of
-every host."""
+"""Bridges of Docker, Podman, LXC and libvirt. Every host's bridge may have the same address."""
 OTHER_THREADS = 32
-"""Threads of a process beside its compute threads: those of Gloo, NCCL and the store, and loader
-workers."""
+"""Threads of a process beside its compute threads."""
 MAX_CLOCK_OFFSET_SECONDS = 0.5
-"""Largest acceptable difference of clocks. Heartbeats are compared by clocks, and a machine is lost
-after 2 s without one."""
+"""Heartbeats compare clocks: a machine that is 2 s late is lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineInfo:
-    """Properties of one machine, read by `lockstep.doctor.machine_info`."""
-
     host: str
     address: str
-    """Address under which other machines reach it. Empty if there is only one machine."""
+    """The address for other machines; empty if there are none."""
     interface: str | None
     interfaces: tuple[str, ...]
     interface_details: str
-    """Speed and MTU of `interface`, as text to append. Empty if unknown."""
+    """Text to append; empty if unknown."""
     versions: Mapping[str, str]
-    """Versions that must be the same on all machines, in display order."""
+    """They must be the same on all machines."""
     gpus: int
     gpu_names: tuple[str, ...]
-    """Names of the GPUs that the driver sees. Empty if there is no driver."""
+    """Those that the driver sees; empty without a driver."""
     topology: Mapping[str, str]
-    """Pair -> kind of link: {"0-1": "NV18"}."""
+    """{"0-1": "NV18"}."""
     container: str | None
-    """Name of what made the container that the doctor is in. None: it is in none."""
+    """The doctor's container engine; None: it is in no container."""
     process_ids: tuple[str | int, ...]
-    """The host and the namespace of process ids, from `process_id_space`."""
+    """From `process_id_space`."""
     cores: int
     cpu_quota: float | None
-    """CPU quota of the control group, in cores. None if there is no quota."""
+    """In cores; None: no quota."""
     shared_memory_bytes: int | None
     available_memory_bytes: int
-    """Available memory: the lesser of the machine's and the control group's."""
+    """The lesser of the machine's and the control group's."""
     memory_limit_bytes: int | None
-    """Limit of the control group. None if there is none below the machine's memory."""
+    """The control group's; None if it is not below the machine's memory."""
     open_files_limit: int
     open_files_hard_limit: int
     locked_memory_bytes: int | None
-    """Soft limit of locked memory. None if there is no limit."""
+    """None: no limit."""
     infiniband: tuple[str, ...]
     free_tasks: int | None
-    """Number of processes and threads that may still be started. None if there is no limit."""
+    """Processes and threads that may still start. None: no limit."""
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def machine_checks(
     info: MachineInfo, environ: Mapping[str, str], *, nproc: int, world_size: int
 ) -> list[CheckResult]:
-    """Return the results for one machine. `environ`: the environment that the launcher was started
-    with."""
+    """Return the results for one machine. `environ`: the launcher's."""
     return [
         _versions(info),
         *_container(info),
@@ -315,8 +307,8 @@ def _limits(
 
 
 def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResult]:
-    """Check GLOO_SOCKET_IFNAME, a list of names, and NCCL_SOCKET_IFNAME: prefixes, names after `=`,
-    `^` excludes."""
+    """Check GLOO_SOCKET_IFNAME (names) and NCCL_SOCKET_IFNAME (prefixes; names after `=`; `^`
+    excludes)."""
     interfaces = ", ".join(info.interfaces)
     gloo, nccl = environ.get("GLOO_SOCKET_IFNAME"), environ.get("NCCL_SOCKET_IFNAME")
     wrong = [name for name in gloo.split(",") if name not in info.interfaces] if gloo else []
@@ -364,8 +356,6 @@ def _nccl_finds(pattern: str, interfaces: Sequence[str]) -> bool:
 def clock_check(
     machine: str, offset_seconds: float, error_seconds: float, reference: str
 ) -> CheckResult:
-    """Return the result for a clock that is `offset_seconds` ± `error_seconds` ahead of that of
-    `reference`."""
     relation = "ahead of" if offset_seconds > 0 else "behind"
     text = (
         f"{format_duration(abs(offset_seconds))} {relation} {reference} (±"
@@ -382,8 +372,8 @@ def clock_check(
 def shared_memory_differences(
     machines: Sequence[str], info: Sequence[Mapping[str, Any]]
 ) -> list[CheckResult]:
-    """Return a result for the machines, if any, that are containers of one host and share no memory
-    with each other. `info`: the `MachineInfo` of each, as JSON."""
+    """Return a result if machines are containers of one host without common memory. `info`: each
+    `MachineInfo` as JSON."""
     by_host: dict[str, dict[int, str]] = {}
     for name, each in zip(machines, info, strict=True):
         host, space = each["process_ids"]
@@ -402,7 +392,6 @@ def shared_memory_differences(
 def version_differences(
     machines: Sequence[str], info: Sequence[Mapping[str, str]]
 ) -> list[CheckResult]:
-    """Return a result for each version that differs between machines."""
     checks = []
     for name in info[0]:
         values = [versions.get(name, "skipped") for versions in info]
@@ -416,8 +405,7 @@ def version_differences(
 
 
 def parse_topology(text: str) -> dict[str, str]:
-    """Return the kind of link of each pair of GPUs, {"0-1": "NV18"}, from the output of `nvidia-smi
-    topo -m`."""
+    """Return the link of each pair of GPUs, {"0-1": "NV18"}, from `nvidia-smi topo -m`."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
     header = next(
         (

@@ -33,8 +33,7 @@ _NVIDIA_SECONDS = 10.0
 
 
 def read_machine_info(machines: Machines | None, environ: Mapping[str, str]) -> MachineInfo:
-    """Return the properties of this machine. Raises `LaunchError` if it cannot reach the rendezvous
-    of `machines`."""
+    """Read this machine's properties. Raises `LaunchError` if it cannot reach the rendezvous."""
     address = address_towards(machines.resolve(), machines.port) if machines is not None else ""
     interface = interface_of(address) if address else None
     descriptors, hard_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -93,8 +92,7 @@ def _free(path: str) -> int | None:
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:
-    """Return the names of the GPUs and the driver's version. Both are empty if there is no
-    driver."""
+    """Return the GPUs' names and the driver's version; empty without a driver."""
     rows = [
         line.split(", ")
         for line in _nvidia_smi(

@@ -1,10 +1,9 @@
-"""Find the pairs of ranks, the ranks and the machines that are slower than the others. Pure.
+"""Find the links, ranks and machines that are slower than the others. Pure.
 
-[Note: outliers] There is no speed that a link should have, but links of one kind should be alike. A
-node is a rank within its machine, or a machine among machines. A node is slow if even its best link
-is several times worse than the best links of the other nodes. Among the other nodes, a link is slow
-if it is several times worse than the median of its kind. So a machine that is slow both ways is
-named once, instead of each of its links. With two nodes only the two directions can be compared.
+[Note: outliers] Links of one kind should be alike. A node is a rank of its machine, or a machine. A
+node is slow if even its best link is several times worse than the other nodes' best; among the
+others, a link is slow if it is several times worse than the median. So a slow machine is named
+once, and not by each of its links.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from typing import Literal, get_args
 from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_duration
 
 SLOW_FACTOR = 3.0
-"""A link is slow if it is more than this many times worse than the median."""
+"""A link is slow if it is so many times worse than the median."""
 LATENCY_NOISE_SECONDS = 2e-4
-"""Smaller differences of latencies are ignored: a processor that is busy for a moment causes as
-much."""
+"""Smaller differences of latency are noise."""
 MANY_RANKS = 64
-"""With more ranks than this, machines are measured between ranks of equal local rank alone."""
+"""With more ranks, only ranks of equal local rank are measured between machines."""
 
 Pair = tuple[int, int]
 Metric = Literal["bandwidth", "latency"]
@@ -30,38 +28,33 @@ Metric = Literal["bandwidth", "latency"]
 
 @dataclass(frozen=True, slots=True)
 class PairMeasurement:
-    """Latency and bandwidth from one rank to another."""
-
     sender: int
     receiver: int
     latency_seconds: float
-    """Half of the shortest round trip of a few bytes."""
+    """Half of the shortest round trip."""
     bytes_per_second: float
-    """Bandwidth: the best of a few transfers."""
+    """The best of a few transfers."""
     kind: str
-    """Kind of link: `machines` between machines; within one, `NV18` or `PHB` if the topology is
-    known, else `local`."""
+    """`machines` between machines; within one `NV18`, `PHB`, ..., or `local`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A node, or one link, that is slower than the others."""
-
     metric: Metric
     nodes: tuple[str, ...]
-    """One name: all links of that node in the `direction`. Two names: the link from the first to
-    the second."""
+    """One name: that node's links in the `direction`. Two: the link from the first to the
+    second."""
     pairs: tuple[Pair, ...]
     value: float
     """Bytes per second, or seconds."""
     normal: float
-    """Median of the links that are not slow."""
+    """Median of the other links."""
     direction: Literal["both", "from", "to"] = "both"
 
 
 def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
-    """Return every pair of ranks once, in rounds with one pair per machine at most, so that no two
-    share a link. `machine_of_rank[r]`: number of rank r's machine. See `MANY_RANKS`."""
+    """Return every pair of ranks once, in rounds in which each machine takes part once: no two
+    pairs share a link. `machine_of_rank[r]`: rank r's machine."""
     size = len(machine_of_rank)
     local_ranks = [
         sum(machine == machine_of_rank[rank] for machine in machine_of_rank[:rank])
@@ -88,8 +81,7 @@ def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
 def find_outliers(
     measurements: Iterable[PairMeasurement], machines: Sequence[str]
 ) -> list[Outlier]:
-    """Return what is slower than the others of its kind. `machines[r]`: the name of rank r's
-    machine."""
+    """Return what is slower than others of its kind. `machines[r]`: name of rank r's machine."""
     measurements = list(measurements)
     outliers: list[Outlier] = []
     for metric in get_args(Metric):
@@ -104,8 +96,7 @@ def find_outliers(
 def _outliers(
     measurements: Sequence[PairMeasurement], metric: Metric, node: Callable[[int], str]
 ) -> Iterator[Outlier]:
-    """Yield the outliers among links of one kind, by seconds per byte or of latency. `node`: the
-    node of a rank."""
+    """Yield the outliers of one kind of link. `node`: rank -> its node."""
     costs: dict[tuple[str, str], list[float]] = {}
     pairs: dict[tuple[str, str], list[Pair]] = {}
     for each in measurements:
@@ -153,7 +144,7 @@ def _outliers(
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
-    """Return the nodes with several links whose best is worse than the others'. `end`: 0 senders, 1
+    """Return the nodes whose best link is worse than the others' best. `end`: 0 senders, 1
     receivers."""
     by_node: dict[str, list[float]] = {}
     for ends, value in cost.items():
@@ -174,8 +165,8 @@ def _is_worse(value: float, normal: float, noise: float) -> bool:
 def point_to_point_checks(
     measurements: Sequence[PairMeasurement], machines: Sequence[str]
 ) -> list[CheckResult]:
-    """Return a result for each kind of link, and one for each outlier. `machines[r]`: the name of
-    rank r's machine."""
+    """Return a result for each kind of link and each outlier. `machines[r]`: name of rank r's
+    machine."""
     results = []
     for kind in sorted({each.kind for each in measurements}):
         same_kind = [each for each in measurements if each.kind == kind]

@@ -21,27 +21,22 @@ from lockstep.launch.failures import Ending
 _check = partial(check_result, "collectives")
 _processes = partial(check_result, "rendezvous", "processes")
 RENDEZVOUS_PROBES = 2
-"""Number of probes that belong to the rendezvous: connecting to the store, and creating the process
-group."""
+"""Connecting to the store, and creating the process group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """The probe that a rank is in."""
-
     rank: int
     index: int
-    """Number of the probe. All ranks run the same probes in the same order."""
+    """All ranks run the same probes in the same order."""
     probe: str
     location: str | None = None
-    """File, line and function in the user's or the system's code. None if the rank waits for other
-    ranks."""
+    """A line of the user's or the system's code. None if the rank waits for others."""
     error: str | None = None
 
 
 def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
-    """Return all check results. `results`: those that `lockstep.doctor.worker` writes, with
-    `machines` at least."""
+    """Return all check results. `results`: see `lockstep.doctor.worker`."""
     machines = results["machines"]
     names = machine_names(
         [(machine["info"]["host"], machine["info"]["address"]) for machine in machines]
@@ -90,7 +85,7 @@ def _shared_directory(results: Mapping[str, Any], names: Sequence[str]) -> Itera
 
 
 def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
-    """Return how the processes ended: the reason if they ended early."""
+    """Say how the processes ended."""
     if results.get("statuses"):
         check = stalled_check(
             [RankStatus(**each) for each in results["statuses"]], results["world_size"]
@@ -120,8 +115,7 @@ def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]
 
 
 def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResult:
-    """Return the reason why the probes ended early. `statuses`: those of all ranks that answered,
-    at least one."""
+    """Say why the probes ended early. `statuses`: at least one."""
     last = max(statuses, key=lambda status: status.index)
     failed = [status for status in statuses if status.error is not None]
     silent = sorted(set(range(world_size)) - {status.rank for status in statuses})
@@ -164,7 +158,6 @@ def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResul
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 3` or `ranks 0, 2, 5`."""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
@@ -195,7 +188,6 @@ def _collectives(results: Mapping[str, Any]) -> list[CheckResult]:
 def _one_collective(
     collective: str, rows: Sequence[Mapping[str, Any]], world_size: int
 ) -> CheckResult:
-    """Return the result of one collective over all its cases."""
     wrong: list[tuple[Mapping[str, Any], str, str]] = [
         (row, rank, outcome.get("wrong") or f"raised, and others did not: {outcome['unsupported']}")
         for row in rows
@@ -233,8 +225,7 @@ def _one_collective(
 
 
 def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str | None]]:
-    """Return the (data type, operation) pairs of one collective that the backend does not
-    support."""
+    """Return the unsupported (data type, operation) pairs."""
     return {
         (row["type"], row["operation"])
         for row in rows
@@ -245,8 +236,7 @@ def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str 
 def _unsupported_checks(
     by_collective: Mapping[str, Sequence[Mapping[str, Any]]], backend: str
 ) -> Iterator[CheckResult]:
-    """Yield a result for unsupported data types, and one for unsupported operations on supported
-    types."""
+    """Yield a result for unsupported types, and one for unsupported operations of other types."""
     types: dict[str, list[str]] = {}
     operations: dict[str, list[str]] = {}
     for collective, rows in by_collective.items():

@@ -1,9 +1,7 @@
-"""One rank of the doctor: join the others, check the collectives, time them, and measure every pair
-of ranks.
+"""One rank of the doctor: `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`.
 
-`lockstep.doctor.diagnose` starts it as `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`.
-FOLDER holds `machine.json`, the launcher's checks of its machine. The rank writes
-`results-RANK.json` there. All ranks agree on the results, so that any of these files will do.
+FOLDER holds `machine.json`, the launcher's checks of its machine. Each rank writes
+`results-RANK.json` there; all that reach the end agree.
 """
 
 from __future__ import annotations
@@ -32,11 +30,10 @@ from lockstep.launch import worker
 from lockstep.launch.environment import Environment
 
 RENDEZVOUS_SECONDS = 120.0
-"""Seconds in which all ranks must import torch and connect to the store."""
+"""In this time all ranks import torch and connect."""
 
 
 def main(folder: Path, deadline_seconds: float) -> None:
-    """Run all probes of this rank, which the environment variables identify."""
     environment = Environment.read(os.environ)
     torch.set_num_threads(environment.threads)
     values: dict[str, Any] = {
@@ -48,7 +45,7 @@ def main(folder: Path, deadline_seconds: float) -> None:
         write_atomically(folder / f"results-{environment.rank}.json", json.dumps(values))
 
     def abort(statuses: list[RankStatus]) -> None:
-        """Write the results so far, and end the process: its main thread may never do so."""
+        """Write the results so far and end the process, whose main thread may hang."""
         values["statuses"] = [asdict(status) for status in statuses]
         write()
         os._exit(1)
@@ -129,8 +126,7 @@ def _run_probes(
 def _groups(
     coordinator: ProbeCoordinator, world: World, backend: str
 ) -> list[collective_checks.RankGroup]:
-    """Return the group of all ranks, then each of `subgroups` that this rank is in. Every rank
-    creates every group."""
+    """Return the groups that this rank is in. Every rank creates every group."""
     groups = [
         collective_checks.RankGroup(
             "all ranks", list(range(world.size)), world.rank, None, world.device, backend
@@ -151,8 +147,7 @@ def _groups(
 
 
 def _ranks_that_share(coordinator: ProbeCoordinator, path: Path) -> list[int]:
-    """Return the ranks that see a file which rank 0 creates in that folder. Called by every
-    rank."""
+    """Return the ranks that see a file which rank 0 creates in that folder. Every rank calls it."""
     if coordinator.rank == 0:
         with tempfile.NamedTemporaryFile(prefix=".lockstep-doctor-", dir=path) as file:
             coordinator.all_gather(Path(file.name).name)
@@ -164,7 +159,6 @@ def _ranks_that_share(coordinator: ProbeCoordinator, path: Path) -> list[int]:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run this process from its command-line arguments to its exit status."""
     record = worker.begin()
     folder, deadline_seconds = arguments
     worker.run(lambda: main(Path(folder), float(deadline_seconds)), record)

@@ -1,5 +1,4 @@
-"""The hook that finds models that carry tensors from one microbatch to the next, where the loss
-cannot be tried."""
+"""The hook that finds models that carry tensors from one microbatch to the next."""
 
 from __future__ import annotations
 
@@ -14,10 +13,11 @@ from torch.overrides import TorchFunctionMode
 from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tree_leaves, version
 from lockstep.hooks.loss_check import tell_kept
 from lockstep.logging.flops import is_compiled
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
+from lockstep.training.run import Run
 
 STEPS, MICROBATCHES = 2, 4
-"""Steps, and microbatches of a rank, that are watched."""
+"""Watched steps, and microbatches of a rank."""
 
 _ABOUT = frozenset(
     {
@@ -35,7 +35,7 @@ _ABOUT = frozenset(
         "__len__",
     }
 )
-"""Attributes and methods that say nothing about a tensor's values."""
+"""Attributes and methods that do not tell a tensor's values."""
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES
 
 # attribute -> its tensors, with the number of writes to each
@@ -43,12 +43,12 @@ Marks = dict[str, list[tuple[Tensor, int]]]
 
 
 class CarriedState(ControlHook):
-    """Watches the models' attributes in the forwards of the first steps of a script's own loop, or
-    with a batch loss.
+    """Watches the models' attributes in the first forwards of a script's own loop, or with a batch
+    loss.
 
-    An attribute carries state if a forward reads a tensor that the forward of another microbatch
-    has left there, and leaves another one. What is computed once and kept is not changed again;
-    what each forward sets anew is not read.
+    An attribute carries state if a forward reads a tensor that another microbatch's forward left
+    there, and leaves another one. Cached values do not change again; what each forward sets anew is
+    not read.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,7 @@ class CarriedState(ControlHook):
 
 
 class _Watch:
-    """Watches one model. `microbatches`: returns the number of microbatches that this rank has
-    begun."""
+    """Watches one model. `microbatches`: the number that this rank has begun."""
 
     def __init__(
         self, model: nn.Module, held: Iterable[int], microbatches: Callable[[], int]
@@ -176,8 +175,7 @@ def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -
 
 
 class _Uses(TorchFunctionMode):
-    """Collects the names of the tensors whose values are used. `left`: the names, by the tensors'
-    identities."""
+    """Collects the names of tensors whose values are used. `left`: id -> name."""
 
     def __init__(self, left: Mapping[int, str]) -> None:
         super().__init__()

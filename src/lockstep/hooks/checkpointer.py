@@ -25,9 +25,9 @@ from lockstep.hooks.scores import Scores
 from lockstep.logging.run_files import EVENTS, read_rows
 from lockstep.saving import Resume, Saving, differences
 from lockstep.training.device_progress import EndedStep
-from lockstep.training.hook import Run
 from lockstep.training.loop_state import LoopState
 from lockstep.training.optim import settings
+from lockstep.training.run import Run
 from lockstep.training.state import State, StateReader, damage_in, restore, state_of
 
 WAIT_SECONDS = 0.5  # between two exchanges of a save's state by the ranks that wait for it

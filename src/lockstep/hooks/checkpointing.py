@@ -30,26 +30,26 @@ from lockstep.recipe.checks import keeps_rest
 from lockstep.saving import Best, Resume, Saving
 from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.device_progress import DeviceProgress
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.left_out import LeftOut
 from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.run import Run
 
 DEVICE_SECONDS = (5.0, 60.0)
-"""After an error, the shortest and the longest wait for the device to reach the end of the latest
-step."""
+"""Shortest and longest wait for the device after an error."""
 _TRIES = 3
 """The device may go on while its state is copied."""
 
 
 def device_seconds(phases: Phases) -> float:
-    """Return how long to wait for the device: it may be two steps behind."""
+    """Return how long to wait for the device, which may be two steps behind."""
     step = sum(phases.usual(name) or 0.0 for name in STEP_PHASES)
     return min(max(2 * step, DEVICE_SECONDS[0]), DEVICE_SECONDS[1])
 
 
 def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
-    """The recipe of the newest readable checkpoint in `folder`, as JSON; empty if none. Every rank
-    calls it."""
+    """Return the recipe in the newest readable checkpoint as JSON; empty if none. Every rank calls
+    it."""
     found: dict[str, Any] = {}
     if world.rank == 0:
         with suppress(OSError):  # `restore` reports it
@@ -63,8 +63,8 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Checkpointing(ControlHook):
-    """Loads the newest checkpoint; saves the run during training, after an error, and when it is
-    asked to end."""
+    """Loads the newest checkpoint; saves during training, after an error, and at a request to
+    end."""
 
     saving: Saving
     resume_option: Resume
@@ -75,9 +75,9 @@ class Checkpointing(ControlHook):
     _checkpointer: Checkpointer | None = None
 
     def resume(self, run: Run, recovery: Recovery | None, data: Any) -> None:
-        """Load the state that other processes hold in a recovery in place; else the newest
-        checkpoint, if there is one. Every rank calls it once, before the first step. `data`: that
-        of the loop. Raises `CheckpointError`."""
+        """Load the state that other processes hold in a recovery in place, else the newest
+        checkpoint. Every rank calls it once, before the first step. `data`: the loop's. Raises
+        `CheckpointError`."""
         self._load(run, recovery)
         if recovery is not None:
             recovery.announce(run, data)
@@ -182,7 +182,7 @@ class Checkpointing(ControlHook):
             self._checkpointer.wait()
 
     def best(self) -> Best | None:
-        """The best evaluation of the run so far. Every rank has the same."""
+        """Return the best evaluation so far. Every rank has the same."""
         return (
             None
             if self._checkpointer is None
@@ -197,8 +197,8 @@ class Checkpointing(ControlHook):
             self._checkpointer.await_last()
 
     def rescue(self, run: Run, error: BaseException) -> bool:
-        """Save this rank's state, if it is that of a complete step, without the others. Returns
-        True if saved."""
+        """Save this rank's state without the others, if it is a complete step's. Returns True if
+        saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
         on_device = run.progress is not None and not run.progress.is_at_start
         is_possible = (
@@ -236,8 +236,8 @@ class Checkpointing(ControlHook):
         return True
 
     def _rescue_from_device(self, run: Run, progress: DeviceProgress) -> tuple[int, str | None]:
-        """Save the newest step that the state on the device is certainly that of. Returns it, and
-        the name of the checkpoint. Raises `CheckpointError` if there is none."""
+        """Save the newest step whose state is certainly on the device. Returns it and the
+        checkpoint's name. Raises `CheckpointError`."""
         assert self._checkpointer is not None
         if is_aborted() or accelerator_groups_failed():
             raise CheckpointError(

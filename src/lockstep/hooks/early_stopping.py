@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from lockstep.base.errors import RecipeError
 from lockstep.hooks.metric_names import check_metric
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
+from lockstep.training.run import Run
 
 
 class EarlyStopping(Hook):
-    """Ends training when a metric of the evaluation has not improved for a number of
-    evaluations."""
+    """Ends training when a metric of the evaluation no longer improves."""
 
     def __init__(
         self,
@@ -23,9 +23,9 @@ class EarlyStopping(Hook):
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
     ) -> None:
-        """`metric`: of the evaluation. Training ends after `patience` evaluations without a gain
-        above `min_delta`. `mode`: "min" if a smaller value is better. Raises `RecipeError`; in
-        `ls.train`, also for an unknown metric."""
+        """Training ends after `patience` evaluations without a gain above `min_delta` of the
+        `metric`. `mode`: "min" if a smaller value is better. Raises `RecipeError`; in `ls.train`,
+        also for an unknown metric."""
         if patience < 1:
             raise RecipeError(f"patience={patience}; it counts evaluations and is at least 1")
         if mode not in ("min", "max"):

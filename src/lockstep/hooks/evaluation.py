@@ -13,14 +13,15 @@ from lockstep.hooks.metrics import Metrics
 from lockstep.hooks.moving_average import ExponentialMovingAverage
 from lockstep.recipe.recipe import Evaluation, Recipe
 from lockstep.training.evaluate import Evaluator
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.loop import compare_data
+from lockstep.training.run import Run
 
 
 @dataclass(eq=False)
 class EvaluationHook(ControlHook):
-    """Measures each of the recipe's evaluations when it is due. Their keys are the prefixes of
-    their metrics."""
+    """Measures each evaluation when it is due. `evaluations`: prefix of the metrics ->
+    evaluation."""
 
     evaluations: Mapping[str, Evaluation]
     metrics: Metrics
@@ -29,8 +30,8 @@ class EvaluationHook(ControlHook):
     _is_measuring: bool = False
 
     def prepare(self, run: Run, recipe: Recipe) -> None:
-        """Build the evaluators of the run's first model. Raises `RecipeError` if there is no
-        average to evaluate."""
+        """Build the evaluators of the first model. Raises `RecipeError` without the average to
+        evaluate."""
         self._average = next(
             (hook for hook in run.hooks.all if isinstance(hook, ExponentialMovingAverage)), None
         )
@@ -68,8 +69,8 @@ class EvaluationHook(ControlHook):
             run.agree_to_stop()
 
     def measure(self, run: Run, prefixes: Iterable[str] | None = None) -> None:
-        """Measure the evaluations, by default all, that were not measured after this step. Every
-        rank calls it."""
+        """Measure the evaluations that were not measured after this step. Every rank calls it.
+        None: all."""
         chosen = self.evaluations if prefixes is None else prefixes
         due = [prefix for prefix in chosen if run.metrics_at.get(f"{prefix}loss") != run.step]
         if not self._evaluators or not due or self._is_measuring:
@@ -112,7 +113,6 @@ class EvaluationHook(ControlHook):
 
 
 def _is_due(evaluation: Evaluation, run: Run) -> bool:
-    """True if the evaluation is measured after the latest step."""
     if evaluation.every == "epoch":
         return run.has_ended_epoch
     return evaluation.every is not None and run.step % evaluation.every == 0

@@ -1,5 +1,5 @@
-"""The hook that finds a loss that depends on how a batch is cut into microbatches, or on a value
-that it keeps."""
+"""The hook that finds a loss that depends on the cut into microbatches, or on a value that it
+keeps."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ from lockstep.logging.flops import is_compiled
 from lockstep.model.shard import reset_after_error, reshard
 from lockstep.recipe.recipe import Gathered, Recipe
 from lockstep.training.evaluate import in_evaluation_mode
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.losses.loss import Weights, measured, numbers_on_host, weights_of
+from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
-"""Largest relative difference, by precision, between the loss of a microbatch and that of its
-halves together."""
+"""Largest relative difference between the loss of a microbatch and of its halves, by precision."""
 SAME = 1e-6
-"""Largest relative difference between two losses of one microbatch where bits do not count."""
+"""Largest relative difference between two losses of one microbatch, unless bits count."""
 
 Sums = dict[str, tuple[float, float]]  # (total, weight) of each term of the loss
 
 
 class Found(NamedTuple):
-    """The findings of a rank, in words; None for nothing."""
+    """The findings of a rank in words; None: nothing."""
 
     kept: str | None = None
     """The loss of one microbatch changes from call to call."""
     cut: str | None = None
-    """The loss of a microbatch is not that of its halves."""
+    """The loss of a microbatch differs from its halves'."""
     unchecked: str | None = None
-    """The reason why the loss was not compared with that of halves."""
+    """Why the loss was not compared with its halves'."""
     talks: str | None = None
     """The collective that the loss calls."""
 
 
 class Tried(NamedTuple):
-    """The loss of a piece, and checksums of the output's tensors."""
+    """The loss of a piece, and checksums of the output."""
 
     sums: Sums
     output: list[int]
 
 
 class Talks(str):
-    """The collective that a piece's loss has called."""
+    """The collective that a piece's loss called."""
 
     __slots__ = ()
 
@@ -76,14 +76,13 @@ NOTHING = Found()
 
 @dataclass(eq=False)
 class LossCheck(ControlHook):
-    """Tries the loss at the first step, on a microbatch: twice in training mode, twice in
-    evaluation mode, and there without dropout on its halves. The trial leaves the model and the
-    loss as they were.
+    """Tries the loss on the first microbatch: twice in training mode, twice in evaluation mode, and
+    there on its halves. Restores model and loss.
 
-    Where a forward has collectives (shard, tensor, pipeline), one that fails on a half would leave
-    ranks waiting; where it is compiled, each new shape would be. There the loss is tried on halves
-    of the first microbatch's output, and all ranks try their first microbatch twice, unless it is
-    compiled or a pipeline's stage has collectives.
+    In a forward with collectives (shard, tensor, pipeline), a failure on a half would leave ranks
+    waiting; a compiled forward would compile each new shape. There the loss is tried on halves of
+    the first output, and all ranks try their first microbatch twice, unless it is compiled or a
+    pipeline's stage has collectives.
     """
 
     _is_done: bool = False
@@ -118,8 +117,8 @@ class LossCheck(ControlHook):
             )
 
     def watched(self, run: Run, recipe: Recipe) -> Callable[[Any, Any], Any] | Gathered:
-        """Return the recipe's objective, or in the first step one that tries it on halves of the
-        first output."""
+        """Return the recipe's objective; in the first step, one that tries it on halves of the
+        output."""
         return (
             partial(self._watch, run, recipe.loss)
             if self._is_watching and recipe.loss is not None
@@ -149,7 +148,7 @@ class LossCheck(ControlHook):
 
 
 def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """The attributes of the recipe's functions, which may keep values between calls."""
+    """Yield the attributes of the recipe's functions, which may keep values."""
     for function in (recipe.loss, recipe.inputs, recipe.weight):
         yield from attributes_of(getattr(function, "__self__", function))
 
@@ -163,7 +162,7 @@ def _takes_outputs(run: Run) -> bool:
 
 
 def _may_fail(run: Run) -> bool:
-    """True if training goes on after a forward that has failed on all ranks."""
+    """True if training can go on after a forward that failed on all ranks."""
     plan = run.context.plan
     stage_has_collectives = plan.pipeline != 1 and (plan.shard != 1 or plan.tensor != 1)
     return not _is_compiled(run) and not stage_has_collectives
@@ -174,8 +173,8 @@ def _is_compiled(run: Run) -> bool:
 
 
 def _tell(run: Run, found: Found) -> bool:
-    """Report what ranks have found, and return True if any has found something. Every rank calls
-    it. Raises `LossError` where bits count."""
+    """Report the ranks' findings. Returns True if there are any. Every rank calls it. Raises
+    `LossError` where bits count."""
     everyone = run.context.world.gather_values(found)
     kept, cut, unchecked, talks = (
         next((each for each in reasons if each), None) for reasons in zip(*everyone, strict=True)
@@ -207,8 +206,7 @@ def _tell(run: Run, found: Found) -> bool:
 
 
 def tell_kept(run: Run, kept: str) -> None:
-    """Report that the loss or a model keeps a value. Every rank calls it. Raises `LossError` where
-    bits count."""
+    """Report a kept value. Every rank calls it. Raises `LossError` where bits count."""
     text = (
         f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running"
         " centre, a queue), and each rank would change its own, by its own microbatches; make it a"
@@ -223,7 +221,7 @@ def tell_kept(run: Run, kept: str) -> None:
 
 
 def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Found:
-    """Try a microbatch where no rank waits for another."""
+    """Try a microbatch that no other rank waits for."""
     twice = [_computed(run, recipe, _piece(item, (0, None), 0), training=True) for _ in range(2)]
     if (talks := _talks(twice)) is not None:
         return Found(talks=talks)
@@ -233,9 +231,9 @@ def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Found:
 
 
 def _tried_twice(run: Run, recipe: Recipe) -> Found:
-    """Try this rank's first microbatch twice in each mode. Every rank calls it. A forward that
-    fails for the size of a few ranks' alone would leave the others waiting in its collectives:
-    unless all ranks have one of the same size, nothing is tried."""
+    """Try this rank's first microbatch twice in each mode. Every rank calls it. Unless all ranks'
+    have one size nothing is tried: a forward that fails for one size would leave others waiting in
+    its collectives."""
     assert run.source is not None, "a step begins"
     item = run.source.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
@@ -264,7 +262,7 @@ def _tried_twice(run: Run, recipe: Recipe) -> Found:
 
 
 def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Found:
-    """Try a microbatch twice, once more with other random numbers, and its two halves."""
+    """Try a microbatch twice, once with other random numbers, and its halves."""
     whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Found(kept=kept)
@@ -290,7 +288,7 @@ def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: R
 
 
 def _common_rows(batch: Any) -> int | None:
-    """The rows of all tensors of the batch; None if there are none, or they differ."""
+    """Return the rows of all tensors; None if there are none, or they differ."""
     rows: set[int] = set()
 
     def look(tensor: Tensor) -> Tensor:
@@ -302,8 +300,7 @@ def _common_rows(batch: Any) -> int | None:
 
 
 def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microbatch:
-    """A copy of some rows of a microbatch, because the loss may change it in place. `index`: of its
-    random numbers."""
+    """Copy rows of a microbatch, because the loss may change it. `index`: of its random numbers."""
     start, stop = rows
     batch = map_tensors(
         item.batch,
@@ -313,7 +310,7 @@ def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microb
 
 
 def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> Outcome:
-    """Try the loss on a piece, whose batch is an output with its batch."""
+    """Try the loss on an output with its batch."""
     weight = None if run.recipe is None else run.recipe.weight
     output, batch = piece.batch
     seed_generators(
@@ -391,8 +388,7 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
 
 @contextmanager
 def _buffers_restored(run: Run) -> Iterator[None]:
-    """Restore buffers on leaving: a change of one is found in the step, or allowed in
-    `self_updating_buffers`."""
+    """Restore buffers: the step finds a change, or `self_updating_buffers` allows it."""
     with restored([own_buffers(module) for module in run.model.modules()]):
         yield
     for statistics in run.modules[0].statistics:
@@ -400,7 +396,7 @@ def _buffers_restored(run: Run) -> Iterator[None]:
 
 
 def _watching(run: Run) -> AbstractContextManager[Any]:
-    """Looks for collectives in a loss, but for those of tensors that are split over ranks."""
+    """Look for collectives in a loss, except for tensors that are split over ranks."""
     return nullcontext() if run.context.plan.tensor != 1 else CollectivesRefused()
 
 
@@ -413,8 +409,7 @@ def _words(error: Exception) -> str:
 
 
 def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
-    """Say what differs between two trials of the same; None if nothing does, or one or both have
-    failed alike."""
+    """Describe how two trials differ; None if they do not, or have failed alike."""
     whole, again = tried[0], tried[-1]
     if isinstance(whole, str):
         return None
@@ -439,7 +434,7 @@ def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
 def _cut_differs(
     whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tolerance: float
 ) -> Found:
-    """`otherwise`: the whole with other random numbers."""
+    """Compare a microbatch with its halves. `otherwise`: the whole with other random numbers."""
     for name, (total, weight) in whole.items():
         if otherwise[name] != (total, weight):
             return Found(unchecked="it draws random numbers, without dropout too")

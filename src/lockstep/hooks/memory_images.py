@@ -1,4 +1,4 @@
-"""The hook that keeps images of the state in memory, from which the run recovers in place."""
+"""The hook that keeps images of the state in memory for recovery in place."""
 
 from __future__ import annotations
 
@@ -7,30 +7,26 @@ from dataclasses import dataclass, field
 
 from lockstep.checkpoint.memory_image import ImageWriter, image_interval
 from lockstep.training.consensus import Request
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.recovery.held_state import values_to_hold
 from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.run import Run
 from lockstep.training.state import KnownTensors, state_of
 
 MOST_TIME = 0.01
-"""Share of the time that images take at most, where a lost process may have held a part of the
-state alone."""
+"""Largest share of the time for images, where a lost process may have held state alone."""
 MOST_TIME_WITH_REPLICAS = 0.002
-"""The same where every process holds all of the state: an image serves only after the loss of all
-of them."""
+"""The same where every process holds all state: an image then serves only after the loss of all."""
 
 
 @dataclass(eq=False)
 class MemoryImages(ControlHook):
-    """Copies this rank's part of the state into memory that outlives the process, every few steps.
-
-    As often as it takes a small share of the time, and not in a run that would start again after a
-    loss. A copy costs about twice its own time: what training had in the caches of the processor
-    has to be read again.
-    """
+    """Copies this rank's part of the state into memory that outlives the process, as often as it
+    takes a small share of the time. A copy costs twice its time, because it clears the processor's
+    caches."""
 
     recovery: Recovery | None
-    """None: the run cannot recover in place, and there are no images."""
+    """None: the run cannot recover in place, and has no images."""
     _writer: ImageWriter | None = None
     _known: KnownTensors = field(default_factory=KnownTensors)
     _count: int = 0  # images written

@@ -1,9 +1,10 @@
-"""Checks, before the first step, that a metric which something follows will be measured."""
+"""Check before the first step that a followed metric will be measured."""
 
 from __future__ import annotations
 
 from lockstep.base.errors import RecipeError
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
+from lockstep.training.run import Run
 
 
 def check_metric(run: Run, name: str, of: str) -> None:

@@ -7,8 +7,9 @@ import math
 from lockstep.base.errors import LossError
 from lockstep.logging.recorder import Throughput
 from lockstep.training.consensus import Request
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.losses.loss import SINGLE
+from lockstep.training.run import Run
 from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import TrainModule
 
@@ -17,8 +18,8 @@ _OVERFLOWS_TO_REPORT = 8
 
 
 class Metrics(ControlHook):
-    """Reads the results of steps, and writes metrics.jsonl. Runs on every rank, because some reads
-    are collectives; only rank 0 writes."""
+    """Reads the results of steps at logging steps, and writes metrics.jsonl. Some reads are
+    collectives, so every rank runs it."""
 
     def __init__(self) -> None:
         self.throughput = Throughput()
@@ -51,7 +52,7 @@ class Metrics(ControlHook):
                 )
 
     def _read(self, run: Run) -> None:
-        """Check the results of the steps since the last call. Raises `LossError`."""
+        """Check the results since the last call. Raises `LossError`."""
         results, self._unread = self._unread, []
         for result in results:
             result.check()
@@ -73,8 +74,7 @@ class Metrics(ControlHook):
                 )
 
     def _write(self, run: Run) -> None:
-        """Write the line of the latest step, with the first model's loss, norm and rates. Every
-        rank calls it."""
+        """Write the latest step's line. Every rank calls it."""
         assert run.source is not None, "a step has begun"
         result, speed = run.latest, self.throughput.restart()
         module, world_size = run.modules[0], run.context.world.size

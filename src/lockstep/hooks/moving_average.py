@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import to_local
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
+from lockstep.training.run import Run
 
 
 class ExponentialMovingAverage(Hook):
@@ -22,7 +23,7 @@ class ExponentialMovingAverage(Hook):
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        """`decay`: the factor of the old average, from 0 to below 1. Raises `RecipeError`."""
+        """`decay`: factor of the old average, from 0 to below 1. Raises `RecipeError`."""
         if not 0 <= decay < 1:
             raise RecipeError(
                 f"decay={decay}; it is the factor of the old average, from 0 to below 1"
@@ -53,8 +54,7 @@ class ExponentialMovingAverage(Hook):
 
     @contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        """Load the averaged weights into the model while the context is entered, for example for an
-        evaluation."""
+        """Put the averaged weights into the model while entered."""
         parts = _local_parameters(run)
         own = [part.clone() for part in parts]
         torch._foreach_copy_(parts, self._local_averages())

@@ -1,8 +1,7 @@
-"""The out-of-memory fallbacks: changes to the plan, one after another, each in addition to those
-before; and their hook.
+"""The fallbacks when memory runs out: one change to the plan after another; and their hook.
 
-A process that ran out of memory cannot recover its memory for certain. It writes the next plan to
-the run directory and ends; new processes continue the run under that plan.
+A process cannot recover its memory for certain. It writes the next plan to the run directory and
+ends; new processes go on under that plan.
 """
 
 from __future__ import annotations
@@ -24,23 +23,24 @@ from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import WORDS, Plan
 from lockstep.recipe.data import Stream
 from lockstep.saving import OutOfMemory as Setting
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.optim.element_wise import needing_whole_tensors
+from lockstep.training.run import Run
 
 FILE = "out-of-memory.json"  # in the run directory
 FALLBACKS = ("checkpointing", "offload", "microbatch_splits")
-"""The fields of a plan that are changed, in this order. Only the last one changes the bits."""
+"""Changed fields of the plan, in order. Only the last changes the bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenFallbacks:
-    """The fallbacks that a run has taken, as fields of `Plan`, and the failures behind them."""
+    """Fallbacks as fields of `Plan`, and the failures behind them."""
 
     checkpointing: str = "none"
     offload: bool = False
     microbatch_splits: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """Each with `step` (steps done), `rank`, `error`, and `then`: the change to the plan."""
+    """Each with `step` (steps done), `rank`, `error` and `then` (the change)."""
 
     @classmethod
     def parse(cls, text: str, path: Path) -> TakenFallbacks:
@@ -61,12 +61,11 @@ class TakenFallbacks:
         ) from None
 
     def write(self, path: Path) -> None:
-        """Write the file atomically. Raises `OSError`."""
+        """Write the file. Raises `OSError`."""
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def apply_to(self, plan: Plan, device: str) -> Plan:
-        """Return `plan` with every taken fallback added that it lacks and that it can have on this
-        kind of `device`."""
+        """Return `plan` with the fallbacks that it lacks and can have on this type of `device`."""
         for name in FALLBACKS:
             taken = getattr(self, name)
             if _strength(name, taken) > _strength(name, getattr(plan, name)):
@@ -74,7 +73,7 @@ class TakenFallbacks:
         return plan
 
     def with_plan(self, plan: Plan, failure: dict[str, Any]) -> TakenFallbacks:
-        """These and the fallbacks in `plan`, which was chosen after `failure`."""
+        """Return these and the fallbacks of `plan`, which was chosen after `failure`."""
         strongest = {
             name: max(
                 getattr(self, name), getattr(plan, name), key=lambda value: _strength(name, value)
@@ -93,11 +92,10 @@ def next_plan(
     unsplittable: str | None,
     offloadable: bool = True,
 ) -> Plan | str:
-    """The plan for the next attempt, or why there is none, in words. `device`: its type, such as
-    "cpu".
+    """Return the next plan, or why there is none. `device`: its type.
 
-    `largest`: samples of the largest microbatch; None: memory ran out before the first step.
-    `unsplittable`: why it cannot be split. `offloadable`: False if an optimizer refuses offload.
+    `largest`: samples of the largest microbatch; None: no step had begun. `unsplittable`: why it
+    cannot be split. `offloadable`: False if an optimizer refuses offload.
     """
     if setting == "stop":
         return "--out-of-memory stop allows no change of the plan"
@@ -134,8 +132,7 @@ def next_plan(
 
 
 def changes(before: Plan, after: Plan) -> str:
-    """Return the fallbacks that the second plan has and the first has not, as the text of a
-    plan."""
+    """Return the second plan's additional fallbacks as the text of a plan."""
     names = [name for name in FALLBACKS if getattr(before, name) != getattr(after, name)]
     return ",".join(
         f"{name}={'yes' if getattr(after, name) is True else getattr(after, name)}"
@@ -144,7 +141,7 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
-    """Return the note for the error. `found`: from `next_plan`. `step`: steps done and saved; None:
+    """Return the note for the error. `found`: of `next_plan`. `step`: steps done and saved; None:
     not saved."""
     if isinstance(found, str):
         tried = changes(Plan(), plan)
@@ -165,8 +162,7 @@ def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> 
 
 
 def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
-    """The failure that any rank of the run in `folder` wrote after `known` was read; None if none
-    did."""
+    """Return the failure that a rank wrote after `known` was read; None if none did."""
     try:
         found = TakenFallbacks.parse((folder / FILE).read_text(encoding="utf-8"), folder / FILE)
     except (OSError, UnicodeDecodeError, RunDirectoryError):
@@ -175,8 +171,7 @@ def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
 
 
 def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
-    """Name the fallback that any rank of the run in `folder` wrote after `known` was read; None if
-    none did."""
+    """Name the fallback that a rank wrote after `known` was read; None if none did."""
     last = failure_since(known, folder)
     return (
         f"memory ran out after step {last['step']} on rank {last['rank']}, {last['then']} from"
@@ -187,8 +182,7 @@ def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
 
 
 def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbacks:
-    """Return the fallbacks of the run in `folder` if it is resumed. Every rank calls it. Raises
-    `RunDirectoryError`."""
+    """Return the fallbacks of a resumed run. Every rank calls it. Raises `RunDirectoryError`."""
     text = None
     if world.rank == 0 and resumes:
         try:
@@ -202,7 +196,7 @@ def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbac
 
 
 def _changed(plan: Plan, name: str, value: Any, device: str) -> Plan | None:
-    """The plan with one field changed; None if it has that value already, or cannot have it."""
+    """Return the plan with one field changed; None if that changes nothing or cannot be."""
     if getattr(plan, name) == value or (name == "offload" and device == "cpu"):
         return None
     try:
@@ -212,7 +206,7 @@ def _changed(plan: Plan, name: str, value: Any, device: str) -> Plan | None:
 
 
 def _can_offload(run: Run) -> bool:
-    """False if an optimizer of the run would be refused with offload."""
+    """False if an optimizer refuses offload."""
     plan = run.context.plan
     if plan.shard == 1 or plan.offload:
         return False
@@ -230,7 +224,7 @@ def _strength(name: str, value: Any) -> int:
 
 @dataclass(eq=False)
 class OutOfMemory(ControlHook):
-    """Writes the next plan after a failure, and requests the restart of the run."""
+    """Writes the next plan after a failure, and asks for a restart."""
 
     given: Plan  # the plan that was asked for
     taken: TakenFallbacks  # the fallbacks taken after earlier failures
@@ -239,11 +233,10 @@ class OutOfMemory(ControlHook):
     _largest: int | None = None  # Samples of the largest microbatch. None before the first loop.
     _unsplittable: str | None = None  # why no microbatch can be split
     _next: Plan | str | None = None
-    """The next plan after the error that ends the run, or why there is none. None: the error is of
-    another kind."""
+    """The next plan, or why there is none; None: the error is another one."""
 
     def report_change(self, run: Run) -> None:
-        """Record how the plan differs from the one that was asked for, if it does."""
+        """Record how the plan differs from the requested one."""
         given = self.given
         plan = self.taken.apply_to(given, run.context.device.type)
         if plan == given:
@@ -269,8 +262,8 @@ class OutOfMemory(ControlHook):
         run.context.recorder.message(f"continues with {change}: {reason}")
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
-        """Raise `RecipeError` if the plan splits microbatches, of at most `largest` samples, that
-        cannot be split. Every rank calls it."""
+        """Raise `RecipeError` if the plan splits unsplittable microbatches. Every rank calls it.
+        `largest`: samples of one."""
         mine = [name for name, _ in training_batchnorms(models)]
         layers = [
             name
@@ -322,7 +315,7 @@ class OutOfMemory(ControlHook):
             request_restart(why)
 
     def _write(self, run: Run, plan: Plan, error: BaseException) -> Plan | str:
-        """Write the plan for the next start. Returns it, or why that failed."""
+        """Write the next plan. Returns it, or why that failed."""
         then, rank = changes(run.context.plan, plan), run.context.world.rank
         failure = {
             "step": run.step,
@@ -337,8 +330,7 @@ class OutOfMemory(ControlHook):
         return plan
 
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:
-        """Add to the error what the user can do. `saved`: the last step was saved after the
-        error."""
+        """Add advice to the error. `saved`: the last step was saved after it."""
         if self._next is not None:
             error.add_note(
                 advice(

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from lockstep.launch.termination import Termination, preempted
 from lockstep.training.consensus import NOTHING, Request
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
+from lockstep.training.run import Run
 
 
 @dataclass(eq=False)
 class Preemption(ControlHook):
-    """Asks all ranks to save and to end; raises `Preempted` once they have, or `Interrupted` after
-    Ctrl-C."""
+    """Asks all ranks to save and end; then raises `Preempted`, or `Interrupted` after Ctrl-C."""
 
     termination: Termination
     stop_at: float | None  # the time at which the run ends, in seconds since 1970

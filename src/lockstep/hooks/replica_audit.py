@@ -1,5 +1,5 @@
-"""The hook that compares checksums of the replicas, and so finds flipped bits and changed models.
-It compares the state of users' hooks too, which is alike on all ranks."""
+"""The hook that compares replicas by checksums, and the state of users' hooks: it finds flipped
+bits and changed models."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lockstep.base.errors import CheckpointError, DivergenceError
 from lockstep.checkpoint.json_state import encode
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.hooks.unsaved_state import UnsavedState
-from lockstep.training.hook import ControlHook, Hook, Run
+from lockstep.training.hook import ControlHook, Hook
+from lockstep.training.run import Run
 from lockstep.training.state import extra_state, state_of
 
 _WORD_BYTES = 8
 _MIX = 0x9E3779B97F4A7C15 - 2**64
-"""An odd number, so that the combined checksum depends on every tensor's, and on their order."""
+"""Odd, so that the combined checksum depends on each tensor and on their order."""
 
 
 class ReplicaAudit(ControlHook):
-    """Compares the replicas: the ranks whose positions on the mesh differ on the `replicate` axis
-    only."""
+    """Compares replicas: ranks that differ in their position on the `replicate` axis only."""
 
     def __init__(self, *, every: int, hooks: Sequence[Hook]) -> None:
-        """`every`: steps from one comparison to the next; 0: never. `hooks`: the user's."""
+        """`every`: steps between comparisons; 0: never. `hooks`: the user's."""
         self._every = every
         self._unsaved = UnsavedState(hooks)
         self._agreed = 0  # steps done at the last comparison
@@ -43,9 +43,8 @@ class ReplicaAudit(ControlHook):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Compare now, if not yet done after this step. Every rank calls it. Raises
-        `DivergenceError` on all if any replicas differ, `CheckpointError` if the state of a hook
-        does."""
+        """Compare, unless that was done after this step. Every rank calls it, and raises
+        `DivergenceError` if replicas differ, `CheckpointError` if a hook's state does."""
         self._unsaved.tell(run)
         mesh = run.context.mesh
         for module in run.modules:
@@ -69,7 +68,7 @@ class ReplicaAudit(ControlHook):
     def _message(
         self, step: int, mesh: Mesh, names: Sequence[str], sums: Tensor, differs: bool
     ) -> str:
-        """The same words on every rank."""
+        """Return the same words on every rank."""
         replicas = mesh.axis("replicate")
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
         ranks = replicas.gather_values(mesh.world.rank)
@@ -86,8 +85,7 @@ class ReplicaAudit(ControlHook):
 
 
 def _checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the checksum of each, on the CPU, where optimizers keep some of their state, such as
-    the step."""
+    """Return each checksum on the CPU."""
     sums = [checksum(tensor) for tensor in tensors]
     found = torch.empty(len(sums), dtype=torch.int64)
     for device in {each.device for each in sums}:
@@ -97,8 +95,7 @@ def _checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _compare_hooks(run: Run) -> None:
-    """Compare the states of the users' hooks, of what the session was told to include, and extra
-    states of modules."""
+    """Compare the states of users' hooks, included objects and modules' extra states."""
     others: dict[str, Callable[[], Any]] = {
         name: other.state_dict for name, other in run.stateful.items() if other is not run
     }
@@ -126,8 +123,7 @@ def _compare_hooks(run: Run) -> None:
 
 
 def _digest(name: str, read: Callable[[], Any]) -> str:
-    """Return a hash of all that is not sharded; empty for a state that cannot be saved: the save
-    says why."""
+    """Hash all that is not sharded; "" for a state that cannot be saved, as the save says."""
     tensors: dict[str, Tensor] = {}
     try:
         encoded = encode(read(), name, tensors)
@@ -139,8 +135,8 @@ def _digest(name: str, read: Callable[[], Any]) -> str:
 
 
 def difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
-    """Name the ranks that differ from the majority, and the first tensor. `sums`: rank -> checksum
-    of each tensor. Empty if all agree."""
+    """Name the ranks that differ from the majority, and the first tensor; "" if all agree. `sums`:
+    rank -> checksum of each tensor."""
     for place, name in enumerate(names):
         counts = Counter(row[place] for row in sums.values())
         if len(counts) == 1:
@@ -161,8 +157,7 @@ def difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bytes, read as 64-bit numbers (single bytes at the end): a scalar on
-    the same device."""
+    """Sum a tensor's bytes as 64-bit numbers, on its device."""
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     whole = raw.numel() // _WORD_BYTES * _WORD_BYTES
     words = (

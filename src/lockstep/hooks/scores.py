@@ -1,4 +1,4 @@
-"""The value of `Saving.best` for each checkpoint of a run, and the best one so far."""
+"""The value of `Saving.best` for each checkpoint, and the best so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, Unrea
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.comm.world import World
 from lockstep.saving import Best, Saving
-from lockstep.training.hook import Run
+from lockstep.training.run import Run
 
 
 @dataclass(slots=True)
@@ -23,8 +23,8 @@ class Scores:
     by_name: dict[CheckpointName, float] = field(default_factory=dict)
 
     def now(self, run: Run) -> float | None:
-        """Return the value that was measured after the latest step; None if none was. Raises
-        `RecipeError` if no evaluation has the metric."""
+        """Return the value after the latest step, if any. Raises `RecipeError` if no evaluation has
+        the metric."""
         metric = self.saving.best
         return (
             None
@@ -33,7 +33,7 @@ class Scores:
         )
 
     def improves(self, value: float) -> bool:
-        """True if `value` is better than that of every checkpoint."""
+        """True if `value` is better than every checkpoint's."""
         name = self.best_checkpoint()
         return self.saving.improves(value, None if name is None else self.by_name[name])
 
@@ -46,8 +46,8 @@ class Scores:
         return best
 
     def best(self, run: Run, folder: Storage) -> Best | None:
-        """Return the best evaluation so far, that after the latest step included; None if there is
-        none. `folder`: that of the checkpoints."""
+        """Return the best evaluation so far, the latest step's included. `folder`: of the
+        checkpoints."""
         metric, value, name = self.saving.best, self.now(run), self.best_checkpoint()
         if metric is not None and value is not None and self.improves(value):
             return Best(
@@ -68,8 +68,7 @@ class Scores:
         )
 
     def note(self, name: CheckpointName, run: Run) -> dict[str, Any] | None:
-        """Note the latest step's value as that of its checkpoint. Returns what the checkpoint
-        records of it."""
+        """Note the latest step's value for its checkpoint. Returns what the checkpoint records."""
         value = self.now(run)
         if value is None:
             return None
@@ -77,8 +76,7 @@ class Scores:
         return {"metric": self.saving.best, "mode": self.saving.mode, "value": value}
 
     def read(self, folder: Storage, names: Sequence[CheckpointName], world: World) -> None:
-        """Read the values of the existing checkpoints on rank 0, for all ranks. Every rank calls
-        it."""
+        """Read the values of existing checkpoints. Every rank calls it."""
         if self.saving.best is None:
             return
         found = []

@@ -1,9 +1,8 @@
-"""The hook that finds stragglers by an all-gather of each rank's times at logging steps, and writes
+"""The hook that finds stragglers: at logging steps it gathers each rank's times, and writes
 `ranks.jsonl`.
 
-With `assignment=measured` the same all-gather brings every rank's seconds for a microbatch, and the
-last step that it has requested from its loader: all ranks compute the same new assignment from
-them, for the step after that.
+With `assignment=measured` it also gathers each rank's seconds for a microbatch and the last step
+requested from its loader. From these, all ranks compute the same new assignment for later steps.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from lockstep.base.system import peak_memory_bytes
 from lockstep.comm.wait_times import count_torch_waits
 from lockstep.logging.metrics import drop_rows_after
 from lockstep.logging.phases import StreamTimes
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.microbatches import Microbatches
+from lockstep.training.run import Run
 
 PARTS = ("data", "compute", "hooks")
-"""The parts of a step that a rank does by itself. Collectives take as long as the slowest rank
-makes them."""
+"""Parts of a step without waits for other ranks."""
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
 _COLUMNS = (
@@ -47,8 +46,7 @@ _COLUMNS = (
 )
 _OF_MICROBATCHES = ("data", "compute")
 MEDIAN_OF = 16
-"""Steps over whose median a rank's seconds for a microbatch are taken; on a GPU, times between two
-all-gathers."""
+"""Steps (on a GPU: exchanges) in the median of a microbatch's seconds."""
 MIN_MEDIAN_OF = 3
 SLOWDOWN = 1.15  # A rank is a straggler if its own work takes this many times that of the others
 MIN_SECONDS = 10.0
@@ -56,16 +54,14 @@ MIN_WINDOWS = 3  # ranks are compared over at least so many seconds and windows
 # Shortest time between two all-gathers. If logging steps come faster, some are skipped.
 EXCHANGE_SECONDS = 0.2
 _RANKS_AT_ONCE = 256
-"""With n times as many ranks, all-gathers are n times rarer, so that their cost for each step stays
-the same."""
+"""With n times as many ranks, exchanges are n times rarer."""
 
 # (parts, ranks): seconds a step, between two logging steps, in the order of `PARTS`
 Times = NDArray[np.float64]
 
 
 class Stragglers(ControlHook):
-    """Measures where each rank's time goes, writes `ranks.jsonl`, and names ranks that have become
-    slow."""
+    """Measures each rank's times, writes `ranks.jsonl`, and names slow ranks."""
 
     def __init__(self) -> None:
         self._memory_bytes = 0.0
@@ -87,7 +83,7 @@ class Stragglers(ControlHook):
         self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
         self._finder = StragglerFinder(stages)
         self._interval = self._remaining = -(-context.world.size // _RANKS_AT_ONCE)
-        """Logging steps from one exchange to the next; `_remaining`: until the next exchange."""
+        """Logging steps between exchanges, and until the next."""
         self._path = context.run_dir / "ranks.jsonl"
 
     def before_steps(self, run: Run) -> None:
@@ -120,7 +116,7 @@ class Stragglers(ControlHook):
         self._pace.restart()
 
     def _exchange(self, run: Run) -> None:
-        """All-gather the ranks' times. Every rank calls it."""
+        """Gather the ranks' times. Every rank calls it."""
         world, source = run.context.world, run.source
         assert source is not None, "a step has begun"
         if self._phases.stream is not None:
@@ -155,7 +151,7 @@ class Stragglers(ControlHook):
         self._memory_bytes = float(columns["memory"].max())
 
     def _parts(self) -> list[float]:
-        """Seconds since the last exchange in data, compute and hooks, all without waits; and in
+        """Return seconds since the last exchange: data, compute and hooks without waits, and
         communication."""
         totals, waits = self._times()
         own = [self._own(*names) for names in (("data",), _OF_COMPUTE, _OF_HOOKS)]
@@ -165,7 +161,7 @@ class Stragglers(ControlHook):
         return [*own, totals["exchange"] - self._spent.get("exchange", 0.0) + waited]
 
     def _own(self, *names: str) -> float:
-        """Seconds since the last exchange in these phases, without waits."""
+        """Return seconds of these phases since the last exchange, without waits."""
         totals, waits = self._times()
         return sum(
             totals[name] - self._spent.get(name, 0.0) - waits[name] + self._waited.get(name, 0.0)
@@ -173,8 +169,7 @@ class Stragglers(ControlHook):
         )
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-        """Total seconds of each phase, and of its waits for other ranks. On a GPU such waits are
-        phases themselves."""
+        """Return each phase's seconds, and its waits for ranks; on a GPU waits are phases."""
         stream = self._phases.stream
         return (
             (self._phases.totals, self._phases.waited)
@@ -185,8 +180,7 @@ class Stragglers(ControlHook):
     def _report(
         self, run: Run, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float
     ) -> None:
-        """Name ranks that have become slow, by time per microbatch, since ranks may compute
-        different numbers."""
+        """Name ranks that have become slow, by time per microbatch."""
         assert self._finder is not None, "on_start has made it"
         microbatches = columns["microbatches"]
         scale = np.where(microbatches > 0, microbatches.mean() / np.maximum(microbatches, 1.0), 1.0)
@@ -211,31 +205,31 @@ class Stragglers(ControlHook):
 
 
 class MicrobatchPace:
-    """The seconds that a microbatch takes on this rank, as the median over the last steps."""
+    """The median seconds of a microbatch on this rank."""
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=MEDIAN_OF)
         self.restart()
 
     def restart(self) -> None:
-        """Let the totals begin at 0 again."""
+        """Begin the totals at 0."""
         self._before = 0.0
 
     def add(self, seconds: float, microbatches: int) -> None:
-        """Note the work on so many microbatches. `seconds`: the total since the restart."""
+        """Note the work on so many microbatches. `seconds`: since the restart."""
         if microbatches:
             self._latest.append((seconds - self._before) / microbatches)
         self._before = seconds
 
     def seconds(self) -> float:
-        """Return the median; NaN before there are enough steps for one."""
+        """Return the median; NaN before there are enough steps."""
         return statistics.median(self._latest) if len(self._latest) >= MIN_MEDIAN_OF else math.nan
 
 
 def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, requested: int) -> None:
-    """Give each rank as many microbatches as it is fast, if steps become shorter. Every rank calls
-    it with the same `seconds`, of each rank for one microbatch. `requested`: the last step that any
-    rank has requested."""
+    """Deal microbatches by speed if steps become shorter. Every rank calls it with the same
+    arguments. `seconds`: each rank's for a microbatch. `requested`: the last step that any rank has
+    requested."""
     batching, first = source.batching, requested + 1
     count = batching.max_microbatches
     found = batching.mesh.assignment.at_speeds(seconds, count)
@@ -251,7 +245,7 @@ def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, reques
 
 
 def next_interval(seconds: float, *, before: int, ranks: int) -> int:
-    """Logging steps until the next exchange. `seconds`: from one logging step to the next."""
+    """Return the logging steps until the next exchange. `seconds`: of the last such step."""
     # One value says little: the first step, and a step that saves, take longer. So the interval at
     # most doubles.
     wanted = EXCHANGE_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
@@ -259,8 +253,7 @@ def next_interval(seconds: float, *, before: int, ranks: int) -> int:
 
 
 def peak_bytes(device: torch.device) -> float:
-    """The peak memory of this process: on its GPU, or if it has none, on the host; NaN if it is not
-    known."""
+    """Return this process's peak memory, on its GPU if it has one; NaN if unknown."""
     on_device = accelerator.peak_bytes(device)
     return on_device if on_device is not None else peak_memory_bytes()
 
@@ -274,17 +267,17 @@ class Straggler(NamedTuple):
 
 
 class StragglerFinder:
-    """Finds the stragglers of a run, window by window."""
+    """Finds stragglers, window by window."""
 
     def __init__(self, peers: Sequence[int]) -> None:
-        """`peers`: a number for each rank; ranks with the same number do the same work."""
+        """`peers`: a number for each rank; equal ones do the same work."""
         self._peers = peers
         self._windows: deque[tuple[float, Times]] = deque()
         self._reported: set[tuple[int, str]] = set()
 
     def add(self, times: Times, seconds: float) -> list[Straggler]:
-        """Add a window that lasted `seconds`. Returns the new stragglers: one is returned again for
-        the same part only after it was not slow in between."""
+        """Add a window of `seconds`. Returns new stragglers; one that was reported is new again
+        after it was not slow."""
         self._windows.append((seconds, times))
         lengths = [seconds for seconds, _ in self._windows]
         if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:
@@ -303,8 +296,7 @@ class StragglerFinder:
 
 
 def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
-    """The ranks whose own work takes longer than that of others with the same number in `peers`.
-    Takes O(n log n)."""
+    """Return the ranks whose own work takes longer than their peers'. O(n log n)."""
     found = []
     for peer in sorted(set(peers)):
         ranks = np.flatnonzero(np.asarray(peers) == peer)
@@ -330,7 +322,7 @@ def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
 
 
 def _medians_of_the_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each of two or more values, the median of all others."""
+    """Return the median of all other values for each of two or more."""
     order = np.argsort(values)
     positions = np.empty_like(order)
     positions[order] = np.arange(len(values))

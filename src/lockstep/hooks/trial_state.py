@@ -1,4 +1,4 @@
-"""The state that a forward leaves in modules' attributes and buffers, restored after a trial."""
+"""State that a forward leaves in attributes and buffers, restored after a trial."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lockstep.base.torch_private import MODULE_ATTRIBUTES, own_buffers
 
 @contextmanager
 def restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Restore, on leaving, the values of each dict: which objects they are, and the contents of
-    tensors, lists, dicts, sets and deques."""
+    """Restore each dict's values on leaving: their identity, and the contents of tensors and
+    containers."""
     kept = [_Attributes(attributes) for attributes in dicts]
     try:
         yield
@@ -26,7 +26,7 @@ def restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 
 def attributes_of(each: object) -> Iterator[dict[str, Any]]:
-    """Yield the object's attributes; a module's and its children's, and their buffers."""
+    """Yield an object's attributes; of a module also its children's, and buffers."""
     if isinstance(each, nn.Module):
         for module in each.modules():
             yield from (vars(module), own_buffers(module))
@@ -35,8 +35,6 @@ def attributes_of(each: object) -> Iterator[dict[str, Any]]:
 
 
 class _Attributes:
-    """The values of one dict, as they were."""
-
     def __init__(self, attributes: dict[str, Any]) -> None:
         self._attributes = attributes
         self._values = dict(attributes)

@@ -1,4 +1,4 @@
-"""Finds what users' hooks, modules and optimizers change, and no checkpoint holds."""
+"""Find what users' hooks, modules and optimizers change, and no checkpoint holds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tree_leaves, version
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
 from lockstep.training.optim.optimizer_state import has_own_pair
+from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 from lockstep.training.state import Stateful
 
@@ -18,12 +19,11 @@ from lockstep.training.state import Stateful
 Versions = dict[str, list[Any]]
 
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES | {"state", "param_groups"}
-"""Attributes of modules and optimizers that are saved, or watched elsewhere."""
+"""Attributes that are saved, or watched elsewhere."""
 
 
 class UnsavedState:
-    """Names, once, the attributes of hooks without a state_dict, of modules and of optimizers that
-    have changed."""
+    """Names, once, changed attributes of modules, optimizers and hooks without a state_dict."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = [hook for hook in hooks if not isinstance(hook, Stateful)]
@@ -77,8 +77,8 @@ class UnsavedState:
 
 
 def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
-    """Yield the modules whose extra state is not saved, and the optimizers without a pair of their
-    own, with a name."""
+    """Yield, by name, modules whose extra state is not saved, and optimizers without their own
+    pair."""
     for module in run.modules:
         for name, part in module.model.named_modules():
             if type(part).get_extra_state is nn.Module.get_extra_state:
@@ -89,7 +89,6 @@ def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
 
 
 def _versions(owner: nn.Module | Optimizer, models: set[int]) -> Versions:
-    """Return the versions of the tensors, numbers and texts among the owner's attributes."""
     return {
         name: _marks(value, models) for name, value in vars(owner).items() if name not in _SAVED
     }
@@ -107,7 +106,7 @@ def _marks(value: Any, models: set[int]) -> list[Any]:
 
 
 def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
-    """Return the versions of the hook's tensors, those of the models left out."""
+    """Return the versions of the hook's own tensors."""
     found = {
         name: [
             (id(tensor), version(tensor))

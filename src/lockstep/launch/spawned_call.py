@@ -4,7 +4,6 @@ not import torch."""
 from __future__ import annotations
 
 import atexit
-import gc
 import multiprocessing.util
 import os
 import pickle
@@ -17,6 +16,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.garbage import freeze_for_good
 from lockstep.base.notebook import WholeLines, is_notebook
 from lockstep.base.system import signals
 from lockstep.launch import worker
@@ -59,7 +59,7 @@ def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
     through `result`."""
     if forked:
         forget_parent()
-        gc.freeze()
+        freeze_for_good()
         seed_workers_generators()
         # A fork has none of OpenMP's other threads, and would hang waiting for them.
         sys.modules["torch"].set_num_threads(1)

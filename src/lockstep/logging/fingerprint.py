@@ -1,5 +1,4 @@
-"""The fingerprint of a model: a hash of its state dict, the same for two models exactly if all bits
-are the same."""
+"""The fingerprint of a model: equal exactly if all bits of its state dict are."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def _records(state: Mapping[str, Any]) -> Iterator[TensorRecord]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the elements in row-major order, as contiguous 1-d tensors of at most `_PIECE_BYTES`
-    each."""
+    """Yield the elements in row-major order, as contiguous 1-d tensors of up to `_PIECE_BYTES`."""
     count, limit = tensor.numel(), _PIECE_BYTES // tensor.element_size()
     if count <= limit:
         yield tensor.reshape(-1).contiguous()
@@ -91,8 +89,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _bytes(piece: Tensor) -> memoryview:
-    """Return the elements of a contiguous 1-d tensor as little-endian bytes; a copy on big-endian
-    machines only."""
+    """Return a contiguous 1-d tensor's little-endian bytes."""
     width = piece.element_size() // (2 if piece.is_complex() else 1)
     # A contiguous tensor of one element may have any stride. `view` accepts stride 1 alone.
     array = piece.cpu().as_strided(piece.shape, (1,)).view(torch.uint8).numpy()

@@ -1,5 +1,5 @@
-"""The byte format that a fingerprint hashes; `lockstep.logging.fingerprint` documents it. Does not
-import torch."""
+"""The byte format that a fingerprint hashes; see `lockstep.logging.fingerprint`. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ class TensorRecord:
     shape: tuple[int, ...]
     size_bytes: int
     data: Iterable[bytes | memoryview]
-    """Row-major, little-endian elements, in any number of parts of `size_bytes` in total."""
+    """Row-major, little-endian elements in any number of parts."""
 
 
 def digest(records: Iterable[TensorRecord]) -> str:
-    """Return the fingerprint, 64 hexadecimal digits. `records`: sorted by the names' UTF-8
-    bytes."""
+    """Return the fingerprint. `records`: sorted by the names' UTF-8 bytes."""
     hasher = hashlib.sha256(usedforsecurity=False)
     for record in records:
         for text in (record.name.encode(), record.dtype.encode()):

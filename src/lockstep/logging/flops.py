@@ -1,9 +1,7 @@
-"""Model FLOPs utilisation (MFU): the FLOP/s that a model needs, as a share of its GPU's peak
-FLOP/s.
+"""Model FLOPs utilisation (MFU): the model's FLOP/s as a share of its GPU's peak.
 
-As defined by Chowdhery et al. (PaLM, 2022, appendix B), recomputation for activation checkpointing
-does not count. Only the forward is counted, by torch's FlopCounterMode (matrix products,
-convolutions, attention). A backward is assumed to have twice as many operations.
+As in PaLM (Chowdhery et al., 2022, appendix B), recomputation does not count. Torch's
+FlopCounterMode counts the forward; a backward has twice as many.
 """
 
 from __future__ import annotations
@@ -36,13 +34,12 @@ _PEAKS = {
     "RTX 3090": 71e12,
     "MI300X": 1307.4e12,
 }
-"""Peak FLOP/s of dense bf16 and fp16 matrix products with fp32 accumulation, from the vendors' data
-sheets. The keys are words of the device's name. The first key that matches counts."""
+"""Peak FLOP/s of dense bf16 and fp16 products with fp32 accumulation, from data sheets, by words of
+the device's name; the first match counts."""
 
 
 def peak(device_name: str, precision: Precision) -> float | None:
-    """Return the peak FLOP/s of one device. None if unknown: for a device not listed above, and for
-    fp32."""
+    """Return one device's peak FLOP/s; None if unknown, and for fp32."""
     words = set(re.split(r"[\s-]+", device_name))
     return (
         None
@@ -52,22 +49,21 @@ def peak(device_name: str, precision: Precision) -> float | None:
 
 
 def peak_of(device: torch.device, precision: Precision) -> float | None:
-    """Return the peak FLOP/s of `device`. None if unknown."""
+    """Return the peak FLOP/s of `device`; None if unknown."""
     name = accelerator.name(device)
     return None if name is None else peak(name, precision)
 
 
 class Flops:
-    """The FLOPs of a model's forward, counted in the first microbatch."""
+    """FLOPs of a model's forward, counted in the first microbatch."""
 
     def __init__(self, model: nn.Module, peak: float | None) -> None:
-        """`peak`: FLOP/s. If None, or if the model is compiled and hides its operations, nothing is
-        counted."""
+        """`peak`: FLOP/s; without it, or if the model is compiled, nothing is counted."""
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 
     def counting(self, samples: int) -> AbstractContextManager[None]:
-        """Run the forward of a microbatch of `samples` in this context."""
+        """Run the forward of `samples` samples in this context."""
         return (
             nullcontext()
             if self._peak is None or self._forward is not None
@@ -83,15 +79,15 @@ class Flops:
         self._forward = counter.get_total_flops() / samples
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
-        """Return the MFU, from 0 to 1. None if nothing was counted. `devices`: those that compute
-        these samples."""
+        """Return the MFU, from 0 to 1; None if nothing was counted. `devices`: that compute these
+        samples."""
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return True if any module of the model is compiled by torch.compile."""
+    """True if torch.compile compiles any module of the model."""
     return any(
         is_compiled_in_place(module) or has_compiled_forward(module) for module in model.modules()
     )

@@ -16,24 +16,21 @@ from typing import Any, Protocol
 from lockstep.base.errors import UserError
 
 CLOSE_TIMEOUT_SECONDS = 60.0
-"""Longest time that a run waits for its loggers at its end."""
+"""A run waits so long for its loggers at its end."""
 
 
 class Logger(Protocol):
-    """A service that takes metrics. It is called on rank 0 alone, in a thread of its own. If a
-    method raises, training continues with one warning, and the logger is not called again."""
+    """A service that takes metrics, called on rank 0 in its own thread. If a method raises,
+    training goes on with one warning and without the logger."""
 
     def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        """Called before the first step, also of a resumed run. `config`: the contents of
-        run.json."""
+        """Called before the first step, also of a resumed run. `config`: run.json."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Called for each line of metrics.jsonl, without values that are not finite. `step`:
-        optimizer steps done."""
+        """Called for each line of metrics.jsonl, with finite values. `step`: steps done."""
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        """Called after the run. `result`: the contents of result.json; None if the run failed or
-        was preempted."""
+        """Called after the run. `result`: result.json; None if the run failed or was preempted."""
 
 
 class WandB:
@@ -123,13 +120,13 @@ class MLflow:
 
 
 class Loggers:
-    """A thread that calls the loggers, so that training does not wait for a service. Created on one
-    rank; close it."""
+    """A thread that calls the loggers, so that training does not wait. Made on one rank; close
+    it."""
 
     def __init__(
         self, loggers: Sequence[Logger], run_dir: Path, warn: Callable[[str], None]
     ) -> None:
-        """`warn`: called in that thread with the reason why a logger is dropped."""
+        """`warn`: called in that thread when a logger is dropped."""
         self._live = list(loggers)
         self._run_dir = run_dir
         self._warn = warn
@@ -146,11 +143,11 @@ class Loggers:
         self._calls.put(lambda logger: logger.log(step, finite))
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """Record the run's result, which `close` passes to the loggers."""
+        """Note the result, which `close` passes on."""
         self._result = result
 
     def close(self) -> None:
-        """Wait for the loggers to finish, for `CLOSE_TIMEOUT_SECONDS` at most."""
+        """Wait for the loggers, up to `CLOSE_TIMEOUT_SECONDS`."""
         result = self._result
         self._calls.put(lambda logger: logger.end(result))
         self._calls.put(None)
@@ -184,7 +181,7 @@ def _check_installed(module: str, extra: str) -> None:
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the fields of nested mappings by their paths, such as `recipe.global_batch`."""
+    """Return nested fields by path, such as `recipe.global_batch`."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         found |= (

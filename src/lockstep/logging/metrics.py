@@ -1,5 +1,4 @@
-"""The metrics of a run: `metrics.jsonl`, one JSON object per line, and the same numbers as
-TensorBoard events."""
+"""The metrics of a run: `metrics.jsonl`, and the same numbers for TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,16 +17,14 @@ from lockstep.base.foreign_files import MOST_BYTES, lines_below
 from lockstep.logging.tensorboard_file import TensorBoardFile
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
-"""Keys of every line of `metrics.jsonl` besides the metrics. No metric may have one of these
-names."""
+"""Keys of every line beside the metrics, whose names they cannot be."""
 
 _FLUSH_SECONDS = 1.0
 
 
 class MetricsLog(Closing):
-    """A log in `metrics.jsonl` and a TensorBoard event file in the folder `path`. Created on one
-    rank; close it. `write` flushes at most once a second; `flush` and `close` always do. `clock`
-    returns seconds since 1970."""
+    """Writes `metrics.jsonl` and a TensorBoard file in the folder `path`. Made on one rank; close
+    it. `write` flushes at most once a second. `clock`: seconds since 1970."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -37,9 +34,8 @@ class MetricsLog(Closing):
         self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a row of numbers or scalar CPU tensors; NaN and infinity become null, and are named
-        in `not_finite`. Raises `DataError` for a value that is not a number, and for a name of
-        `RESERVED_NAMES`."""
+        """Write a row; NaN and infinity become null and are named in `not_finite`. Raises
+        `DataError` for a value that is no number, and for a reserved name."""
         now = self._clock()
         self._waiting.append((step, now, _numbers(values)))
         if abs(now - self._flushed) >= _FLUSH_SECONDS:
@@ -47,8 +43,7 @@ class MetricsLog(Closing):
             self.flush()
 
     def resume(self, step: int) -> None:
-        """Remove the rows of steps after `step`, which will be repeated. Call it before the first
-        `write`."""
+        """Remove rows after `step`, which will be repeated. Called before the first `write`."""
         name = Path(self._rows.name)
         self._rows.close()
         drop_rows_after(step, name)
@@ -56,7 +51,7 @@ class MetricsLog(Closing):
         self._events.resume(step, self._clock())
 
     def flush(self) -> None:
-        """Write all rows to the files, so that other processes can read them."""
+        """Write all rows to the files."""
         waiting, self._waiting = self._waiting, []
         try:
             # formatted here, in a batch: this takes half as long as within each step
@@ -71,7 +66,7 @@ class MetricsLog(Closing):
             raise cannot_write(self._rows.name, error) from error
 
     def close(self) -> None:
-        """Flush and close the files. A second call does nothing."""
+        """Flush and close. A second call does nothing."""
         if not self._rows.closed:
             self.flush()
         self._rows.close()
@@ -80,7 +75,7 @@ class MetricsLog(Closing):
 
 
 def drop_rows_after(step: int, path: Path) -> None:
-    """Remove the lines of steps after `step`, and incomplete lines, from a file of JSON lines."""
+    """Remove lines after `step`, and incomplete ones, from a file of JSON lines."""
     kept = [
         line.rstrip("\n")
         for line in lines_below(path.parent, path.name, MOST_BYTES)
@@ -90,8 +85,7 @@ def drop_rows_after(step: int, path: Path) -> None:
 
 
 def _is_up_to(step: int, line: str) -> bool:
-    """Return True if the line is a row of one of the first `step` steps. An incomplete line, from a
-    crash, is not."""
+    """True for a whole row of one of the first `step` steps."""
     try:
         return bool(json.loads(line)["step"] <= step)
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -122,8 +116,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return the metric as a float. Raises `DataError` if it is neither a number nor a scalar
-    tensor."""
+    """Return a metric as a float. Raises `DataError` unless it is a number or a scalar tensor."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The phases of a rank's work: the current one, its usual duration, and each one's total time."""
+"""The phases of a rank's work: the current one, usual durations, totals."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from lockstep.comm.wait_times import waits
 T = TypeVar("T")
 WAITING_FOR_DEVICE = "waiting for the device"
 _MAX_EVENTS = 256
-"""From so many timed events on, those that the GPU has passed are used again."""
+"""With more events, those that the GPU has passed are used again."""
 FADES = 0.95
-"""Factor by which the longest duration of a phase fades each time that the phase ends."""
+"""Factor by which the longest duration fades each time that a phase ends."""
 
 
 @dataclass(slots=True)
 class _PhaseSeconds:
-    """The times of one phase."""
-
     total: float = 0.0
     waited: float = 0.0
     usual: float = 0.0
@@ -32,8 +30,7 @@ class _PhaseSeconds:
 
 
 class StreamTimes:
-    """Times of the GPU's stream that a rank computes on, by phase: the host only queues work, and
-    is ahead of it."""
+    """Times of a rank's GPU stream by phase: the host only queues work, ahead of it."""
 
     def __init__(self, create_event: Callable[[], torch.Event]) -> None:
         self._create_event = create_event
@@ -42,7 +39,7 @@ class StreamTimes:
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, name: str) -> None:
-        """Begin a phase of the work that is queued from now on."""
+        """Begin a phase of the work queued from now on."""
         event = self._spare.pop() if self._spare else self._create_event()
         event.record()
         self._events.append((name, event))
@@ -50,7 +47,7 @@ class StreamTimes:
             self._add_first()
 
     def totals(self) -> defaultdict[str, float]:
-        """Return the seconds of each phase. Waits until the GPU has reached the present phase."""
+        """Return each phase's seconds, once the GPU has reached the present phase."""
         if self._events:
             self._events[-1][1].synchronize()
             while len(self._events) > 1:
@@ -58,14 +55,14 @@ class StreamTimes:
         return self._totals
 
     def _add_first(self) -> None:
-        """Add the first phase, which the GPU has ended, to the totals."""
+        """Add the first phase, which has ended, to the totals."""
         name, began = self._events.popleft()
         self._totals[name] += began.elapsed_time(self._events[0][1]) / 1e3
         self._spare.append(began)
 
 
 class Phases:
-    """The phases of one rank. The training thread enters them; any thread may read."""
+    """The phases of one rank. The training thread enters them; any thread reads."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -74,15 +71,15 @@ class Phases:
         self.since = clock()
         self._waited_before = waits.seconds
         self.log: list[tuple[str, float, float]] | None = None
-        """(name, start, stop) of each phase that has ended; None: not recorded."""
+        """(name, start, stop) of ended phases; None: not recorded."""
         self.stream: StreamTimes | None = None
-        """The times of the GPU's stream; None on a CPU."""
+        """None on a CPU."""
         self._current = _PhaseSeconds()
         self._by_phase = {self.name: self._current}
 
     def enter(self, name: str, *, interrupts: bool = False, on_stream: bool = True) -> str:
-        """Enter another phase. Returns the one before. `interrupts`: that one has not ended, and is
-        entered again. `on_stream`: False for a phase of the host alone."""
+        """Enter another phase. Returns the one before. `interrupts`: that one goes on later.
+        `on_stream`: False for the host alone."""
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took
@@ -103,8 +100,7 @@ class Phases:
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """A phase of the host, which interrupts the present one, while its device works on what is
-        queued."""
+        """Enter a phase of the host while its device works on what is queued."""
         before = self.enter(WAITING_FOR_DEVICE, interrupts=True, on_stream=False)
         try:
             yield
@@ -112,8 +108,7 @@ class Phases:
             self.enter(before, on_stream=False)
 
     def during(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items. The wait for each is a phase `name`, which interrupts the present
-        one."""
+        """Yield the items. Waits for them are a phase `name`, which interrupts the present one."""
         iterator = iter(items)
         while True:
             before = self.enter(name, interrupts=True)
@@ -127,24 +122,24 @@ class Phases:
 
     @property
     def totals(self) -> defaultdict[str, float]:
-        """Seconds of each phase in all."""
+        """Seconds of each phase."""
         return defaultdict(
             float, {name: taken.total for name, taken in list(self._by_phase.items())}
         )
 
     @property
     def waited(self) -> defaultdict[str, float]:
-        """Seconds of each phase that were waits for other ranks."""
+        """Seconds of each phase's waits for other ranks."""
         return defaultdict(
             float, {name: taken.waited for name, taken in list(self._by_phase.items())}
         )
 
     def usual(self, name: str) -> float | None:
-        """Return the longest recent duration in seconds. None if the phase has not ended yet."""
+        """Return the longest recent seconds; None if the phase has never ended."""
         taken = self._by_phase.get(name)
         return taken.usual if taken is not None and taken.has_ended else None
 
     @property
     def seconds(self) -> float:
-        """Seconds since the present phase began."""
+        """Seconds of the present phase."""
         return self._clock() - self.since

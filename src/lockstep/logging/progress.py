@@ -1,5 +1,4 @@
-"""The progress display of a run: one live line on a terminal or in a notebook, otherwise occasional
-lines of text."""
+"""The progress display: one live line on a terminal or in a notebook, else occasional lines."""
 
 from __future__ import annotations
 
@@ -20,22 +19,20 @@ if TYPE_CHECKING:
 _Latest = tuple[float | None, float | None, float | None, Mapping[str, float]]
 
 _LIVE_SECONDS = 0.1
-"""Shortest time between two refreshes of the live line."""
+"""Between two refreshes of the live line."""
 _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
-"""Without a terminal, the time between two lines: the shortest, the longest, and as a share of the
-elapsed time."""
+"""Seconds between lines without a terminal: shortest, longest, share of the elapsed time."""
 _WARM_UP_STEPS = 5
-"""Fewest steps of the first interval from which the time left is estimated."""
+"""Steps of the first interval from which the time left is estimated."""
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
 _NOTEBOOK_COLUMNS = 100
 
 
 class Progress(Closing):
-    """A progress display on `stream`. Created on one rank, just before the first step; close it. On
-    a terminal, and in a notebook, its last line is kept up to date, below other output. Otherwise
-    lines are written for the first and the last step, and every 2 seconds in between, less often in
-    long runs. There is no thread. If `stream` can no longer be written to, the display ends, not
-    the run. `total_steps` and `start` (steps done before) count optimizer steps."""
+    """A progress display on `stream`, made on one rank before the first step; close it. On a
+    terminal and in a notebook the last line is live, below other output. Elsewhere the first and
+    the last step have a line, and steps between every 2 seconds or more. No thread. If `stream`
+    breaks, the display ends, not the run. `start`: steps done before."""
 
     def __init__(
         self,
@@ -72,8 +69,7 @@ class Progress(Closing):
         samples_per_second: float | None = None,
         extra: Mapping[str, float] | None = None,
     ) -> None:
-        """Show that `step` steps are done. A narrow terminal leaves out `extra` first, then
-        `lr`."""
+        """Show that `step` steps are done. A narrow terminal drops `extra`, then `lr`."""
         now = self._clock()
         self._estimate.update(step, now)
         self._step = step
@@ -90,13 +86,13 @@ class Progress(Closing):
             self._show(self._estimate.time_left(self._total))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the results of an evaluation after `step` steps, as a line that stays."""
+        """Write the results of an evaluation, as a line that stays."""
         self._estimate.evaluation(step)
         numbers = "".join(f"  {name} {_number(value)}" for name, value in values.items())
         self.message(f"evaluation at step {step}/{self._total}{numbers}")
 
     def message(self, text: str) -> None:
-        """Write `text` as one or several lines that stay."""
+        """Write lines that stay."""
         try:
             if self._display is not None:
                 self._display.line(text)
@@ -104,8 +100,7 @@ class Progress(Closing):
             self._end()
 
     def close(self) -> None:
-        """Show the last update if it was not shown yet, and restore the terminal. A second call
-        does nothing."""
+        """Show the last update, and restore the terminal. A second call does nothing."""
         if self._has_update or (self._display is not None and self._display.is_live):
             self._show(f"after {_duration(self._clock() - self._began)}")
         self._end()
@@ -127,10 +122,9 @@ class Progress(Closing):
 
 
 class _TimeEstimate:
-    """An estimate of the time left, from the durations of steps and evaluations, which are assumed
-    to continue alike. The seconds per step are a mean in which step n has a weight proportional to
-    n. The first interval, with the warm-up, counts only until there is a second one ("~"). The
-    excess time of an interval with an evaluation is the evaluation's."""
+    """Estimates the time left, if steps and evaluations go on alike. Step n has weight n in the
+    mean. The first interval, with the warm-up, counts until there is a second ("~"). An evaluation
+    has the excess time of its interval."""
 
     def __init__(self, step: int, now: float) -> None:
         self._start = self._step = step
@@ -181,7 +175,7 @@ class _TimeEstimate:
 
 
 _LOSS, _LR, _RATE, _TIME, _EXTRA = range(5)
-"""The numbers of a line, in display order."""
+"""Numbers of a line, in display order."""
 _IMPORTANCE = {
     _LOSS: 0,
     _TIME: 0,
@@ -189,7 +183,7 @@ _IMPORTANCE = {
     _LR: _MIN_BAR_COLUMNS + 1,
     _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
 }
-"""The numbers by importance for a narrow line, and the columns that each must leave for the bar."""
+"""Numbers by importance, with the columns that each must leave for the bar."""
 
 
 def _numbers(
@@ -234,7 +228,7 @@ def _duration(seconds: float) -> str:
 
 class _Display(Protocol):
     is_live: bool
-    """True if the last status is replaced by the next one."""
+    """True if the next status replaces the last."""
 
     def status(self, step: int, total: int, parts: list[tuple[int, str]]) -> None: ...
 
@@ -261,7 +255,7 @@ class _PlainLines:
 
 
 class _Bar:
-    """The text of a live line: steps, a bar, and as many numbers as fit."""
+    """The text of a live line."""
 
     def __init__(self, width: int, encoding: str | None) -> None:
         self._done, self._left = "━─" if _encodable("━─", encoding) == "━─" else "=-"
@@ -271,7 +265,7 @@ class _Bar:
     def pieces(
         self, step: int, total: int, parts: list[tuple[int, str]], width: int
     ) -> list[tuple[str, str]]:
-        """The line in `width` columns: texts, each with its colour, "" for the usual one."""
+        """Return texts that fill `width` columns, each with its colour or ""."""
         pieces = [(f"{step:>{len(str(total))}}/{total}", "")]
         room = width - len(pieces[0][0])
         taken = []
@@ -333,8 +327,8 @@ class _LiveLine:
 
 
 class _NotebookLine:
-    """A line below a notebook's cell that a carriage return begins anew. Other output may come
-    between: the line is then repeated below it."""
+    """A line below a notebook's cell, begun anew by a carriage return, and repeated below other
+    output."""
 
     is_live = True
 
@@ -365,8 +359,7 @@ class _NotebookLine:
 
 
 def _terminal(stream: TextIO) -> Console | None:
-    """Return a console for a terminal that can redraw a line, else None. rich takes 80 ms to
-    import."""
+    """Return a console if the terminal can redraw a line. rich takes 80 ms to import."""
     if not stream.isatty():
         return None
     from rich.console import Console

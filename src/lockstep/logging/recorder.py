@@ -1,5 +1,5 @@
-"""The recorder of a run: run directory, logs, progress display. Only rank 0 writes; other ranks
-make the same calls."""
+"""The recorder of a run: directory, logs, progress. Only rank 0 writes; other ranks make the same
+calls."""
 
 from __future__ import annotations
 
@@ -45,19 +45,17 @@ ROW_NAMES = RESERVED_NAMES | {
     "memory_bytes",
     "mfu",
 }
-"""The names that the run itself writes in a line of metrics.jsonl."""
+"""Names that a run writes in each line of metrics.jsonl."""
 _runs_in_launched = 0
-"""The runs of this process in the launcher's directory and those numbered after it."""
+"""Runs of this process in the launcher's directory and those numbered after it."""
 _opened: list[Path] = []
-"""The run directories that this process has written, in order."""
+"""Run directories that this process has written."""
 _goes_through_again = False
-"""True once this process has opened a run that has ended: its script is on the way to a later
-one."""
+"""True once this process has opened an ended run, on its way to a later one."""
 
 
 class Recorder:
-    """The run directory, its logs and the progress display. Every rank makes one, at the same
-    moment."""
+    """Run directory, logs and progress display. Every rank makes one, at the same moment."""
 
     def __init__(
         self,
@@ -74,15 +72,16 @@ class Recorder:
         check_ended: Callable[[Mapping[str, Any]], None] = lambda recorded: None,
     ) -> None:
         """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another
-        machine does not have it. `launched`: the launcher's, which goes first; this process's
-        second run there is in `launched`-2, and so on. Neither: a new one in `runs`. `extend`: see
-        `RunDirectory.create`. A run that has ended is resumed at its last checkpoint if the
-        launcher has `restarted` this process, or an earlier process has gone on to another run
-        after it, or this one has resumed one before: the script, which trains several times, is on
-        its way to a later run. `check_ended`: called with run.json of a run that has ended; raises
-        `UserError` if it is another one. `again`: this process has opened the same run before.
-        `lost_holders`: processes that have written it, and whose machine is lost: rank 0 takes the
-        directory from them."""
+        machine lacks it.
+
+        `launched`: the launcher's directory, used first; this process's second run is in
+        `launched`-2, and so on. Without both: a new one in `runs`. `extend`: see
+        `RunDirectory.create`. An ended run is resumed at its last checkpoint where the script is on
+        its way to a later one: the launcher has `restarted` this process, an earlier process went
+        on after that run, or this one has passed one before. `check_ended`: called with an ended
+        run's run.json; raises `UserError` for another run. `again`: this process has opened the run
+        before. `lost_holders`: processes on lost machines, from which rank 0 takes the directory.
+        """
         global _runs_in_launched, _goes_through_again
         if launched is not None:
             _runs_in_launched += not again
@@ -120,8 +119,7 @@ class Recorder:
             self._open.close()
             raise getattr(lockstep.base.errors, failure[0])(failure[1])
         self.path = Path(path)
-        """The run directory; alike on all ranks, as is `attempt`: eight hexadecimal digits for this
-        start."""
+        """Alike on all ranks, as is `attempt`: eight hexadecimal digits for this start."""
         if self._directory is not None and _opened and not again:
             note_followed(_opened[-1], self.path)
         _opened.append(self.path)
@@ -138,7 +136,7 @@ class Recorder:
         self.is_resumed = self._directory is not None and self._directory.is_resumed
         """True on rank 0 if the directory holds a run that has not ended."""
         self.summary: dict[str, Any] = {}
-        """Recipe, seed, plan, world size and versions of the run, as JSON; empty before `start`."""
+        """Recipe, seed, plan, world size and versions as JSON; empty before `start`."""
         self._run_json: dict[str, Any] = {}
         self._first_step = 0
 
@@ -164,8 +162,8 @@ class Recorder:
         code: Mapping[str, str],
         checkpoints: str | None,
     ) -> None:
-        """Write `run.json`. `code`: digests of the recipe's functions. `checkpoints`: the folder or
-        URL of the checkpoints, if it is not the default."""
+        """Write `run.json`. `code`: digests of the recipe's functions. `checkpoints`: folder or
+        URL, unless the default."""
         environment = describe_environment(world.device)
         if self._directory is not None and self.is_resumed:
             self._compare_device(environment["device"], is_bitwise=plan.numerics == "bitwise")
@@ -198,8 +196,7 @@ class Recorder:
             self._loggers.start(self._run_json)
 
     def _compare_device(self, now: Mapping[str, str], *, is_bitwise: bool) -> None:
-        """Record that the run was on another kind of device before: its bits are not those that it
-        would have had."""
+        """Record that the run was on another kind of device, and so has other bits."""
         assert self._directory is not None
         before = (self._directory.recorded().get("environment") or {}).get("device") or {}
         changed = {
@@ -222,8 +219,7 @@ class Recorder:
     def update_chosen(
         self, recipe: Mapping[str, Any], plan: Plan, device: torch.device, auto: Mapping[str, Any]
     ) -> None:
-        """Write `run.json` again with the values chosen for `auto` in recipe and plan. `auto`: how
-        they were chosen."""
+        """Write `run.json` with the values chosen for `auto`, and how."""
         self.summary |= {"recipe": recipe, "plan": str(plan)}
         if self._directory is not None:
             self._run_json |= {
@@ -236,15 +232,14 @@ class Recorder:
             )
 
     def describe(self, recipe: Mapping[str, Any]) -> None:
-        """Write `run.json` again with what a script's own loop is known to learn once it begins."""
+        """Write `run.json` with what a script's own loop learns."""
         self.summary |= {"recipe": recipe}
         if self._directory is not None:
             self._run_json |= {"recipe": recipe}
             self._directory.write_json("run.json", self._run_json)
 
     def resume(self, step: int, checkpoints: str | None) -> None:
-        """Begin, or resume, after step `step`. `checkpoints`: where a checkpoint was looked for;
-        None: nowhere."""
+        """Begin, or resume, after `step`. `checkpoints`: where one was looked for."""
         self._first_step = step
         if self.is_resumed and not step and checkpoints is not None:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)
@@ -258,7 +253,7 @@ class Recorder:
             self._metrics.resume(step)
 
     def show(self, total_steps: int) -> None:
-        """Start the progress display if there is a stream for it."""
+        """Start the progress display if it has a stream."""
         stream = progress_stream()
         if self._directory is not None and self._progress is None and stream is not None:
             self._progress = self._open.enter_context(
@@ -266,7 +261,7 @@ class Recorder:
             )
 
     def step(self, step: int, values: Mapping[str, float], extra: Mapping[str, float]) -> None:
-        """Record a logging step. `values` has loss, lr and samples_per_second."""
+        """Record a logging step."""
         self._write(step, {**values, **extra})
         if self._progress is not None:
             self._progress.update(
@@ -305,15 +300,13 @@ class Recorder:
         return event
 
     def message(self, text: str) -> None:
-        """Show a line to the user."""
         if self._progress is not None:
             self._progress.message(text)
         elif self._directory is not None:
             say(text)
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write a safetensors file. Every rank calls it: distributed tensors are gathered, one
-        after another."""
+        """Write a safetensors file. Every rank calls it, since distributed tensors are gathered."""
         gathered = {}
         for key, value in state_dict.items():
             tensor = full_tensor(value)
@@ -324,7 +317,7 @@ class Recorder:
             self._directory.save_tensors(name, gathered)
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, which marks the run as ended, unless it exists."""
+        """Write `result.json`, which ends the run, unless it exists."""
         if self._directory is not None and not (self.path / "result.json").exists():
             self._directory.write_json("result.json", result)
             if self._loggers is not None:
@@ -335,7 +328,7 @@ class Recorder:
 
 
 class Throughput:
-    """The throughput between logging steps, without evaluations."""
+    """Throughput between logging steps, without evaluations."""
 
     def __init__(self) -> None:
         self.started = self._since = time.perf_counter()
@@ -344,15 +337,15 @@ class Throughput:
         self.total_samples = 0
 
     def count(self, samples: int, weights: Mapping[str, float] | None) -> None:
-        """Add a step. `weights`: as `Recipe.weight` counts them, by term of the loss."""
+        """Add a step. `weights`: of each loss term."""
         self._samples += samples
         self.total_samples += samples
         if weights is not None and len(weights) == 1:
             self._weight += sum(weights.values())
 
     def restart(self) -> dict[str, float]:
-        """Return the rates since the last call: samples/s, and for one weighted term its weight
-        (tokens, say) per s."""
+        """Return the rates since the last call: samples, and the weight of a single term, per
+        second."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = {"samples_per_second": self._samples / seconds}
@@ -362,7 +355,7 @@ class Throughput:
         return rates
 
     def seconds(self) -> float:
-        """Return the seconds since the start, evaluations included."""
+        """Seconds since the start."""
         return time.perf_counter() - self.started
 
     def exclude(self, seconds: float) -> None:

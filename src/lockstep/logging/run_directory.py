@@ -1,5 +1,4 @@
-"""The run directory: all files of one run. Only one run writes to it, and nothing of an earlier run
-is overwritten."""
+"""The run directory: all files of one run, written by that run alone, never overwritten."""
 
 from __future__ import annotations
 
@@ -46,9 +45,9 @@ _OTHER_FILES = ("out-of-memory.json", "output.txt", "followed-by.txt")
 _PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
 _FOLLOWED = "followed-by.txt"
-"""The directory of the training that the same script did next."""
+"""Names the directory of the script's next training."""
 Holder = dict[str, Any]
-"""JSON in that file: the process that holds the lock, and since when."""
+"""JSON: the process that holds the lock, and since when."""
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -60,17 +59,17 @@ _SAVED_DTYPES = frozenset(
 
 
 class RunDirectory(Closing):
-    """A run directory that this process alone writes to. Created on one rank, by `create`; close
-    it. A kernel lock on the file `lock`, which names the holder, ends with the holder's process."""
+    """A run directory that this process alone writes. Made on one rank by `create`; close it. A
+    kernel lock on the file `lock` ends with the process."""
 
     def __init__(self, path: Path, lock: _FileLock, *, is_resumed: bool, extends: bool) -> None:
         self.path = path
         self._lock = lock
         self._extends = extends
         self.is_resumed = is_resumed
-        """True if the directory holds the run already."""
+        """True if the directory held the run already."""
         self.has_ended = is_resumed and not extends and (path / _RESULT_FILE).exists()
-        """True if the run that it holds has ended, and is done again from its last checkpoint."""
+        """True if that run has ended, and is done again from its last checkpoint."""
 
     @classmethod
     def create(
@@ -82,12 +81,11 @@ class RunDirectory(Closing):
         reopen: bool = False,
         lost_holders: Sequence[Holder] = (),
     ) -> RunDirectory:
-        """Create the folder and claim it. `resume`: allow a run in it that has not ended. `extend`:
-        and one that has ended, whose result `keep_result` gives another name. `reopen`: and one
-        that has ended and will have the same result, or, in any case, an evaluation.
-        `lost_holders`: processes of this run on machines that it has lost, from which it takes the
-        folder. Raises `RunDirectoryError` if another run holds it, if it has files of an earlier
-        run, or if it cannot be written to."""
+        """Create the folder and claim it. `resume`: it may hold an unfinished run. `extend`: or an
+        ended one, whose result `keep_result` renames. `reopen`: or an ended one with the same
+        result, or an evaluation. `lost_holders`: processes on lost machines, from which the folder
+        is taken. Raises `RunDirectoryError` if another run holds it, has files there, or it cannot
+        be written."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -139,7 +137,7 @@ class RunDirectory(Closing):
         return cls(path, lock, is_resumed=is_resumed, extends=extends)
 
     def recorded(self) -> dict[str, Any]:
-        """Return what `run.json` says. Raises `RunDirectoryError` if it is damaged."""
+        """Return `run.json`. Raises `RunDirectoryError` if it is damaged."""
         try:
             return read_object(self.path, _RUN_FILE)
         except (OSError, ValueError) as error:
@@ -148,8 +146,7 @@ class RunDirectory(Closing):
             ) from error
 
     def keep_result(self) -> None:
-        """Give the result of a run that is extended another name. Called once it is known that the
-        run can go on."""
+        """Rename the result of an extended run, once it can go on."""
         if not self._extends:
             return
         self._extends = False
@@ -163,8 +160,7 @@ class RunDirectory(Closing):
                 )
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write JSON atomically. NaN and infinity become null, and are listed by path under
-        `not_finite`."""
+        """Write JSON. NaN and infinity become null, listed by path in `not_finite`."""
         not_finite: dict[str, str] = {}
         row = _finite(value, "", not_finite) | ({"not_finite": not_finite} if not_finite else {})
         text = json.dumps(row, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -173,8 +169,7 @@ class RunDirectory(Closing):
         write_atomically(self.path / name, text.encode(errors="surrogateescape"))
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write a safetensors file atomically, tied tensors under each name. Raises
-        `RecipeError`."""
+        """Write a safetensors file, tied tensors under each name. Raises `RecipeError`."""
         check_tensors(state_dict)
         storages: set[int] = set()
         tensors: dict[str, torch.Tensor] = {}
@@ -190,23 +185,21 @@ class RunDirectory(Closing):
 
     @property
     def is_taken(self) -> bool:
-        """True once those processes of the run that are left have taken the directory from this
-        one."""
+        """True once the run's other processes have taken the directory."""
         return self._lock.is_taken
 
     @property
     def holder(self) -> Holder | None:
-        """This process, as others see it that would write here."""
+        """This process, as others see it."""
         return self._lock.holder
 
     def close(self) -> None:
-        """Release the directory. Does nothing if called again, or in a forked child."""
+        """Release the directory; no effect if called again, or in a fork."""
         self._lock.release()
 
 
 def _check_kinds(path: Path) -> None:
-    """Raise `RunDirectoryError` if a link, or anything that is neither file nor folder, stands
-    where the run writes: it would write elsewhere, or wait."""
+    """Raise `RunDirectoryError` if anything but a file or folder is where the run writes."""
     with os.scandir(path) as entries:
         for entry in entries:
             is_folder = entry.name in _FOLDERS
@@ -234,21 +227,19 @@ def _check_kinds(path: Path) -> None:
 
 
 def note_followed(path: Path, by: Path) -> None:
-    """Note in the directory of a run that has ended that the script has gone on to train in another
-    one."""
+    """Note in an ended run's directory that its script trains in another one."""
     with suppress(OSError):  # it may be gone
         if (path / _RESULT_FILE).exists():
             write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
 
 
 def is_followed(path: Path) -> bool:
-    """True if the script that trained here has begun to train in another directory after that."""
+    """True if the script has begun another training after this one."""
     return (path / _FOLLOWED).exists()
 
 
 class _FileLock:
-    """An exclusive lock on a file, held until `release` or the end of the process. The file is
-    removed on release."""
+    """An exclusive lock on a file, which is removed on release."""
 
     _held: ClassVar[weakref.WeakSet[_FileLock]] = weakref.WeakSet()
 
@@ -259,9 +250,8 @@ class _FileLock:
 
     @classmethod
     def acquire(cls, path: Path, lost: Sequence[Holder] = ()) -> _FileLock:
-        """Raises `RunDirectoryError` if another process holds it, `OSError` if it cannot be created
-        or locked. `lost`: processes on lost machines, which may not know it yet: the file is
-        removed from under them."""
+        """Raises `RunDirectoryError` if another process holds the lock, `OSError` if that fails.
+        `lost`: from processes on these machines it is taken."""
         while True:
             descriptor = open_below(path.parent, path.name, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -285,8 +275,7 @@ class _FileLock:
 
     @property
     def is_taken(self) -> bool:
-        """True once another process has taken the lock, because this one's machine was lost for
-        it."""
+        """True once another process has taken the lock."""
         return (
             self._descriptor is not None
             and self._path.exists()
@@ -295,7 +284,6 @@ class _FileLock:
 
     @property
     def holder(self) -> Holder | None:
-        """The contents of the file."""
         return None if self._descriptor is None else _holder(self._descriptor)
 
     def release(self) -> None:
@@ -311,8 +299,7 @@ class _FileLock:
 
     @classmethod
     def _forget_in_child(cls) -> None:
-        """Close the lock in a forked child, which would otherwise hold it after its parent has
-        died."""
+        """Close the lock in a fork, which would hold it after its parent."""
         for lock in list(cls._held):
             if lock._descriptor is not None:
                 os.close(lock._descriptor)
@@ -324,7 +311,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
-    """Return True if `path` is still the file that was opened as `descriptor`."""
+    """True if `path` is still the file open as `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -332,7 +319,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> Holder | None:
-    """Return the contents of the lock file. None if no run wrote them."""
+    """Return the lock file's contents; None if no run wrote them."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         holder = parse_object(os.read(descriptor, 4096).decode())
@@ -374,7 +361,7 @@ def _in_use(descriptor: int, path: Path) -> RunDirectoryError:
 
 
 def check_tensors(state_dict: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if `state_dict` has an entry that a safetensors file cannot hold."""
+    """Raise `RecipeError` for an entry that no safetensors file holds."""
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             found = f"a {type(value).__name__}"
@@ -392,8 +379,7 @@ def check_tensors(state_dict: Mapping[str, Any]) -> None:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return the environment of a run as JSON: versions, host, CPUs, threads, command line and
-    `device`."""
+    """Return versions, host, CPUs, threads, command line and `device` as JSON."""
     return {
         "versions": {
             "lockstep": __version__,
@@ -417,12 +403,11 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def device_kind(device: torch.device) -> dict[str, str]:
-    """Return the device's name, and what else the bits that it computes depend on."""
+    """Return the device's name, and what else its bits depend on."""
     return {"name": device_name(device), **accelerator.traits(device)}
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's product name."""
     if (name := accelerator.name(device)) is not None:
         return name
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:

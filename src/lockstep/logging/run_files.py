@@ -1,8 +1,5 @@
-"""The files of a run directory, for readers who did not write them. Needs no torch.
-
-Whoever can send a folder can have written them: each is a regular file of limited size, and its
-values have the types that a run writes.
-"""
+"""Read a run directory that anybody may have written: regular files of limited size, with a run's
+types. Needs no torch."""
 
 from __future__ import annotations
 
@@ -42,21 +39,20 @@ _RESULT_KINDS = {
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """The contents of `run.json`. Raises `RunDirectoryError`."""
+    """Return `run.json`. Raises `RunDirectoryError`."""
     return _read(folder, RUN, _RUN_KINDS)
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """The contents of `result.json`; None if the run has not ended. Raises `RunDirectoryError`."""
+    """Return `result.json`; None if the run has not ended. Raises `RunDirectoryError`."""
     return _read(folder, RESULT, _RESULT_KINDS) if is_there(folder, RESULT) else None
 
 
 def read_rows(
     folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines, which all have a step. Counts invalid ones in `unreadable`, but no
-    last line without a line end: it is being written, or the run was killed while it wrote. Raises
-    `RunDirectoryError`."""
+    """Yield the valid lines, which have a step. Counts others in `unreadable`, except a last line
+    without an end. Raises `RunDirectoryError`."""
     if not is_there(folder, name):
         return
     with readable(folder / name):
@@ -73,18 +69,18 @@ def read_rows(
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """True if the folder has something of this name, even if no run wrote it."""
+    """True if something has this name, a broken link too."""
     return os.path.lexists(folder / name)
 
 
 def is_count(value: Any) -> bool:
-    """True for a number of steps as a run writes it."""
+    """True for a number of steps."""
     return type(value) is int and value >= 0 and value.bit_length() <= MOST_BITS
 
 
 @contextmanager
 def readable(what: Path | str) -> Iterator[None]:
-    """Turn any `OSError` of the block into a `RunDirectoryError`."""
+    """Turn an `OSError` into a `RunDirectoryError`."""
     try:
         yield
     except OSError as error:

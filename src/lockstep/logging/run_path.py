@@ -8,8 +8,7 @@ from pathlib import Path
 
 
 def default_run_path(script: str | None, now: datetime) -> Path:
-    """Return `runs/<script>-<date>-<time>`, with -2, -3, ... if it exists; `run` if `script` is no
-    file."""
+    """Return `runs/<script>-<date>-<time>`, numbered if it exists; `run` if `script` is no file."""
     stem = Path(script).stem if script and not script.startswith("-") else "run"
     first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
     return next(
@@ -18,5 +17,5 @@ def default_run_path(script: str | None, now: datetime) -> Path:
 
 
 def numbered(path: Path, number: int) -> Path:
-    """Return the `number`-th of `path`, `path`-2, `path`-3, ..."""
+    """Return `path`, `path`-2, `path`-3, ..."""
     return path if number == 1 else path.with_name(f"{path.name}-{number}")

@@ -1,9 +1,6 @@
-"""TensorBoard's event files: checksummed records of the protocol buffer message `tensorflow.Event`.
-
-Sources: TensorFlow's event.proto, summary.proto and lib/io/record_writer.h. Not
-`torch.utils.tensorboard`, which takes longer to import than everything else that a run needs
-besides torch.
-"""
+"""TensorBoard's event files: checksummed records of `tensorflow.Event` (event.proto, summary.proto,
+lib/io/record_writer.h). `torch.utils.tensorboard` would take longer to import than all of
+lockstep."""
 
 from __future__ import annotations
 
@@ -16,21 +13,19 @@ from pathlib import Path
 import crc32c
 
 _SESSION_START = 1
-"""Value START of the field `status` of the message SessionLog."""
+"""START of SessionLog's `status`."""
 
 
 class TensorBoardFile:
-    """A new event file in a folder. One record holds all values of a step."""
+    """A new event file, with one record for each step."""
 
     def __init__(self, folder: Path, now: float) -> None:
-        """`now`: seconds since 1970."""
         self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}").open(
             "ab"
         )
         self._write_record(_double_field(1, now) + _text_field(3, "brain.Event:2"))
 
     def write(self, step: int, now: float, numbers: Mapping[str, float]) -> None:
-        """Write the values of a step, by name."""
         values = b"".join(
             _bytes_field(1, _text_field(1, name) + _float_field(2, number))
             for name, number in numbers.items()
@@ -38,7 +33,7 @@ class TensorBoardFile:
         self._write_record(_double_field(1, now) + _varint_field(2, step) + _bytes_field(5, values))
 
     def resume(self, step: int, now: float) -> None:
-        """Tell readers to discard the values written so far for steps after `step`."""
+        """Tell readers to discard values after `step`."""
         self._write_record(
             _double_field(1, now)
             + _varint_field(2, step + 1)
@@ -57,7 +52,7 @@ class TensorBoardFile:
 
 
 def _masked_checksum(data: bytes) -> bytes:
-    """Return the CRC-32C of the data, masked as TensorFlow's record format requires."""
+    """Return the CRC-32C, masked as TensorFlow does."""
     checksum = crc32c.crc32c(data)
     return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
@@ -84,7 +79,7 @@ def _bytes_field(field: int, value: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Encode an integer of 0 or more, seven bits per byte, the lowest bits first."""
+    """Encode seven bits per byte, the lowest first."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

@@ -15,10 +15,10 @@ from lockstep.planner.prediction import Budget, Prediction, budget
 from lockstep.planner.search import Outcome, closest
 
 HOURS_BETWEEN_FAILURES = 50_000.0
-"""Those of one device: 419 failures in 54 days on 16,384 GPUs (arXiv 2407.21783, "The Llama 3 Herd
-of Models")."""
+"""A device's: 419 failures in 54 days on 16,384 GPUs (arXiv 2407.21783, "The Llama 3 Herd of
+Models")."""
 SAVE_SECONDS = 10.0
-"""Time that a checkpoint holds up training, if it is written in the background."""
+"""A background checkpoint holds up training for so long."""
 RESTART_SECONDS = 300.0
 LIMITS = {
     "matmul": "arithmetic",
@@ -32,7 +32,7 @@ LIMITS = {
     "contention": "network (beside computation)",
     "loader": "loader",
 }
-"""Names of limits. A mesh axis stands for its communication."""
+"""Names of limits; a mesh axis stands for its communication."""
 HEAD = (
     "plan",
     "step",
@@ -45,7 +45,7 @@ HEAD = (
 
 
 LEFT = ("devices", "plan", "limited by")
-"""Columns of text; the others are of numbers."""
+"""Columns of text."""
 SIDE_BY_SIDE = (
     "devices",
     "plan",
@@ -61,7 +61,7 @@ SIDE_BY_SIDE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The outcomes of all plans for one script and one cluster."""
+    """The outcomes of all plans for one script and cluster."""
 
     script: str
     target: str
@@ -74,7 +74,7 @@ class Forecast:
     tokens: float | None
     price_per_hour: float | None
     remarks: Sequence[str] = ()
-    """Said above the table: why not all devices are used, that the search was interrupted."""
+    """Lines above the table, such as why devices are not used."""
 
     @classmethod
     def of(
@@ -88,8 +88,8 @@ class Forecast:
         price_per_hour: float | None,
         remarks: Sequence[str] = (),
     ) -> Forecast:
-        """Return the forecast. `tokens`: to train on; None: the recipe's steps. `price_per_hour`:
-        of a device."""
+        """Return the forecast. `tokens`: to train on; None: the recipe's steps. `price_per_hour`: a
+        device's."""
         return cls(
             script=script,
             target=f"{cluster.count} x {cluster.device.name}",
@@ -104,7 +104,7 @@ class Forecast:
 
     @property
     def fitting(self) -> list[Prediction]:
-        """The plans that fit, the fastest first."""
+        """Plans that fit, the fastest first."""
         return [
             each.prediction
             for each in self.outcomes
@@ -113,7 +113,6 @@ class Forecast:
 
     @property
     def title(self) -> str:
-        """The headline."""
         refused = sum(each.is_refused for each in self.outcomes)
         others = f", and {refused} cannot be run" if refused else ""
         return (
@@ -122,11 +121,11 @@ class Forecast:
         )
 
     def bounds(self, prediction: Prediction) -> tuple[float, float]:
-        """The seconds between which 80% of measured steps were, where others were predicted."""
+        """Return the seconds that hold 80% of measured steps."""
         return prediction.seconds * self.interval.low, prediction.seconds * self.interval.high
 
     def rows(self, most: int) -> Iterator[tuple[str, ...]]:
-        """Yield the table's rows, of the fastest plans that fit."""
+        """Yield the rows of the fastest plans that fit."""
         for each in self.fitting[:most]:
             low, high = self.bounds(each)
             faster = each.seconds / each.seconds_with_twice["network"]
@@ -145,7 +144,7 @@ class Forecast:
             )
 
     def lines(self, most: int) -> Iterator[str]:
-        """Yield what is said below the table."""
+        """Yield the lines below the table."""
         if not self.fitting:
             yield from self._nothing_fits()
             return
@@ -193,14 +192,14 @@ class Forecast:
         )
 
     def loader_rate(self, prediction: Prediction) -> float:
-        """The samples that the loaders of all processes of a machine must deliver in a second.
-        Processes that compute parts of the same samples, as on the tensor axis, load them each."""
+        """Return the samples a second that a machine's loaders must deliver. Processes that share
+        samples, as on the tensor axis, load them each."""
         plan = Plan.parse(prediction.plan).resolve(self.devices)
         data = int(plan.replicate or 1) * int(plan.shard or 1)
         return prediction.samples / prediction.seconds / data * self.devices_per_node
 
     def budget(self, prediction: Prediction) -> Budget | None:
-        """Days, cost and goodput of the whole training; None if nobody knows its length."""
+        """Return days, cost and goodput of the training; None if its length is unknown."""
         steps: float | None = prediction.steps
         if self.tokens is not None:
             steps = None if prediction.tokens is None else self.tokens / prediction.tokens
@@ -217,7 +216,7 @@ class Forecast:
         )
 
     def _budget_json(self, found: Budget) -> dict[str, float | None]:
-        """Return a budget with the interval of what follows from the step's time."""
+        """Return a budget with intervals of what follows from the step's time."""
         told: dict[str, float | None] = asdict(found)
         for name in ("days", "cost"):
             for end, ratio in (("low", self.interval.low), ("high", self.interval.high)):
@@ -253,7 +252,6 @@ class Forecast:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON."""
         return {
             "script": self.script,
             "on": self.target,
@@ -278,7 +276,7 @@ class Forecast:
 
 
 def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for the best plan on each of several targets, under `SIDE_BY_SIDE`."""
+    """Yield a row under `SIDE_BY_SIDE` for the best plan on each target."""
     for each in forecasts:
         if not each.fitting:
             yield each.target, "no plan fits", *[""] * (len(SIDE_BY_SIDE) - 2)
@@ -295,8 +293,7 @@ def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
 
 
 def struck(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield why plans were struck out, each reason once: a mistake of the recipe is the same under
-    many plans."""
+    """Yield the reasons why plans were struck out, each once."""
     plans: dict[str | None, list[str]] = {}
     for outcome in outcomes:
         plans.setdefault(outcome.reason, []).append(outcome.plan)
@@ -317,7 +314,6 @@ def duration(seconds: float) -> str:
 
 
 def limit_in_words(name: str) -> str:
-    """Return what a limit is called."""
     return LIMITS.get(name, f"network ({name})")
 
 

@@ -1,5 +1,4 @@
-"""The loader: how long a process of this machine needs for a sample, and what a step takes with
-it."""
+"""The loader: what a process of this machine needs for a sample, and a step with it."""
 
 from __future__ import annotations
 
@@ -24,27 +23,25 @@ from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 
 LOADER = "loader"
-"""Name of the limit."""
 MEASURED_SECONDS = 1.0
-"""Time in which as many microbatches are loaded as there is time for."""
+"""Microbatches are loaded for so long."""
 PATIENCE_SECONDS = 60.0
-"""Time after which a loader that has not loaded one microbatch is given up."""
+"""A loader without one microbatch by then is given up."""
 MOST_SAMPLES = 32
-"""Samples of a measured microbatch, if the recipe leaves its size to the plan."""
+"""Samples of a measured microbatch whose size the plan chooses."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderTime:
-    """The time that a process of this machine needs for a sample."""
+    """The time of a sample in a process of this machine."""
 
     seconds: float
     note: str
 
     @classmethod
     def measured(cls, recipe: Recipe, folder: Path, seconds: float) -> LoaderTime:
-        """Load microbatches with the recipe's own data and `collate`, in a fork of this process,
-        for so many seconds. Raises `RecipeError` if that fails, or if the first takes longer than
-        `PATIENCE_SECONDS`."""
+        """Load microbatches by the recipe's data and `collate` for so many seconds, in a fork.
+        Raises `RecipeError` if that fails or the first takes longer than `PATIENCE_SECONDS`."""
         path = folder / "loader.json"
         own = os.getpid()
         process = os.fork()
@@ -68,9 +65,8 @@ class LoaderTime:
     def added_to(
         self, prediction: Prediction, plan: Plan, *, processes: int, cores: float
     ) -> Prediction:
-        """Return the prediction with the loader of each process. Without workers the process loads
-        before it computes; with workers the slower of the two counts. `cores`: those that all
-        processes share."""
+        """Return the prediction with each process's loader. Without workers a process loads, then
+        computes; with workers the slower counts. `cores`: of all processes."""
         noted = replace(prediction, note="; ".join(filter(None, (prediction.note, self.note))))
         own, samples = cores / processes, prediction.microbatch * prediction.microbatches
         workers = plan.workers if isinstance(plan.workers, int) else max(1, int(own))
@@ -93,7 +89,7 @@ class LoaderTime:
 
 
 def _ends(process: int, seconds: float) -> bool:
-    """Wait for a child, and kill it if it has not ended by then."""
+    """Wait for a child; kill it if it is late."""
     end = time.monotonic() + seconds
     while os.waitpid(process, os.WNOHANG) == (0, 0):
         if time.monotonic() > end:
@@ -112,7 +108,7 @@ def _cannot_load(why: str) -> RecipeError:
 
 
 def _loaded(recipe: Recipe, seconds: float) -> float:
-    """Load for some time. Returns the seconds of a sample."""
+    """Return the seconds of a sample."""
     size = (
         recipe.microbatch
         if isinstance(recipe.microbatch, int)
@@ -127,7 +123,7 @@ def _loaded(recipe: Recipe, seconds: float) -> float:
 
 
 def _microbatches(recipe: Recipe, size: int) -> Iterator[Microbatch]:
-    """Yield microbatches of `size` samples without end."""
+    """Yield microbatches without end."""
     in_step = -(-(recipe.global_batch or size) // size)
     spans = (
         Span(

@@ -1,4 +1,4 @@
-"""Operations and collectives: a step on one rank, as values."""
+"""A step on one rank as values: operations and collectives."""
 
 from __future__ import annotations
 
@@ -12,52 +12,49 @@ CollectiveKind = Literal[
 ]
 
 ALIGNED = 128
-"""Bytes of a line of a device's memory."""
+"""Bytes of a line of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One kernel on the device."""
+    """One kernel."""
 
     kind: Kind
-    """`memory`: all whose time is that of moving bytes."""
+    """`memory`: the time is that of moving bytes."""
     dtype: str
-    """That of the arithmetic, such as `bfloat16` or `float32`."""
+    """Dtype of the arithmetic, such as `bfloat16`."""
     flops: int
-    """Two for each multiplication and addition. 0 for `memory`."""
+    """Two for each multiplication and addition; 0 for `memory`."""
     bytes: int
-    """Bytes read and written."""
+    """Read and written."""
     shape: tuple[int, ...] = ()
     """matmul: (batch, m, n, k). attention: (batch × heads, queries, keys, head dim). convolution:
-    (groups, m, n, k) of the forward's matrix product. Else empty."""
+    (groups, m, n, k) of the forward's product. Else empty."""
     phase: Phase = "other"
     name: str = ""
-    """Torch's name of it, such as `aten.mm`."""
+    """Torch's name, such as `aten.mm`."""
     aligned_bytes: int = ALIGNED
-    """matmul: the power of two, at most 128, that divides the bytes of each row of both operands
-    and of the result."""
+    """matmul: the power of two, at most 128, that divides the bytes of each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective, or one message, on one rank."""
+    """One collective or message on one rank."""
 
     kind: CollectiveKind
     ranks: int
     """Size of its group."""
     stride: int
-    """Distance of neighbours in the group, in ranks: with `ranks`, it says which links the
-    collective crosses."""
+    """Distance of neighbours in the group, in ranks."""
     bytes: int
-    """Bytes of the full tensor: of what all_reduce sums, what all_gather returns, and what
-    reduce_scatter is given. all_to_all: what this rank gives. broadcast, send: the message."""
+    """Bytes of the full tensor: what all_reduce sums, all_gather returns, reduce_scatter is given.
+    all_to_all: this rank's. broadcast, send: the message's."""
     axis: str = ""
     phase: Phase = "other"
 
 
 def sent_bytes(collective: Collective) -> int:
-    """The bytes that one rank sends at least, by the ring algorithms; for `broadcast` and `send`
-    the message."""
+    """Return the least bytes that a rank sends: ring algorithms, or the message."""
     n, total = collective.ranks, collective.bytes
     match collective.kind:
         case "all_reduce":

@@ -1,4 +1,4 @@
-"""Predicts a recipe's step under a plan: traces its ranks, and simulates them on a cluster."""
+"""Predict a recipe's step under a plan: trace its ranks, simulate them on a cluster."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.training.loop import steps_of
 
 PCIE_BYTES_PER_SECOND = 25e9
-"""Rate of copies from pinned memory over PCIe 4.0 x16: https://en.wikipedia.org/wiki/PCI_Express
-gives 31.5e9."""
+"""Copies from pinned memory over PCIe 4.0 x16: https://en.wikipedia.org/wiki/PCI_Express gives
+31.5e9."""
 HOST_BYTES_PER_SECOND = 25e9
-"""Part of a host's memory bandwidth of 200e9 that each of eight devices has."""
+"""Each of eight devices' part of a host's 200e9."""
 TRACED = 3
-"""Microbatches that are traced: a first, a middle one that is repeated, and a last."""
+"""A first, a repeated and a last microbatch."""
 ROUNDS = 3
-"""Times that the microbatches in a pipeline's trace fill it."""
+"""Times that a pipeline's trace fills it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,15 @@ class _Shape:
     traced: int
     """Microbatches of that rank in the trace."""
     load: float
-    """Microbatches of all ranks, as a part of what they would be if each had as many as the rank
-    with the most."""
+    """Microbatches of all ranks, as a part of the most that they could have."""
     recipe: Recipe
     """The recipe of the trace."""
     plan: Plan
 
 
 def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = True) -> Prediction:
-    """Predict a step. `plan`: with sizes for the whole cluster, or `auto`. `is_fake=False`: compute
-    it with values on this CPU. Raises `PlanError` and `RecipeError`, as a run would, and
-    `ValueNeeded`."""
+    """Predict a step. `plan`: with sizes or `auto`. `is_fake=False`: compute with values on this
+    CPU. Raises `PlanError` and `RecipeError` as a run would, and `ValueNeeded`."""
     if plan.microbatch_splits and not is_splittable(recipe, model_size(recipe)):
         raise RecipeError(
             f"microbatch_splits={plan.microbatch_splits}; half a microbatch of an ls.Stream has"
@@ -107,22 +105,21 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
 
 
 def seconds_on_costs(recipe: Recipe, plan: Plan, machine: Machine) -> Callable[[Costs], float]:
-    """Trace a step on a machine. Returns a function that predicts its seconds if the machine has
-    other costs."""
+    """Trace a step. Returns a function that predicts its seconds with other costs."""
     shape = _shape(recipe, plan.resolve(machine.cluster.count))
     whole = _whole(_traces(shape, machine, is_fake=True), shape)
     return lambda costs: _simulated(whole, costs, shape, machine).seconds
 
 
 def _whole(traces: Sequence[TracedStep], shape: _Shape) -> Sequence[TracedStep]:
-    """The traces with all microbatches, but of a pipeline, and with fused kernels if the plan
+    """Return the traces with all microbatches (not a pipeline's), and fused kernels if the plan
     compiles."""
     whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.count)]
     return [fused(trace) for trace in whole] if shape.plan.compile else whole
 
 
 def is_splittable(recipe: Recipe, size: ModelSize) -> bool:
-    """True if microbatches can be split, as `Plan.microbatch_splits` does."""
+    """True if `Plan.microbatch_splits` can split microbatches."""
     return not isinstance(recipe.data, Stream) and not size.has_batchnorm
 
 
@@ -163,7 +160,7 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
 
 
 def _traces(shape: _Shape, machine: Machine, is_fake: bool) -> list[TracedStep]:
-    """Return the trace of each stage's rank, in order; without a pipeline one trace."""
+    """Return the trace of each stage's rank; without a pipeline one."""
     cluster = machine.cluster
     options = TraceOptions(
         world_size=cluster.count,
@@ -189,8 +186,7 @@ def _traces(shape: _Shape, machine: Machine, is_fake: bool) -> list[TracedStep]:
 def _simulated(
     traces: Sequence[TracedStep], costs: Costs, shape: _Shape, machine: Machine
 ) -> StepTime:
-    """Simulate the step. Communication beside computation slows it, and the slowest of many devices
-    is waited for."""
+    """Simulate the step, slowed by communication beside it and by the slowest device."""
     step = simulate(traces, replace(costs, load=shape.load))
     if shape.plan.pipeline != 1:
         step = _extended(step, shape)
@@ -205,8 +201,8 @@ def _simulated(
 
 
 def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
-    """The time of copies between the device and the CPU, and of the optimizer there; nothing
-    overlaps it. Parameters are copied for each forward and backward, gradients after each."""
+    """Return the time of copies between device and CPU, and of the optimizer there. Parameters are
+    copied for each forward and backward, gradients after each."""
     held = {
         cause: sum(
             each.bytes
@@ -220,8 +216,7 @@ def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
 
 
 def _extended(step: StepTime, shape: _Shape) -> StepTime:
-    """Add the microbatches of a pipeline that were not traced: each takes as long as the slowest
-    stage computes it."""
+    """Add a pipeline's untraced microbatches, at the slowest stage's time."""
     more = shape.count / shape.traced - 1
     added = {
         name: 0.0 if name == "bubble" else seconds * more for name, seconds in step.by_limit.items()
@@ -237,7 +232,7 @@ def _extended(step: StepTime, shape: _Shape) -> StepTime:
 
 
 def _twice(costs: Costs, what: str) -> Costs:
-    """The costs where one thing is twice as fast."""
+    """Return the costs where one thing is twice as fast."""
 
     def operation(each: Operation) -> float:
         faster = (what == "memory") == (each.kind == "memory")

@@ -1,4 +1,4 @@
-"""A prediction of a plan, and the arithmetic from a step to days, cost and goodput. Pure."""
+"""A prediction of a plan, and its days, cost and goodput. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from lockstep.plan import AXES, Plan
 
 MARGIN = 0.08
-"""Part of a device's memory that a plan must leave free: fragmentation, and what libraries take as
-they run."""
+"""Part of a device's memory that stays free: fragmentation, and libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,38 +26,35 @@ class RankPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The predicted step of a recipe under a plan."""
-
     plan: str
     microbatch: int
     """Samples of a microbatch."""
     microbatches: int
-    """Microbatches of the rank with the most of them in a step."""
+    """Microbatches of the rank with the most."""
     seconds: float
     by_limit: Mapping[str, float]
-    """Seconds of the slowest rank, by what they go to."""
+    """Seconds of the slowest rank by what they go to."""
     seconds_with_twice: Mapping[str, float]
-    """Seconds of a step where one thing is twice as fast: `arithmetic`, `memory`, `network`."""
+    """Seconds of a step with twice the `arithmetic`, `memory` or `network`."""
     samples: int
     """Samples of a step."""
     tokens: float | None
-    """Sum of the weights of a step; None without `Recipe.weight`."""
+    """Sum of a step's weights; None without `Recipe.weight`."""
     steps: int | None
-    """Steps of the recipe; None if it counts epochs of data without a length."""
+    """None for epochs of data without a length."""
     memory: Sequence[RankPeak]
     """One for each kind of rank."""
     capacity_bytes: int | None
-    """The memory of a device that may be used; None: nobody asks."""
+    """Usable memory of a device; None: nobody asks."""
     overhead_bytes: int = 0
-    """Memory that the device's libraries take."""
+    """Memory of the device's libraries."""
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that rank 0 sends in a step, by collective and axis."""
+    """Bytes that rank 0 sends, by collective and axis."""
     note: str | None = None
-    """Said of how the step was traced, if not without values."""
+    """Note on how the step was traced."""
 
     @property
     def peak(self) -> RankPeak:
-        """The rank that needs the most memory."""
         return max(self.memory, key=lambda each: each.bytes)
 
     @property
@@ -72,11 +68,10 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """The part of the step that takes most of the time, in a word."""
+        """The largest part of the step, in a word."""
         return max(self.by_limit, key=lambda name: self.by_limit[name])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the prediction as JSON."""
         return {
             "plan": self.plan,
             "fits": self.fits,
@@ -107,7 +102,7 @@ class Prediction:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Prediction:
-        """Read what `as_json` returned."""
+        """Invert `as_json`."""
         derived = ("fits", "limit", "needed_bytes", "memory")
         return cls(
             **{name: value for name, value in told.items() if name not in derived},
@@ -116,7 +111,7 @@ class Prediction:
 
 
 def text(plan: Plan) -> str:
-    """Return a plan as a user writes it, without axes of one process."""
+    """Return a plan as a user writes it."""
     axes = [f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) != 1]
     rest = [part for part in str(plan).split(",") if part.split("=")[0] not in AXES]
     return ",".join(
@@ -126,13 +121,11 @@ def text(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The time and the cost of a training."""
-
     days: float
     device_hours: float
     cost: float | None
     goodput: float
-    """Part of the time in which steps are done that are not lost again."""
+    """Part of the time in steps that are not lost again."""
 
 
 def budget(
@@ -145,9 +138,8 @@ def budget(
     save_seconds: float,
     restart_seconds: float,
 ) -> Budget:
-    """Return the budget of a training of `steps`. `hours_between_failures`: of one device.
-    Checkpoints are as often as is best: Young, "A first order approximation to the optimum
-    checkpoint interval", 1974."""
+    """Return a training's budget. `hours_between_failures`: a device's. Checkpoints are optimal
+    (Young, "A first order approximation to the optimum checkpoint interval", 1974)."""
     rate = devices / (hours_between_failures * 3600)
     # At the interval √(2 × save_seconds / rate), saving takes as long as the steps that a failure
     # loses.

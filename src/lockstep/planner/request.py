@@ -40,7 +40,7 @@ class PlanRequest(ScriptRequest):
     answered_by: ClassVar[str] = "lockstep.planner.worker"
     calls: str = "train"
     target: str
-    """The devices, in the words of the command line: `64 x H100`, or `this`."""
+    """The devices: `64 x H100`."""
     plans: tuple[str, ...]
     """Empty: search."""
     memory_bytes: int | None

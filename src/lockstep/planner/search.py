@@ -1,5 +1,4 @@
-"""The search among the legal plans for a number of devices. Pure: `evaluate` predicts plans,
-several at once."""
+"""The search among legal plans. Pure: `evaluate` predicts plans, several at once."""
 
 from __future__ import annotations
 
@@ -20,37 +19,34 @@ LESS_MEMORY: tuple[dict[str, Any], ...] = (
     {"checkpointing": "full", "microbatch_splits": 2},
     {"checkpointing": "full", "offload": True},
 )
-"""Changes of a plan that does not fit, in the order in which they are tried. Each takes less memory
-and more time."""
+"""Changes of a plan that does not fit, in order: each takes less memory and more time."""
 SMALLER: tuple[dict[str, Any], ...] = tuple({"microbatch_splits": splits} for splits in (1, 2, 4))
-"""Those that are tried before, if the recipe leaves the microbatch to the plan: nothing is computed
-twice."""
+"""Tried before these, if the plan chooses the microbatch: nothing is computed twice."""
 FILLED = 4
-"""Microbatches for each stage of a pipeline, if the recipe leaves the microbatch to the plan."""
+"""Microbatches for each stage, if the plan chooses the microbatch."""
 SCHEDULED = 3
-"""Pipelines, the fastest first, that are tried with other schedules."""
+"""Fastest pipelines that are tried with other schedules."""
 SCHEDULES = ("interleaved", "zero-bubble")
 REFINED = 2
-"""Plans, the fastest first, that are tried with each of `REFINEMENTS`."""
+"""Fastest plans that are tried with each refinement."""
 REFINEMENTS: tuple[dict[str, Any], ...] = ({"sharding": "gradients"}, {"compile": True})
-"""Changes that may make a plan faster. The later ones are tried on the results of the earlier ones
-too."""
+"""Changes that may make a plan faster; later ones are tried on results of earlier ones too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A plan, and its prediction or the reason why there is none."""
+    """A plan, with its prediction or a reason."""
 
     plan: str
     prediction: Prediction | None = None
     reason: str | None = None
-    """Why the plan cannot be run, or does not fit; None if it can."""
+    """Why the plan cannot run or does not fit, if so."""
     is_refused: bool = False
-    """True if the plan cannot be run, whatever the memory."""
+    """True if it cannot run, whatever the memory."""
 
     @property
     def seconds(self) -> float:
-        """Those of a step; infinite if the plan cannot be run."""
+        """Seconds of a step; infinite if it cannot run."""
         return (
             float("inf")
             if self.prediction is None or self.reason is not None
@@ -58,7 +54,6 @@ class Outcome:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the outcome as JSON."""
         prediction = self.prediction and self.prediction.as_json()
         return {
             "plan": self.plan,
@@ -69,7 +64,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Outcome:
-        """Read what `as_json` returned."""
+        """Invert `as_json`."""
         prediction = told["prediction"] and Prediction.from_json(told["prediction"])
         return cls(
             plan=told["plan"],
@@ -81,35 +76,30 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The devices and the recipe that plans are searched for."""
+    """Devices and recipe that plans are searched for."""
 
     devices: int
     devices_per_node: int
     samples: int
     """Samples of a global batch."""
     microbatch: int | None
-    """Samples of a microbatch. None: the plan chooses; each data rank has one, which the plan may
-    split."""
+    """Samples; None: the plan chooses, one for each data rank."""
     is_splittable: bool
     """False if no microbatch can be split."""
-    is_compilable: bool
-    """True if it is known what compiled kernels take on the devices."""
     state_bytes: int
-    """Bytes of the model's parameters and gradients."""
+    """Bytes of parameters and gradients."""
     capacity_bytes: int | None
     stages: int
-    """Most stages of a pipeline. 0 or 1: none can be made, and one pipeline alone is tried, which
-    says why."""
+    """Most stages of a pipeline. 0 or 1: one pipeline is tried, which says why."""
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step, of which each data rank needs one."""
+        """Microbatches of a step; each data rank needs one."""
         return -(-self.samples // (self.microbatch or 1))
 
     @property
     def usable_devices(self) -> int:
-        """The most devices that data parallelism alone can use, in whole nodes if they are more
-        than one."""
+        """The most devices for data parallelism alone, in whole nodes if several."""
         most = min(self.devices, self.microbatches)
         return most if most < self.devices_per_node else most - most % self.devices_per_node
 
@@ -129,7 +119,7 @@ class Space:
         )
 
     def most_splits(self, plan: Plan) -> int:
-        """Return how often each microbatch of a plan can be halved."""
+        """Return how often a plan's microbatches can be halved."""
         data = int(plan.replicate or 1) * int(plan.shard or 1)
         return (
             int(math.log2(max(1, self.microbatch or self.samples // data)))
@@ -142,9 +132,8 @@ Evaluate = Callable[[Sequence[Plan]], Sequence[Outcome]]
 
 
 def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
-    """Return the outcome of each plan that was considered, the fastest that fits first. A plan that
-    fits is not tried with less memory; one whose parameters alone do not fit is not tried at all,
-    unless no other has fewer."""
+    """Return the outcome of each plan, the fastest that fits first. A plan that fits is not tried
+    with less memory; one whose parameters do not fit is not tried unless no other has fewer."""
     outcomes: list[Outcome] = []
     plans = list(layouts(space))
     smallest = min((_held_bytes(plan, space) for plan in plans), default=0)
@@ -155,14 +144,13 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
     outcomes += _with_less_memory(plans, space, evaluate)
     outcomes += evaluate(list(_scheduled(outcomes)))
     for change in REFINEMENTS:
-        if space.is_compilable or "compile" not in change:
-            outcomes += evaluate(list(_refined(outcomes, change)))
+        outcomes += evaluate(list(_refined(outcomes, change)))
     return sorted(outcomes, key=lambda outcome: (outcome.seconds, outcome.plan))
 
 
 def layouts(space: Space) -> Iterator[Plan]:
-    """Yield a plan for each way to lay out all devices on the axes. Tensor parallelism stays inside
-    a node; parameters are sharded over all data ranks, over those of a node, or not at all."""
+    """Yield a plan for each layout of all devices. Tensor parallelism stays in a node; parameters
+    are sharded over all data ranks, a node's, or none."""
     for tensor in _divisors(space.devices):
         if tensor > space.devices_per_node or space.devices_per_node % tensor:
             continue
@@ -218,9 +206,8 @@ def _too_large(plan: Plan, space: Space) -> str | None:
 
 
 def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -> Iterator[Outcome]:
-    """Evaluate the plans, and those that do not fit again with each change that takes less memory,
-    until they do. One whose parameters, gradients and optimizer state alone do not fit is tried
-    again only if no other plan fits."""
+    """Evaluate plans, and those that do not fit with each change that takes less memory. If
+    parameters, gradients and optimizer state alone do not fit, only if no other plan fits."""
     remaining, one_fits = list(plans), False
     for change in ({}, *(SMALLER if space.microbatch is None else ()), *LESS_MEMORY):
         able = [plan for plan in remaining if _splits(plan, change, space)]
@@ -242,14 +229,14 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
 
 
 def _splits(plan: Plan, change: dict[str, Any], space: Space) -> bool:
-    """True if a change splits no microbatch, or splits the plan's into smaller ones."""
+    """True if a change splits no microbatch, or the plan's further."""
     return "microbatch_splits" not in change or plan.microbatch_splits < change[
         "microbatch_splits"
     ] <= space.most_splits(plan)
 
 
 def _may_fit(prediction: Prediction) -> bool:
-    """True if what no checkpointing can free leaves room."""
+    """True if what checkpointing cannot free leaves room."""
     held = sum(prediction.peak.by_cause.get(cause, 0) for cause in (*ON_HOST, "communication"))
     return (
         prediction.capacity_bytes is None
@@ -264,14 +251,13 @@ def _scheduled(outcomes: Sequence[Outcome]) -> Iterator[Plan]:
 
 
 def _refined(outcomes: Sequence[Outcome], change: dict[str, Any]) -> Iterator[Plan]:
-    """Yield the fastest plans with a change, where it is one."""
+    """Yield the fastest plans with a real change."""
     able = [each for each in outcomes if "sharding" not in change or "shard=" in each.plan]
     for plan in _fastest(able, REFINED):
         yield from (changed for changed in _changed(plan, change) if changed != plan)
 
 
 def _fastest(outcomes: Sequence[Outcome], count: int) -> list[Plan]:
-    """The fastest plans that fit."""
     ranked = sorted(
         (each for each in outcomes if each.reason is None), key=lambda each: each.seconds
     )
@@ -279,7 +265,7 @@ def _fastest(outcomes: Sequence[Outcome], count: int) -> list[Plan]:
 
 
 def _changed(plan: Plan, change: dict[str, Any]) -> list[Plan]:
-    """The plan with a change; none if that is no legal plan."""
+    """Return the plan with a change, if it is legal."""
     try:
         return [replace(plan, **change)]
     except PlanError:

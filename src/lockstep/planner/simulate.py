@@ -1,5 +1,4 @@
-"""Simulates a step from its traces, event by event: streams, groups of ranks, and messages between
-pipeline stages."""
+"""Simulates a step from traces, event by event: streams, groups, and messages between stages."""
 
 from __future__ import annotations
 
@@ -22,56 +21,52 @@ from lockstep.planner.trace import (
 
 PIPELINE = "pipeline"
 PADDED = 16
-"""Bytes to a multiple of which torch.compile pads the rows of a product's operands."""
+"""torch.compile pads rows of operands to a multiple of so many bytes."""
 COMPUTED = ("matmul", "attention", "convolution", "memory")
 ON_DEVICE = (*COMPUTED, "launches", "bubble")
-"""Parts of a step's time beside communication."""
+"""Parts of a step beside communication."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Seconds of Python and torch: what they take before a kernel or a collective is on its
-    stream."""
+    """Seconds of Python and torch before a kernel or collective is on its stream."""
 
     kernel: float = 0.0
-    """Seconds of each kernel."""
     marks: Mapping[str, float] = field(default_factory=dict)
     """Mark -> seconds beside kernels and collectives."""
     collectives: Mapping[str, float] = field(default_factory=dict)
-    """Mesh axis -> seconds of a collective. `pipeline`: of a message, on each of its sides."""
+    """Axis -> seconds of a collective; `pipeline`: of a message, on each side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The machine, as far as the simulation asks."""
+    """The machine, as the simulation asks."""
 
     operation: Callable[[Operation], float]
-    """Seconds of a kernel on the device."""
+    """Seconds of a kernel."""
     collective: Callable[[Collective], float]
-    """Seconds of a collective, once all its ranks are there."""
+    """Seconds of a collective, once all ranks are there."""
     host: HostCosts = field(default_factory=HostCosts)
-    """The host's time, during which the device computes what is on its streams already."""
+    """The host's time, beside the device's."""
     is_synchronous: bool = False
-    """True if the host computes itself, as on a CPU."""
+    """True if the host computes itself, as a CPU."""
     processes: int = 1
-    """Processes of the run that share the cores."""
+    """Processes that share the cores."""
     load: float = 1.0
-    """Microbatches of all processes, as a part of what they would be if each had as many as the one
-    with the most."""
+    """Microbatches of all processes, as a part of the most that they could have."""
     cores: float = math.inf
-    """Number of processes that compute at full speed at the same time."""
+    """Processes that compute at full speed at a time."""
     slice_seconds: float = 0.0
-    """Time for which a process uses a core before another that waits for one gets it."""
+    """A process uses a core so long before a waiting one gets it."""
 
     @property
     def processes_per_core(self) -> float:
         return self.processes * self.load / self.cores
 
     def lateness(self, seconds: float) -> float:
-        """Return the seconds by which the last process is later than if all shared the cores
-        evenly, where each computes for so many (evenly shared), and then waits for all. A process
-        waits for whole time slices of others: where all need less than a slice, they come in turns,
-        as many as there are processes to a core, rounded up."""
+        """Return by how much the last process is later than with evenly shared cores, where each
+        computes for `seconds` and waits for all. A process waits for others' whole time slices; if
+        all need less than a slice they take turns, as many as processes to a core, rounded up."""
         if (shared := self.processes_per_core) <= 1:
             return 0.0
         return min(seconds * (math.ceil(shared) / shared - 1), self.slice_seconds / 2)
@@ -79,32 +74,27 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The simulated time of a step."""
-
     seconds: float
     by_limit: dict[str, float]
-    """Seconds of the slowest rank by what they go to: `matmul`, `attention`, `convolution`,
-    `memory`, `launches`, `bubble`, and the name of a mesh axis for communication that nothing
-    overlaps."""
+    """Seconds of the slowest rank: `matmul`, `attention`, `convolution`, `memory`, `launches`,
+    `bubble`, and by axis communication that nothing overlaps."""
     overlapped_seconds: float = 0.0
-    """Seconds of communication that runs beside computation."""
+    """Seconds of communication beside computation."""
     marks: dict[str, float] = field(default_factory=dict)
-    """The time of each mark, the last of a name."""
+    """Time of each mark, the last of a name."""
 
     @property
     def limit(self) -> str:
-        """The part of the step that takes most of the time."""
+        """The largest part of the step."""
         return max(self.by_limit, key=lambda name: self.by_limit[name])
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank in the simulation."""
-
     place: int
     items: Sequence[Item]
     shift: int
-    """Added to the places of its messages' peers: its trace is that of another rank."""
+    """Added to its messages' peers: its trace is another rank's."""
     position: int = 0
     host: float = 0.0
     streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -112,22 +102,21 @@ class _Rank:
     events: dict[int, tuple[float, str]] = field(default_factory=dict)
     ends: dict[int, tuple[float, str]] = field(default_factory=dict)
     late: dict[int, float] = field(default_factory=dict)
-    """Collective -> seconds by which it began later, because the host had not launched it yet."""
+    """Collective -> seconds by which the host delayed it."""
     last_axis: dict[int, str] = field(default_factory=lambda: defaultdict(lambda: "communication"))
     messages: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
     expected: dict[int, tuple[tuple[int, int, int], float]] = field(default_factory=dict)
-    """Messages that were asked for and are not yet waited for, and when they were asked for."""
+    """Messages asked for and not waited for, with the time."""
     together: int = 0
-    """Collectives that it has had with the other ranks of the pipeline."""
+    """Collectives with the pipeline's other ranks so far."""
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
     latest: tuple[str, float] = ("launches", 0.0)
-    """Kind and seconds of the default stream's latest kernel, or axis and seconds of its latest
-    wait."""
+    """Kind and seconds of the default stream's latest kernel or wait."""
     communication: float = 0.0
     computed: float = 0.0
-    """Seconds that the host has computed since it last met the other ranks in a collective."""
+    """Seconds that the host has computed since the last collective."""
 
     @property
     def device_end(self) -> float:
@@ -139,7 +128,7 @@ class _Rank:
 
 
 class Simulation:
-    """The ranks of one pipeline, or one rank without."""
+    """The ranks of one pipeline, or one rank."""
 
     def __init__(self, ranks: Sequence[_Rank], costs: Costs) -> None:
         self._ranks, self._costs = ranks, costs
@@ -147,7 +136,7 @@ class Simulation:
         self._arrived: dict[int, dict[int, float]] = defaultdict(dict)
 
     def run(self) -> StepTime:
-        """Let each rank go on until it waits for another, in turns, until all have ended."""
+        """Let each rank go on until it waits, in turns."""
         while any(rank.position < len(rank.items) for rank in self._ranks):
             if not sum(self._advance(rank) for rank in self._ranks):
                 raise AssertionError("the ranks of a pipeline wait for each other")
@@ -172,7 +161,7 @@ class Simulation:
         return rank.position > before
 
     def _step(self, rank: _Rank, item: Item) -> bool:
-        """Simulate an item. Returns False if it needs what another rank has not done yet."""
+        """Simulate an item. Returns False if another rank must go first."""
         match item:
             case Compute(operation, stream):
                 self._compute(rank, operation, stream)
@@ -192,8 +181,7 @@ class Simulation:
         return True
 
     def _work(self, rank: _Rank, seconds: float, stream: int = 0) -> None:
-        """Let the host compute beside kernels. If it is the device too, that computes nothing
-        meanwhile."""
+        """Let the host compute; if it is the device too, that waits."""
         rank.host += seconds
         if self._costs.is_synchronous:
             rank.streams[stream] += seconds
@@ -214,9 +202,8 @@ class Simulation:
             rank.computed += seconds
 
     def _count_as_launches(self, rank: _Rank, idle: float) -> None:
-        """Count the time that the stream was idle, because the host had not launched the next
-        kernel yet, as launches; and the kernel or wait before too: the host was busy meanwhile, and
-        a faster device would gain nothing."""
+        """Count the stream's idle time before a launch as launches, and the kernel or wait before
+        it: the host was busy, and a faster device gains nothing."""
         kind, seconds = rank.latest
         rank.spent[kind] -= seconds
         rank.spent["launches"] += idle + seconds
@@ -288,9 +275,8 @@ class Simulation:
 
 
 def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
-    """Return the time of a step. `traces`: one of each stage's rank, in order; one alone without a
-    pipeline. A trace may stand for the ranks after it: give it again, and its messages go to the
-    neighbours of its place."""
+    """Return the time of a step. `traces`: of each stage's rank, in order. A trace given again
+    stands for later ranks: its messages go to their neighbours."""
     first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
     ranks = [
         _Rank(place, trace.items, place - first[id(trace)]) for place, trace in enumerate(traces)
@@ -299,8 +285,7 @@ def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
 
 
 def _sharing(costs: Costs, stages: int) -> Costs:
-    """The costs where the processes that always compute together, those of one stage, share the
-    cores."""
+    """Return the costs where the processes of one stage share the cores."""
     slower = max(1.0, costs.processes_per_core / stages)
     if slower == 1:
         return costs
@@ -313,8 +298,7 @@ def _sharing(costs: Costs, stages: int) -> Costs:
 
 
 def _on_cores(step: StepTime, ranks: Sequence[_Rank], costs: Costs) -> StepTime:
-    """The step if there are too few cores for all stages at a time: no shorter than the cores need
-    for all work."""
+    """Return the step with too few cores for all stages: no shorter than all work."""
     slower = max(1.0, costs.processes_per_core / len(ranks))
     work = sum(
         seconds
@@ -336,9 +320,8 @@ def _on_cores(step: StepTime, ranks: Sequence[_Rank], costs: Costs) -> StepTime:
 
 
 def fused(trace: TracedStep) -> TracedStep:
-    """Return the trace with each run of kernels that only move bytes made one, as torch.compile
-    makes them. It moves as many bytes as the largest of them. Operands of products are padded to
-    whole rows."""
+    """Return the trace with runs of kernels that move bytes made one, of the largest's bytes, as by
+    torch.compile; operands are padded to whole rows."""
     items: list[Item] = []
     for item in trace.items:
         last = items[-1] if items else None
@@ -368,7 +351,7 @@ def _fuses(one: Compute, other: Compute) -> bool:
 
 
 def repeated(trace: TracedStep, microbatches: int) -> TracedStep:
-    """Return the trace of a step of `microbatches`, from one of three: the second is repeated."""
+    """Return the trace of `microbatches`: the second of three is repeated."""
     starts = [
         place
         for place, item in enumerate(trace.items)

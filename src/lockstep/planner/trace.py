@@ -1,5 +1,4 @@
-"""The trace of a step on one rank: what is put on the device's streams, in order, and what is in
-memory."""
+"""The trace of a step on one rank: what streams get, in order, and what is in memory."""
 
 from __future__ import annotations
 
@@ -22,29 +21,27 @@ Cause = Literal[
     "data",
 ]
 ON_HOST: tuple[Cause, ...] = ("parameters", "gradients", "optimizer")
-"""Causes of memory that CPU offload keeps on the host."""
+"""Causes of memory that offload keeps on the host."""
 DEFAULT_STREAM = 0
 DISPATCH, REDUCED = "dispatch", "reduced"
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A kernel, put on a stream."""
-
     operation: Operation
     stream: int = DEFAULT_STREAM
 
 
 @dataclass(frozen=True, slots=True)
 class Communicate:
-    """A collective, which begins once its stream has come so far, and its group is free."""
+    """A collective, once its stream has come so far and its group is free."""
 
     collective: Collective
     number: int
     stream: int
     group: str
     peer: int | None = None
-    """The other rank's place in the group, of a message."""
+    """The other rank of a message."""
     receives: bool = False
 
 
@@ -58,15 +55,13 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """An event is put on a stream."""
-
     event: int
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitEvent:
-    """A stream waits for an event of another."""
+    """A stream waits for another's event."""
 
     event: int
     stream: int
@@ -74,9 +69,8 @@ class AwaitEvent:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in the program: `microbatch` before each, `dispatch` before what DTensor makes of an
-    operation on it, `reduced` at each gradient that DDP's hooks get, `update` before the optimizer,
-    `end`."""
+    """A place in the program: `microbatch`, `dispatch` (before DTensor's work), `reduced` (a
+    gradient in DDP's hooks), `update`, `end`."""
 
     name: str
 
@@ -86,28 +80,26 @@ Item = Compute | Communicate | Await | RecordEvent | AwaitEvent | Mark
 
 @dataclass(frozen=True, slots=True)
 class MemoryChange:
-    """A block of memory that is allocated, or freed if `bytes` is negative."""
+    """A block allocated, or freed if `bytes` is negative."""
 
     number: int
     bytes: int
     at: int
-    """The number of the trace's items before it."""
+    """Items of the trace before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """One step of one rank."""
-
     rank: int
     items: Sequence[Item]
     allocations: Sequence[MemoryChange]
     causes: dict[int, Cause]
-    """Block of memory, by its number -> what it is for."""
+    """Block -> what it is for."""
     tokens_per_sample: float | None = None
-    """The mean over this rank's samples of `Recipe.weight`, all terms added; None without it."""
+    """Mean of `Recipe.weight` over this rank's samples; None without it."""
 
     def collectives(self) -> list[Collective]:
-        """The collectives, in the order in which they begin. Of a message, the sender has it."""
+        """Return the collectives in order; of a message, the sender's."""
         return [
             item.collective
             for item in self.items
@@ -115,7 +107,7 @@ class TracedStep:
         ]
 
     def sent_bytes(self) -> dict[str, int]:
-        """The bytes that this rank sends in the step, by kind of collective and mesh axis."""
+        """Return the bytes sent by collective and axis."""
         sent: Counter[str] = Counter()
         for each in self.collectives():
             sent[f"{each.kind} on {each.axis}"] += sent_bytes(each)
@@ -123,7 +115,7 @@ class TracedStep:
 
 
 def offloaded(trace: TracedStep) -> TracedStep:
-    """Return the trace with only what is on the device under CPU offload."""
+    """Return the trace of what stays on the device under offload."""
     return replace(
         trace,
         allocations=[
@@ -133,9 +125,8 @@ def offloaded(trace: TracedStep) -> TracedStep:
 
 
 def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> TracedStep:
-    """Return the trace with the memory of a step of `count` microbatches, from one of `traced`.
-    What each microbatch leaves in memory until the last backward grows with their number: torch's
-    schedules with several stages to a rank keep what they have sent."""
+    """Return the trace with the memory of `count` microbatches, from `traced`. What each leaves
+    until the last backward grows with their number."""
     backward = [
         place
         for place, item in enumerate(trace.items)
@@ -171,16 +162,16 @@ def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> Traced
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most memory of a step on one rank."""
+    """The most memory of a step."""
 
     bytes: int
     by_cause: dict[Cause, int]
     at: int
-    """The number of the trace's items before the moment."""
+    """Items of the trace before it."""
 
 
 def peak(trace: TracedStep) -> Peak:
-    """Return the peak of a trace's memory, and what is in memory then."""
+    """Return the peak, and what is in memory then."""
     total = most = 0
     place, live, at_peak = 0, dict[int, int](), -1
     for index, each in enumerate(trace.allocations):

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import UserError
 from lockstep.base.parent import die_with_parent
 from lockstep.base.units import size
 from lockstep.hooks.hang.snapshot import error_with_line
 from lockstep.plan import Plan
 from lockstep.planner.loader import MEASURED_SECONDS, LoaderTime
+from lockstep.planner.machines.hardware import parse_target
 from lockstep.planner.machines.machine import Machine
-from lockstep.planner.machines.target import machine_at
 from lockstep.planner.predict import is_splittable, predict
 from lockstep.planner.prediction import Prediction, text
 from lockstep.planner.request import OUTCOMES, Ended, PlanRequest
@@ -54,7 +55,7 @@ class _Evaluation:
 
     def __init__(self, recipe: Recipe, request: PlanRequest) -> None:
         self._recipe, self._request = recipe, request
-        self._machine = machine_at(request.target, request.memory_bytes)
+        self._machine = Machine.of(parse_target(request.target), request.memory_bytes)
         self._known: dict[str, Outcome] = {}
         loader = LoaderTime.measured(
             recipe, Path(request.folder), MEASURED_SECONDS if request.is_here else 0.0
@@ -65,7 +66,7 @@ class _Evaluation:
         """Search all plans; those for fewer devices if a step has too few microbatches and nothing
         else is legal."""
         space = self.space()
-        if self._searched(space) or self._request.is_here or space.usable_devices == space.devices:
+        if self._searched(space) or space.usable_devices == space.devices:
             return Ended()
         cluster = self._machine.cluster.of(space.usable_devices)
         self._machine = Machine.of(cluster, self._request.memory_bytes)
@@ -93,7 +94,6 @@ class _Evaluation:
             samples=recipe.global_batch or 1,
             microbatch=recipe.microbatch if isinstance(recipe.microbatch, int) else None,
             is_splittable=is_splittable(recipe, model),
-            is_compilable=self._machine.is_gpu,
             state_bytes=2 * model.parameter_bytes,
             stages=model.parts,
             capacity_bytes=self._machine.capacity_bytes,
@@ -141,9 +141,8 @@ class _Evaluation:
     def _with_loader(self, outcome: Outcome, plan: Plan) -> Outcome:
         if self._loader is None or outcome.prediction is None:
             return outcome
-        costs = self._machine.costs
         loaded = self._loader.added_to(
-            outcome.prediction, plan, processes=costs.processes, cores=costs.cores
+            outcome.prediction, plan, processes=self._machine.cluster.count, cores=usable_cpus()
         )
         return replace(outcome, prediction=loaded)
 

@@ -1,4 +1,4 @@
-"""Checks of single values of a recipe. Pure; needs no torch."""
+"""Checks of a recipe's values. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_count(name: str, value: Any, unit: str) -> None:
-    """Raises `RecipeError` unless `value` is a whole number of at least 1."""
+    """Raise `RecipeError` unless `value` is a whole number of at least 1."""
     if not _is_int(value) or value < 1:
         raise RecipeError(
             f"{name}={value!r}; it counts {unit} and must be a whole number of at least 1"
@@ -33,8 +33,7 @@ def check_count(name: str, value: Any, unit: str) -> None:
 
 
 def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless both count samples, and `microbatch` is None or not the larger.
-    `of`: a prefix."""
+    """Raise `RecipeError` unless both count samples, and `microbatch` is None or not larger."""
     check_count(f"{of}global_batch", global_batch, "samples")
     if microbatch is None:
         return
@@ -48,8 +47,7 @@ def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
 
 
 def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
-    """Raises `RecipeError` unless exactly one is given, a whole number of at least 1. `of`: prefix
-    of names."""
+    """Raise `RecipeError` unless exactly one counts. `of`: prefix of the names."""
     if (steps is None) == (epochs is None):
         raise RecipeError(
             f"steps={steps} and epochs={epochs}; a recipe has one length; give exactly one of"
@@ -62,8 +60,8 @@ def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
 
 
 def check_drop_last(value: Any, epochs: Any, samples: int | None, global_batch: int) -> None:
-    """Raises `RecipeError` unless `value` is a bool, and if True, there are epochs of at least one
-    full batch. `samples`: of an epoch; None: that is not known yet."""
+    """Raise `RecipeError` unless `value` is a bool, and if True every epoch has a full batch.
+    `samples`: of an epoch; None: unknown."""
     if not isinstance(value, bool):
         raise RecipeError(
             f"drop_last={value!r}; it is True to leave out the last batch of an epoch if it is"
@@ -83,7 +81,6 @@ def check_drop_last(value: Any, epochs: Any, samples: int | None, global_batch: 
 
 
 def check_clip_norm(value: Any) -> None:
-    """Raises `RecipeError` unless `value` is positive and finite, or None."""
     if value is not None and not (_is_number(value) and 0 < value < math.inf):
         raise RecipeError(
             f"clip_norm={value!r}; a maximum norm is positive and finite; None turns clipping off"
@@ -91,7 +88,6 @@ def check_clip_norm(value: Any) -> None:
 
 
 def check_precision(value: Any) -> None:
-    """Raises `RecipeError` unless `value` is one of `Precision`."""
     if value == "auto":
         raise RecipeError(
             "precision='auto' in a loop of your own; only ls.train has a loss to measure with; give"
@@ -105,7 +101,6 @@ def check_precision(value: Any) -> None:
 
 
 def check_compression(value: Any) -> None:
-    """Raises `RecipeError` unless `value` is one of `COMPRESSIONS` or `powersgd:RANK`."""
     if value in COMPRESSIONS:
         return
     if not isinstance(value, str) or value.partition(":")[0] != "powersgd":
@@ -122,7 +117,7 @@ def check_compression(value: Any) -> None:
 
 
 def powersgd_rank(gradient_compression: str) -> int | None:
-    """The rank in `powersgd:RANK`; None for any other text."""
+    """Return the rank in `powersgd:RANK`; None for any other text."""
     word, _, rank = gradient_compression.partition(":")
     return (
         int(rank)
@@ -132,20 +127,18 @@ def powersgd_rank(gradient_compression: str) -> int | None:
 
 
 def keeps_rest(gradient_compression: str) -> bool:
-    """True if the compression has error feedback: what one step does not send is added to the next
-    step's gradient."""
+    """True if the compression has error feedback: the next step sends what this one did not."""
     return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
 
 
 def check_seed(value: Any) -> None:
-    """Raises `RecipeError` unless `value` is a whole number from 0 to 2**63 - 1."""
     if not _is_int(value) or not 0 <= value < 2**63:
         raise RecipeError(f"seed={value!r}; a seed is a whole number from 0 to 2**63 - 1")
 
 
 def check_factory(name: str, value: Any, *, remedy: str) -> None:
-    """Raises `RecipeError` unless `value` is a function; a module or an optimizer is what a
-    function should make."""
+    """Raise `RecipeError` unless `value` is a function: not the module or optimizer that it should
+    make."""
     if hasattr(value, "state_dict") and not isinstance(value, type):
         raise RecipeError(
             f"{name} is a {type(value).__name__}, not a function that makes one; every process"

@@ -1,5 +1,5 @@
-"""Digests of the code of a recipe's functions, by which a resumed run, and each process that joins
-one, finds out that one was edited. Needs no torch."""
+"""Digests of a recipe's functions, by which a resumed run and joining processes find an edit. Needs
+no torch."""
 
 from __future__ import annotations
 
@@ -26,24 +26,21 @@ FIELDS = (
     "batch_sampler",
 )
 MOST_BYTES = 2**26
-"""The largest tensor or array that is read whole. Of a larger one, both ends are."""
+"""A larger tensor or array is read at both ends."""
 _PARTS = 64
 
 Digests = Mapping[str, Mapping[str, str]]
-"""For each function of a recipe, by its field, the digests of its code and of the values that it
-uses, by their names."""
+"""Field of the recipe -> digests of the function's code and of the values that it uses, by name."""
 
 
 def code_of(recipe: Recipe) -> dict[str, str]:
-    """Return one digest of each function of the recipe, which does not depend on what is in objects
-    that the function passes on, such as all arguments of the script. They differ between versions
-    of Python."""
+    """Return one digest of each function, whatever is in objects that it passes on, such as the
+    script's arguments. They differ between versions of Python."""
     return {name: digest(function) for name, function in _functions(recipe).items()}
 
 
 def code_and_objects_of(recipe: Recipe) -> Digests:
-    """Return the digests of each function of the recipe, with those of what is in objects that it
-    uses."""
+    """Return the digests of each function, with the contents of objects that it uses."""
     return {name: parts(function, objects=True) for name, function in _functions(recipe).items()}
 
 
@@ -58,16 +55,14 @@ def _functions(recipe: Recipe) -> dict[str, Any]:
 
 
 def parts(function: Any, *, objects: bool = False) -> dict[str, str]:
-    """Return the digests of a function's code, and of the values that it closes over, has as
-    defaults or reads from its module; likewise of the user's functions and classes that it uses.
-    Line numbers and docstrings do not count. Of trained parameters dtype and shape count.
-    `objects`: what is in objects of the user's classes, in dataclasses and namespaces counts too;
-    of other objects the class."""
+    """Return the digests of a function's code, of what it closes over, has as defaults or reads
+    from its module, and of the user's functions and classes that it uses. Line numbers and
+    docstrings do not count; of trained parameters, dtype and shape do. `objects`: the contents of
+    users' objects, dataclasses and namespaces count too."""
     return digest_parts(_RecipeReader(objects).parts(function), _PARTS)[0]
 
 
 def digest(function: Any) -> str:
-    """Return one digest of all `parts` of a function."""
     return hashlib.blake2b(
         repr(sorted(parts(function).items())).encode(), digest_size=8
     ).hexdigest()
@@ -100,7 +95,7 @@ class _RecipeReader(CodeReader):
 
 
 def _parts_of_module(module: Any) -> dict[str, Any]:
-    """Return the parameters, buffers and modules that an `nn.Module` has itself, by name."""
+    """Return a module's own parameters, buffers and modules by name."""
     modules = {
         name: each
         for name, each in module.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""The data of a recipe: streams, and the checks of datasets and samplers. Needs no torch."""
+"""A recipe's data: streams, and checks of datasets and samplers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def check_data(
     microbatch: int | Literal["auto"] | None,
     epochs: int | None,
 ) -> None:
-    """Raises `DataError` or `RecipeError` unless `value` is a map-style dataset, or a `Stream` for
-    the batches."""
+    """Raise `DataError` or `RecipeError` unless `value` is a map-style dataset, or a `Stream` for
+    these batches."""
     if not isinstance(value, Stream):
         check_dataset(name, value)
         return
@@ -142,8 +142,8 @@ def check_data(
 def check_samplers(
     sampler: Any, batch_sampler: Any, data: Any, global_batch: Any, microbatch: Any
 ) -> None:
-    """Raises `RecipeError` unless a `batch_sampler` stands instead of both batch sizes, and
-    samplers have a dataset."""
+    """Raise `RecipeError` unless a `batch_sampler` replaces both batch sizes, and samplers have a
+    dataset."""
     check_callable("sampler", sampler, optional=True)
     check_callable("batch_sampler", batch_sampler, optional=True)
     if batch_sampler is None:
@@ -165,7 +165,7 @@ def check_samplers(
 
 
 def check_dataset(name: str, value: Any) -> None:
-    """Raises `DataError` unless `value` is a map-style dataset with at least one sample."""
+    """Raise `DataError` unless `value` is a map-style dataset with a sample."""
     if hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
         raise DataError(
             f"{name} is a {type(value).__name__}; lockstep makes the batches, so that they do not"

@@ -1,8 +1,7 @@
-"""Hyper-parameters of a script: `param` declares one, and `--set`, a search or the run that is
-resumed gives its value.
+"""Hyper-parameters of a script: `param` declares one; `--set`, a search or the resumed run gives
+its value.
 
-All parameters are asked for before the first recipe is made: their values are part of it.
-`declared` has those of this process.
+A script asks for all before its first recipe. `declared` has this process's.
 """
 
 from __future__ import annotations
@@ -24,29 +23,27 @@ Value = bool | int | float | str | None
 T = TypeVar("T", bool, int, float, str, None)
 
 ASSIGNMENTS = "LOCKSTEP_SET"
-"""The variable with the values that `--set` or a search gives, as JSON: a list of texts
-`name=value`."""
+"""The variable with the values of `--set` or a search: a JSON list of texts `name=value`."""
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A hyper-parameter as the script declares it. Raises `RecipeError` if its default, bounds or
-    choices contradict each other."""
+    """A declared hyper-parameter. Raises `RecipeError` if default, bounds or choices contradict
+    each other."""
 
     name: str
     default: Value
     low: float | None = None
-    """Smallest value. None: it has no bounds."""
+    """Smallest value; None: no bounds."""
     high: float | None = None
-    """Largest value."""
     log: bool = False
     """True if a search compares values by their ratio."""
     step: float | None = None
-    """Distance between two values, from `low` on. None: any value; 1 for an int."""
+    """Distance of values from `low` on. None: any value; 1 for an int."""
     choices: tuple[Value, ...] = ()
-    """All values. Empty: those between the bounds."""
+    """All values; empty: those between the bounds."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -122,18 +119,16 @@ class Parameter:
 
     @property
     def is_int(self) -> bool:
-        """True if its values are whole numbers: its default is."""
+        """True if its default is a whole number."""
         return isinstance(self.default, int) and not isinstance(self.default, bool)
 
     @property
     def is_searched(self) -> bool:
-        """True if a search chooses its value."""
         return bool(self.choices) or self.low is not None
 
     @property
     def values(self) -> Sequence[Value] | None:
-        """All values, if they are countable: the choices, or those of whole numbers or with a
-        step."""
+        """All values, if countable."""
         if self.choices:
             return self.choices
         if (
@@ -151,7 +146,7 @@ class Parameter:
         return [float(low + number * step) for number in range(int((high - low) / step) + 1)]
 
     def check(self, value: Value, source: str) -> None:
-        """Raise `RecipeError` for a value that the parameter cannot have. `source`: who gave it."""
+        """Raise `RecipeError` for an impossible value. `source`: who gave it."""
         if isinstance(value, float) and not math.isfinite(value):
             raise self._error(
                 f"has the value {value!r} ({source}); a value is finite; give a number, or None for"
@@ -177,8 +172,7 @@ class Parameter:
             )
 
     def read(self, text: str, source: str) -> Value:
-        """Return the value that a text gives. Raises `RecipeError` if it cannot be one. `source`:
-        who gave it."""
+        """Parse a value. Raises `RecipeError`. `source`: who gave it."""
         value: Value
         if self.choices:
             same = [each for each in self.choices if text == str(each)] or [
@@ -204,7 +198,7 @@ class Parameter:
         return value
 
     def describe(self) -> dict[str, Any]:
-        """The declaration as JSON."""
+        """Return the declaration as JSON."""
         return {
             name: list(value) if isinstance(value := getattr(self, name), tuple) else value
             for name in self.__slots__
@@ -212,7 +206,7 @@ class Parameter:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Parameter:
-        """Return the parameter that `describe` has described."""
+        """Invert `describe`."""
         return cls(**{**described, "choices": tuple(described["choices"])})
 
     def _error(self, text: str) -> RecipeError:
@@ -220,7 +214,7 @@ class Parameter:
 
 
 def _same(text: str, choice: Value) -> bool:
-    """True if a text on a command line gives this choice."""
+    """True if a text on a command line means this choice."""
     if isinstance(choice, bool) and text.lower() == str(choice).lower():
         return True
     try:
@@ -274,7 +268,7 @@ def param(
 
 
 class Declared:
-    """The parameters that this process has asked for, and their values."""
+    """The parameters that this process has asked for."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, Parameter] = {}
@@ -283,7 +277,7 @@ class Declared:
         """True once a recipe was made."""
 
     def add(self, parameter: Parameter, environ: Mapping[str, str]) -> Value:
-        """Return the parameter's value. Raises `RecipeError`."""
+        """Return the value. Raises `RecipeError`."""
         name, before = parameter.name, self.parameters.get(parameter.name)
         if before is not None and before != parameter:
             changed = [
@@ -306,12 +300,10 @@ class Declared:
         return self.values[name]
 
     def close(self) -> None:
-        """Ask for no further parameters: a recipe was made."""
         self.is_closed = True
 
     def check_all_used(self, environ: Mapping[str, str]) -> None:
-        """Raise `RecipeError` if `--set` has given a value to a parameter that the script does not
-        have."""
+        """Raise `RecipeError` if `--set` names a parameter that the script lacks."""
         unknown = [name for name in given_values(environ) if name not in self.parameters]
         if unknown:
             there = ", ".join(self.parameters) or "none"
@@ -322,7 +314,7 @@ class Declared:
             )
 
     def describe(self) -> list[dict[str, Any]]:
-        """The declarations as JSON."""
+        """Return the declarations as JSON."""
         return [parameter.describe() for parameter in self.parameters.values()]
 
 
@@ -330,15 +322,14 @@ declared = Declared()
 
 
 def given_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts that `--set` has given, by name. Raises `RecipeError`."""
+    """Return the texts of `--set` by name. Raises `RecipeError`."""
     return dict(
         map(split_assignment, read_assignments(environ.get(ASSIGNMENTS) or "[]", ASSIGNMENTS))
     )
 
 
 def read_assignments(text: str, name: str) -> tuple[str, ...]:
-    """Return the texts in the value of a variable called `name`. Raises `RecipeError` if it is not
-    a list of them."""
+    """Parse a variable's list of texts. Raises `RecipeError`."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -352,7 +343,7 @@ def read_assignments(text: str, name: str) -> tuple[str, ...]:
 
 
 def split_assignment(text: str) -> tuple[str, str]:
-    """Return name and value of a text such as `lr=1e-3`. Raises `RecipeError`."""
+    """Split `lr=1e-3`. Raises `RecipeError`."""
     name, equals, value = text.partition("=")
     if not equals or not _NAME.fullmatch(name):
         raise RecipeError(f"--set {text!r}; it is a parameter's name and its value: --set lr=1e-3")
@@ -360,8 +351,7 @@ def split_assignment(text: str) -> tuple[str, str]:
 
 
 def saved_values(run_dir: Path) -> dict[str, Value]:
-    """Return the values with which the run in a directory was started. Empty if there is none, or
-    it had none."""
+    """Return the values of the run in a directory; empty if it has none."""
     try:
         found = read_object(run_dir, "run.json")["recipe"]["parameters"]
     except (OSError, ValueError, KeyError, TypeError):

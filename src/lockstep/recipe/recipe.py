@@ -206,7 +206,7 @@ class Weights:
 
     @classmethod
     def of(cls, given: Any) -> Weights | None:
-        """Convert a value of `Recipe.weights`. Raises `RecipeError`."""
+        """Convert `Recipe.weights`. Raises `RecipeError`."""
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, str | PathLike):
@@ -413,14 +413,13 @@ class Recipe:
 
     @property
     def evaluations(self) -> dict[str, Evaluation]:
-        """All evaluations by the prefix of their metrics: "valid/", or "" for a single one without
-        a name."""
+        """All evaluations by the prefix of their metrics: "valid/", or ""."""
         if isinstance(self.evaluation, Mapping):
             return {f"{name}/": evaluation for name, evaluation in self.evaluation.items()}
         return {} if self.evaluation is None else {"": self.evaluation}
 
     def describe(self) -> dict[str, Any]:
-        """The recipe as JSON. Functions and datasets are described by name and length."""
+        """Return the recipe as JSON: functions and datasets by name and length."""
         described = {name: _describe(getattr(self, name)) for name in self.__slots__} | {
             "weights": _describe(Weights.of(self.weights))
         }

@@ -1,5 +1,5 @@
-"""Digests of the source of the script and of the user's other modules, by which processes find out
-that they execute other versions of them."""
+"""Digests of the script and of the user's modules, by which processes find that their versions
+differ."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lockstep.base.contents import is_users
 
 @functools.cache
 def texts() -> Mapping[str, str]:
-    """Return the source of the script, as `__main__`, and of each of the user's modules that are
-    loaded, by its name: as they are when this is first called."""
+    """Return the source of the script, as `__main__`, and of the user's loaded modules, as they are
+    at the first call."""
     found: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         if name == "__mp_main__":  # the script too; in a process that was a spare, lockstep's own
@@ -35,19 +35,17 @@ def texts() -> Mapping[str, str]:
 
 
 def sources() -> dict[str, str]:
-    """Return the digest of each of `texts`."""
     return {name: _digest(text) for name, text in texts().items()}
 
 
 def programs(names: Iterable[str]) -> dict[str, str]:
-    """Return the digests of these modules' `texts` without comments, docstrings and line numbers.
-    Slower: it parses them."""
+    """Return these modules' digests without comments, docstrings and line numbers, which takes a
+    parse."""
     return {name: _program(texts()[name]) for name in names if name in texts()}
 
 
 def note_source(file: str, source: bytes) -> None:
-    """Let `texts` take this as the text of the file. Called when the script is run, which may be
-    edited then."""
+    """Let `texts` take this as the file's text: the script may be edited while it runs."""
     with suppress(SyntaxError, UnicodeDecodeError):
         text = decode_source(source)
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -71,5 +69,5 @@ def _digest(text: str) -> str:
 
 
 def other_sources(one: Mapping[str, str], another: Mapping[str, str]) -> list[str]:
-    """Return the names of modules that both have, in other versions."""
+    """Return the modules that differ."""
     return [name for name, digest in one.items() if another.get(name, digest) != digest]

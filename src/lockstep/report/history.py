@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.pages.chart import Series
+
 RunState = Literal["ended", "running", "unfinished", "preempted", "failed"]
 
 PHASES = ("step", "data", "compute", "communication")
@@ -28,31 +30,6 @@ _ENDS: dict[str, RunState] = {
     "run-failed": "failed",
     "preempted": "preempted",
 }
-
-
-@dataclass(slots=True)
-class Series:
-    """Values of a metric, in rising order of the number of steps done. A value may be NaN or
-    infinite."""
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-
-    def add(self, step: int, value: float) -> None:
-        """Append a value. Discards values of this step and later ones, which were computed before a
-        resumption."""
-        self.truncate(step)
-        self.steps.append(step)
-        self.values.append(value)
-
-    def truncate(self, step: int) -> None:
-        """Discard this step and later ones."""
-        while self.steps and self.steps[-1] >= step:
-            self.steps.pop()
-            self.values.pop()
-
-    def finite(self) -> list[float]:
-        return [value for value in self.values if math.isfinite(value)]
 
 
 @dataclass(slots=True)
@@ -235,7 +212,7 @@ class RunHistory:
         return str(plan.get("text", "")) if isinstance(plan, Mapping) else ""
 
 
-def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
+def metric_curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
     """Join the rows of `metrics.jsonl`. If the steps go back, the run was resumed: later steps are
     discarded."""
     found = Curves()
@@ -270,7 +247,7 @@ def _clamp(number: float) -> float:
 
 
 def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
-    """Join the rows of `ranks.jsonl`, as `curves` does."""
+    """Join the rows of `ranks.jsonl`, as `metric_curves` does."""
     found = RankTimes()
     for row in rows:
         while found.steps and found.steps[-1] >= row["step"]:

@@ -1,15 +1,18 @@
-"""Losses of workers, and what the run did until it had as many steps as before. Pure."""
+"""Losses of workers, and what the run did until it had as many steps as before: found, and as a
+list. Pure."""
 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lockstep.pages.markup import Html, bar, element, swatch
+from lockstep.pages.scale import format_count, format_duration
 from lockstep.report.history import RunEvent, RunHistory, seconds_of
-from lockstep.report.scale import format_count, format_duration
 
 _Progress = Sequence[tuple[float, int]]
 """Times, rising, and the optimizer steps done then."""
@@ -17,7 +20,10 @@ _NO_LOSS = frozenset({"preempted", "out-of-memory"})
 """A start after one of these follows from no loss: another machine joined, or the plan was
 changed."""
 
+MAX_LOSSES = 100
 _MOST_STEPS = 2**53
+_PARTS = {"wait": "line-1", "open": "line-0", "steps again": "line-4"}
+"""Parts of the time, and their colours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +57,11 @@ class WorkerLoss:
         return (self.wait_seconds or 0.0) + self.open_seconds + (self.repeated_seconds or 0.0)
 
     @property
+    def kind(self) -> str:
+        """Its class on the page."""
+        return "in-place" if self.in_place else "restart"
+
+    @property
     def is_known(self) -> bool:
         """True if each part of the time is."""
         return self.wait_seconds is not None and self.repeated_seconds is not None
@@ -64,7 +75,7 @@ class WorkerLoss:
         return {**asdict(self), "seconds": self.seconds}
 
 
-def losses(run: RunHistory) -> list[WorkerLoss]:
+def losses_of(run: RunHistory) -> list[WorkerLoss]:
     """Return the losses after which the run went on, in their order."""
     places = [place for place, event in enumerate(run.events) if event.kind == "run-started"]
     starts = [
@@ -85,9 +96,9 @@ def losses(run: RunHistory) -> list[WorkerLoss]:
     return found
 
 
-def summary(run: RunHistory) -> str:
+def loss_summary(run: RunHistory) -> str:
     """Return the run's losses in one line; empty if there were none."""
-    found = losses(run)
+    found = losses_of(run)
     if not found:
         return ""
     in_place, others = (
@@ -139,9 +150,9 @@ def _loss(
             step=recovered.step,
             wait_seconds=wait,
             open_seconds=opening,
-            repeated_steps=(
-                repeated if type(repeated) is int and 0 <= repeated < _MOST_STEPS else None
-            ),
+            repeated_steps=repeated
+            if type(repeated) is int and 0 <= repeated < _MOST_STEPS
+            else None,
         )
     if (restarted := _first(after, "restarted")) is not None and _first(before, *_NO_LOSS) is None:
         return _restart(restarted, before, after, progress)
@@ -164,11 +175,9 @@ def _restart(
     elif state and state not in saved and progress:
         seen = min(started, _time_of(opened.step, progress)), opened.step
     return WorkerLoss(
-        time=(
-            max([before[-1].time, *(time for time, _ in progress[-1:])])
-            if seen is None
-            else seen[0]
-        ),
+        time=max([before[-1].time, *(time for time, _ in progress[-1:])])
+        if seen is None
+        else seen[0],
         reason=str(restarted.details.get("reason", "")),
         in_place=False,
         not_in_place=str(restarted.details.get("not_in_place", "")),
@@ -206,3 +215,86 @@ def _time_of(step: int, progress: _Progress) -> float:
 
 def _first(events: Sequence[RunEvent], *kinds: str) -> RunEvent | None:
     return next((event for event in events if event.kind in kinds), None)
+
+
+def loss_list(run: RunHistory) -> Html | None:
+    """Return the list; None if there were no losses. Beyond `MAX_LOSSES`, those in the middle are
+    only counted."""
+    found = losses_of(run)
+    if not found:
+        return None
+    longest = max(each.seconds for each in found) or 1.0
+    items = [_item(number, each, run, longest) for number, each in enumerate(found, 1)]
+    left_out = len(items) - MAX_LOSSES
+    if left_out > 0:
+        more = element("li", f"… {left_out:,} more, in events.jsonl …", kind="note")
+        items[MAX_LOSSES // 2 : -MAX_LOSSES // 2] = [more]
+    keys = [element("span", swatch(colour), part, kind="key") for part, colour in _PARTS.items()]
+    return element(
+        "div",
+        element("p", loss_summary(run)),
+        element("p", keys, kind="legend"),
+        element("ol", items, kind="losses"),
+        kind="card",
+    )
+
+
+def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
+    """Return the reason, with the rank's host if there are several."""
+    named = re.match(r"rank (\d{1,6})\b", loss.reason)
+    if named is None or len(set(hosts)) < 2 or int(named[1]) >= len(hosts):
+        return loss.reason
+    return f"{named[0]} on {hosts[int(named[1])]}{loss.reason[named.end() :]}"
+
+
+def how_it_went_on(loss: WorkerLoss) -> str:
+    """Return whether the run recovered in place, from which state, and why if not."""
+    if loss.in_place:
+        state = {"replica": "that of a replica", "image": "the image in memory"}.get(
+            loss.state, loss.state
+        )
+        return f"recovered in place, from {state} after step {format_count(loss.step)}"
+    state = f"from {loss.state}" if loss.state else "from the beginning"
+    return f"restarted, {state}" + (
+        f"; not in place: {loss.not_in_place}" if loss.not_in_place else ""
+    )
+
+
+def loss_times(loss: WorkerLoss) -> str:
+    """Return the time that the loss took, and its parts."""
+    steps = (
+        "steps"
+        if loss.repeated_steps is None
+        else f"{format_count(loss.repeated_steps)} step{'s' * (loss.repeated_steps != 1)}"
+    )
+    again = f"{steps} again {_seconds(loss.repeated_seconds)}"
+    if loss.repeated_steps == 0:
+        again = "no step again"
+    more = "" if loss.is_known else " or more"
+    wait, opening = _seconds(loss.wait_seconds), _seconds(loss.open_seconds)
+    return f"{format_duration(loss.seconds)}{more}: wait {wait}, open {opening}, {again}"
+
+
+def _item(number: int, loss: WorkerLoss, run: RunHistory, longest: float) -> Html:
+    when = f"after {format_duration(max(0.0, loss.time - (run.began or 0.0)))}"
+    if loss.repeated_steps is not None:
+        when += f", step {format_count(loss.step + loss.repeated_steps)}"
+    sizes = (loss.wait_seconds, loss.open_seconds, loss.repeated_seconds)
+    parts = [
+        (colour, size, "") for colour, size in zip(_PARTS.values(), sizes, strict=True) if size
+    ]
+    return element(
+        "li",
+        element("span", element("b", str(number), kind=f"loss {loss.kind}"), when, kind="when"),
+        element(
+            "div",
+            element("strong", what_was_lost(loss, run.ranks.hosts)),
+            element("div", how_it_went_on(loss)),
+            bar(parts, longest),
+            element("small", loss_times(loss)),
+        ),
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "not recorded" if value is None else format_duration(value)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from lockstep.base.foreign_text import escape
-from lockstep.report.chart import Chart, Curve
-from lockstep.report.history import MemoryProfile, RankMemory, RunHistory, Series
-from lockstep.report.scale import format_number
-from lockstep.report.tables import key
+from lockstep.pages.chart import Chart, Curve, Series
+from lockstep.pages.markup import Column, Html, element, join, table
+from lockstep.pages.scale import format_number
+from lockstep.report.history import MemoryProfile, RankMemory, RunHistory
+from lockstep.report.tables import run_key
 
 MOST_CHARTS = 8
 """Number of ranks with a chart: those with the highest peaks. All ranks are in the table."""
@@ -50,48 +50,40 @@ def _curve(name: str, colour: int, rank: RankMemory, values: Sequence[int]) -> C
     return Curve(name, colour, Series(array("q", rank.microseconds), array("d", values)))
 
 
-def memory_tables(runs: Sequence[RunHistory]) -> str:
+def memory_tables(runs: Sequence[RunHistory]) -> Html:
     """Return each run's memory at the peak by rank, and the largest allocations of the rank with
     the highest."""
-    found = []
-    for index, run in enumerate(runs):
-        if run.memory is not None and run.memory.ranks:
-            name = f"<h3>{key(run, index)}</h3>" if len(runs) > 1 else ""
-            found.append(f"{name}{_peaks(run.memory)}{_largest(run.memory)}")
-    return "".join(found)
-
-
-def _peaks(profile: MemoryProfile) -> str:
-    causes = list(profile.ranks[0].bytes_by_cause)
-    heads = "".join(
-        f'<th class="number" scope="col">{escape(name)}</th>' for name in ("all", *causes)
+    return join(
+        [
+            element("h3", run_key(run, index)) if len(runs) > 1 else None,
+            _peaks(run.memory),
+            _largest(run.memory),
+        ]
+        for index, run in enumerate(runs)
+        if run.memory is not None and run.memory.ranks
     )
+
+
+def _peaks(profile: MemoryProfile) -> Html:
+    causes = list(profile.ranks[0].bytes_by_cause)
     rows = []
     for rank in profile.ranks:
         sizes = [rank.peak_bytes, *(rank.at_peak.get(cause, 0) for cause in causes)]
-        cells = "".join(f'<td class="number">{format_number(size, "bytes")}</td>' for size in sizes)
         when = f"{format_number(rank.peak_seconds, 'seconds')}, {rank.peak_phase}"
-        rows.append(f'<tr><th scope="row">{rank.rank}</th>{cells}<td>{escape(when)}</td></tr>')
+        rows.append([str(rank.rank), *(format_number(size, "bytes") for size in sizes), when])
     first, stop = profile.steps
-    caption = f"Memory at the peak of steps {first} to {stop - 1}"
-    head = f'<tr><th scope="col">rank</th>{heads}<th scope="col">when</th></tr>'
-    return _card(caption, head, rows)
-
-
-def _largest(profile: MemoryProfile) -> str:
-    highest = max(profile.ranks, key=lambda rank: rank.peak_bytes)
-    rows = [
-        "<tr><td"
-        f' class="number">{format_number(size, "bytes")}</td><td>{escape(cause)}</td><td>{escape(name)}</td></tr>'
-        for size, cause, name in highest.largest
-    ]
-    head = (
-        '<tr><th class="number" scope="col">size</th><th scope="col">cause</th><th'
-        ' scope="col">tensor, module or operator</th></tr>'
+    return table(
+        ["rank", *map(Column, ("all", *causes)), "when"],
+        rows,
+        caption=f"Memory at the peak of steps {first} to {stop - 1}",
+        row_heads=True,
     )
-    return _card(f"The largest at the peak of rank {highest.rank}", head, rows)
 
 
-def _card(caption: str, head: str, rows: Sequence[str]) -> str:
-    body = f"<caption>{caption}</caption><thead>{head}</thead><tbody>{''.join(rows)}</tbody>"
-    return f'<div class="wide card"><table>{body}</table></div>'
+def _largest(profile: MemoryProfile) -> Html:
+    highest = max(profile.ranks, key=lambda rank: rank.peak_bytes)
+    return table(
+        [Column("size"), "cause", "tensor, module or operator"],
+        [[format_number(size, "bytes"), cause, name] for size, cause, name in highest.largest],
+        caption=f"The largest at the peak of rank {highest.rank}",
+    )

@@ -1,24 +1,22 @@
-"""The whole HTML page, in one file that loads no other. Its content security policy forbids
-requests. Pure, but for reading its own style and script from the package."""
+"""The page of a run, or of several side by side. Pure."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from importlib.resources import files
-from typing import Any
+from collections.abc import Sequence
 
-from lockstep.base.foreign_text import escape, printable
-from lockstep.report import event_timeline, heatmap, losses, repetitions, tables
-from lockstep.report.chart import Chart, Curve, RenderedFigure, render
+from lockstep.pages.chart import Chart, Curve, RenderedFigure, render_charts
+from lockstep.pages.document import document, generator
+from lockstep.pages.markup import Html, element, join, note, paragraph, section, tiles
+from lockstep.report import tables
+from lockstep.report.events import curve_marks, event_table, event_timeline
 from lockstep.report.history import MOST_SERIES, PHASES, RunHistory
-from lockstep.report.loss_list import loss_list
+from lockstep.report.losses import loss_list, loss_summary
 from lockstep.report.memory import memory_charts, memory_tables
+from lockstep.report.ranks import mean_over_ranks, rank_bars, rank_heatmaps
+from lockstep.report.repetitions import group_table, repeated_runs
 
-GENERATOR = '<meta name="generator" content="lockstep report">'
-"""A tag near the beginning of each page, which identifies it as a report."""
+GENERATOR = generator("lockstep report")
+"""The tag that identifies a page as a report."""
 MOST_COLUMNS, LEAST_COLUMNS = 600, 60
 POINTS = 60_000
 """Approximate number of points on the page. If there are many curves, each has fewer points."""
@@ -34,68 +32,53 @@ _FIRST = ("loss", "lr", "gradient_norm")
 _EVALUATION = "evaluation/"
 
 
-def page(runs: Sequence[RunHistory], *, made: float) -> str:
+def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
     """Return the HTML document. `made`: time of creation, in seconds since 1970."""
     title = "lockstep report: " + ", ".join(run.name for run in runs)
-    last_step = max(
-        [
-            1,
-            *(run.curves.last_step for run in runs),
-            *(step for run in runs for step in run.ranks.steps[-1:]),
-        ]
-    )
-    learning, speed = charts(runs)
-    memory = memory_charts(runs)
-    shown = [*learning, *speed, *memory]
+    curves = [run.curves.last_step for run in runs]
+    last_step = max([1, *curves, *(step for run in runs for step in run.ranks.steps[-1:])])
+    learning, speed = run_charts(runs)
+    shown = [*learning, *speed, *memory_charts(runs)]
     lines = sum(len(each.lines) for each in shown)
     columns = max(LEAST_COLUMNS, min(MOST_COLUMNS, POINTS // max(1, lines)))
-    figures = [
-        render(each, index=index, last_step=last_step, columns=columns)
-        for index, each in enumerate(shown)
-    ]
+    figures = render_charts(shown, last_step=last_step, columns=columns)
+    timed = [(run, index) for index, run in enumerate(runs) if run.ranks.steps]
     heatmaps = [
-        heatmap.render(run.ranks, index=index, last_step=last_step, title=run.name)
-        for index, run in enumerate(_timed(runs))
+        rank_heatmaps(run.ranks, index=place, last_step=last_step, title=run.name)
+        for place, (run, _) in enumerate(timed)
     ]
-    descriptions = [
-        tables.description(run, index, several=len(runs) > 1) for index, run in enumerate(runs)
-    ]
-    body = [
-        _head(runs, made),
-        *_section("means", "Mean of repeated runs", repetitions.table(repetitions.groups(runs))),
-        *_section(
-            "differences", "Differences", tables.difference_table(runs) if len(runs) > 1 else ""
+    several = len(runs) > 1
+    first, second = len(learning), len(learning) + len(speed)
+    empty = note("The run has not reached a logging step.")
+    return document(
+        "lockstep report",
+        title,
+        section("means", "Mean of repeated runs", group_table(repeated_runs(runs))),
+        section("differences", "Differences", tables.difference_table(runs) if several else None),
+        section("learning", "Training", _grid(figures[:first]) or empty),
+        section("speed", "Throughput", _grid(figures[first:second])),
+        section("memory", "Memory of the profiled steps", _memory(runs, figures[second:])),
+        section("ranks", "Ranks", _ranks(timed, heatmaps, several=several)),
+        section("losses", "Losses and recoveries", _losses(runs)),
+        section("events", "Events", event_timeline(runs), _event_tables(runs)),
+        section(
+            "facts",
+            "Recipe, plan, environment",
+            [tables.description(run, index, several=several) for index, run in enumerate(runs)],
         ),
-        *_section(
-            "learning",
-            "Training",
-            _grid(figures[: len(learning)])
-            or '<p class="note">The run has not reached a logging step.</p>',
-        ),
-        *_section(
-            "speed", "Throughput", _grid(figures[len(learning) : len(learning) + len(speed)])
-        ),
-        *_section(
-            "memory",
-            "Memory of the profiled steps",
-            _memory(runs, figures[len(learning) + len(speed) :]),
-        ),
-        *_section("ranks", "Ranks", _ranks(runs, heatmaps)),
-        *_section("losses", "Losses and recoveries", _losses(runs)),
-        *_section("events", "Events", _events(runs)),
-        *_section("facts", "Recipe, plan, environment", "".join(descriptions)),
-        *_section("numbers", "All metrics", tables.metric_table(runs) if lines else ""),
-    ]
-    data = {
-        "last": last_step,
-        "charts": [each.data for each in figures],
-        "heatmaps": [each.data for each in heatmaps],
-        "runs": [run.name for run in runs],
-    }
-    return document(title, "".join(body), data, script=_own("page.js"))
+        section("numbers", "All metrics", tables.metric_table(runs) if lines else None),
+        header=_header(runs),
+        made=made,
+        data={
+            "last": last_step,
+            "charts": [each.data for each in figures],
+            "heatmaps": [each.data for each in heatmaps],
+            "runs": [run.name for run in runs],
+        },
+    )
 
 
-def charts(runs: Sequence[RunHistory]) -> tuple[list[Chart], list[Chart]]:
+def run_charts(runs: Sequence[RunHistory]) -> tuple[list[Chart], list[Chart]]:
     """Return the charts of training, and those of throughput. A metric and its evaluation share a
     chart."""
     names = dict.fromkeys(name for run in runs for name in run.curves.series)
@@ -157,9 +140,9 @@ def _metric(name: str, runs: Sequence[RunHistory], note: str = "") -> Chart:
         lines=lines,
         unit=tables.UNITS.get(name, ""),
         from_zero=name in _SPEED,
-        may_be_logarithmic=name != "lr" and name not in _SPEED,
+        logarithmic=False if name == "lr" or name in _SPEED else None,
         note=note,
-        marks=event_timeline.marks(runs[0].events) if not several else (),
+        marks=curve_marks(runs[0].events) if not several else (),
     )
 
 
@@ -171,7 +154,7 @@ def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
         return []
     if len(runs) == 1:
         ranks = runs[0].ranks
-        found = [(phase, heatmap.mean_over_ranks(ranks, phase)) for phase in PHASES]
+        found = [(phase, mean_over_ranks(ranks, phase)) for phase in PHASES]
         lines = [
             Curve(phase, index, series)
             for index, (phase, series) in enumerate(found)
@@ -179,10 +162,10 @@ def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
         ]
     else:
         lines = [
-            Curve(run.name, index, heatmap.mean_over_ranks(run.ranks, "step"), run=index)
+            Curve(run.name, index, mean_over_ranks(run.ranks, "step"), run=index)
             for index, run in timed
         ]
-    marks = event_timeline.marks(runs[0].events) if len(runs) == 1 else ()
+    marks = curve_marks(runs[0].events) if len(runs) == 1 else ()
     return [
         Chart(
             title="step time, mean of ranks",
@@ -194,148 +177,106 @@ def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
     ]
 
 
-def _timed(runs: Sequence[RunHistory]) -> list[RunHistory]:
-    return [run for run in runs if run.ranks.steps]
+def _header(runs: Sequence[RunHistory]) -> Html:
+    if len(runs) > 1:
+        name, about = element("h1", f"{len(runs)} runs"), tables.overview(runs)
+        return join(name, _unreadable(runs), about, _reasons(runs), _lost(runs))
+    (run,) = runs
+    name = element("h1", f"{run.name} ", tables.state_word(run))
+    about = element("p", tables.subtitle(run), kind="sub")
+    figures = tiles(tables.key_figures(run))
+    return join(name, about, _reasons(runs), _lost(runs), _unreadable(runs), figures)
 
 
-def _head(runs: Sequence[RunHistory], made: float) -> str:
-    if len(runs) == 1:
-        (run,) = runs
-        reason = tables.state_reason(run)
-        paragraph = f'<p class="reason {run.state}">{escape(reason)}</p>' if reason else ""
-        paragraph += _lost(runs)
-        name = f"<h1>{escape(run.name)} {tables.state(run)}</h1>"
-        top = (
-            f"{name}<p"
-            f' class="sub">{tables.subtitle(run)}</p>{paragraph}{_unreadable(runs)}{tables.tiles(run)}'
-        )
-    else:
-        reasons = "".join(
-            f'<p class="reason {run.state}"><strong>{escape(run.name)}</strong>:'
-            f" {escape(tables.state_reason(run))}</p>"
-            for run in runs
-            if tables.state_reason(run)
-        )
-        top = (
-            f"<h1>{len(runs)}"
-            f" runs</h1>{_unreadable(runs)}{tables.overview(runs)}{reasons}{_lost(runs)}"
-        )
-    return (
-        '<header><p class="brand">lockstep report<span>made'
-        f" {event_timeline.clock(made)}</span></p>{top}</header>"
-    )
+def _named(run: RunHistory, runs: Sequence[RunHistory]) -> Html | None:
+    return join(element("strong", run.name), ": ") if len(runs) > 1 else None
 
 
-def _lost(runs: Sequence[RunHistory]) -> str:
-    found = [
-        (f"<strong>{escape(run.name)}</strong>: " if len(runs) > 1 else "", losses.summary(run))
+def _reasons(runs: Sequence[RunHistory]) -> Html:
+    return join(
+        paragraph(_named(run, runs), reason, kind=f"reason {run.state}")
         for run in runs
-    ]
-    return "".join(
-        f'<p class="reason lost">{name}{escape(text)}.</p>' for name, text in found if text
+        if (reason := tables.state_reason(run))
     )
 
 
-def _unreadable(runs: Sequence[RunHistory]) -> str:
+def _lost(runs: Sequence[RunHistory]) -> Html:
+    return join(
+        paragraph(_named(run, runs), f"{text}.", kind="reason lost")
+        for run in runs
+        if (text := loss_summary(run))
+    )
+
+
+def _unreadable(runs: Sequence[RunHistory]) -> Html:
     texts = [
         f"{run.name}: {lines:,} lines of {name} are invalid, and are left out"
         for run in runs
         for name, lines in run.unreadable.items()
     ]
     texts += [
-        f"{run.name}: {len(run.curves.left_out):,} more metrics are in metrics.jsonl; a page has"
-        f" the first {MOST_SERIES:,}"
+        f"{run.name}: {len(run.curves.left_out):,} more metrics are in metrics.jsonl; "
+        f"a page has the first {MOST_SERIES:,}"
         for run in runs
         if run.curves.left_out
     ]
-    return "".join(f'<p class="reason failed">{escape(text)}.</p>' for text in texts)
+    return join(paragraph(f"{text}.", kind="reason failed") for text in texts)
 
 
-def _grid(figures: Sequence[RenderedFigure]) -> str:
-    return f'<div class="grid">{"".join(each.html for each in figures)}</div>' if figures else ""
+def _grid(figures: Sequence[RenderedFigure]) -> Html | None:
+    return element("div", [each.html for each in figures], kind="grid") if figures else None
 
 
-def _ranks(runs: Sequence[RunHistory], heatmaps: Sequence[RenderedFigure]) -> str:
-    found = []
-    for run, figure in zip(_timed(runs), heatmaps, strict=True):
-        name = f"<h3>{tables.key(run, runs.index(run))}</h3>" if len(runs) > 1 else ""
-        found.append(f'{name}<div class="grid">{figure.html}</div>{heatmap.rank_bars(run.ranks)}')
-    note = (
-        '<p class="note">A cell is the mean of its steps; each heatmap has its own colour scale. A'
-        " straggler, a rank whose data or compute takes longer, makes the others wait: their"
-        " communication takes longer, and the step is as long for all.</p>"
+def _ranks(
+    timed: Sequence[tuple[RunHistory, int]], heatmaps: Sequence[RenderedFigure], *, several: bool
+) -> Html | None:
+    if not timed:
+        return None
+    explanation = note(
+        "A cell is the mean of its steps; each heatmap has its own colour scale. A straggler, a "
+        "rank whose data or "
+        "compute takes longer, makes the others wait: their communication takes longer, and the "
+        "step is as long for "
+        "all."
     )
-    return "".join([note, *found]) if found else ""
-
-
-def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> str:
-    note = (
-        '<p class="note">Memory of tensors on the rank\'s device. Activations are what a forward'
-        " leaves for the backward; the rest is temporary: gradients of activations, what is"
-        " computed again, batches, buffers of exchanges.</p>"
-    )
-    return f"{note}{_grid(figures)}{memory_tables(runs)}" if figures else ""
-
-
-def _losses(runs: Sequence[RunHistory]) -> str:
-    found = [(run, index, loss_list(run)) for index, run in enumerate(runs)]
-    return "".join(
-        (f"<h3>{tables.key(run, index)}</h3>" if len(runs) > 1 else "") + text
-        for run, index, text in found
-        if text
+    return join(
+        explanation,
+        (
+            [
+                element("h3", tables.run_key(run, index)) if several else None,
+                _grid([figure]),
+                rank_bars(run.ranks),
+            ]
+            for (run, index), figure in zip(timed, heatmaps, strict=True)
+        ),
     )
 
 
-def _events(runs: Sequence[RunHistory]) -> str:
-    found = [event_timeline.lanes(runs)]
-    for index, run in enumerate(runs):
-        if run.events:
-            table = event_timeline.table(run)
-            name = f"<details><summary>{tables.key(run, index)}</summary>{table}</details>"
-            found.append(name if len(runs) > 1 else f'<div class="card">{table}</div>')
-    return "".join(found)
-
-
-def _section(name: str, title: str, inside: str) -> list[str]:
-    return [f'<section id="{name}"><h2>{title}</h2>{inside}</section>'] if inside else []
-
-
-def document(
-    title: str, body: str, data: Mapping[str, Any], *, script: str, style: str = ""
-) -> str:
-    """Return the HTML document. `data`: values that `script` reads from the element `data`.
-    `style`: rules beside page.css."""
-    themes = (("light", heatmap.RAMP), ("dark", heatmap.RAMP[::-1]))
-    ramps = "".join(
-        f"--ramp-{name}:linear-gradient(90deg,{','.join(colours)});" for name, colours in themes
+def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> Html | None:
+    if not figures:
+        return None
+    explanation = note(
+        "Memory of tensors on the rank's device. Activations are what a forward leaves for the "
+        "backward; the rest is "
+        "temporary: gradients of activations, what is computed again, batches, buffers of "
+        "exchanges."
     )
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"
-        f" 'sha256-{digest}'"
-    )
-    json_data = json.dumps(
-        _printable(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    ).replace("<", "\\u003c")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta'
-        f' name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>:root{{{ramps}}}{_own('page.css')}{style}</style></head><body><main>{body}</main>"
-        '<script type="application/json"'
-        f' id="data">{json_data}</script><script>{script}</script></body></html>\n'
+    return join(explanation, _grid(figures), memory_tables(runs))
+
+
+def _losses(runs: Sequence[RunHistory]) -> Html:
+    return join(
+        [element("h3", tables.run_key(run, index)) if len(runs) > 1 else None, text]
+        for index, run in enumerate(runs)
+        if (text := loss_list(run))
     )
 
 
-def _printable(value: Any) -> Any:
-    """Return JSON whose texts a page may show."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, Mapping):
-        return {name: _printable(each) for name, each in value.items()}
-    return list(map(_printable, value)) if isinstance(value, list | tuple) else value
-
-
-def _own(name: str) -> str:
-    return files("lockstep.report").joinpath(name).read_text(encoding="utf-8")
+def _event_tables(runs: Sequence[RunHistory]) -> Html:
+    if len(runs) == 1:
+        return element("div", event_table(runs[0]), kind="card") if runs[0].events else Html()
+    return join(
+        element("details", element("summary", tables.run_key(run, index)), event_table(run))
+        for index, run in enumerate(runs)
+        if run.events
+    )

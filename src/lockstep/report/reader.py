@@ -26,8 +26,8 @@ from lockstep.report.history import (
     LockHolder,
     MemoryProfile,
     RunHistory,
-    curves,
     memory_profile,
+    metric_curves,
     rank_times,
     run_events,
 )
@@ -70,7 +70,7 @@ def read_run(folder: Path, name: str) -> RunHistory:
         path=str(folder),
         metadata=read_metadata(folder),
         result=read_result(folder),
-        curves=curves(rows(METRICS, _is_metrics_row)),
+        curves=metric_curves(rows(METRICS, _is_metrics_row)),
         ranks=rank_times(rows(RANKS, _is_ranks_row)),
         events=run_events(rows(EVENTS, _is_event_row)),
         holder=_holder(folder),

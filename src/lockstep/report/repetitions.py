@@ -10,9 +10,9 @@ from statistics import mean, stdev
 from typing import Any
 
 from lockstep.base.errors import first_few
-from lockstep.base.foreign_text import escape
+from lockstep.pages.markup import Column, Html, element, join, note, table
+from lockstep.pages.scale import format_number
 from lockstep.report.history import LARGEST, RunHistory
-from lockstep.report.scale import format_number
 
 OTHERWISE = frozenset({"seed", "data", "fold"})
 """Fields of a recipe that may differ between runs that repeat it, wherever they stand in it."""
@@ -23,9 +23,11 @@ _NOT_LEARNED = frozenset(
     {"lr", "gradient_norm", "samples_per_second", "weight_per_second", "mfu", "memory_bytes"}
 )
 NOTE = (
-    "The last value of each run: mean ± sample standard deviation (divided by n − 1). Grouped are"
-    " runs that have ended, with other models bit for bit, whose recorded recipe, plan and highest"
-    " learning rate are the same; seed, data and fold may differ. Functions are recorded by name."
+    "The last value of each run: mean ± sample standard deviation (divided by n − 1). Grouped are "
+    "runs that have ended, with other models "
+    "bit for bit, whose recorded recipe, plan and highest learning rate are the same; seed, data "
+    "and fold may differ. Functions "
+    "are recorded by name."
 )
 
 
@@ -47,7 +49,7 @@ class Group:
         return {name: _statistics(values) for name, values in self.values.items()}
 
 
-def groups(runs: Sequence[RunHistory]) -> list[Group]:
+def repeated_runs(runs: Sequence[RunHistory]) -> list[Group]:
     """Return the groups of two or more ended runs that repeat one recipe. One model counts once."""
     found: dict[Any, dict[Any, RunHistory]] = {}
     for run in runs:
@@ -93,29 +95,24 @@ def _statistics(values: Sequence[float]) -> tuple[float, float]:
     return mean(values), stdev(values)
 
 
-def table(found: Sequence[Group]) -> str:
-    """Return the table of means with a column for each group. Empty if there is no group."""
+def group_table(found: Sequence[Group]) -> Html | None:
+    """Return the table of means with a column for each group. None if there is no group."""
     if not found:
-        return ""
-    heads = "".join(
-        f'<th scope="col" class="number">{each.title} <small'
-        f' title="{escape(_names(each))}">{escape(_few(each))}</small></th>'
-        for each in found
-    )
+        return None
+    heads = []
+    for each in found:
+        few = element("small", _few(each), title=", ".join(run.name for run in each.runs))
+        heads.append(Column([f"{each.title} ", few]))
     statistics = [each.statistics() for each in found]
     names = list(dict.fromkeys(name for each in statistics for name in each))
-    rows = []
-    for name in names[:METRICS]:
-        cells = "".join(f'<td class="number">{_text(each.get(name))}</td>' for each in statistics)
-        rows.append(f'<tr><th scope="row">{escape(name.replace("/", " "))}</th>{cells}</tr>')
-    body = f'<thead><tr><th scope="col"></th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody>'
-    return (
-        f'<div class="wide card means"><table>{body}</table></div><p'
-        f' class="note">{escape(NOTE)}</p>'
-    )
+    rows = [
+        [name.replace("/", " "), *(_text(each.get(name)) for each in statistics)]
+        for name in names[:METRICS]
+    ]
+    return join(table(["", *heads], rows, box="wide card means", row_heads=True), note(NOTE))
 
 
-def as_json(found: Sequence[Group]) -> list[dict[str, Any]]:
+def group_json(found: Sequence[Group]) -> list[dict[str, Any]]:
     """Return the groups for programs."""
     return [
         {
@@ -129,7 +126,7 @@ def as_json(found: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def summary_lines(found: Sequence[Group]) -> list[str]:
+def group_lines(found: Sequence[Group]) -> list[str]:
     """Return a line of plain text for each group, for a terminal."""
     lines = []
     for each in found:
@@ -138,10 +135,6 @@ def summary_lines(found: Sequence[Group]) -> list[str]:
         ]
         lines.append(f"{each.title} ({_few(each)}), mean ± sample std: {first_few(texts)}")
     return lines
-
-
-def _names(group: Group) -> str:
-    return ", ".join(run.name for run in group.runs)
 
 
 def _few(group: Group) -> str:

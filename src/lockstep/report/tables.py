@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lockstep.base.foreign_text import escape
-from lockstep.report import repetitions
-from lockstep.report.chart import COLOURS, summary
-from lockstep.report.event_timeline import clock, details
-from lockstep.report.heatmap import mean_times
+from lockstep.pages.chart import COLOURS, statistics_of
+from lockstep.pages.markup import Column, Content, Html, Row, element, join, key, note, table
+from lockstep.pages.scale import Unit, format_count, format_date, format_duration, format_number
+from lockstep.report.events import event_details
 from lockstep.report.history import RunHistory, RunState
-from lockstep.report.losses import losses, summary as loss_summary
-from lockstep.report.scale import Unit, format_count, format_duration, format_number
+from lockstep.report.losses import loss_summary, losses_of
+from lockstep.report.ranks import mean_times
+from lockstep.report.repetitions import group_json, group_lines, repeated_runs
 
 UNITS: dict[str, Unit] = {"memory_bytes": "bytes", "mfu": "share"}
 SERIES = 400
@@ -26,9 +26,9 @@ _WORDS: dict[RunState, str] = {"unfinished": "interrupted", "preempted": "stoppe
 """The states that are not shown by their own names."""
 
 
-def state(run: RunHistory) -> str:
+def state_word(run: RunHistory) -> Html:
     """Return the run's state, as a coloured word."""
-    return f'<span class="state {run.state}">{_WORDS.get(run.state, run.state)}</span>'
+    return element("span", _WORDS.get(run.state, run.state), kind=f"state {run.state}")
 
 
 def state_reason(run: RunHistory) -> str:
@@ -36,14 +36,14 @@ def state_reason(run: RunHistory) -> str:
     ends = {"failed": "run-failed", "preempted": "preempted", "ended": "stopped"}
     end = next((event for event in reversed(run.events) if event.kind == ends.get(run.state)), None)
     if end is not None:
-        return details(end)
+        return event_details(end)
     if run.state == "running" and run.holder is not None:
         return f"process {run.holder.pid} on {run.holder.host} holds the directory"
     if run.state == "unfinished":
         if run.holder is not None and run.holder.alive is None:
             return (
-                f"process {run.holder.pid} on {run.holder.host}, another host or container, held"
-                " the directory: it may still be running"
+                f"process {run.holder.pid} on {run.holder.host}, another host or container, "
+                "held the directory: it may still be running"
             )
         return "it ended without a record: it was killed, or its machine failed"
     return ""
@@ -62,17 +62,12 @@ def planned_steps(run: RunHistory) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def key_figures(run: RunHistory) -> list[tuple[str, str]]:
-    """Return the most important numbers of a run, as name and HTML."""
+def key_figures(run: RunHistory) -> list[tuple[str, Content]]:
+    """Return the most important numbers of a run, by name."""
     series = run.curves.series
     total = planned_steps(run)
-    found = [
-        (
-            "steps",
-            format_count(run.steps)
-            + (f"<small> of {format_count(total)}</small>" if total and total > run.steps else ""),
-        )
-    ]
+    goal = element("small", f" of {format_count(total)}") if total and total > run.steps else None
+    found: list[tuple[str, Content]] = [("steps", [format_count(run.steps), goal])]
     if "loss" in series:
         found.append(("loss", format_number(series["loss"].values[-1])))
     for name in series:
@@ -80,12 +75,9 @@ def key_figures(run: RunHistory) -> list[tuple[str, str]]:
             found.append((name.replace("/", " "), format_number(series[name].values[-1])))
     best = (run.result or {}).get("best") or {}
     if (value := best.get("value")) is not None:
-        after = (
-            f"<small> after step {format_count(best['step'])}</small>"
-            if best.get("step") is not None
-            else ""
-        )
-        found.append((f"best {best.get('metric')}", f"{format_number(value)}{after}"))
+        step = best.get("step")
+        after = None if step is None else element("small", f" after step {format_count(step)}")
+        found.append((f"best {best.get('metric')}", [format_number(value), after]))
     for name, label in (
         ("samples_per_second", "samples/s"),
         ("weight_per_second", "weight/s"),
@@ -103,60 +95,38 @@ def key_figures(run: RunHistory) -> list[tuple[str, str]]:
     return found
 
 
-def tiles(run: RunHistory) -> str:
-    """Return the key figures as HTML."""
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in key_figures(run)
-    )
-    return f'<dl class="tiles">{cells}</dl>'
-
-
-def overview(runs: Sequence[RunHistory]) -> str:
+def overview(runs: Sequence[RunHistory]) -> Html:
     """Return a table with a row for each run."""
-    columns: dict[str, None] = {}
     figures = [dict(key_figures(run)) for run in runs]
-    for each in figures:
-        columns.update(dict.fromkeys(each))
-    heads = "".join(f'<th scope="col" class="number">{escape(name)}</th>' for name in columns)
+    names = list(dict.fromkeys(name for each in figures for name in each))
     rows = []
     for index, (run, each) in enumerate(zip(runs, figures, strict=True)):
-        cells = "".join(f'<td class="number">{each.get(name, "–")}</td>' for name in columns)
-        fingerprint = (run.result or {}).get("fingerprint")
-        digits = (
-            "<td><code"
-            f' title="{escape(fingerprint)}">{escape(str(fingerprint)[:_DIGITS])}</code></td>'
-            if fingerprint
-            else "<td>–</td>"
-        )
-        name = f'<th scope="row">{key(run, index)}</th><td>{state(run)}</td>'
-        plan = f'<td class="plan"><code>{_breakable(run.plan)}</code></td>'
-        rows.append(f'<tr data-run="{index}">{name}{cells}{plan}{digits}</tr>')
-    head = (
-        f'<tr><th scope="col">run</th><th scope="col"></th>{heads}<th scope="col">plan</th><th'
-        ' scope="col">fingerprint</th></tr>'
-    )
-    return _table(head, rows) + _same_fingerprints(runs)
-
-
-def key(run: RunHistory, index: int) -> str:
-    """Return the run's name with the colour of its curves."""
-    return (
-        f'<span class="key" data-run="{index}"><b class="line"'
-        f' style="--colour:var(--line-{index % COLOURS})"></b>{escape(run.name)}</span>'
-    )
-
-
-def _same_fingerprints(runs: Sequence[RunHistory]) -> str:
+        plan = element("td", element("code", breakable(run.plan)), kind="plan")
+        cells = [run_key(run, index), state_word(run), *(each.get(name, "–") for name in names)]
+        rows.append(Row([*cells, plan, _digits(run) or "–"], data_run=index))
+    heads: list[Column | str] = ["run", "", *map(Column, names), "plan", "fingerprint"]
     found: dict[str, list[str]] = {}
     for run in runs:
-        if fingerprint := (run.result or {}).get("fingerprint"):
-            found.setdefault(str(fingerprint), []).append(run.name)
-    texts = [
-        f"The same model, bit for bit: {', '.join(names)}."
-        for names in found.values()
-        if len(names) > 1
-    ]
-    return "".join(f'<p class="note">{escape(text)}</p>' for text in texts)
+        if fingerprint := _fingerprint(run):
+            found.setdefault(fingerprint, []).append(run.name)
+    same = [names for names in found.values() if len(names) > 1]
+    notes = [note(f"The same model, bit for bit: {', '.join(names)}.") for names in same]
+    return join(table(heads, rows, row_heads=True), notes)
+
+
+def run_key(run: RunHistory, index: int) -> Html:
+    """Return the run's name with the colour of its curves."""
+    return key(run.name, "line", f"line-{index % COLOURS}", data_run=index)
+
+
+def _fingerprint(run: RunHistory) -> str:
+    return str((run.result or {}).get("fingerprint") or "")
+
+
+def _digits(run: RunHistory, after: str = "") -> Html | None:
+    """Return the first digits of the run's fingerprint. None if it has none."""
+    whole = _fingerprint(run)
+    return element("code", whole[:_DIGITS] + after, title=whole) if whole else None
 
 
 def flatten(value: Any, path: str = "") -> dict[str, str]:
@@ -171,7 +141,7 @@ def flatten(value: Any, path: str = "") -> dict[str, str]:
     return {path: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
 
 
-def sections(run: RunHistory) -> dict[str, dict[str, str]]:
+def described_fields(run: RunHistory) -> dict[str, dict[str, str]]:
     """Return the contents of run.json and result.json, by section."""
     metadata = run.metadata
     plan = {name: value for name, value in (metadata.get("plan") or {}).items() if name != "text"}
@@ -195,10 +165,10 @@ def sections(run: RunHistory) -> dict[str, dict[str, str]]:
     }
 
 
-def differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[str | None]]]:
+def run_differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[str | None]]]:
     """Return the fields that differ between runs: section, field, and the value in each run or
     None."""
-    described = [sections(run) for run in runs]
+    described = [described_fields(run) for run in runs]
     found: list[tuple[str, str, list[str | None]]] = []
     for about in ("Recipe", "Plan", "Environment"):
         names = dict.fromkeys(name for each in described for name in each[about])
@@ -209,68 +179,54 @@ def differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[str | N
     return found
 
 
-def difference_table(runs: Sequence[RunHistory]) -> str:
+def difference_table(runs: Sequence[RunHistory]) -> Html:
     """Return the table of differences between runs."""
-    found = differences(runs)
-    heads = "".join(f'<th scope="col">{key(run, index)}</th>' for index, run in enumerate(runs))
-    rows, before = [], ""
+    found = run_differences(runs)
+    rows: list[Sequence[Content]] = []
+    before = ""
     for about, name, values in found:
         if about != before:
-            rows.append(
-                f'<tr class="about"><th colspan="{len(runs) + 1}"'
-                f' scope="rowgroup">{about}</th></tr>'
-            )
             before = about
-        cells = "".join(
-            _code(value, whole=False) if value is not None else "<td>–</td>" for value in values
-        )
-        rows.append(f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>')
+            head = element("th", about, colspan=len(runs) + 1, scope="rowgroup")
+            rows.append(Row([head], kind="about"))
+        codes = [
+            "–" if each is None else element("code", breakable(each), title=each) for each in values
+        ]
+        rows.append([name, *codes])
     same = [
         about.lower() for about in ("Recipe", "Plan") if about not in {each[0] for each in found}
     ]
-    note = (
-        f'<p class="note">The {" and the ".join(same)} {"are" if len(same) > 1 else "is"} the'
-        " same.</p>"
-        if same
-        else ""
-    )
-    if not rows:
-        return note
-    return _table(f'<tr><th scope="col"></th>{heads}</tr>', rows, "wide card differences") + note
+    verb = "are" if len(same) > 1 else "is"
+    text = note(f"The {' and the '.join(same)} {verb} the same.") if same else None
+    heads: list[Column | str] = [""]
+    heads += (Column(run_key(run, index), number=False) for index, run in enumerate(runs))
+    return join(table(heads, rows, box="wide card differences", row_heads=True), text)
 
 
-def description(run: RunHistory, index: int, *, several: bool) -> str:
+def description(run: RunHistory, index: int, *, several: bool) -> Html:
     """Return the tables of a run's recipe, plan, environment and result."""
     blocks = []
-    for about, values in sections(run).items():
-        if values:
-            rows = "".join(
-                f'<tr><th scope="row">{escape(name)}</th>{_code(value)}</tr>'
-                for name, value in values.items()
-            )
-            blocks.append(
-                f'<section class="card"><h3>{about}</h3><table'
-                f' class="facts"><tbody>{rows}</tbody></table></section>'
-            )
-    body = f'<div class="columns">{"".join(blocks)}</div>'
-    return f"<details><summary>{key(run, index)}</summary>{body}</details>" if several else body
+    for about, values in described_fields(run).items():
+        rows = [[name, element("code", breakable(value))] for name, value in values.items()]
+        if rows:
+            facts = table((), rows, kind="facts", box="", row_heads=True)
+            blocks.append(element("section", element("h3", about), facts, kind="card"))
+    body = element("div", blocks, kind="columns")
+    return element("details", element("summary", run_key(run, index)), body) if several else body
 
 
-def metric_table(runs: Sequence[RunHistory]) -> str:
+def metric_table(runs: Sequence[RunHistory]) -> Html:
     """Return a table with statistics of every curve, for readers who cannot see the charts."""
-    heads = "".join(
-        f'<th scope="col" class="number">{name}</th>'
-        for name in (
-            "values",
-            "first",
-            "last",
-            "mean",
-            "minimum",
-            "at step",
-            "maximum",
-            "at step",
-            "not finite",
-        )
+    heads = (
+        "values",
+        "first",
+        "last",
+        "mean",
+        "minimum",
+        "at step",
+        "maximum",
+        "at step",
+        "not finite",
     )
     rows = []
     names = dict.fromkeys(name for run in runs for name in run.curves.series)
@@ -281,53 +237,35 @@ def metric_table(runs: Sequence[RunHistory]) -> str:
         if name in run.curves.series
     ]
     for name, index, run in pairs[:SERIES]:
-        values = summary(run.curves.series[name])
+        values = statistics_of(run.curves.series[name])
         unit = UNITS.get(name, "")
-        texts = [
+        cells = [
             format_count(values["values"]),
             *(_optional(values[each], unit) for each in ("first", "last", "mean", "min")),
-        ]
-        texts += [
             _optional(values["min_step"]),
             _optional(values["max"], unit),
             _optional(values["max_step"]),
+            format_count(values["not_finite"]) if values["not_finite"] else "",
         ]
-        texts += [format_count(values["not_finite"]) if values["not_finite"] else ""]
-        cells = "".join(f'<td class="number">{cell}</td>' for cell in texts)
-        of = f"<td>{key(run, index)}</td>" if len(runs) > 1 else ""
-        rows.append(f'<tr data-run="{index}"><th scope="row">{escape(name)}</th>{of}{cells}</tr>')
-    of = '<th scope="col">run</th>' if len(runs) > 1 else ""
-    more = (
-        f'<p class="note">{len(pairs) - SERIES:,} more are in metrics.jsonl.</p>'
-        if len(pairs) > SERIES
-        else ""
-    )
-    return _table(f'<tr><th scope="col">metric</th>{of}{heads}</tr>', rows) + more
+        owner = [run_key(run, index)] if len(runs) > 1 else []
+        rows.append(Row([name, *owner, *cells], data_run=index))
+    owner_head = ["run"] if len(runs) > 1 else []
+    left_out = len(pairs) - SERIES
+    more = note(f"{left_out:,} more are in metrics.jsonl.") if left_out > 0 else None
+    return join(table(["metric", *owner_head, *map(Column, heads)], rows, row_heads=True), more)
 
 
 def _optional(value: float | None, unit: Unit = "") -> str:
     return "–" if value is None else format_number(value, unit)
 
 
-def _table(head: str, rows: Sequence[str], kind: str = "wide card") -> str:
-    return (
-        "<div"
-        f' class="{kind}"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
-    )
+def breakable(text: str) -> Html:
+    """Return a text that may be broken after commas and slashes, and before underscores after
+    dots."""
+    return Html(join(text).replace(",", ",<wbr>").replace("/", "/<wbr>").replace("._", ".<wbr>_"))
 
 
-def _code(text: str, *, whole: bool = True) -> str:
-    """Return a cell. `whole`: False if the page may cut the text off; it is then in the tooltip."""
-    title = "" if whole else f' title="{escape(text)}"'
-    return f"<td><code{title}>{_breakable(text)}</code></td>"
-
-
-def _breakable(text: str) -> str:
-    """Escape a text, and allow line breaks after commas, dots and slashes."""
-    return escape(text).replace(",", ",<wbr>").replace("/", "/<wbr>").replace("._", ".<wbr>_")
-
-
-def as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
+def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Return the report for programs. NaN and infinity become null."""
     found: dict[str, Any] = _finite(_as_json(runs))
     return found
@@ -347,12 +285,14 @@ def _as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
                 "plan": run.plan,
                 "world_size": run.metadata.get("world_size"),
                 "fingerprint": (run.result or {}).get("fingerprint"),
-                "series": {name: summary(series) for name, series in run.curves.series.items()},
+                "series": {
+                    name: statistics_of(series) for name, series in run.curves.series.items()
+                },
                 "ranks": [
                     {"host": host, **each}
                     for host, each in zip(_hosts(run), mean_times(run.ranks), strict=True)
                 ],
-                "losses": [each.as_json() for each in losses(run)],
+                "losses": [each.as_json() for each in losses_of(run)],
                 "events": [
                     {"time": event.time, "event": event.kind, "step": event.step, **event.details}
                     for event in run.events
@@ -361,10 +301,10 @@ def _as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
             }
             for run in runs
         ],
-        "groups": repetitions.as_json(repetitions.groups(runs)),
+        "groups": group_json(repeated_runs(runs)),
         "differences": [
             {"about": about.lower(), "field": name, "values": values}
-            for about, name, values in differences(runs)
+            for about, name, values in run_differences(runs)
         ],
     }
 
@@ -382,7 +322,7 @@ def _hosts(run: RunHistory) -> list[str | None]:
     return [*run.ranks.hosts[:world], *[None] * (world - len(run.ranks.hosts))]
 
 
-def summary_lines(runs: Sequence[RunHistory]) -> list[str]:
+def report_lines(runs: Sequence[RunHistory]) -> list[str]:
     """Return a line of plain text for each run and each group of repeated runs, for a terminal."""
     found = []
     for run in runs:
@@ -393,29 +333,22 @@ def summary_lines(runs: Sequence[RunHistory]) -> list[str]:
         reason = state_reason(run) if run.state != "running" else ""
         because, lost = (
             f" ({reason})" if reason else "",
-            (f"; {loss_summary(run)}" if losses(run) else ""),
+            f"; {loss_summary(run)}" if losses_of(run) else "",
         )
         found.append(
-            f"{run.name}: {_WORDS.get(run.state, run.state)}, step"
-            f" {run.steps}{last_loss}{because}{lost}"
+            f"{run.name}: {_WORDS.get(run.state, run.state)}, step "
+            f"{run.steps}{last_loss}{because}{lost}"
         )
-    return [*found, *repetitions.summary_lines(repetitions.groups(runs))]
+    return [*found, *group_lines(repeated_runs(runs))]
 
 
-def subtitle(run: RunHistory) -> str:
+def subtitle(run: RunHistory) -> Html:
     """Return the start time, host, device, plan and fingerprint, as a line below the title."""
     environment = run.metadata.get("environment") or {}
     device = (environment.get("device") or {}).get("name", "")
-    began = f"began {clock(run.began)}" if run.began is not None else ""
-    parts = [
-        escape(text) for text in (began, str(environment.get("host", "")), str(device)) if text
-    ]
-    plan = f"<code>{_breakable(run.plan)}</code>" if run.plan else ""
-    fingerprint = (run.result or {}).get("fingerprint")
-    digits = (
-        "fingerprint <code"
-        f' title="{escape(str(fingerprint))}">{escape(str(fingerprint)[:_DIGITS])}…</code>'
-        if fingerprint
-        else ""
-    )
-    return " · ".join(part for part in (*parts, plan, digits) if part)
+    began = f"began {format_date(run.began)}" if run.began is not None else ""
+    plan = element("code", breakable(run.plan)) if run.plan else ""
+    digits = _digits(run, "…")
+    parts: list[Content] = [began, str(environment.get("host", "")), str(device), plan]
+    parts += [["fingerprint ", digits]] if digits else []
+    return Html(" · ".join(join(part) for part in parts if part))

@@ -1,5 +1,5 @@
-"""The loop of a search: fills the slots of the machine with trials, answers their reports, and
-notes how they end."""
+"""The loop of a search: it fills the machine's slots with trials, answers reports, and notes the
+ends."""
 
 from __future__ import annotations
 
@@ -34,18 +34,16 @@ from lockstep.search.study import ClaimedTrial, TrialStorage, check_parameters
 
 POLL_SECONDS = 0.2
 IDLE_SECONDS = 0.5
-"""Seconds between two looks for trials that other searches may leave behind."""
+"""Between looks for trials that other searches may leave behind."""
 
 
 @dataclass(slots=True)
 class RunningTrial:
-    """A trial in a slot."""
-
     claimed: ClaimedTrial
     slot: TrialSlot
     channel: Channel
     is_probe: bool
-    """True if its process tells the script's parameters, and does not train."""
+    """True if it only tells the script's parameters."""
     has_opened: bool = False
     """True once its script has come to `ls.train`."""
     began: float = field(default_factory=time.monotonic)
@@ -63,8 +61,7 @@ class Search:
         processes: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """`processes`: of each trial. `on_end`: called with the number of each trial that has
-        ended."""
+        """`processes`: of each trial. `on_end`: called with each ended trial's number."""
         self._request, self._storage, self._server, self._processes, self._on_end = (
             request,
             storage,
@@ -88,9 +85,8 @@ class Search:
         self._ends_early = False
 
     def run(self) -> str | None:
-        """Run trials until all are made, the time is over, or a signal asks to end. Returns what
-        has ended it early: the name of the signal, or `--timeout`. Raises the error of a script
-        that is at fault."""
+        """Run trials until all are made, time is over, or a signal asks to end. Returns what ended
+        it early: the signal's name, or `--timeout`. Raises the error of a faulty script."""
         with self._handling_signals(), reachable(self._storage.url):
             while True:
                 self._storage.note_wanted(self.proposals.wanted)
@@ -110,14 +106,13 @@ class Search:
         return self._ended_by
 
     def _is_done(self) -> bool:
-        """True if no trial is left for this search: those of other folders may still run theirs."""
+        """True if no trial is left for this search; other folders' may still run."""
         if time.monotonic() - self._looked < IDLE_SECONDS:
             return False
         self._looked = time.monotonic()
         return not self._storage.has_unfinished(self.proposals.wanted)
 
     def _fill(self) -> None:
-        """Start trials in the free slots."""
         while self._free and not self._ends_early:
             if self._running and not self.proposals.are_known:
                 return  # the first trial is about to tell the parameters
@@ -130,7 +125,7 @@ class Search:
             self._begin(claimed)
 
     def _begin(self, claimed: ClaimedTrial) -> None:
-        """Start a trial, or note how it has ended if the search before did not."""
+        """Start a trial, or note its end if the search before did not."""
         folder = self._storage.run_dir(claimed.number)
         done = finished_outcome(folder, self._request.metric) if claimed.is_resumed else None
         if done is not None:
@@ -187,11 +182,11 @@ class Search:
         )
 
     def _is_member(self, is_probe: bool) -> bool:
-        """True for a trial of a population, whose parameters are known."""
+        """True for a population's trial with known parameters."""
         return self._request.sampler == "pbt" and not is_probe
 
     def _go_on_from_parent(self, claimed: ClaimedTrial) -> None:
-        """Give a trial the checkpoint of its parent, unless it has one."""
+        """Copy the parent's checkpoint, unless the trial has one."""
         parent = self.proposals.parent(claimed.number)
         folder = self._storage.run_dir(claimed.number)
         if parent is None or (folder / "checkpoints").exists():
@@ -202,7 +197,7 @@ class Search:
         (folder / "copied").rename(folder / "checkpoints")
 
     def _on_message(self, running: RunningTrial) -> bool:
-        """Answer a message of a trial. Returns False if there is no whole one."""
+        """Answer a message. Returns False if there is no whole one."""
         message = running.channel.receive(0.0)
         if message is None:
             if running.channel.has_ended and running.channel in self._selector.get_map():
@@ -219,8 +214,7 @@ class Search:
         return True
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
-        """Note a trial's parameters, and, of the first trial, those of the search; refuse it if it
-        is of another script."""
+        """Note a trial's parameters, first of all the search's; refuse another script's."""
         running.has_opened = True
         try:
             for name in ("every", "steps"):
@@ -294,7 +288,7 @@ class Search:
             )
 
     def _stop(self, error: UserError) -> None:
-        """End the search with this error, once its trials have ended."""
+        """End the search with this error after its trials."""
         self._error = self._error or error
         self._ends_early = True
         self._server.signal(signal.SIGTERM)
@@ -308,7 +302,7 @@ class Search:
 
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:
-        """Have the trials save and end at the first signal, and end at once at the second."""
+        """At the first signal trials save and end; at the second they end at once."""
         before = {
             number: signal.getsignal(number)
             for number in signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")

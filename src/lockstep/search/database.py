@@ -1,4 +1,4 @@
-"""The database of a search: its address, whether it can be reached, and being alone at it."""
+"""A search's database: its address, reaching it, and being alone at it."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _LOCKS = {
     "postgresql": "SELECT pg_advisory_lock(('x' || :name)::bit(64)::bigint)",
     "mysql": "SELECT GET_LOCK(:name, 1000000)",
 }
-"""Waits for a lock that the database releases when the connection ends."""
+"""Wait for a lock that ends with the connection."""
 _PACKAGES = {
     "MySQLdb": "mysqlclient",
     "psycopg": "'psycopg[binary]'",
     "psycopg2": "psycopg2-binary",
 }
-"""Which package has a module, where their names differ."""
+"""Module -> package, where the names differ."""
 _CONNECT_SECONDS = 10
 
 
 def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
-    """Return the study, made if it is not there. Raises `LaunchError`."""
+    """Return the study, made if needed. Raises `LaunchError`."""
     is_sqlite = parsed(url).get_backend_name() == "sqlite"
     arguments: dict[str, Any] = {
         "connect_args": _connect_arguments(parsed(url)),
@@ -56,7 +56,7 @@ def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
 
 
 def existing_study(url: str, name: str) -> optuna.Study:
-    """Return a study in a database that the user named, to be read: no table is made. Raises
+    """Return a study to be read from a database that the user named, without making tables. Raises
     `LaunchError`."""
     address = parsed(url)
     if address.get_backend_name() == "sqlite" and address.database:
@@ -78,8 +78,8 @@ def existing_study(url: str, name: str) -> optuna.Study:
 
 
 def study_in_file(path: Path, name: str) -> optuna.Study:
-    """Return a study in an SQLite file, to be read. The file may come from others: it must hold
-    tables alone, and is opened for reading. Raises `LaunchError`."""
+    """Return a study to be read from an SQLite file that may come from others: tables alone, opened
+    for reading. Raises `LaunchError`."""
 
     def connect() -> sqlite3.Connection:
         os.close(open_below(path.parent, path.name))
@@ -107,8 +107,7 @@ def study_in_file(path: Path, name: str) -> optuna.Study:
 
 
 def _check_schema(url: str, tables: set[str]) -> None:
-    """Raise `LaunchError` unless these are the tables of a search: Optuna would write in a database
-    without them."""
+    """Raise `LaunchError` unless these are a search's tables: Optuna would write others."""
     if not {"studies", "trials", "version_info", "alembic_version"} <= tables:
         raise LaunchError(
             f"{without_password(url)} holds no search; it may be another file or database; give the"
@@ -118,7 +117,7 @@ def _check_schema(url: str, tables: set[str]) -> None:
 
 @contextmanager
 def _studies(url: str) -> Iterator[None]:
-    """Turn what Optuna raises for a database into `LaunchError`."""
+    """Turn what Optuna raises into `LaunchError`."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     shown = without_password(url)
     try:
@@ -137,10 +136,10 @@ def _studies(url: str) -> Iterator[None]:
 
 @contextmanager
 def alone(url: str, name: str) -> Iterator[None]:
-    """Keep other searches of the study `name` in this database waiting. Raises `LaunchError`.
+    """Keep other searches of the study waiting. Raises `LaunchError`.
 
-    Nothing less keeps two searches from taking one trial: neither SQLite's transactions, nor a lock
-    of the trial's row, since whose it is stands in another row.
+    SQLite's transactions, or a lock of the trial's row, would let two searches take one trial: its
+    owner is in another row.
     """
     address = parsed(url)
     backend = "mysql" if address.get_backend_name() == "mariadb" else address.get_backend_name()
@@ -223,7 +222,7 @@ def _unreachable(url: str, error: BaseException) -> LaunchError:
 
 
 def parsed(url: str) -> URL:
-    """Return the parts of a URL. Raises `LaunchError` if it is not that of a database."""
+    """Parse a database's URL. Raises `LaunchError`."""
     try:
         address = make_url(url)
         address.get_dialect()
@@ -239,5 +238,5 @@ def parsed(url: str) -> URL:
 
 
 def shown(url: str | None) -> str:
-    """Return a URL without what may be its password."""
+    """Return a URL without a password."""
     return "its own SQLite file" if url is None else without_password(url)

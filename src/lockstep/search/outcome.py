@@ -1,5 +1,4 @@
-"""The outcome of a trial, from what its processes left behind; and when failures are the script's.
-Pure but for reading files."""
+"""The outcome of a trial, from what its processes left; and when failures are the script's."""
 
 from __future__ import annotations
 
@@ -15,32 +14,32 @@ from lockstep.search.request import PRUNED
 from lockstep.search.results import State
 
 MOST_ALIKE = 3
-"""The search ends after so many trials that have failed alike, if none has succeeded."""
+"""The search ends after so many alike failures, if no trial succeeds."""
 _KILLED = 128 + 9
-"""Exit status after SIGKILL: mostly the kernel, because memory ran out."""
+"""After SIGKILL: mostly memory ran out."""
 _OF_THE_TRIAL = ("LossError", "MemoryError", "OutOfMemoryError", "HangError")
-"""Failures that come from a trial's values: other trials may do without."""
+"""Failures by a trial's values; other trials may do without."""
 
 _MISTAKES = ("LaunchError", "PlanError", "RecipeError")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOutcome:
-    """The end of a trial. `state` is `running` if it was interrupted, and is to be resumed."""
+    """The end of a trial. `running`: it was interrupted, and is to be resumed."""
 
     state: State
     value: float | None = None
     steps: int | None = None
-    """Optimizer steps of a training without evaluations, whose own loss is the value."""
+    """Steps of a training without evaluations, whose loss is the value."""
     reason: str | None = None
     is_mistake: bool = False
-    """True for a mistake in the script or the command, as lockstep's own errors say."""
+    """True for a mistake in the script or the command."""
     alike: str | None = None
-    """Equal for failures with the same cause in the script. None: it is the trial's own result."""
+    """Equal for one cause in the script. None: the trial's own."""
 
 
 def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
-    """Return the outcome of a run that has ended by itself. None if it has not."""
+    """Return the outcome of a run that ended by itself; else None."""
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -58,8 +57,7 @@ def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
 
 
 def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
-    """Return the outcome of a trial whose launcher has ended with `status`: minus the number of the
-    signal that killed it, if one did."""
+    """Return a trial's outcome from its launcher's status: minus a signal that killed it."""
     ending = LaunchEnding.read(folder)
     if status == 0:
         done = finished_outcome(folder, metric)
@@ -88,7 +86,7 @@ def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
 
 
 def _reason_of_pruning(folder: Path) -> str | None:
-    """Return why a run was pruned. None if it was not."""
+    """Return why a run was pruned, or None."""
     try:
         lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -104,14 +102,14 @@ def _reason_of_pruning(folder: Path) -> str | None:
 
 
 class FailuresAlike:
-    """Counts failures with the same cause, as long as no trial succeeds."""
+    """Counts alike failures until a trial succeeds."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._is_right = False
 
     def note(self, outcome: TrialOutcome) -> bool:
-        """Note the end of a trial. Returns True if the script is at fault."""
+        """Note a trial's end. Returns True if the script is at fault."""
         self._is_right |= outcome.state in ("complete", "pruned")
         if outcome.alike is None or self._is_right:
             return False

@@ -1,67 +1,207 @@
-"""The HTML page of a search, in one file that loads no other. Pure, but for reading style and
-script from packages."""
+"""The page of a search: the headline, the best trial, figures, importance, and all trials. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.resources import files
 
-from lockstep.base.foreign_text import escape
-from lockstep.report.event_timeline import clock
-from lockstep.report.page import document
-from lockstep.search.figures import plot, tables
-from lockstep.search.figures.best_so_far import best_so_far
-from lockstep.search.figures.curves import curves
-from lockstep.search.figures.parallel import parallel_coordinates
-from lockstep.search.results import SearchResults
+from lockstep.pages.document import document
+from lockstep.pages.markup import (
+    Column,
+    Content,
+    Html,
+    Row,
+    bar,
+    element,
+    join,
+    note,
+    paragraph,
+    section,
+    table,
+    tiles,
+)
+from lockstep.pages.scale import format_count, format_duration, format_number
+from lockstep.search.axes import format_value, is_number, shorten
+from lockstep.search.figures import best_so_far, parallel_coordinates, trial_curves, trial_tip
+from lockstep.search.results import SearchResults, TrialResult
+from lockstep.search.summary import STATES, failures, numbers, train_command
+
+_LONGEST_REASON = 400
+_MOST_FAILURES = 3
+_LONG = 40
+"""Number of rows from which on the table scrolls in a box of its own."""
 
 
-def page(results: SearchResults, importance: Mapping[str, float], made: float) -> str:
+def search_page(results: SearchResults, importance: Mapping[str, float], made: float) -> str:
     """Return the HTML document. `importance`: share of each parameter; empty if it cannot be
     computed. `made`: time of creation, in seconds since 1970."""
-    brand = f'<p class="brand">lockstep search<span>made {clock(made)}</span></p>'
-    over_time = best_so_far(results) + curves(results)
-    names = results.varied
-    body = [
-        f"<header>{brand}{tables.headline(results)}</header>",
-        _section("best", "Best trial", tables.best_trial(results)),
-        _section(
+    over_time = join(best_so_far(results), trial_curves(results))
+    tips = {
+        str(trial.number): trial_tip(trial, results.metric, results.varied)
+        for trial in results.trials
+    }
+    return document(
+        "lockstep search",
+        f"lockstep search: {results.name}",
+        section("best", "Best trial", _best_trial(results)),
+        section(
             "progress",
             "Progress",
-            (
-                f'<div class="grid">{over_time}</div>'
-                if over_time
-                else _note("No trial was evaluated.")
-            ),
+            element("div", over_time, kind="grid")
+            if over_time
+            else note("No trial was evaluated."),
         ),
-        _section(
-            "parameters",
-            "Parameters",
-            parallel_coordinates(results) + tables.importance_bars(importance),
+        section(
+            "parameters", "Parameters", parallel_coordinates(results), _importance_bars(importance)
         ),
-        _section(
-            "trials",
-            "Trials",
-            tables.trial_table(results) if results.trials else _note("No trial has begun."),
-        ),
+        section("trials", "Trials", _trial_table(results) or note("No trial has begun.")),
+        header=_headline(results),
+        data={"trials": tips},
+        made=made,
+        maker="lockstep report",
+    )
+
+
+def _headline(results: SearchResults) -> Html:
+    """Return what was searched, and what has become of it."""
+    metric = element("strong", results.metric)
+    about = [element("code", results.script), f" · {results.direction} ", metric]
+    return join(
+        element("h1", results.name),
+        element("p", about, kind="sub"),
+        _tiles(results),
+        [
+            paragraph(
+                element("strong", numbers(trials)),
+                f": {shorten(reason, _LONGEST_REASON)}",
+                kind="reason failed",
+            )
+            for reason, trials in failures(results)[:_MOST_FAILURES]
+        ],
+    )
+
+
+def _best_trial(results: SearchResults) -> Html:
+    """Return the best trial: its parameters, and the command to train with them."""
+    best = results.best
+    if best is None:
+        return note("No trial is complete, with a finite value.")
+    about: list[Content] = [f"Trial {best.number} · {format_count(best.steps)} steps"]
+    about += [f" · {format_duration(best.seconds)}"] if is_number(best.seconds) else []
+    about += [" · ", element("code", best.run_dir)] if best.run_dir else []
+    parent = ""
+    if best.parent is not None:
+        parent = (
+            f" It went on from a checkpoint of trial {best.parent}; "
+            "the command trains from the start."
+        )
+    return join(
+        element("p", about, kind="sub"),
+        tiles((name, format_value(value)) for name, value in best.parameters.items()),
+        element("p", f"To train with these values:{parent}", kind="note command"),
+        element("pre", element("code", train_command(results, best))),
+    )
+
+
+def _importance_bars(importance: Mapping[str, float]) -> Html:
+    """Return a bar for the importance of each parameter. A note if it could not be computed."""
+    shown = sorted(
+        ((value, name) for name, value in importance.items() if is_number(value) and value >= 0),
+        key=lambda pair: -pair[0],
+    )
+    if not shown:
+        return note(
+            "The importance of parameters cannot be computed: that takes several complete trials "
+            "whose parameters and "
+            "values differ."
+        )
+    longest = shown[0][0] or 1.0
+    return table(
+        (),
+        [
+            [
+                name,
+                bar([("line-0", value, "")], longest),
+                element("td", format_number(value, "share"), kind="number"),
+            ]
+            for value, name in shown
+        ],
+        caption="Importance: share of the metric's variance that a parameter explains",
+        kind="bars importance",
+        box="card wide",
+        row_heads=True,
+    )
+
+
+def _trial_table(results: SearchResults) -> Html:
+    """Return a table of all trials. A click on a column's head sorts it."""
+    given = (name for trial in results.trials for name in trial.parameters)
+    names = list(dict.fromkeys([*results.searched, *given]))
+    numeric = {
+        name: all(is_number(trial.parameters.get(name, 0)) for trial in results.trials)
+        for name in names
+    }
+    has_parents = any(trial.parent is not None for trial in results.trials)
+    heads = [("trial", True), ("state", False)]
+    heads += [(name, True) for name in (results.metric, "steps", "time")] + [*numeric.items()]
+    heads += [("went on from", True)] if has_parents else []
+    return table(
+        [
+            Column(element("button", name, type="button"), is_numeric)
+            for name, is_numeric in [*heads, ("reason", False)]
+        ],
+        [_row(trial, numeric, trial is results.best, has_parents) for trial in results.trials],
+        kind="all",
+        box="card wide long" if len(results.trials) > _LONG else "card wide",
+    )
+
+
+def _tiles(results: SearchResults) -> Html:
+    found: list[tuple[str, Content]] = []
+    best = results.best
+    if best is not None and best.value is not None:
+        trial = element("small", f" trial {best.number}")
+        found.append((f"best {results.metric}", [format_number(best.value), trial]))
+    goal = element("small", f" of {results.wanted:,}")
+    found.append(("trials", [f"{len(results.trials):,}", goal]))
+    found += [
+        (state, format_count(results.count(state)))
+        for state in STATES
+        if results.count(state) or state == "complete"
     ]
-    tips = {str(trial.number): plot.tip(trial, results.metric, names) for trial in results.trials}
-    style, script = (
-        files("lockstep.search.figures").joinpath(name).read_text(encoding="utf-8")
-        for name in ("search.css", "search.js")
-    )
-    return document(
-        f"lockstep search: {results.name}",
-        "".join(body),
-        {"trials": tips},
-        script=script,
-        style=plot.style() + style,
-    )
+    steps = sum(trial.steps for trial in results.trials)
+    seconds = sum(trial.seconds for trial in results.trials if is_number(trial.seconds))
+    found.append(("steps of all trials", format_count(steps)))
+    found.append(("time of all trials", format_duration(seconds)))
+    return tiles(found)
 
 
-def _section(name: str, title: str, inside: str) -> str:
-    return f'<section id="{name}"><h2>{title}</h2>{inside}</section>'
+def _row(trial: TrialResult, numeric: Mapping[str, bool], is_best: bool, has_parents: bool) -> Row:
+    value = "–" if trial.value is None else format_number(float(trial.value))
+    time = format_duration(trial.seconds) if is_number(trial.seconds) else "–"
+    cells = [
+        element("td", str(trial.number), kind="number", title=trial.run_dir),
+        element("td", element("span", trial.state, kind=f"state {trial.state}")),
+        _number(value, trial.value),
+        _number(f"{trial.steps:,}", trial.steps),
+        _number(time, trial.seconds),
+    ]
+    for name, is_numeric in numeric.items():
+        given = trial.parameters.get(name)
+        text = format_value(given) if name in trial.parameters else "–"
+        cells.append(_number(text, given) if is_numeric else element("td", text))
+    if has_parents:
+        cells.append(_number("–" if trial.parent is None else str(trial.parent), trial.parent))
+    cells.append(element("td", _why(trial), kind="why"))
+    return Row(cells, data_trial=trial.number, kind="best" if is_best else "")
 
 
-def _note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>'
+def _number(text: str, value: object) -> Html:
+    """Return a cell that is sorted by a number. Without one it is last."""
+    return element("td", text, kind="number", data_value=value if is_number(value) else "")
+
+
+def _why(trial: TrialResult) -> str:
+    reason = shorten(trial.reason or "", _LONGEST_REASON)
+    ended_early = trial.state in ("pruned", "failed") and trial.values
+    after = [f"after step {trial.steps:,}"] if ended_early else []
+    return ": ".join([*after, *([reason] if reason else [])])

@@ -1,9 +1,9 @@
-"""Population-based training (Jaderberg et al. 2017, arXiv:1711.09846): each trial's parent and its
+"""Population-based training (Jaderberg et al. 2017, arXiv:1711.09846): each trial's parent and
 values. Pure.
 
-A population has M members. Trial n is member n % M in generation n // M, and trains one segment of
-the steps. At the end of a generation, a member of the worst quarter goes on from the checkpoint of
-one of the best quarter, with its values changed; all others go on from their own.
+Trial n is member n % M of generation n // M, and trains one segment of the steps. After each
+generation, members of the worst quarter go on from checkpoints of the best quarter with changed
+values; the others from their own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lockstep.recipe.parameters import Parameter, Value
 from lockstep.search.results import SearchResults
 
 PART = 4
-"""One of so many members is replaced, and one of so many is copied."""
+"""One of so many members is replaced, and one copied."""
 FACTORS = (0.8, 1.2)
-"""A number is multiplied by one of these."""
+"""Factors of a changed number."""
 RESAMPLED = 0.25
-"""Probability that a value that is one of several choices is drawn anew."""
+"""Probability that a choice is drawn anew."""
 CHANGEABLE = frozenset(
     {
         "parameters",
@@ -36,22 +36,20 @@ CHANGEABLE = frozenset(
         "clip_norm",
     }
 )
-"""Fields of the recipe that may use parameters whose values change in mid-training."""
+"""Fields of the recipe whose parameters may change in mid-training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Population:
-    """The generations of a population."""
-
     members: int
     generations: int
     segment: int
-    """Steps of a generation but the last, which ends with the training."""
+    """Steps of a generation; the last ends with the training."""
 
     @classmethod
     def of(cls, *, trials: int, members: int, steps: int | None, every: int | None) -> Population:
-        """Return the generations for so many `trials`. `steps`: of the whole training. `every`:
-        steps from one evaluation to the next. Raises `LaunchError` if they do not fit."""
+        """Return the generations. `steps`: of the training. `every`: between evaluations. Raises
+        `LaunchError` if they do not fit."""
         if steps is None or every is None:
             raise LaunchError(
                 "--sampler pbt on a recipe whose steps, or steps from one evaluation to the next,"
@@ -75,17 +73,15 @@ class Population:
         return cls(members=members, generations=generations, segment=segment)
 
     def generation(self, number: int) -> int:
-        """Return the generation of a trial."""
         return number // self.members
 
     def until(self, number: int) -> int | None:
-        """Return the step after which a trial ends. None: at the end of the training."""
+        """Return the step after which a trial ends; None: with the training."""
         generation = self.generation(number)
         return None if generation == self.generations - 1 else self.segment * (generation + 1)
 
     def ready(self, results: SearchResults) -> int:
-        """Return how many trials may have begun: those of the generations whose parents have
-        ended."""
+        """Return how many trials may have begun: those whose parents have ended."""
         ended = {
             trial.number for trial in results.trials if trial.state not in ("waiting", "running")
         }
@@ -97,8 +93,8 @@ class Population:
         return (done + 1) * self.members
 
     def parent(self, number: int, results: SearchResults, seed: int) -> int | None:
-        """Return the trial from whose checkpoint a trial goes on. None: in the first generation,
-        from none. Raises `LaunchError` if no trial of the generation before has succeeded."""
+        """Return the trial whose checkpoint a trial goes on from; None in the first generation.
+        Raises `LaunchError` if the generation before has failed."""
         generation = self.generation(number)
         if generation == 0:
             return None
@@ -134,8 +130,7 @@ class Population:
         parameters: Sequence[Parameter],
         seed: int,
     ) -> dict[str, Value]:
-        """Return the values of a trial whose `parent` had those `given`: the same, or changed ones
-        after another member's."""
+        """Return a trial's values: its own parent's `given`, changed after another member."""
         if parent == number - self.members:
             return {each.name: given[each.name] for each in parameters}
         chance = self._random(number, seed, "values")

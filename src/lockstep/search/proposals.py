@@ -15,8 +15,6 @@ from lockstep.search.study import ClaimedTrial, TrialStorage
 
 
 class Proposals:
-    """The values of the trials of one search."""
-
     def __init__(self, request: SearchRequest, storage: TrialStorage) -> None:
         self._request, self._storage = request, storage
         self._parameters: list[Parameter] = []
@@ -38,26 +36,25 @@ class Proposals:
 
     @property
     def are_known(self) -> bool:
-        """True if the values of a trial can be had before its script has run."""
+        """True if a trial's values are known before its script runs."""
         self._look()
         return bool(self._request.sweep) or self._storage.parameters is not None
 
     @property
     def need_probe(self) -> bool:
-        """True if even the first trial cannot begin before the parameters are known."""
+        """True if even the first trial needs the parameters."""
         return self._request.sampler in ("grid", "pbt")
 
     @property
     def searched(self) -> list[Parameter]:
-        """The parameters that are sampled: those with bounds or choices that `--set` does not
-        fix."""
+        """Parameters with bounds or choices that `--set` does not fix."""
         self._look()
         fixed = {text.partition("=")[0] for text in self._request.launch.set}
         return [each for each in self._parameters if each.is_searched and each.name not in fixed]
 
     def check(self) -> None:
-        """Raise `LaunchError` if there is nothing to search, or the generations of a population do
-        not fit, and `RecipeError` if a grid is endless."""
+        """Raise `LaunchError` if nothing is searched or generations do not fit, `RecipeError` for
+        an endless grid."""
         if self._request.sweep:
             return
         if not self.searched:
@@ -99,12 +96,12 @@ class Proposals:
         return Population.of(trials=self.wanted, members=self._request.population, **facts)
 
     def parent(self, number: int) -> int | None:
-        """Return the trial from whose checkpoint a trial goes on. None: from none."""
+        """Return the trial whose checkpoint a trial goes on from, or None."""
         return self.population.parent(number, self._storage.results(), self._request.seed)
 
     def values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
-        """Return the values of a trial; none for the first, which has the defaults, before the
-        parameters are known."""
+        """Return a trial's values; none for the first, with the defaults, while parameters are
+        unknown."""
         if self._request.sweep:
             distributions: dict[str, BaseDistribution] = {
                 name: CategoricalDistribution(texts) for name, texts in self._request.sweep
@@ -114,7 +111,7 @@ class Proposals:
         return self._storage.suggest(claimed, distributions)
 
     def _given(self, number: int) -> Mapping[str, Value] | None:
-        """Return the values of a trial that is not sampled. None: it is."""
+        """Return the values of a trial that is not sampled; else None."""
         if self._request.sweep:
             return dict(map(split_assignment, self._request.combinations[number]))
         if self._request.sampler == "grid":

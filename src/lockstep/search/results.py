@@ -1,5 +1,4 @@
-"""The trials of a search as values: what they were given, what became of them, and the best of
-them. Pure."""
+"""The trials of a search as values, and the best. Pure."""
 
 from __future__ import annotations
 
@@ -18,65 +17,58 @@ Direction = Literal["minimize", "maximize"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialResult:
-    """One trial."""
-
     number: int
     state: State
     parameters: Mapping[str, Value]
     value: float | None = None
-    """The metric at the end; of a pruned trial, at its last evaluation. None: it has none."""
+    """At the end; of a pruned trial, at its last evaluation."""
     values: Mapping[int, float] = field(default_factory=dict)
-    """The metric by the optimizer step of the evaluation."""
+    """Step of the evaluation -> metric."""
     started: float | None = None
     """Seconds since 1970."""
     ended: float | None = None
     reason: str | None = None
-    """Why it failed, or was pruned."""
+    """Why it failed or was pruned."""
     run_dir: str = ""
-    """Its run directory."""
     parent: int | None = None
-    """The trial whose checkpoint it went on from, in population-based training."""
+    """The trial whose checkpoint it went on from."""
 
     ran: float | None = None
-    """Seconds for which its processes ran. None: no search has seen them end."""
+    """Seconds of its processes; None: unknown."""
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that it took: without interruptions, if they are known. None: it has not
-        ended."""
+        """Seconds without interruptions, if known; None: it has not ended."""
         if self.started is None or self.ended is None:
             return None
         return self.ended - self.started if self.ran is None else self.ran
 
     @property
     def steps(self) -> int:
-        """Optimizer steps at its last evaluation."""
+        """At its last evaluation."""
         return max(self.values, default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResults:
-    """All trials of a search."""
-
     name: str
     script: str
-    """The script and its arguments, as in a shell."""
+    """With its arguments, as in a shell."""
     metric: str
     direction: Direction
     wanted: int
-    """Trials that the search is to make."""
     parameters: Sequence[Parameter]
     trials: Sequence[TrialResult]
-    """In the order of their numbers."""
+    """Sorted by number."""
 
     @property
     def best(self) -> TrialResult | None:
-        """The best complete trial. None if there is none."""
+        """The best complete trial, if any."""
         return next(iter(self.ranked), None)
 
     @property
     def ranked(self) -> list[TrialResult]:
-        """The complete trials whose value is finite, the best first."""
+        """Complete trials with a finite value, the best first."""
         done = [
             trial
             for trial in self.trials
@@ -91,7 +83,7 @@ class SearchResults:
 
     @property
     def varied(self) -> list[str]:
-        """Names of the parameters that are searched, or differ between trials."""
+        """Parameters that are searched, or differ between trials."""
         names = dict.fromkeys(
             [*self.searched, *(name for trial in self.trials for name in trial.parameters)]
         )
@@ -105,16 +97,14 @@ class SearchResults:
 
     @property
     def searched(self) -> list[str]:
-        """Names of the parameters that differ between trials, or could."""
+        """Parameters that differ between trials, or could."""
         return [parameter.name for parameter in self.parameters if parameter.is_searched]
 
     def count(self, *states: State) -> int:
-        """Return the number of trials in these states."""
         return sum(trial.state in states for trial in self.trials)
 
     def best_over_time(self) -> list[tuple[float, float, int]]:
-        """Return each improvement: the second at which the trial ended, its value, and its
-        number."""
+        """Return each improvement: the trial's end, value and number."""
         found: list[tuple[float, float, int]] = []
         done = [
             (trial.ended, trial.number, trial.value)
@@ -127,7 +117,7 @@ class SearchResults:
         return found
 
     def check_kinds(self) -> None:
-        """Raise `TypeError` for values of other types than a search writes."""
+        """Raise `TypeError` for types that no search writes."""
         texts = [
             self.name,
             self.script,
@@ -148,7 +138,7 @@ class SearchResults:
             raise TypeError(f"the direction {self.direction!r}")
 
     def as_json(self) -> dict[str, Any]:
-        """The results as JSON. Values that are not finite are None."""
+        """Return JSON; values that are not finite are None."""
         best = self.best
         return {
             "name": self.name, "script": self.script, "metric": self.metric,
@@ -158,7 +148,7 @@ class SearchResults:
         }  # fmt: skip
 
     def as_csv(self) -> str:
-        """The results as CSV: a line a trial."""
+        """Return CSV, a line a trial."""
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.parameters))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")

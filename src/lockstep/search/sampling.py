@@ -1,8 +1,7 @@
-"""Optuna's samplers and pruners, by the names of the command line, seeded anew for each trial.
+"""Optuna's samplers and pruners by name, seeded anew for each trial.
 
-A sampler's generator lives in the process. So that a search which was killed goes on as it would
-have, each trial has a sampler of its own, whose seed is that of the search and the trial's number;
-what was sampled before is in the storage.
+A sampler's generator dies with its process. So each trial has its own sampler, seeded by the
+search's seed and the trial's number: a killed search goes on as it would have.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _KEPT = 3
 """ASHA keeps one of so many trials."""
 
 Given = Callable[[int], Mapping[str, Value] | None]
-"""The values of a trial that are not sampled, by its number. None: all are sampled."""
+"""Number -> values of a trial that is not sampled; None: it is."""
 
 
 class PerTrialSampler(BaseSampler):
-    """A sampler that is made anew for each trial."""
+    """A sampler made anew for each trial."""
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, given: Given) -> None:
         """`make`: seed -> sampler."""
@@ -80,7 +79,6 @@ class PerTrialSampler(BaseSampler):
 
 
 def sampler_of(name: SamplerName, *, seed: int, given: Given) -> BaseSampler:
-    """Return the sampler called `name`."""
     makers: dict[SamplerName, Callable[[int], BaseSampler]] = {
         "tpe": lambda seed: TPESampler(seed=seed, constant_liar=True),
         "cma": lambda seed: CmaEsSampler(seed=seed, warn_independent_sampling=False),
@@ -89,8 +87,8 @@ def sampler_of(name: SamplerName, *, seed: int, given: Given) -> BaseSampler:
 
 
 def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePruner:
-    """Return the pruner called `name`. `every`: steps from one evaluation to the next. `steps`: of
-    a training. None: it is not known."""
+    """Return a pruner. `every`: steps between evaluations. `steps`: of a training. None:
+    unknown."""
     match name:
         case "asha":
             return SuccessiveHalvingPruner(
@@ -103,14 +101,12 @@ def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePru
 
 
 def first_rung(every: int | None, steps: int | None) -> int | None:
-    """Return the steps after which ASHA first ends trials: those of an evaluation. None: it is not
-    known.
+    """Return the steps after which ASHA first prunes; None: unknown.
 
-    Two thirds end after about 1/9 of the training, and two thirds of the others after 1/3. With
-    Optuna's defaults, three quarters end after the first evaluation, however early it is: who
-    evaluates more often would prune more. On the digits classifier, evaluated after each thirtieth
-    of the training, that left 3 or 4 of 40 trials, and one of three searches missed the best by two
-    digits.
+    Two thirds end after about 1/9 of the training, two thirds of the rest after 1/3. Optuna's
+    defaults end three quarters after the first evaluation, however early: with 30 evaluations of
+    the digits classifier that left 3 or 4 of 40 trials, and one of three searches missed the best
+    by two digits.
     """
     if every is None or steps is None:
         return every
@@ -118,7 +114,6 @@ def first_rung(every: int | None, steps: int | None) -> int | None:
 
 
 def distribution_of(parameter: Parameter) -> BaseDistribution:
-    """Return Optuna's distribution of a parameter that is searched."""
     if parameter.choices:
         return CategoricalDistribution(parameter.choices)
     assert parameter.low is not None, "it is searched"
@@ -135,8 +130,8 @@ def distribution_of(parameter: Parameter) -> BaseDistribution:
 
 
 def grid_of(parameters: Sequence[Parameter]) -> list[dict[str, Value]]:
-    """Return all combinations of the parameters' values; the last parameter's change the fastest.
-    Raises `RecipeError` for one with endlessly many."""
+    """Return all combinations; the last parameter changes the fastest. Raises `RecipeError` if they
+    are endless."""
     for parameter in parameters:
         if parameter.values is None:
             raise RecipeError(

@@ -1,5 +1,4 @@
-"""The slots of this machine: the number of trials at a time, and the GPUs and threads of each.
-Pure."""
+"""The machine's slots: trials at a time, with the GPUs and threads of each. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from lockstep.base.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialSlot:
-    """The part of the machine that one trial has at a time."""
+    """A trial's part of the machine."""
 
     threads: int
-    """Intra-op threads of each of its processes."""
+    """Intra-op, of each process."""
     gpus: Sequence[str] = ()
-    """Its GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    """Names in CUDA_VISIBLE_DEVICES."""
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables for its processes. `environ`: those of the search, whose
-        OMP_NUM_THREADS is kept."""
+        """Return its processes' variables. `environ`: the search's, whose OMP_NUM_THREADS is
+        kept."""
         threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(self.threads)}
         return threads | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
 
@@ -34,10 +33,9 @@ def slots(
     visible: str | None,
     share_devices: bool = False,
 ) -> list[TrialSlot]:
-    """Divide the machine among trials of so many `processes`. `parallel`: at most so many trials at
-    a time; None: as many as have a GPU, or else a CPU, for each process. `visible`:
-    CUDA_VISIBLE_DEVICES. `share_devices`: a trial may have more processes than there are GPUs; it
-    has them all. Raises `LaunchError`."""
+    """Divide the machine among trials of so many `processes`. `parallel`: most trials at a time;
+    None: a GPU, or else a CPU, for each process. `visible`: CUDA_VISIBLE_DEVICES. `share_devices`:
+    processes may share GPUs. Raises `LaunchError`."""
     if gpus and gpus < processes and not share_devices:
         raise LaunchError(
             f"a trial of {processes} processes on {gpus} GPUs; each process has a GPU of its own;"

@@ -1,9 +1,8 @@
-"""The trials of a search in Optuna's storage: which one is next, whose it is, and how it has ended.
+"""The trials of a search in Optuna's storage: the next one, its owner, its end.
 
-[Note: whose a trial is] A search that runs a trial holds a lock on a file of the search's folder,
-which the system releases however the search ends. A trial that the storage calls running, and whose
-lock is free, was interrupted: the next search of that folder resumes it. Searches of other folders,
-which may be on other machines, leave it alone.
+[Note: whose a trial is] A search locks a file of its folder for each trial that it runs; the system
+releases it however the search ends. A trial that is running in the storage without a lock was
+interrupted, and the folder's next search resumes it. Other folders' searches leave it alone.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from lockstep.search.request import SEARCH, SearchRequest
 from lockstep.search.results import SearchResults, State, TrialResult
 
 DATABASE = "search.db"
-"""The SQLite file in the folder of a search without `--storage`."""
+"""The SQLite file of a search without `--storage`."""
 _STATES: Mapping[TrialState, State] = {
     TrialState.WAITING: "waiting", TrialState.RUNNING: "running", TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -54,11 +53,9 @@ _OPTUNA_STATES = {state: theirs for theirs, state in _STATES.items()}
 
 @dataclass(frozen=True, slots=True)
 class ClaimedTrial:
-    """A trial that this search runs."""
-
     trial: Trial
     is_resumed: bool
-    """True if an earlier search had begun it."""
+    """True if an earlier search began it."""
 
     @property
     def number(self) -> int:
@@ -66,11 +63,10 @@ class ClaimedTrial:
 
 
 class TrialStorage:
-    """The trials of one search. Raises `LaunchError` where the storage cannot be reached."""
+    """The trials of one search. Raises `LaunchError` without the storage."""
 
     def __init__(self, request: SearchRequest) -> None:
-        """Open the storage, and make the study in it unless it is there. Raises `RecipeError` if it
-        is of another search."""
+        """Open the storage, with the study. Raises `RecipeError` for another search's."""
         self._request = request
         self.folder = request.folder
         self._make_folder()
@@ -87,8 +83,7 @@ class TrialStorage:
             self._identity = self._identify()
 
     def _make_folder(self) -> None:
-        """Make the folder of the search. Raises `LaunchError` where it cannot be made, and for that
-        of a run."""
+        """Make the search's folder. Raises `LaunchError`."""
         if (self.folder / "run.json").exists():
             raise LaunchError(
                 f"--run-dir {self.folder} holds a run; a search has a folder of its own; give"
@@ -103,8 +98,8 @@ class TrialStorage:
             ) from error
 
     def _check_folder(self) -> dict[str, Any]:
-        """Return what the folder says. Empty if it is new. Raises `LaunchError` if it is another
-        search's."""
+        """Return the folder's `search.json`; empty if it is new. Raises `LaunchError` for another
+        search."""
         with suppress(OSError, ValueError):
             found = read_object(self.folder, SEARCH)
             if {key: found[key] for key in self._told} != self._told:
@@ -117,7 +112,7 @@ class TrialStorage:
         return {}
 
     def _identify(self) -> str:
-        """Return the identity of the folder, which is made with it."""
+        """Return the folder's identity, made once."""
         identity = self._check_folder().get("identity")
         if identity is None:
             identity = secrets.token_hex(8)
@@ -128,7 +123,7 @@ class TrialStorage:
         return str(identity)
 
     def _check_not_lost(self) -> None:
-        """Raise `LaunchError` if the folder has a search that the storage does not know."""
+        """Raise `LaunchError` if the storage lacks the folder's search."""
         if "identity" in self._check_folder() and "search" not in self.study.user_attrs:
             where = self.folder / DATABASE if self._request.storage is None else shown(self.url)
             raise LaunchError(
@@ -138,11 +133,8 @@ class TrialStorage:
             )
 
     def _check_search(self) -> None:
-        """Raise `RecipeError` if the study is of another search.
-
-        Until a trial has told its parameters there is nothing to compare: a mistake in the metric
-        can be corrected.
-        """
+        """Raise `RecipeError` for another search's study. Until a trial tells its parameters, the
+        metric can be corrected."""
         identity, before = self._request.identity(), self.study.user_attrs.get("search")
         is_same_way = self.study.direction.name.lower() == self._request.direction
         if before is None or (
@@ -164,8 +156,8 @@ class TrialStorage:
 
     @property
     def parameters(self) -> list[Parameter] | None:
-        """The parameters of the script. None until a trial has told them. Raises `RecipeError` if
-        that is not alike."""
+        """The script's parameters; None before a trial tells them. Raises `RecipeError` for another
+        search's."""
         if (
             self._parameters is None
             and (found := self.study.user_attrs.get("parameters")) is not None
@@ -175,17 +167,16 @@ class TrialStorage:
         return self._parameters
 
     def note_parameters(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the parameters of the script, unless another search has. Raises `RecipeError` if
-        that is not alike."""
+        """Keep the script's parameters, unless another search has. Raises `RecipeError` for another
+        search's."""
         with alone(self.url, self._request.name):
             self._check_search()
             if "parameters" not in self.study.user_attrs:
                 self.study.set_user_attr("parameters", list(described))
 
     def check_programs(self, programs: Mapping[str, str]) -> None:
-        """Raise `RecipeError` if a trial's script is another version than that of the trials
-        before. Until one of them has a value there is nothing to compare with: a mistake in the
-        script can be corrected."""
+        """Raise `RecipeError` if the script has changed since a trial with a value; before that it
+        can be corrected."""
         with alone(self.url, self._request.name):
             before = self.study.user_attrs.get("programs")
             if before is None or not any(
@@ -204,19 +195,18 @@ class TrialStorage:
                 )
 
     def note_wanted(self, wanted: int) -> None:
-        """Keep the number of trials that the search is to have."""
         if self._wanted != wanted:
             self.study.set_user_attr("wanted", wanted)
             self._wanted = wanted
 
     def note_seconds(self, claimed: ClaimedTrial, seconds: float) -> None:
-        """Add to the time for which the processes of a trial have run."""
+        """Add to the seconds of a trial's processes."""
         before = claimed.trial.user_attrs.get("seconds", 0.0)
         claimed.trial.set_user_attr("seconds", before + seconds)
 
     def claim(self, wanted: int) -> ClaimedTrial | None:
-        """Return a trial to run, of the first `wanted`: one that was interrupted, or else a new
-        one. None if there is none."""
+        """Return a trial to run of the first `wanted`: an interrupted one, else a new one, or
+        None."""
         with alone(self.url, self._request.name):
             trials = self.study.get_trials(deepcopy=False)
             for trial in trials:
@@ -246,8 +236,8 @@ class TrialStorage:
         return {"folder": self._identity, "run_dir": str(self.run_dir(number).absolute())}
 
     def _is_interrupted(self, trial: FrozenTrial) -> bool:
-        """Lock a running trial if it is of this folder and nobody runs it. Returns True if it is
-        now this search's."""
+        """Lock a running trial of this folder that nobody runs. Returns True if it is this search's
+        now."""
         if trial.user_attrs.get("folder") != self._identity or not self._lock(trial.number):
             return False
         if self.study._storage.get_trial(trial._trial_id).state == TrialState.RUNNING:
@@ -271,14 +261,12 @@ class TrialStorage:
         return False
 
     def run_dir(self, number: int) -> Path:
-        """Return a trial's run directory."""
         return self.folder / f"trial-{number:04d}"
 
     def suggest(
         self, claimed: ClaimedTrial, distributions: Mapping[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Return the values of a trial's searched parameters: those that it has already, or new
-        ones."""
+        """Return a trial's values: those that it has, or new ones."""
         return {
             name: claimed.trial._suggest(name, distribution)
             for name, distribution in distributions.items()

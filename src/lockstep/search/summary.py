@@ -6,8 +6,8 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
+from lockstep.pages.scale import format_duration
 from lockstep.recipe.parameters import Value
-from lockstep.report.scale import format_duration
 from lockstep.search.results import SearchResults, State, TrialResult
 
 STATES: tuple[State, ...] = ("complete", "pruned", "failed", "running", "waiting")

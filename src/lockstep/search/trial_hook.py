@@ -26,8 +26,9 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.recipe.sources import programs, texts
 from lockstep.search.request import PRUNED, TrialRequest
 from lockstep.training.context import Overrides
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
 from lockstep.training.loop import interval_of, steps_of
+from lockstep.training.run import Run
 
 _trainings = 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import importlib.util
 import json
@@ -29,6 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.base.errors import UserError
+from lockstep.base.garbage import freeze_for_good
 from lockstep.comm.mesh import forget_meshes
 from lockstep.recipe.sources import texts
 from lockstep.testing import leaks
@@ -173,7 +173,7 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
         # a look at all modules, which in each worker would copy the 4,000 pages that they are on
         texts()
     # otherwise garbage collection in a worker would copy every page of the imported modules
-    gc.freeze()
+    freeze_for_good()
     sys.stdout.flush()
     sys.stderr.flush()
     processes = []

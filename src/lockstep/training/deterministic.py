@@ -8,7 +8,8 @@ import re
 import torch
 
 from lockstep.base.errors import PlanError
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
+from lockstep.training.run import Run
 
 _REFUSED = re.compile(r"^(.+?) does not have a deterministic implementation", re.MULTILINE)
 INSTEAD = {

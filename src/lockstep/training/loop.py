@@ -20,7 +20,6 @@ from lockstep.recipe.checks import check_batch, check_drop_last, check_length
 from lockstep.recipe.data import Stream, check_data, check_dataset, check_samplers
 from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Evaluation, Recipe
-from lockstep.training.hook import Run
 from lockstep.training.microbatches import (
     Batching,
     Microbatches,
@@ -30,6 +29,7 @@ from lockstep.training.microbatches import (
     positions_in,
     total_steps,
 )
+from lockstep.training.run import Run
 from lockstep.training.set_up import (
     Remark,
     batchnorm,

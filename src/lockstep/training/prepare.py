@@ -19,7 +19,6 @@ from lockstep.recipe.checks import check_factory
 from lockstep.recipe.recipe import Weights
 from lockstep.training import precision
 from lockstep.training.context import Context
-from lockstep.training.hook import Run
 from lockstep.training.optim import optimizers as optim
 from lockstep.training.optim.closure import check_closures
 from lockstep.training.optim.element_wise import needing_whole_tensors
@@ -27,6 +26,7 @@ from lockstep.training.optim.modes import has_modes
 from lockstep.training.optim.whole_tensors import WholeTensorOptimizer
 from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.reducers.gradient_hooks import carried_over
+from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
 
 

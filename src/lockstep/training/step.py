@@ -22,11 +22,11 @@ from lockstep.model.shard import reshard
 from lockstep.recipe.checks import check_clip_norm
 from lockstep.recipe.recipe import Gathered
 from lockstep.training.executors.executor import call_model
-from lockstep.training.hook import Run
 from lockstep.training.losses.batch_loss import BatchLoss
 from lockstep.training.losses.loss import SINGLE, Contribution, LossKind, contribution
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.reducers.step_stats import Number
+from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 from lockstep.training.step_result import StepResult, numbers_of
 from lockstep.training.train_module import TrainModule

@@ -17,7 +17,8 @@ from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.data.digests import digest_parts
 from lockstep.data.loader import Microbatch
 from lockstep.training.context import Overrides
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
+from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
 from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.perturb import (

@@ -12,9 +12,8 @@ def greedy_soup(
 ) -> list[int] | None:
     """Return the models whose average is kept, best first; None if every score is NaN.
 
-    Starts with the best model, and goes through the others from better to worse. Each stays only if
-    the average with it has a better score than that without. `scores`: of each model alone.
-    `measure`: the score of the average of several.
+    Tries the models from best to worse; each stays if the average with it scores better. `measure`:
+    models -> score of their average.
     """
     sign = 1 if mode == "min" else -1
     ordered = sorted(

@@ -1,10 +1,9 @@
 """The weighted mean of several saved models, tensor by tensor (Wortsman et al., "Model soups",
 2022, arXiv:2203.05482).
 
-Floating-point and complex tensors are summed in float64, and rounded once to their own type. An
-element that is the same in all models keeps its bits. Other tensors, such as counters and tables of
-indices, have no mean: they are those of the first model. Only a few copies of one tensor are in
-memory at a time.
+Floating-point and complex tensors are summed in float64 and rounded once; an element that is the
+same in all models keeps its bits. Other tensors (counters, tables of indices) are the first
+model's. Only a few copies of one tensor are in memory.
 """
 
 from __future__ import annotations
@@ -22,21 +21,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COUNTER = "num_batches_tracked"
-"""BatchNorm's count of training batches, which no longer says anything once weights are
-averaged."""
+"""BatchNorm's count of batches, which an average of weights does not have."""
 _STATISTICS = ("running_mean", "running_var")
 _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class AverageMember:
-    """One of the models of an average."""
-
     name: str
     """Its name in errors."""
     model: StateDictReader
     weight: float = 1.0
-    """Its part in the average, relative to that of the others."""
+    """Relative to the others' weights."""
 
 
 class WeightAverage:
@@ -51,24 +47,21 @@ class WeightAverage:
             (member, share) for member, share in zip(members, shares, strict=True) if share > 0
         ]
         self.differing: dict[str, str] = {}
-        """Each tensor without a mean in which models that were read differ -> the first such
-        model."""
+        """Tensors without a mean that differ between models -> the first such model."""
 
     @property
     def model(self) -> StateDictReader:
-        """The mean. Reading it raises `CheckpointError` for NaN, and for infinities that not all
-        models have."""
+        """The mean. Reading it raises `CheckpointError` for NaN, and for infinities that some
+        models lack."""
         return StateDictReader(self._members[0][0].model.specs, self.read)
 
     @property
     def statistics(self) -> list[str]:
-        """Running statistics of BatchNorm, by name, if they are averaged. They are not those of the
-        mean's own activations."""
+        """Names of averaged running statistics of BatchNorm, which are not the mean model's own."""
         names = self._members[0][0].model.specs if len(self._members) > 1 else ()
         return [name for name in names if name.rpartition(".")[2] in _STATISTICS]
 
     def read(self, name: str) -> memoryview:
-        """Return the bytes of a tensor of the mean."""
         (first, _), *others = self._members
         if not others:
             return first.model.read(name)
@@ -96,8 +89,7 @@ class WeightAverage:
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Return the weights divided by their sum. Raises `CheckpointError` for a weight that is
-    negative, infinite or NaN, and if all are zero."""
+    """Return the weights divided by their sum. Raises `CheckpointError`."""
     for weight in weights:
         if not 0 <= weight < math.inf:
             raise CheckpointError(
@@ -115,8 +107,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
 
 
 def check_alike(first: AverageMember, other: AverageMember) -> None:
-    """Raise `CheckpointError` unless both models have the same tensors, of the same shapes and
-    types."""
+    """Raise `CheckpointError` unless both have the same tensors, shapes and types."""
     for one, two in ((first, other), (other, first)):
         if missing := [name for name in one.model.specs if name not in two.model.specs]:
             raise CheckpointError(
@@ -134,8 +125,7 @@ def check_alike(first: AverageMember, other: AverageMember) -> None:
 
 
 class _TensorMean:
-    """The weighted sum of one tensor over several models, in float64, piece by piece; shares add up
-    to 1."""
+    """The weighted sum of one tensor in float64, piece by piece; shares add up to 1."""
 
     def __init__(self, first: Tensor, share: float) -> None:
         import torch
@@ -148,8 +138,7 @@ class _TensorMean:
             torch.mul(first[piece].to(self._wide), share, out=self._sum[piece])
 
     def add(self, tensor: Tensor, share: float) -> bool:
-        """Add a model's tensor. Returns False if it has, or lacks, an infinity that the first one
-        has not, or has."""
+        """Add a model's tensor. Returns False if only one of the two has an infinity."""
         for piece in _pieces(self._first):
             first, other = self._first[piece].to(self._wide), tensor[piece].to(self._wide)
             differs = first != other
@@ -160,7 +149,7 @@ class _TensorMean:
         return True
 
     def result(self) -> Tensor:
-        """Return the mean, in the place of the first tensor."""
+        """Write the mean over the first tensor, and return it."""
         for piece in _pieces(self._first):
             own = self._first[piece]
             own.copy_(own.to(self._wide).where(self._same[piece], self._sum[piece]))
@@ -168,12 +157,12 @@ class _TensorMean:
 
 
 def _pieces(tensor: Tensor) -> list[slice]:
-    """Slices of a tensor of one dim, so that temporary copies stay small."""
+    """Slice a tensor of one dim, so that temporary copies stay small."""
     return [slice(start, start + _PIECE) for start in range(0, len(tensor), _PIECE)]
 
 
 def _tensor(member: AverageMember, name: str) -> Tensor:
-    """Return the elements as a tensor of one dim. Raises `CheckpointError` if one is NaN."""
+    """Return a tensor of one dim. Raises `CheckpointError` for NaN."""
     import torch
 
     data, dtype = member.model.read(name), torch_dtype(member.model.specs[name][0])

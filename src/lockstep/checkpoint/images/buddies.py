@@ -1,9 +1,7 @@
-"""Copies of images in memory on other hosts, so that the loss of a whole host loses no part of the
-state.
+"""Copies of memory images on other hosts: the loss of a whole host loses no state.
 
-Each rank sends its image to a *buddy*, a rank of the next host, which keeps it in memory of its
-own. That has two slots too, and the header is written last: either of the two may be killed at any
-moment.
+Each rank sends its image to a *buddy* on the next host, which keeps it in two slots of its own and
+writes the header last: either process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -23,12 +21,8 @@ _HEADER_TAG, _FILE_TAG, _TEXT_TAG = range(3)
 
 
 def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
-    """The buddy of each rank, for the numbers of ranks of each host, in the order of the ranks; at
-    least two hosts.
-
-    Each is on the next host, and the last host's are on the first. There, all are buddies of
-    equally many, to within 1.
-    """
+    """Return each rank's buddy, on the next host, evenly spread. `local_sizes`: ranks of each host,
+    two hosts or more."""
     starts = [0, *accumulate(local_sizes)]
     return [
         starts[(host + 1) % len(local_sizes)]
@@ -39,8 +33,8 @@ def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
 
 
 class Buddies:
-    """The images of other ranks that this rank keeps, and its own at its buddy. Every rank makes
-    one, and calls all alike. On one host there is nothing of this."""
+    """The images that this rank keeps for others, and its own at its buddy. Every rank makes one
+    and calls all methods alike. On one host they do nothing."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -49,23 +43,22 @@ class Buddies:
         self._kept = {
             rank: ImageMemory() for rank, buddy in enumerate(buddies) if buddy == world.rank
         }
-        """The memory for the images of each rank that this one is the buddy of."""
+        """Memory for each rank whose buddy this one is."""
         self.size_bytes = 0
-        """Bytes of memory that these images take."""
 
     @property
     def descriptors(self) -> list[int]:
-        """Those of the memory that this rank keeps for others."""
+        """Descriptors of the memory that this rank keeps for others."""
         return [memory.descriptor for memory in self._kept.values()]
 
     @property
     def newest(self) -> list[int]:
-        """The step of the newest image of each rank that this one is the buddy of."""
+        """The newest step of each image that this rank keeps."""
         return [memory.newest for memory in self._kept.values()]
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory for the files of others. `file_bytes`: the size of this rank's. Raises
-        `OSError`, perhaps on some ranks only."""
+        """Allocate memory for others' files. `file_bytes`: of this rank's file. Raises `OSError`,
+        perhaps on some ranks only."""
         if self._mine is None:
             return
         everyone = self._world.gather_values(file_bytes)
@@ -76,9 +69,8 @@ class Buddies:
             memory.allocate(everyone[rank])
 
     def exchange(self, own: Slot, text: bytes, header: Header, common: int) -> float:
-        """Send this rank's image, which is complete, to its buddy, and receive those of others.
-        Writes over no image of the step `common`. Returns the seconds that this rank waited for
-        data, without the waits for others to begin."""
+        """Send this rank's complete image to its buddy, and receive others'. Images of step
+        `common` stay. Returns the seconds waited for data."""
         if self._mine is None:
             return 0.0
         slots = {rank: memory.oldest_but(common) for rank, memory in self._kept.items()}
@@ -117,7 +109,6 @@ class Buddies:
         return seconds
 
     def close(self) -> None:
-        """Release the memory in this process."""
         for memory in self._kept.values():
             memory.close()
 
@@ -128,7 +119,7 @@ class Buddies:
 
 
 def _local_sizes(world: World) -> list[int]:
-    """The numbers of ranks of each host, whose ranks are contiguous."""
+    """Return the number of ranks of each host, whose ranks are contiguous."""
     by_rank = world.gather_rows(torch.tensor([world.local_size]), [1] * world.size).tolist()
     found: list[int] = []
     while sum(found) < world.size:

@@ -1,5 +1,5 @@
-"""Reading images of the state in memory: under any plan, on any number of ranks, each of which may
-see only the parts that its own machine holds."""
+"""Read memory images under any plan, on any number of ranks, each of which may see only its
+machine's parts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lockstep.comm.world import World
 
 
 class Images:
-    """The images of which the parts of all old ranks are somewhere among the ranks of a world."""
+    """The images whose parts are all seen, each by some rank."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
-        """Every rank makes one, with the parts that it sees, after all writers have stopped."""
+        """Every rank makes one from the parts that it sees, after all writers have stopped."""
         self._world = world
         self._mine: dict[tuple[CheckpointName, int], dict[int, Part]] = {}
         for part in parts:
@@ -44,26 +44,25 @@ class Images:
             for (name, size), ranks in sorted(places.items())
             if len(ranks) == size
         }
-        """The ranks that see the part of each old rank."""
+        """For each old rank, the ranks that see its part."""
 
     @property
     def names(self) -> list[CheckpointName]:
-        """Step and attempt of each, the oldest first."""
+        """The oldest first."""
         return list(self._complete)
 
     @property
     def newest(self) -> CheckpointName | None:
-        """The newest; None if there is none."""
         return max(self._complete, default=None)
 
     def reader(self, name: CheckpointName) -> ImageReader:
-        """Read one of them. Every rank calls it, for the same."""
+        """Return a reader of one image. Every rank calls it for the same one."""
         places = self._complete[name]
         return ImageReader(name, self._mine.get((name, len(places)), {}), places, self._world)
 
 
 class ImageReader:
-    """Reads the state that all ranks' images of one step hold together, for one rank."""
+    """Reads the whole state of one step for one rank."""
 
     def __init__(
         self,
@@ -72,8 +71,8 @@ class ImageReader:
         places: Sequence[Sequence[int]],
         world: World,
     ) -> None:
-        """Every rank makes one. `mine`: the parts that this rank sees, by old rank. `places`: for
-        each old rank, the ranks that see its part."""
+        """`mine`: the parts that this rank sees, by old rank. `places`: for each old rank, the
+        ranks that see its part."""
         sources = {
             rank: seen_by[0] for rank, seen_by in enumerate(places) if len(seen_by) != world.size
         }
@@ -86,9 +85,9 @@ class ImageReader:
             metadata=texts[0]["metadata"],
         )
         self._saved: dict[TensorShard, int | None] = {}
-        """Each shard, and the rank that sends it to those that do not see it; None if all do."""
+        """Shard -> the rank that sends it to ranks that do not see it; None if all see it."""
         self._seen: dict[TensorShard, Tensor] = {}
-        """The memory of each shard that this rank sees."""
+        """Memory of the shards that this rank sees."""
         for rank, text in enumerate(texts):
             file = mine[rank].file if rank in mine else None
             for *described, start in text["shards"]:
@@ -108,8 +107,8 @@ class ImageReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Copy the values into this rank's tensors; names and shapes must be among the saved ones.
-        Every rank calls it. If all see all parts, nothing is sent; else one shard after another."""
+        """Copy the values into this rank's tensors; names and shapes are among the saved ones.
+        Every rank calls it. Parts that some rank does not see are sent, shard by shard."""
         copies = copies_by_shard(state, list(self._saved))
         for shard, wanted in copies.items():
             if shard in self._seen:
@@ -135,16 +134,16 @@ class ImageReader:
 
 
 def open_images(paths: Sequence[str], world: World) -> Images:
-    """Map the images behind `paths`, such as /proc/4711/fd/12, for reading. Raises `OSError`.
+    """Map the images behind `paths`, such as /proc/4711/fd/12. Raises `OSError`.
 
-    Every rank calls it. The paths may be of several starts of a run: an image counts if those of
-    all ranks of its start are there, on any of the ranks of `world`.
+    Every rank calls it. Of each start of the run, an image counts if all its parts are seen on
+    ranks of `world`.
     """
     return Images([part for path in paths for part in parts_in(path)], world)
 
 
 def _take(state: Mapping[str, Tensor], copies: Sequence[ShardCopy], values: Tensor) -> None:
-    """Copy from the values of one shard to this rank's tensors."""
+    """Copy one shard's values to this rank's tensors."""
     for copy in copies:
         fill(to_local(state[copy.shard.name]).detach()[copy.target], values[copy.source])
 
@@ -152,8 +151,8 @@ def _take(state: Mapping[str, Tensor], copies: Sequence[ShardCopy], values: Tens
 def _texts(
     mine: Mapping[int, Part], sources: Mapping[int, int], world: World
 ) -> list[dict[str, Any]]:
-    """The texts of all parts, by old rank. `sources`: the rank that tells the others of a part that
-    not all see."""
+    """Return the text of each old rank's part. `sources`: the rank that sends a text that not all
+    see."""
     texts = {rank: json.loads(part.text) for rank, part in mine.items()}
     if sources:
         told = world.gather_values(

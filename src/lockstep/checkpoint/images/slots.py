@@ -27,12 +27,10 @@ from torch import Tensor
 from lockstep.checkpoint.storage import CheckpointName
 
 SLOT_BYTES = 1 << 40
-"""Distance of the two slots. More than any rank's part; pages that were never written take no
-memory."""
+"""Distance of the two slots: more than any rank's part. Unwritten pages take no memory."""
 FILE_START = mmap.ALLOCATIONGRANULARITY
-"""Position of the file in its slot."""
 NONE = -1
-"""The step of a slot that is not complete."""
+"""The step of an incomplete slot."""
 _MAGIC = b"lockstp1"
 _HEADER = struct.Struct("<8s8sQIIQQ")
 _SUM = struct.Struct("<I")
@@ -41,12 +39,11 @@ HEADER_BYTES = _HEADER.size + _SUM.size
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The names of an image, and where its text is."""
+    """The identity of an image, and where its text is."""
 
     name: CheckpointName
     rank: int
     size: int
-    """Number of ranks."""
     text_start: int
     text_bytes: int
 
@@ -57,7 +54,7 @@ class Header:
 
     @classmethod
     def read(cls, data: bytes) -> Header | None:
-        """None if `data` is not all of a header."""
+        """None if `data` is no whole header."""
         packed = data[: _HEADER.size]
         if not packed.startswith(_MAGIC) or _SUM.pack(zlib.crc32(packed)) != data[_HEADER.size :]:
             return None
@@ -66,19 +63,18 @@ class Header:
 
 
 class Slot:
-    """One of the two places of an image."""
+    """One of the two images."""
 
     def __init__(self, descriptor: int, number: int) -> None:
         self._descriptor = descriptor
         self._start = number * SLOT_BYTES
         self.step = NONE
-        """That of the image which is complete here."""
+        """Step of the complete image; `NONE` if it is not complete."""
         self.file = torch.empty(0, dtype=torch.uint8)
-        """The bytes of the file, mapped."""
+        """Mapped bytes of the file."""
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory for the next images. The image that is there stays as it is. Raises
-        `OSError`."""
+        """Allocate memory; the image that is there stays. Raises `OSError`."""
         size = FILE_START + file_bytes
         self.file = torch.empty(0, dtype=torch.uint8)
         # it raises where a first access would end the process
@@ -93,16 +89,15 @@ class Slot:
         return FILE_START + len(self.file)
 
     def begin(self) -> None:
-        """Take away the image that was here."""
+        """Invalidate the image."""
         self.step = NONE
         self._put(bytes(HEADER_BYTES), 0)
 
     def put_file(self, data: bytes) -> None:
-        """Write the first bytes of the file."""
         self._put(data, FILE_START)
 
     def complete(self, text: bytes, header: Header) -> None:
-        """Write all that is missing; the header last."""
+        """Write the text, then the header."""
         self._put(text, self.text_start)
         self._put(header.packed(), 0)
         self.step = header.name.step
@@ -113,7 +108,7 @@ class Slot:
 
 
 class ImageMemory:
-    """The two slots, used in turn: while one is written, the other is complete."""
+    """Two slots, used in turn: while one is written, the other is complete."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("lockstep-image")
@@ -122,24 +117,23 @@ class ImageMemory:
 
     @property
     def newest(self) -> int:
-        """The step of the newest image here."""
+        """Step of the newest image."""
         return max(slot.step for slot in self.slots)
 
     def oldest_but(self, step: int) -> Slot:
-        """The slot for the next image: the one with the older image, which must not be that of
-        `step`."""
+        """Return the slot with the older image, which is never that of `step`."""
         return min(
             (slot for slot in self.slots if slot.step != step or step == NONE),
             key=lambda slot: slot.step,
         )
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory for files of this size, in both slots. Raises `OSError`."""
+        """Allocate memory for files of this size in both slots. Raises `OSError`."""
         for slot in self.slots:
             slot.allocate(file_bytes)
 
     def close(self) -> None:
-        """Release the memory in this process; others may hold its descriptor."""
+        """Release the memory here; others may hold its descriptor."""
         self.slots = []
         os.close(self.descriptor)
 
@@ -157,12 +151,11 @@ class Part:
 
     @property
     def file(self) -> Tensor:
-        """The bytes of the file."""
         return torch.frombuffer(self.memory, dtype=torch.uint8)[FILE_START : self.header.text_start]
 
 
 def parts_in(path: str) -> list[Part]:
-    """Map the complete images in the memory behind `path`. Raises `OSError`."""
+    """Map the complete images behind `path`. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = [_part(descriptor, number * SLOT_BYTES) for number in range(2)]
@@ -172,7 +165,7 @@ def parts_in(path: str) -> list[Part]:
 
 
 def _part(descriptor: int, start: int) -> Part | None:
-    """Map the slot at `start`; None if it is not complete."""
+    """Map a slot; None if it is not complete."""
     header = Header.read(os.pread(descriptor, HEADER_BYTES, start))
     if header is None:
         return None

@@ -1,7 +1,7 @@
-"""Compares collectives across ranks before they start: a mismatch raises an error with every rank's
-line, on all ranks.
+"""Compare collectives across ranks before they start: every rank raises a mismatch, with all ranks'
+lines.
 
-For debugging: each collective costs some requests to torch's store, and every operation a call of
+For debugging: a collective costs some requests to torch's store, and every operation a call of
 Python.
 """
 
@@ -42,19 +42,18 @@ _SAME_SIZES = frozenset(
         *("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"),
     )
 )
-"""Collectives to which all ranks give tensors of the same sizes, by the names of torch's
-operators."""
+"""Torch's operators to which all ranks give tensors of the same sizes."""
 # numbers the instances of `CollectiveCheck` in this process; the same on all ranks
 _numbers = count()
 _NOT_ON_ALL_RANKS = ("send", "recv", "recv_any_source", "wait_tensor", "monitored_barrier")
 
 
 class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, compares this thread's collectives. Every rank enters it at the same point,
-    one at a time."""
+    """Compares this thread's collectives while entered. Every rank enters it at the same point, one
+    at a time."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        """`store`: torch's default store. `rank`: the global one."""
+        """`store`: torch's default store."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._store: Any = dist.PrefixStore(f"lockstep/check/{next(_numbers)}", store.clone())  # type: ignore[attr-defined]
         self._rank = rank
@@ -100,8 +99,8 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def _mismatch(self, key: str, before: str, mine: Mapping[str, Any], size: int) -> str:
-        """The differences between the ranks' calls; empty if there are none. The last rank to come
-        compares for all."""
+        """Return the differences between the ranks' calls; "" if there are none. The last rank to
+        come compares for all."""
         self._store.set(f"{key}/{mine['rank']}", json.dumps(mine))
         self._store.append(f"{key}/ranks", f"{mine['rank']} ")
         if self._store.add(f"{key}/count", 1) == size:
@@ -124,8 +123,7 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def difference(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """Return the differences between the ranks' calls, with their lines; empty if all call the
-    same."""
+    """Return the differences between the calls, with their lines; "" if there are none."""
     by_call: dict[str, list[Mapping[str, Any]]] = {}
     for each in everyone:
         by_call.setdefault(each["call"], []).append(each)

@@ -1,5 +1,5 @@
-"""The hook that acts when the run hangs: it writes a report, saves the last complete step, and ends
-the process."""
+"""The hook that acts on a hang: it writes a report, saves the last complete step, and ends the
+process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_files import defer_kill, is_shutting_down, write_failure
 from lockstep.options import WatchdogTimeouts
 from lockstep.training.context import Context
-from lockstep.training.hook import Hook, Run
+from lockstep.training.hook import Hook
 from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.run import Run
 
 SAVING_SECONDS = 300.0  # the longest time for the last save of a rank that hangs
 # before a rank exits, so that all ranks read the diagnosis before they lose a peer
@@ -38,9 +39,8 @@ class HangHook(Hook):
         rescue: Callable[[Run, BaseException], bool],
         recovery: Recovery | None,
     ) -> None:
-        """Start the watchdog of this thread. Every rank calls it. `timeouts`: None: no watchdog.
-        `rescue` saves without the other ranks. `recovery`: that of the run, if it can recover in
-        place."""
+        """Start this thread's watchdog, unless `timeouts` is None. Every rank calls it. `rescue`:
+        saves without other ranks. `recovery`: the run's, if it can recover in place."""
         self._recovery = recovery
         self._timeouts = timeouts
         self._context = context
@@ -68,7 +68,7 @@ class HangHook(Hook):
         )
 
     def watch(self, run: Run) -> None:
-        """Save `run` if it hangs from now on."""
+        """Save `run` from now on if it hangs."""
         self._run = run
 
     @property
@@ -137,7 +137,7 @@ class HangHook(Hook):
         os._exit(HUNG_STATUS)
 
     def _on_stuck(self) -> None:
-        """See `Watchdog`: this rank waits for one that has ended, and its wait does not fail."""
+        """End this rank, which waits for an ended one. See `Watchdog`."""
         self._event(
             "run-failed",
             error=(
@@ -154,7 +154,7 @@ class HangHook(Hook):
 
 
 def page(hang: Hang, snapshots: Mapping[int, StackSnapshot]) -> str:
-    """The report with all stacks, for a file."""
+    """Return the report with all stacks."""
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), hang.summary, "", hang.report]
     for rank, each in sorted(snapshots.items()):
         lines += [

@@ -1,5 +1,5 @@
-"""Which ranks make a run hang, from all ranks' stack snapshots. Pure, but it reads source lines of
-the user."""
+"""Find the ranks that make a run hang, from all stack snapshots. Pure but for the user's source
+lines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.comm.active_calls import CollectiveCall
 from lockstep.hooks.hang.snapshot import Frame, StackSnapshot, innermost_line
 
 Kind = Literal["missing", "differ", "between"]
-"""Ranks do not reach the call in which the others wait; all wait, in different calls; all wait in
-the same call."""
+"""Ranks do not reach the call in which others wait; all wait in different calls; all wait in one
+call."""
 _SAME_SHAPE_ON_ALL_RANKS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 _IN_WORDS = {
     "waits": "waits",
@@ -38,7 +38,7 @@ class Hang:
 
 def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
     """Return the diagnosis; None if the run may still progress. `silent`: rank without a snapshot
-    -> the reason."""
+    -> why."""
     everyone = list(snapshots.values())
     working = [each for each in everyone if each.activity != "waits"]
     is_waited_for = len(working) < len(everyone)
@@ -99,7 +99,7 @@ def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
 
 
 def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
-    """The properties of a call that must be the same on all ranks in it."""
+    """Return what must be the same on all ranks in a call."""
     if call is None:
         return None
     return (
@@ -111,7 +111,7 @@ def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
 
 
 def _by_call(snapshots: Sequence[StackSnapshot]) -> list[list[StackSnapshot]]:
-    """Groups of ranks in the same call, the largest first."""
+    """Return groups of ranks in one call, the largest first."""
 
     def key(each: StackSnapshot) -> str:
         return repr(_kind_of(each.call)) if each.call is not None else str(each.line)
@@ -140,7 +140,7 @@ def _call(snapshot: StackSnapshot) -> str:
 
 
 def _reason(late: StackSnapshot) -> str:
-    """The activity of the rank, and its line."""
+    """Say what the rank does, and where."""
     lines = {process: innermost_line(frames) for process, frames in late.children.items()}
     workers = [
         f"process {process} is at {line}"
@@ -161,7 +161,7 @@ def _late_line(late: StackSnapshot) -> str:
 
 
 def _stack(snapshot: StackSnapshot) -> list[str]:
-    """The innermost frame, and those of the user's code, innermost first."""
+    """Return the innermost frame, and the user's, innermost first."""
     frames = [frame for frame in reversed(snapshot.stack) if frame.is_user_code]
     innermost = snapshot.stack[-1:] if snapshot.stack and snapshot.stack[-1] not in frames else ()
     return [f"    {frame}" for frame in [*innermost, *frames]]
@@ -172,8 +172,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def enclosing(frame: Frame) -> list[str]:
-    """The `if`, `try`, `while` and `for` statements of its function that a line is inside,
-    innermost first."""
+    """Return the `if`, `try`, `while` and `for` statements around a line, innermost first."""
     try:
         source = Path(frame.file).read_text(encoding="utf-8")
         tree = ast.parse(source)

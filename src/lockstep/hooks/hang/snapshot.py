@@ -1,9 +1,7 @@
-"""Stack snapshots: a process's phase, its threads' stacks, its active collectives, and whether it
-makes progress.
+"""Stack snapshots: a process's phase, threads' stacks, collectives, and progress.
 
-A process whose GIL is held, and a forked loader worker, take no snapshot of themselves. For those,
-faulthandler writes the stack from a signal handler into memory that other processes can read
-through /proc. That is for Linux only.
+Of a process whose GIL is held, and of forked loader workers, faulthandler writes the stack from a
+signal handler into memory that others read through /proc (Linux).
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.logging.phases import Phases
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
-"""Waits in a collective, or for its device, which does; runs Python code; computes in native code;
-is in a call that does not return."""
+"""Waits in a collective, or for its device, which does; runs Python; computes in native code; is in
+a call that does not return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # A process that does not handle it ignores it
 _WRITING_SECONDS = 0.1
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -57,7 +55,7 @@ class Frame:
 
     @property
     def is_user_code(self) -> bool:
-        """True if it is not of Python, an installed package, or lockstep."""
+        """True unless it is Python's, an installed package's, or lockstep's."""
         return not self.file.startswith(("<", _LOCKSTEP, _PYTHON)) and not any(
             folder in self.file for folder in _PACKAGES
         )
@@ -68,7 +66,7 @@ Stack = tuple[Frame, ...]  # outermost frame first
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackSnapshot:
-    """The snapshot of one rank. It is sent between processes as JSON."""
+    """The snapshot of one rank, sent as JSON."""
 
     rank: int
     host: str
@@ -83,12 +81,11 @@ class StackSnapshot:
     stack: Stack  # of the training thread
     threads: Mapping[str, Stack]  # the other threads, by name
     children: Mapping[int, Stack] = field(default_factory=dict)
-    """The main threads of forked processes (loader workers), by process id; only if the rank itself
-    is late."""
+    """Main threads of forked loader workers by process id, if the rank is late."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StackSnapshot:
-        """Read what `dataclasses.asdict` gave, through JSON."""
+        """Invert `dataclasses.asdict`, through JSON."""
         threads = {name: _frames(frames) for name, frames in values["threads"].items()}
         calls = tuple(CollectiveCall(**call) for call in values["calls"])
         children = {int(process): _frames(frames) for process, frames in values["children"].items()}
@@ -104,12 +101,12 @@ class StackSnapshot:
 
     @property
     def is_late(self) -> bool:
-        """True if the phase has exceeded its timeout."""
+        """True if the phase exceeds its timeout."""
         return self.seconds >= self.limit_seconds
 
     @property
     def call(self) -> CollectiveCall | None:
-        """The collective that the rank waits in, if it is in one."""
+        """The collective that the rank waits in."""
         return self.calls[0] if self.activity == "waits" and self.calls else None
 
     @property
@@ -118,7 +115,7 @@ class StackSnapshot:
 
 
 def innermost_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of the user's code; if there is none, the innermost frame."""
+    """Return the innermost frame of the user's code, else the innermost one."""
     return next(
         (frame for frame in reversed(stack) if frame.is_user_code), stack[-1] if stack else None
     )
@@ -131,8 +128,7 @@ def _frames(values: Sequence[Mapping[str, Any]]) -> Stack:
 def take_snapshot(
     rank: int, thread: threading.Thread, phases: Phases, *, limit_seconds: float, is_first: bool
 ) -> StackSnapshot:
-    """Take a snapshot of this process, whose training thread is `thread`. Takes a fifth of a
-    second."""
+    """Take a snapshot of this process in a fifth of a second. `thread`: that of training."""
     assert thread.ident is not None
     phase, step, seconds = phases.name, phases.step, phases.seconds
     before, seen = _cpu_seconds(thread), []
@@ -174,13 +170,13 @@ def take_snapshot(
 def activity(
     stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, cpu_use: float
 ) -> Activity:
-    """`moves`: its Python code advanced between samples. `cpu_use`: the fraction of the time on the
+    """`moves`: its Python code advanced between samples. `cpu_use`: part of the time on the
     processor.
 
-    [Note: waits for the device] A host that waits for its device is in `item()` or `synchronize`,
-    often at full use of a processor, called by anybody. So a rank whose device is in a collective
-    waits, whatever native code its host is in: a collective that all ranks have queued ends, and
-    the device of the rank that the others wait for has none."""
+    [Note: waits for the device] A host that waits for its device is anywhere in native code, often
+    at full use of a processor. So a rank whose device is in a collective waits: the device of a
+    rank that others wait for is in none.
+    """
     if moves:
         return "runs"
     if any(call.on_device for call in calls):
@@ -195,8 +191,8 @@ def activity(
 
 
 def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
-    """The collective that a stack is in, if torch's flight recorder has no entry for it, as for
-    send and recv."""
+    """Return the collective that a stack is in, where torch's flight recorder has none, as for send
+    and recv."""
     # it wraps torch's waits
     frames = [frame for frame in stack if frame.file != wait_times.__file__]
     inside = [frame for frame in frames if _TORCH_DISTRIBUTED in frame.file]
@@ -212,7 +208,7 @@ def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
 
 
 def _instruction(ident: int) -> tuple[int, int, str]:
-    """The bytecode instruction that a thread is at."""
+    """Return the bytecode instruction of a thread."""
     frame = sys._current_frames().get(ident)
     if frame is None or frame.f_lasti < 0:
         return 0, 0, ""
@@ -228,8 +224,7 @@ def stack_of(frame: FrameType | None) -> Stack:
 
 
 def error_with_line(error: BaseException) -> str:
-    """Return the type and text of an exception, and the innermost line of the user's code in its
-    traceback, if any."""
+    """Return an exception's type and text, with the innermost line of the user's code, if any."""
     frames = [
         Frame(each.filename, each.lineno or 0, each.name)
         for each in traceback.extract_tb(error.__traceback__)
@@ -241,7 +236,7 @@ def error_with_line(error: BaseException) -> str:
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:
-    """The processor time of a thread of this process; 0 if the system is not Linux."""
+    """Return a thread's processor time; 0 unless on Linux."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/stat", encoding="ascii") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -251,8 +246,8 @@ def _cpu_seconds(thread: threading.Thread) -> float:
 
 
 class StackWriter:
-    """Makes this process and its later forks write their main thread's stack at `STACK_SIGNAL`. One
-    at a time. Does nothing on systems other than Linux."""
+    """Makes this process and its later forks write their stacks at `STACK_SIGNAL`, on Linux. One at
+    a time."""
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
@@ -261,7 +256,7 @@ class StackWriter:
             faulthandler.register(STACK_SIGNAL, file=self.descriptor, all_threads=False)
 
     def of_children(self) -> dict[int, Stack]:
-        """The stack of each process that was forked from this one."""
+        """Return the stack of each fork of this process."""
         if self.descriptor is None:
             return {}
         found = {process: read_stack(process, self.descriptor) for process in _children()}
@@ -274,8 +269,8 @@ class StackWriter:
 
 
 def read_stack(process: int, descriptor: int) -> Stack:
-    """Make a process with a `StackWriter` of this descriptor write its stack, and read it. Empty if
-    it is gone."""
+    """Have a process with a `StackWriter` of this descriptor write its stack. Empty if it is
+    gone."""
     path = Path(f"/proc/{process}/fd/{descriptor}")
     with suppress(OSError):
         before = path.stat().st_size

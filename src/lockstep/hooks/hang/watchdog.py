@@ -1,9 +1,9 @@
-"""The watchdog thread of each rank: if its training thread exceeds a timeout, it collects the stack
-snapshots of all ranks.
+"""The watchdog of each rank: if the training thread exceeds a timeout, it collects all ranks' stack
+snapshots.
 
-[Note: rounds] The first late rank to write the round's key collects the snapshots that all others,
-who poll that key, then write. It diagnoses the hang, and writes the diagnosis for all. A rank that
-was late to a round reads its diagnosis, and goes on to the next round.
+[Note: rounds] The first late rank to write the round's key collects the snapshots that the others,
+who poll that key, write. It writes the diagnosis for all. A rank that comes late reads it, and goes
+on to the next round.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from lockstep.options import WatchdogTimeouts
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2  # A rank that asks for snapshots waits this long for the answers
 SILENCE_SECONDS = 10.0
-"""A rank that does not answer for this long counts as hanging, as one in native code that holds the
-GIL."""
+"""A rank that is silent for so long counts as hanging."""
 # when the run ends, a rank that still waits for another after this time is ended by its watchdog
 STUCK_SECONDS = 1.0
 # after a diagnosis that no rank is late, this rank waits so long before it asks again
@@ -48,8 +47,7 @@ AGAIN_SECONDS = 2.0
 
 
 class Mailbox:
-    """Texts in torch's store. All methods raise `DistError` or `RuntimeError` if the store cannot
-    be reached."""
+    """Texts in torch's store. Without the store all methods raise `DistError` or `RuntimeError`."""
 
     def __init__(self, store: Any, prefix: str) -> None:
         # Of its own, so that it need not wait until other threads' requests are answered, and can
@@ -63,8 +61,7 @@ class Mailbox:
         self._store = dist.PrefixStore(prefix, connection)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """End the request that another thread makes: the host of the store may not answer any
-        more."""
+        """End another thread's request: the store's host may be gone."""
         if self._socket is not None:
             sockets.shut_down(self._socket)
 
@@ -78,15 +75,14 @@ class Mailbox:
         return found.decode()
 
     def put_if_new(self, key: str, text: str) -> bool:
-        """Write the text if the key has none yet. Returns True if it was written."""
+        """Write the text unless the key has one. Returns True if it was written."""
         found: bytes = self._store.compare_set(key, "", text)
         return found.decode() == text
 
 
 @dataclass(slots=True, eq=False)
 class Watchdog:
-    """The watchdog of one rank. Every rank makes one, in its training thread, which it watches from
-    then on."""
+    """Watches the thread that makes it. Every rank makes one."""
 
     phases: Phases
     timeouts: WatchdogTimeouts
@@ -94,12 +90,11 @@ class Watchdog:
     size: int
     mailbox: Mailbox | None  # None with one process
     on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
-    """Called in the watchdog's thread on every rank that learns of a hang: with the hang, the
-    snapshots of all ranks (empty unless this rank collected them), whether it did, and this rank's
-    own."""
+    """Called in the watchdog's thread on every rank that learns of a hang: the hang, all snapshots
+    (empty unless this rank collected them), whether it did, and its own snapshot."""
     is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
     is_recovered: Callable[[Hang], bool]
-    """True if the launcher replaces the ranks that hang, and no other ends."""
+    """True if the launcher replaces the hanging ranks, and no other ends."""
     on_stuck: Callable[[], None]  # called in the watchdog's thread if this rank still waits then
     # True if the watchdog's thread is about to end this process; then nothing else may
     ends_the_process: bool = False
@@ -156,8 +151,7 @@ class Watchdog:
                 self._report_alone()
 
     def _is_stuck(self) -> bool:
-        """True if this rank still waits for another some time after the launcher began to end the
-        run."""
+        """True if this rank waits for another some time after the run began to end."""
         self._shutting_down_since = self._shutting_down_since or time.monotonic()
         return (
             time.monotonic() - self._shutting_down_since >= STUCK_SECONDS
@@ -239,7 +233,7 @@ class Watchdog:
         return snapshots
 
     def _silent(self, snapshots: Mapping[int, StackSnapshot]) -> dict[int, str]:
-        """The ranks that surely will not answer, with the reason in words."""
+        """Return the ranks that surely will not answer, and why."""
         assert self.mailbox is not None
         now, found = time.monotonic(), {}
         for rank in range(self.size):
@@ -269,7 +263,7 @@ class Watchdog:
         self.on_hang(hang, snapshots, collected, mine)
 
     def _report_alone(self) -> None:
-        """Report this rank's own snapshot, because the others cannot be asked."""
+        """Report this rank's snapshot: the others cannot be asked."""
         mine = self._snapshot()
         reason = (
             "torch's store does not answer: its process has ended, or the network to it is broken"
@@ -279,8 +273,8 @@ class Watchdog:
 
 
 def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:
-    """Why a process does not answer, in words, and whether that is certain. `who`: what it wrote at
-    its start."""
+    """Say why a process does not answer, and whether that is certain. `who`: what it wrote at its
+    start."""
     if who is None:
         return "it has not started its watchdog yet", False
     name = f"process {who['process']} on {who['host']}"

@@ -1,9 +1,7 @@
-"""Memory over time by cause, from a trace of torch's profiler with its memory events. Needs no
-torch.
+"""Memory over time by cause, from a trace of torch's profiler. Needs no torch.
 
-A memory event has an address and a size; negative for one that is freed. It does not say what the
-memory is for. Notes of the tensors that are known at some moments do: an address at a moment is one
-allocation, and so the cause of all of its life is known.
+A memory event has an address and a size, negative when freed, and no cause. Notes of known tensors
+name what an address holds at a moment, and so the cause of that allocation.
 """
 
 from __future__ import annotations
@@ -20,30 +18,28 @@ from lockstep.hooks.profiling.timeline import Span, span
 
 CAUSES = ("parameters", "gradients", "optimizer state", "activations", "rest")
 MOST_POINTS = 400
-"""Largest number of points of a timeline. The peak is among them."""
+"""Most points of a timeline; the peak is among them."""
 LARGEST = 10
-"""Number of allocations in the list of those that were the largest at the peak."""
+"""Listed allocations of the peak."""
 MARK = "lockstep::memory "
-"""Beginning of the name of the ranges in a trace that say when a note was taken; its number
-follows."""
+"""Ranges of this name in a trace, with a number, say when a note was taken."""
 _Row = tuple[float, int, list[int]]
-"""A moment, the bytes in all, and the bytes of each cause."""
+"""Moment, total bytes, bytes by cause."""
 _BACKWARD = "autograd::engine::evaluate_function: "
 _GATHERED, _REDUCED = "FSDP::all_gather", "FSDP::post_backward"
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
-"""Operators that allocate for the one that calls them."""
+"""Operators that allocate for their caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownTensor:
-    """A tensor whose memory has a known place."""
+    """A tensor at a known address."""
 
     cause: str
-    """One of `CAUSES`, or "" if only name, shape and dtype are known."""
+    """One of `CAUSES`; "" if only name, shape and dtype are known."""
     address: int
-    """Address at which its storage begins."""
+    """The beginning of its storage."""
     size_bytes: int
-    """Size of its storage."""
     name: str
     shape: Sequence[int]
     dtype: str
@@ -55,22 +51,21 @@ class KnownTensor:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNote:
-    """All that was known of the memory at one moment."""
+    """The tensors known at one moment."""
 
     tensors: Sequence[KnownTensor]
     is_complete: bool
-    """True if it has all parameters, gradients and optimizer state that there were."""
+    """True if it has all parameters, gradients and optimizer state."""
 
 
 @dataclass(slots=True)
 class Allocation:
-    """A piece of memory from its allocation until it is freed. Times are seconds of the trace's
-    clock."""
+    """Memory from its allocation until it is freed, in the trace's seconds."""
 
     start: float
     size_bytes: int
     thread: int | None
-    """The thread that allocated it. None: it was there before the trace began."""
+    """The allocating thread; None: before the trace."""
     stop: float = math.inf
     cause: str = ""
     name: str = ""
@@ -78,20 +73,19 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
-    """A rank's memory in the profiled steps. JSON is made of it."""
+    """A rank's memory in the profiled steps."""
 
     seconds: list[float]
     """Moments since the window began."""
     bytes_by_cause: dict[str, list[int]]
-    """For each cause, the bytes from each moment to the next."""
+    """Bytes from each moment to the next, by cause."""
     peak_bytes: int
     peak_seconds: float
     peak_phase: str
-    """The phase at the peak; forward and backward are those of `compute`."""
+    """`forward` and `backward` are parts of `compute`."""
     at_peak: dict[str, int]
-    """Bytes at the peak by cause."""
     largest: list[tuple[int, str, str]]
-    """The largest allocations at the peak: bytes, cause, and what they are."""
+    """Largest allocations at the peak: bytes, cause, name."""
 
 
 def memory_timeline(
@@ -105,10 +99,9 @@ def memory_timeline(
 ) -> MemoryTimeline | None:
     """Return the memory in `window`; None if the trace has no memory events of the device.
 
-    `phases`: (name, start, stop). All times are seconds of the trace's clock. `thread`: that of
-    training. `device`: the accelerator's index; None for the CPU. An accelerator's events say how
-    much is allocated in all; the rest is then what remains of it, with what was there before and
-    what other threads have done, which the trace lacks.
+    `phases`: (name, start, stop), like all times in the trace's seconds. `thread`: of training.
+    `device`: the accelerator's index; None: the CPU. An accelerator's events tell its total; the
+    rest is what remains.
     """
     events = sorted(
         (event for event in trace["traceEvents"] if _is_of(event, device)),
@@ -136,7 +129,6 @@ def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
 def _noted(
     trace: Mapping[str, Any], notes: Sequence[MemoryNote]
 ) -> Iterator[tuple[float, MemoryNote]]:
-    """Yield each note with its moment."""
     for event in trace["traceEvents"]:
         if (
             event.get("ph") == "X"
@@ -149,10 +141,8 @@ def _noted(
 def _allocations(
     events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]]
 ) -> list[Allocation]:
-    """Return the life of each allocation, with the causes and names that the notes give.
-
-    Those from before the trace are there from the first note on, if it knows them.
-    """
+    """Return each allocation with the notes' causes and names. Those from before the trace begin at
+    the first note that knows them."""
     moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [
         *noted,
         *((float(event["ts"]) / 1e6, event) for event in events),
@@ -189,8 +179,7 @@ def _allocations(
 
 
 def _end_missing(live: dict[int, Allocation], known: set[int], seen_at: float) -> None:
-    """End what was there before the trace, and is not there any more, at the moment it was last
-    seen: on a CPU the trace has no end of it."""
+    """End memory from before the trace where it was last seen: a CPU's trace has no end of it."""
     for address in [
         address for address, each in live.items() if each.thread is None and address not in known
     ]:
@@ -205,7 +194,7 @@ def _name(allocation: Allocation, tensor: KnownTensor) -> None:
 
 
 def _totals(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """Return the allocated bytes from each event to the next; the first since ever."""
+    """Return the total from each event to the next, the first since ever."""
     args = events[0]["args"]
     before = (-math.inf, args["Total Allocated"] - args["Bytes"])
     return [
@@ -220,11 +209,9 @@ def _attribute(
     phases: Sequence[tuple[str, float, float]],
     thread: int,
 ) -> None:
-    """Give each allocation that no note knows a cause, and each without a name that of its
-    operator.
+    """Give allocations a cause unless a note did, and a name: their operator's.
 
-    Activations: what the training thread has allocated in a forward, and is still there at the next
-    backward.
+    Activations: allocated by the training thread in a forward, and alive at the next backward.
     """
     backward = _backward_spans(timed)
     starts = [start for start, _ in backward]
@@ -254,7 +241,7 @@ def _attribute(
 
 
 def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Return the spans in which autograd's engine computed: sorted, and not one inside another."""
+    """Return the spans of autograd's engine: sorted, none inside another."""
     found: list[Span] = []
     for start, stop in sorted(
         span(event) for event in timed if event["name"].startswith(_BACKWARD)
@@ -278,8 +265,7 @@ def _phase_at(
 def _paths(
     allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]
 ) -> dict[int, list[str]]:
-    """Return the names of the operators and ranges around each allocation, outermost first, by its
-    `id`."""
+    """Return the operators around each allocation, outermost first, by its `id`."""
     found: dict[int, list[str]] = {}
     kinds = ("cpu_op", "user_annotation")
     events = sorted(
@@ -306,8 +292,7 @@ def _paths(
 
 
 def _operator(path: Sequence[str]) -> str:
-    """Return the name of the operator that an allocation was for, with autograd's function if it
-    was a backward's."""
+    """Name the operator of an allocation, with autograd's function in a backward."""
     inner = next(
         (name for name in reversed(path) if not name.startswith((_BACKWARD, *_MAKES_MEMORY))),
         "".join(path[-1:]),
@@ -349,8 +334,7 @@ def _timeline(
 def _rows(
     found: Sequence[Allocation], totals: Sequence[tuple[float, int]], window: Span
 ) -> list[_Row]:
-    """Add up the allocations by cause at each moment; with `totals` the rest is what remains of
-    them."""
+    """Add up the allocations at each moment; with `totals` the rest is what remains."""
     changes = [
         (at, sign * each.size_bytes, each.cause)
         for each in found
@@ -378,8 +362,7 @@ def _rows(
 
 
 def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
-    """Return at most `MOST_POINTS` rows: of each equal part of the window that with the most
-    memory."""
+    """Return the row with the most memory of each of `MOST_POINTS` parts of the window."""
     most: dict[int, _Row] = {}
     for row in rows:
         part = min(
@@ -391,8 +374,8 @@ def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
 
 
 def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    """Return lines of text: each rank's memory at its peak by cause, and the largest allocations of
-    the highest peak. `ranks`: `MemoryTimeline` as JSON; None where torch did not count."""
+    """Return text: each rank's peak by cause, and the largest allocations of the highest. `ranks`:
+    `MemoryTimeline` as JSON, or None."""
     known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
     if not known:
         return ["memory over time: not known, since torch counts no memory of this device"]

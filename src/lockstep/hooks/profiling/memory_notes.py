@@ -1,5 +1,4 @@
-"""Notes of which tensors are where in memory, and marks in the trace that say when a note was
-taken."""
+"""Notes of which tensors are where in memory, with marks in the trace."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from lockstep.training.train_module import TrainModule
 
 
 class MemoryNotes:
-    """The notes of one rank while its profiler runs. Holds no tensor, and changes none."""
+    """One rank's notes while its profiler runs. Holds no tensor, changes none."""
 
     def __init__(self, modules: Sequence[TrainModule], device: torch.device) -> None:
         self.notes: list[MemoryNote] = []
@@ -34,7 +33,6 @@ class MemoryNotes:
                     )
 
     def close(self) -> None:
-        """Remove the hooks from the modules."""
         self._hooks.close()
 
     def note_all(self) -> None:
@@ -66,8 +64,7 @@ class MemoryNotes:
                     )
 
     def _known(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
-        """Return the place of a tensor on the rank's device; None for one that has no memory
-        there."""
+        """Return a tensor's memory on the rank's device; None if it has none there."""
         if (
             not isinstance(tensor, Tensor)
             or (tensor := to_local(tensor)).device.type != self._device
@@ -83,7 +80,7 @@ class MemoryNotes:
         )
 
     def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook that notes what a module has made."""
+        """Note what a module made: a forward hook."""
         found = [
             self._known("", f"output of {name or type(module).__name__}", leaf)
             for leaf in tree_leaves(output)

@@ -1,5 +1,4 @@
-"""The hook that profiles some steps: a trace of each rank, one of all ranks, and tables of times
-and memory."""
+"""The hook that profiles steps: traces, and tables of times and memory."""
 
 from __future__ import annotations
 
@@ -27,18 +26,18 @@ from lockstep.hooks.profiling.memory import (
 from lockstep.hooks.profiling.memory_notes import MemoryNotes
 from lockstep.hooks.profiling.timeline import Span, TimeParts, heaviest, merged, span, time_parts
 from lockstep.hooks.stragglers import peak_bytes
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
+from lockstep.training.run import Run
 
 LISTED_OPERATORS = 10
 CLOCK_EXCHANGES = 9  # exchanges that compare the ranks' clocks; the median counts
 _FAILURES = (OSError, ValueError, RuntimeError)
-"""Errors when a trace cannot be written, or only in part: torch's export does not always report
-it."""
+"""Raised if a trace is not written, or in part: torch's export does not always tell."""
 PHASES_THREAD = 0  # the thread number of the phases in a trace
 
 
 class Profiler(ControlHook):
-    """Traces a range of steps with torch's profiler."""
+    """Traces a range of steps."""
 
     def __init__(self, steps: range) -> None:
         self._steps = steps
@@ -147,7 +146,7 @@ class Profiler(ControlHook):
         self._is_done = True
 
     def _stop_profiler(self, profiler: profile) -> list[MemoryNote]:
-        """Stop profiling. Returns the notes of what was in memory."""
+        """Stop profiling. Returns the memory notes."""
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         assert self._notes is not None, "made with the profiler"
         notes, self._profiler, self._notes = self._notes, None, None
@@ -169,7 +168,7 @@ class Profiler(ControlHook):
     def _export(
         self, profiler: profile, phases: Sequence[tuple[str, float, float]]
     ) -> tuple[dict[str, Any], float]:
-        """Write this rank's trace. Returns it, and the start of its clock in seconds since 1970."""
+        """Write this rank's trace. Returns it, and its clock's start since 1970."""
         mine = self._folder / f"rank-{self._world.rank}.json"
         profiler.export_chrome_trace(str(mine))
         trace: dict[str, Any] = json.loads(mine.read_text(encoding="utf-8"))
@@ -179,7 +178,7 @@ class Profiler(ControlHook):
         return trace, base
 
     def _clocks(self) -> list[float]:
-        """Return the seconds by which each rank's clock is ahead of rank 0's. Every rank calls
+        """Return by how many seconds each rank's clock is ahead of rank 0's. Every rank calls
         it."""
         times = []
         for _ in range(CLOCK_EXCHANGES):
@@ -227,7 +226,7 @@ class Profiler(ControlHook):
 def _phase_events(
     phases: Sequence[tuple[str, float, float]], offset_seconds: float
 ) -> list[dict[str, Any]]:
-    """The phases as events of a trace. `offset_seconds`: the trace's clock minus theirs."""
+    """Return the phases as events of a trace. `offset_seconds`: the trace's clock minus theirs."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "tid": PHASES_THREAD, "args": {"name": "phases"}},
         {"ph": "M", "name": "thread_sort_index", "tid": PHASES_THREAD, "args": {"sort_index": -1}},
@@ -239,7 +238,6 @@ def _phase_events(
 
 
 def table(summary: Mapping[str, Any], folder: Path) -> str:
-    """Return `summary.json` as lines of text."""
     first, stop = summary["steps"]
     lines = [
         f"{f'steps {first} to {stop - 1}, ms':<18}    in all   compute   exposed  overlapped     "

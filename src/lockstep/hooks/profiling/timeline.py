@@ -1,8 +1,7 @@
-"""Reads and merges traces of torch's profiler: the parts of each rank's time, and all ranks on one
-clock. Needs no torch.
+"""Traces of torch's profiler: parts of each rank's time, all ranks on one clock. Needs no torch.
 
-A trace is the JSON that `export_chrome_trace` writes: events with `ts` and `dur` in microseconds
-after `baseTimeNanoseconds`.
+A trace is the JSON of `export_chrome_trace`: `ts` and `dur` in microseconds after
+`baseTimeNanoseconds`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
 
 
 def steps_of(text: str) -> range:
-    """`--profile`: "steps=10:13" are steps 10, 11 and 12. Raises `LaunchError`."""
+    """Parse `--profile`: "steps=10:13" are steps 10, 11 and 12. Raises `LaunchError`."""
     found = _STEPS.fullmatch(text)
     steps = range(0) if found is None else range(int(found[1]), int(found[2]))
     if not steps:
@@ -49,8 +48,7 @@ class TimeParts:
 
 
 def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts:
-    """The parts of the time in `window`, by the trace's clock. `thread`: the number of the training
-    thread."""
+    """Return the parts of `window`. `thread`: of training."""
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     operators = [
         event for event in timed if event.get("cat") == "cpu_op" and event["tid"] == thread
@@ -73,8 +71,8 @@ def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts
 
 
 def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """The time of the operators that compute, without what they call. One of autograd's counts only
-    if it calls no other: it runs hooks too, which may wait for other ranks."""
+    """Return when operators computed, without what they call. Autograd's count only if they call
+    none: they run hooks, which may wait for ranks."""
     found: list[Span] = []
     for event, called in _with_called(operators):
         name = event["name"]
@@ -88,7 +86,7 @@ def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
 def _with_called(
     operators: Iterable[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], list[Span]]]:
-    """Yield each operator with the spans of those that it calls itself."""
+    """Yield each operator with the spans of its own calls."""
     open_: list[tuple[Mapping[str, Any], list[Span]]] = []
     for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         while open_ and span(open_[-1][0])[1] <= span(event)[0]:
@@ -100,13 +98,13 @@ def _with_called(
 
 
 def span(event: Mapping[str, Any]) -> Span:
-    """The time of an event in seconds of its trace's clock."""
+    """Return an event's time in the trace's seconds."""
     start = float(event["ts"]) / 1e6
     return start, start + float(event["dur"]) / 1e6
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """The union of the spans, cut to the window: sorted spans that do not touch."""
+    """Unite the spans in the window: sorted, not touching."""
     found: list[Span] = []
     for start, stop in sorted(
         (max(start, window[0]), min(stop, window[1])) for start, stop in spans
@@ -121,7 +119,7 @@ def union(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The time of `spans` outside of `others`; both are results of `union`."""
+    """Return the time of `spans` outside of `others`, both results of `union`."""
     found: list[Span] = []
     for start, stop in spans:
         for first, last in others:
@@ -142,8 +140,8 @@ def length(spans: Iterable[Span]) -> float:
 def merged(
     traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """One trace by rank 0's clock, with a process for each rank. `ahead_seconds`: by how much each
-    rank's clock is ahead of rank 0's."""
+    """Return one trace on rank 0's clock, a process for each rank. `ahead_seconds`: by how much
+    each clock is ahead."""
     base = min(int(trace.get("baseTimeNanoseconds", 0)) for trace in traces.values())
     events: list[dict[str, Any]] = []
     for rank, trace in sorted(traces.items()):
@@ -182,8 +180,7 @@ def merged(
 
 
 def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[str, int, float]]:
-    """The operators in which the most time was spent, without what they called: name, calls,
-    seconds."""
+    """Return the operators with the most time of their own: name, calls, seconds."""
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     open_: list[tuple[str, float]] = []

@@ -3,6 +3,7 @@ is lost."""
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Mapping, MutableMapping
@@ -79,4 +80,5 @@ def prepare_process() -> None:
     instead of 0.2 s."""
     for name in import_module("lockstep.base.torch_private").IMPORTED_IN_TRAINING:
         import_module(name)
+    gc.collect()
     freeze_for_good()

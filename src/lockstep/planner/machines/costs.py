@@ -1,8 +1,8 @@
-"""Time of an operation on a device and of a collective on a cluster: a roofline with tiles, and
-latency with bandwidth.
+"""Time of an operation on a device (a roofline with tiles) and of a collective (latency and
+bandwidth).
 
-Rates are the data sheet's peak, times the part of it that the best kernel reaches (`hardware.py`),
-times what was fitted to published steps (`fitted.toml`).
+A rate is the data sheet's peak, times the part that the best kernel reaches (`hardware.py`), times
+what was fitted (`fitted.toml`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ TILES = (
     (64, 128, 0.8),
     (64, 64, 0.6),
 )
-"""Rows and columns of the tiles that libraries choose from, and the rate of a multiprocessor on
-each."""
+"""Sizes of tiles, and a multiprocessor's rate on each."""
 ATTENTION_KEYS, ATTENTION_HEAD = 400, 32
-"""Number of keys, and head dimension, at which fused attention runs at half its rate."""
+"""Keys, and head dimension, at which fused attention runs at half its rate."""
 LOADED = 16
-"""Bytes that a thread loads at once. Rows that are no multiple of it are loaded in pieces."""
+"""A thread loads so many bytes at once, and rows of other multiples in pieces."""
 CONVOLUTION = 0.6
-"""Rate of convolutions to that of matrix multiplications."""
+"""Rate of convolutions to matrix products'."""
 
 
 def operation_seconds(operation: Operation, device: Device, fitted: Fitted = FITTED) -> float:
-    """Return the time of an operation: the longer of its arithmetic and its bytes, and at least a
-    kernel's launch."""
+    """Return the longer of an operation's arithmetic and bytes, at least a kernel's launch."""
     moving = operation.bytes / (
         device.memory_bytes_per_second * device.memory_fraction * fitted.memory
     )
@@ -43,11 +41,10 @@ def operation_seconds(operation: Operation, device: Device, fitted: Fitted = FIT
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Return the time of a collective that has its links to itself, among the ranks that run it at
-    the same time.
+    """Return the time of a collective, alone on its links, among ranks that run it together.
 
-    Ranks of a node follow each other. A group with several ranks in each of its nodes uses the
-    adapters of all of them, as rings and trees that enter and leave a node at each of its ranks do.
+    Ranks of a node follow each other. A group with several ranks in each node uses all their
+    adapters, as rings and trees do.
     """
     n = collective.ranks
     if n < 2:
@@ -87,14 +84,14 @@ def _arithmetic_seconds(operation: Operation, device: Device, fitted: Fitted) ->
 
 
 def matmul_rate(product: Operation, device: Device, fitted: Fitted = FITTED) -> float:
-    """Return the rate of a matrix multiplication to that of the best shape, at most 1."""
+    """Return a product's rate to the best shape's, at most 1."""
     *_, k = product.shape
     lost = fitted.waves * (1 / _filled(product.shape, device.multiprocessors) - 1)
     return k / (k + fitted.inner) / (1 + lost) * _aligned(product, fitted)
 
 
 def _aligned(product: Operation, fitted: Fitted) -> float:
-    """The rate of a product by the power of two that divides its rows' bytes: cores load 16 at
+    """Return a product's rate by the power of two that divides its rows' bytes: cores load 16 at
     once, memory 128."""
     if product.aligned_bytes < LOADED:
         return fitted.misaligned_batch if product.shape[0] > 1 else fitted.misaligned
@@ -104,7 +101,7 @@ def _aligned(product: Operation, fitted: Fitted) -> float:
 
 @cache
 def _filled(shape: tuple[int, ...], multiprocessors: int) -> float:
-    """The part of the multiprocessors' time that a result's tiles fill, with the best tiles."""
+    """Return the part of the multiprocessors' time that the best tiles fill."""
     batch, m, n, _ = shape
     time = min(
         ceil(batch * ceil(m / a) * ceil(n / b) / multiprocessors) * a * b / rate

@@ -1,5 +1,4 @@
-"""The few numbers of the cost model that were fitted to published steps, with their provenance in
-`fitted.toml`."""
+"""The fitted numbers of the cost model; `fitted.toml` has their provenance."""
 
 from __future__ import annotations
 
@@ -11,44 +10,41 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The rates of devices in a training step that data sheets do not give."""
+    """Rates in a training step that data sheets do not give."""
 
     matmul: Mapping[str, float]
-    """Rate of matrix multiplications in a long run to the data sheet's best one, by the device's
-    generation: newer devices are held back more by heat and power. `other`: any other
-    generation."""
+    """Rate of matrix products in a long run to the data sheet's best, by generation: heat and power
+    hold newer devices back more. `other`: any other."""
     attention: float
-    """Rate of fused attention to that on the data sheet."""
+    """Rate of fused attention to the data sheet's."""
     backward_attention: float
-    """Rate of attention's backward pass to that of its forward pass."""
+    """Rate of attention's backward to its forward."""
     memory: float
-    """Rate of kernels that move bytes to that of a plain copy."""
+    """Rate of kernels that move bytes to a plain copy's."""
     inner: float
-    """Length of a matrix multiplication's inner dimension at which it runs at half its rate."""
+    """Inner dimension at which a product runs at half its rate."""
     waves: float
-    """Part of the time that a last, partly filled wave of tiles loses by arithmetic which is lost
-    in fact."""
+    """Part of a partly filled last wave of tiles that is lost in fact."""
     misaligned: float
-    """Rate of a matrix multiplication whose rows are no multiple of 16 bytes."""
+    """Rate of a product whose rows are no multiple of 16 bytes."""
     misaligned_batch: float
-    """The same of a batch of matrix multiplications, as attention that is not fused computes."""
+    """The same of a batch of products, as in attention that is not fused."""
     short_lines: float
-    """Part of a matrix multiplication's rate lost for each halving below 128 of the bytes that
-    divide its rows."""
+    """Part of a product's rate lost for each halving below 128 of the bytes that divide its
+    rows."""
     eager: float
-    """Bytes that eager element-wise kernels move to those that their list of kernels says."""
+    """Bytes that eager element-wise kernels move to those in their list."""
     contention: float
-    """Part of a collective that runs beside computation which still costs time."""
+    """Part of a collective beside computation that still costs time."""
     tensor_overlap: float
-    """Part of tensor parallelism's collectives that software which overlaps them hides."""
+    """Part of tensor parallelism's collectives that overlapping software hides."""
     jitter: float
-    """Part of a step that each doubling of the devices adds: waiting for the slowest."""
+    """Part of a step that each doubling of the devices adds, waiting for the slowest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The interval of measured over predicted that holds 80% of the rows of a source which it was
-    made without."""
+    """Measured over predicted, for 80% of a source's rows, made without this source."""
 
     low: float
     high: float
@@ -57,7 +53,7 @@ class Interval:
 def load_fitted(
     path: Path = Path(__file__).parent / "fitted.toml",
 ) -> tuple[Fitted, dict[str, Interval]]:
-    """Return the fitted numbers, and the intervals by kind of prediction: `seconds`, `memory`."""
+    """Return the fitted numbers, and intervals of `seconds` and `memory`."""
     sheet = tomllib.loads(path.read_text(encoding="utf-8"))
     return Fitted(**sheet["fitted"]), {
         kind: Interval(**each) for kind, each in sheet["interval"].items()

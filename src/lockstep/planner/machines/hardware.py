@@ -1,8 +1,7 @@
-"""Devices, links between them and clusters: data sheets as values, and the text that names a
-cluster.
+"""Devices, links and clusters: data sheets as values, and the text that names a cluster.
 
-The figures lie in TOML files beside this module, `devices/` and `links/`, each with its source. A
-file of the user's own with the same keys may be named instead, by its path.
+The figures, with sources, are in TOML files in `devices/` and `links/`. The path of a user's file
+with the same keys may be named instead.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from lockstep.base.errors import PlanError
 
 FOLDER = Path(__file__).parent
 MAY_BE_ZERO = ("launch_seconds", "latency_seconds", "hop_seconds", "few_ranks")
-"""Keys of sheets whose number may be 0."""
 NEEDED: Mapping[str, frozenset[str]] = {
     "peak_flops": frozenset({"float32"}),
     "attention_fraction": frozenset({"flash", "cudnn"}),
@@ -36,57 +34,51 @@ class Device:
     name: str
     generation: str
     peak_flops: Mapping[str, float] = field(hash=False)
-    """FLOP/s of dense matrix multiplications by the dtype of their operands, from the data
-    sheet."""
+    """FLOP/s of dense matrix products by operand dtype."""
     matmul_fraction: float
-    """Part of the peak that the best shape of a matrix multiplication reaches."""
+    """Part of the peak that the best shape of a product reaches."""
     attention_fraction: Mapping[str, float] = field(hash=False)
     """Part of the peak that fused attention reaches on long sequences, by kernel: `flash`,
     `cudnn`."""
     memory_bytes: int
     memory_bytes_per_second: float
     memory_fraction: float
-    """Part of the memory's bandwidth that a kernel which only moves bytes reaches."""
+    """Part of the bandwidth that a kernel which only moves bytes reaches."""
     launch_seconds: float
     """Least time of a kernel."""
     multiprocessors: int
-    """Number of units that work on a tile of a matrix each."""
+    """Units that work on a tile each."""
     devices_per_node: int
     inside: str
-    """Name of the link between the devices of a node."""
+    """The link between devices of a node."""
     between: str
-    """Name of the link between nodes."""
+    """The link between nodes."""
     aliases: tuple[str, ...] = ()
     source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection between devices."""
-
     name: str
     bytes_per_second: float
-    """In one direction, a device."""
+    """One direction, one device."""
     fraction: float
     """Part of the bandwidth that large collectives reach."""
     latency_seconds: float
-    """Time of a collective of no bytes between two ranks."""
+    """Time of an empty collective of two ranks."""
     hop_seconds: float
-    """Added to that by each further rank, or for links between nodes by each doubling of the
-    nodes."""
+    """Added by each further rank; for links between nodes by each doubling of nodes."""
     few_ranks: float = 0.0
-    """Groups of n ranks take 1 + few_ranks / n times as long: a small group uses fewer channels."""
+    """Groups of n ranks take 1 + few_ranks / n times as long, with fewer channels."""
     all_reduce_gain: float = 1.0
-    """Rate of an all-reduce inside a node to that of the other collectives: switches that sum what
-    passes."""
+    """Rate of an all-reduce inside a node to other collectives': switches that sum."""
     aliases: tuple[str, ...] = ()
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A number of equal devices in nodes, with one kind of link inside a node and one between
-    nodes."""
+    """Equal devices in nodes, with one link inside and one between nodes."""
 
     device: Device
     count: int
@@ -95,7 +87,7 @@ class Cluster:
     between: Link
 
     def of(self, count: int) -> Cluster:
-        """Return this cluster with fewer devices."""
+        """Return so many of its devices."""
         return replace(self, count=count, devices_per_node=min(count, self.devices_per_node))
 
 
@@ -103,11 +95,8 @@ T = TypeVar("T", Device, Link)
 
 
 def parse_target(text: str) -> Cluster:
-    """Return the cluster that a text such as `64 x H100`, `A100-80GB` or `16 x B200 over Ethernet`
-    names.
-
-    Instead of a device's or a link's name, the path of a TOML file with the same keys may be given.
-    """
+    """Return the cluster of a text such as `64 x H100`, `A100-80GB` or `16 x B200 over Ethernet`.
+    Paths of TOML files may stand for names."""
     match = TARGET.fullmatch(text)
     if not match:
         raise PlanError(
@@ -120,7 +109,7 @@ def parse_target(text: str) -> Cluster:
             f"target {text!r}: the number of devices is {count}, and must be at least 1"
         )
     if match[1] is None and (counted := re.fullmatch(r"(\d+)\s+(\S.*)", name)):
-        if not _is_known("devices", counted[2]):
+        if not is_known_device(counted[2]):
             devices = ", ".join(known_devices())
             raise PlanError(
                 f"target {text!r}: {counted[2]!r} is no device that is known; write a count, an x"
@@ -138,22 +127,22 @@ def parse_target(text: str) -> Cluster:
 
 
 def known_devices() -> list[str]:
-    """The names of the devices whose data sheets come with the library, sorted."""
+    """Return the sorted names of the library's data sheets."""
     return sorted(each["name"] for each in _sheets("devices"))
 
 
 def known_links() -> list[str]:
-    """The names of the links whose data come with the library, sorted."""
+    """Return the sorted names of the library's links."""
     return sorted(each["name"] for each in _sheets("links"))
 
 
 def load_device(name: str) -> Device:
-    """Return the device of this name, or of the TOML file at this path."""
+    """Return the device of this name or TOML file."""
     return _built(Device, _sheet("devices", "device", name), name)
 
 
 def load_link(name: str) -> Link:
-    """Return the link of this name, or of the TOML file at this path."""
+    """Return the link of this name or TOML file."""
     return _built(Link, _sheet("links", "link", name), name)
 
 
@@ -169,12 +158,13 @@ def _sheet(folder: str, kind: str, name: str) -> dict[str, Any]:
     )
 
 
-def _is_known(folder: str, name: str) -> bool:
-    return name.endswith(".toml") or _known(folder, name) is not None
+def is_known_device(name: str) -> bool:
+    """True if a data sheet has this name, with its vendor or without, or it is a file's path."""
+    return name.endswith(".toml") or _known("devices", name) is not None
 
 
 def _known(folder: str, name: str) -> dict[str, Any] | None:
-    """The sheet of this name or alias."""
+    """Return the sheet of this name or alias."""
     wanted = _plain(name)
     names = {
         _plain(each): sheet
@@ -185,7 +175,7 @@ def _known(folder: str, name: str) -> dict[str, Any] | None:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name).lower()
+    return re.sub(r"[\s_-]", "", name).lower().removeprefix("nvidia").removeprefix("amd")
 
 
 @cache
@@ -207,12 +197,6 @@ def _read(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
-    if "operations" in sheet:
-        raise PlanError(
-            f"{name!r} is a machine that lockstep doctor has measured, with"
-            f" {sheet.get('processes')} processes; give it without a count and a link: --on {name};"
-            f" for more processes measure it with these: lockstep doctor --nproc 4 --write {name}"
-        )
     known = {each.name: each for each in fields(kind)}
     missing = [
         key
@@ -233,7 +217,7 @@ def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
 
 
 def _rule_broken(key: str, value: Any, annotation: str) -> str | None:
-    """Return the rule for a value of a sheet that this one breaks."""
+    """Return the rule that a value breaks."""
     if annotation in ("int", "float"):
         return (
             None

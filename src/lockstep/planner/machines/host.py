@@ -1,5 +1,4 @@
-"""The host's time in a step on GPUs, measured by `benchmarks/planner_host.py`; `host.toml` says on
-what."""
+"""The host's time in a step on GPUs, measured by `benchmarks/planner_host.py`."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from lockstep.planner.simulate import HostCosts
 
 @cache
 def host_costs(*, is_compiled: bool = False) -> HostCosts:
-    """Return the costs of a host that launches kernels on a GPU. `is_compiled`: by the code that a
-    compiler has made of the model, without Python's and autograd's work for each operation."""
+    """Return a host's costs. `is_compiled`: without Python's and autograd's work for each
+    operation."""
     sheet = tomllib.loads((Path(__file__).parent / "host.toml").read_text(encoding="utf-8"))
     launch, marks = sheet["launch"], dict[str, float](sheet["marks"])
     collectives = {axis: launch + seconds for axis, seconds in sheet["collectives"].items()}

@@ -12,13 +12,12 @@ from lockstep.planner.operations import Collective
 from lockstep.planner.simulate import Costs
 
 OVERHEAD_BYTES = 1_300_000_000
-"""Memory of a GPU that its driver's context and the libraries of matrix products and collectives
-take."""
+"""Memory of a GPU's driver context and libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machines that a plan is to run on."""
+    """Devices to plan for, with their costs."""
 
     cluster: Cluster
     costs: Costs
@@ -32,8 +31,7 @@ class Machine:
 
     @classmethod
     def of(cls, cluster: Cluster, memory_bytes: int | None) -> Machine:
-        """The machines of a data sheet. `memory_bytes`: of a device, if it is not the data
-        sheet's."""
+        """Return the machine of data sheets. `memory_bytes`: of a device, unless the sheet's."""
 
         def collective(each: Collective) -> float:
             return collective_seconds(each, cluster)
@@ -51,7 +49,6 @@ class Machine:
         )
 
     def costs_of(self, plan: Plan) -> Costs:
-        """Return the costs of a step under a plan."""
         return (
             replace(self.costs, host=host_costs(is_compiled=True))
             if self.is_gpu and plan.compile

@@ -1,8 +1,6 @@
-"""Measures this machine's accelerator: matrix products, attention, copies, launches; and
-collectives between several.
+"""Measures accelerators: matrix products, attention, copies, launches, and collectives.
 
-Every measured size doubles until a call takes long enough to be timed, so that a slow device takes
-no longer than a fast one.
+Sizes double until a call is long enough to be timed, so that slow devices take no longer.
 """
 
 from __future__ import annotations
@@ -24,20 +22,19 @@ from lockstep.launch.spawn import spawn
 from lockstep.planner.machines.sheets import ALONE, GpuReadings, as_toml, link_of, link_path
 
 LONG_SECONDS = 5e-3
-"""Time of a call that is long enough: launching it takes no part of that."""
+"""A call so long hides its launch."""
 REPEATS = 5
-"""Times that a call is repeated; the shortest counts, because other load only adds."""
+"""The shortest call counts, because other load only adds."""
 WIDTHS = (512, 1024, 2048, 4096, 8192)
-"""Rows, columns and inner dimension of the matrix products."""
+"""Rows, columns and inner dimension of products."""
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 """Queries and keys of attention."""
 HEADS, HEAD_DIM = 16, 128
 COPIED_BYTES = tuple(2**power for power in range(20, 31, 2))
 LAUNCHED = 400
-"""Small kernels in the measurement of a launch: fewer than a stream of a GPU holds before the host
-must wait."""
+"""Small kernels of one measurement: fewer than a stream holds before the host waits."""
 AHEAD_SECONDS = 0.03
-"""Time for which the device computes something long, while the host launches the small kernels."""
+"""The device computes so long, while the host launches the small kernels."""
 GENERATIONS = {
     (7, 0): "Volta",
     (7, 5): "Turing",
@@ -52,8 +49,8 @@ Timer = Callable[[Callable[[], Any]], float]
 
 
 def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
-    """Measure this machine's accelerators; write the device's sheet to `path`, and the link's
-    beside it. Returns the files. Raises `LaunchError`."""
+    """Measure accelerators; write the device's sheet to `path` and the link's beside it. Returns
+    the files. Raises `LaunchError`."""
     readings = spawn(measure, nproc=1)
     written, inside = [path], ALONE
     if devices > 1:
@@ -70,8 +67,7 @@ def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
 
 
 def timed_collectives(ranks: int) -> list[dict[str, Any]]:
-    """Return the doctor's times of collectives between so many devices. Raises `LaunchError` if it
-    has none."""
+    """Return the doctor's times of collectives. Raises `LaunchError` without any."""
     from lockstep.doctor.diagnose import diagnose  # reads Linux's /proc
 
     diagnosis = diagnose(nproc=ranks)
@@ -85,7 +81,7 @@ def timed_collectives(ranks: int) -> list[dict[str, Any]]:
 
 
 def measure(timer: Timer | None = None) -> GpuReadings:
-    """Measure the first accelerator of this machine."""
+    """Measure the first accelerator."""
     device = accelerator.device(0)
     seconds = timer or partial(device_seconds, device=device)
     short = torch.bfloat16 if accelerator.computes_bf16(device) else torch.float16
@@ -107,7 +103,7 @@ def measure(timer: Timer | None = None) -> GpuReadings:
 
 
 def device_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the shortest time of a call, until the device has done all of it."""
+    """Return the shortest time until the device has done a call."""
     call()
     times = []
     for _ in range(REPEATS):
@@ -147,8 +143,7 @@ def _float32_in_tensor_cores() -> Iterator[None]:
 
 
 def _attention_rates(dtype: torch.dtype, device: torch.device, seconds: Timer) -> dict[str, float]:
-    """Return the rate of causal attention by kernel; without any of them that of what torch does
-    instead."""
+    """Return causal attention's rate by kernel, or the rate of what torch does instead."""
     found = {}
     for kernel, backend in KERNELS.items():
         with sdpa_kernel(backend), suppress(RuntimeError):  # torch's, where a kernel is missing
@@ -183,7 +178,7 @@ def _copy_rate(total_bytes: int, device: torch.device, seconds: Timer) -> float:
 
 
 def _launch_seconds(device: torch.device, seconds: Timer) -> float:
-    """Return the time that the device needs for a kernel of no work, if the host is ahead of it."""
+    """Return the device's time for an empty kernel, with the host ahead."""
     large, small = torch.randn(2048, 2048, device=device), torch.ones(1, device=device)
     times = max(1, round(AHEAD_SECONDS / seconds(partial(torch.mm, large, large))))
 

@@ -1,5 +1,4 @@
-"""The data sheet of a measured accelerator, and of the link between several: from readings to the
-files that `--on` takes. Pure."""
+"""Data sheets of a measured accelerator and its link, as files for `--on`. Pure."""
 
 from __future__ import annotations
 
@@ -13,35 +12,31 @@ from lockstep.planner.machines.hardware import Device, Link
 from lockstep.planner.operations import Collective, CollectiveKind, sent_bytes
 
 ALONE, BETWEEN = "PCIe4", "Ethernet-100G"
-"""Links that the sheet names if they were not measured: inside of a machine with one device, and
-between machines."""
+"""Links that were not measured: inside a machine with one device, and between machines."""
 MEASURED: Mapping[str, CollectiveKind] = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
 }
-"""Collectives that show the bandwidth of a link, by the doctor's names."""
+"""Collectives that show a link's bandwidth, by the doctor's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReadings:
-    """The measurements of one accelerator."""
-
     name: str
     generation: str
     memory_bytes: int
     multiprocessors: int
     matmul: Mapping[str, float]
-    """FLOP/s of the best matrix product by dtype; at least `float32`."""
+    """FLOP/s of the best product by dtype; at least `float32`."""
     attention: Mapping[str, float]
-    """FLOP/s of attention on a long sequence by kernel: `flash`, `cudnn`, or both."""
+    """FLOP/s on a long sequence by kernel: `flash`, `cudnn`, or both."""
     attention_dtype: str
     copied_bytes_per_second: float
     """Read and written."""
     launch_seconds: float
 
     def device(self, *, devices_per_node: int, inside: str) -> Device:
-        """Return the device. `inside`: the name of the link between those of a machine, or the path
-        of its file."""
+        """Return the device. `inside`: name or file of the link in a machine."""
         peak = self.matmul[self.attention_dtype]
         reached = {kernel: rate / peak for kernel, rate in self.attention.items()}
         slowest = min(reached.values())
@@ -69,8 +64,7 @@ class GpuReadings:
 
 
 def link_of(name: str, timed: Mapping[int, Sequence[Mapping[str, Any]]]) -> Link:
-    """Return the link that timed collectives show. `timed`: ranks -> the doctor's rows of
-    collective, size_bytes and seconds; of two ranks and of all, or of two alone."""
+    """Return the link. `timed`: ranks -> the doctor's rows, for two ranks and perhaps all."""
     few, most = min(timed), max(timed)
     latency = {
         ranks: min(row["seconds"] for row in rows if row["collective"] == "all-reduce")
@@ -101,7 +95,7 @@ def link_of(name: str, timed: Mapping[int, Sequence[Mapping[str, Any]]]) -> Link
 
 
 def as_toml(sheet: Device | Link) -> str:
-    """Return the text of a sheet's file, as `hardware.load_device` and `load_link` read it."""
+    """Return the text of a sheet's file."""
     values = {each.name: getattr(sheet, each.name) for each in fields(sheet)}
     tables = {name: value for name, value in values.items() if isinstance(value, Mapping)}
     lines = [f"{name} = {_toml(value)}" for name, value in values.items() if name not in tables]
@@ -111,7 +105,7 @@ def as_toml(sheet: Device | Link) -> str:
 
 
 def link_path(path: Path) -> Path:
-    """Return the path of the link's file beside that of a device."""
+    """Return the path of the link's file beside the device's."""
     return path.with_name(f"{path.stem}-link.toml")
 
 
@@ -120,8 +114,7 @@ def _toml(value: Any) -> str:
 
 
 def _rate(rows: Sequence[Mapping[str, Any]], collective: str, ranks: int, latency: float) -> float:
-    """The bytes a second that a rank sends in the largest collective of a kind, beyond its
-    latency."""
+    """Return the bytes a second of a rank in the largest collective, beyond its latency."""
     row = max(
         (row for row in rows if row["collective"] == collective), key=lambda row: row["size_bytes"]
     )

@@ -1,68 +1,62 @@
-"""The devices that `--on` names: a data sheet's, this machine, or a measured machine in a file."""
+"""The devices that `--on` names: by data sheets, or this machine's accelerators."""
 
 from __future__ import annotations
 
+import os
 import re
-import tomllib
-from dataclasses import replace
 from pathlib import Path
 
-from lockstep.base.control_group import usable_cpus
-from lockstep.base.errors import PlanError
-from lockstep.launch.environment import threads_per_process
-from lockstep.planner.machines.hardware import parse_target
-from lockstep.planner.machines.machine import Machine
-from lockstep.planner.machines.this_machine import MeasuredMachine, machine_of
+from lockstep.base.errors import PlanError, say
+from lockstep.planner.machines.hardware import Cluster, is_known_device, known_devices, parse_target
 
 THIS = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?this\s*")
-MOST_PROCESSES = 64
 
 
-def processes_here(text: str) -> int | None:
-    """Return the number of processes on this machine that a target names; None if it names other
-    devices. Raises `PlanError`."""
+def devices_here(text: str) -> tuple[int, str] | None:
+    """Return number and product name of this machine's accelerators that a target names; None if it
+    names others. Raises `PlanError`."""
     match = THIS.fullmatch(text)
     if match is None:
         return None
-    processes = usable_cpus() if match[1] is None else int(match[1])
-    if not 1 <= processes <= MOST_PROCESSES:
+    from lockstep.base import accelerator
+
+    if not (found := accelerator.count()):
+        unseen = accelerator.unseen(os.environ)
         raise PlanError(
-            f"--on {text!r}; it is a number of processes on this machine, 1 to {MOST_PROCESSES}, as"
-            " in '2 x this'"
+            f"--on {text!r} is this machine's accelerators, and torch sees none"
+            f'{f" ({unseen})" if unseen else ""}; name the devices to plan for: --on "1 x H100";'
+            f" known: {', '.join(known_devices())}"
         )
-    return processes
-
-
-def written(text: str, folder: Path) -> str:
-    """Return the text of a target. If it names this machine, that is measured and written to a
-    file, whose path is then the text. Raises `PlanError`."""
-    processes = processes_here(text)
-    if processes is None:
-        return text
-    from lockstep.planner.machines.calibration import measure_machine, refuse_gpus  # imports torch
-
-    refuse_gpus(text)
-
-    path = folder / "this-machine.toml"
-    path.write_text(
-        measure_machine(processes, threads_per_process(processes)).as_toml(), encoding="utf-8"
-    )
-    return str(path)
-
-
-def machine_at(text: str, memory_bytes: int | None) -> Machine:
-    """Return the machine of a target that `written` returned, or that was measured before.
-    `memory_bytes`: of a device, if not all of it may be used. Raises `PlanError`."""
-    if not text.endswith(".toml") or " x " in text:
-        return Machine.of(parse_target(text), memory_bytes)
-    try:
-        told = Path(text).read_text(encoding="utf-8")
-        if "operations" not in tomllib.loads(told):
-            return Machine.of(parse_target(text), memory_bytes)
-        machine = machine_of(MeasuredMachine.from_toml(told))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    wanted, name = int(match[1] or found), accelerator.product_name()
+    if not 1 <= wanted <= found:
         raise PlanError(
-            f"--on {text!r} cannot be read: {error}; give a file that lockstep doctor --write has"
-            " written"
-        ) from error
-    return machine if memory_bytes is None else replace(machine, capacity_bytes=memory_bytes)
+            f"--on {text!r}, and this machine has {found} ({name}); give --on '{found} x this', or"
+            " the name of a device, such as --on '64 x H100'"
+        )
+    return wanted, name
+
+
+def cluster_of(text: str) -> Cluster | int:
+    """Return the devices of a target; their number alone if they are this machine's and no data
+    sheet describes them. Raises `PlanError`."""
+    here = devices_here(text)
+    if here is None:
+        return parse_target(text)
+    return parse_target(f"{here[0]} x {here[1]}") if is_known_device(here[1]) else here[0]
+
+
+def named(text: str, folder: Path) -> str:
+    """Return the target, with this machine's accelerators named by their data sheet, or by one that
+    is measured into `folder` now. Raises `PlanError`, `LaunchError`."""
+    here = devices_here(text)
+    if here is None:
+        return text
+    count, name = here
+    if is_known_device(name):
+        return f"{count} x {name}"
+    from lockstep.planner.machines.measuring_gpu import write_gpu_sheets
+
+    say(f"lockstep plan: no data sheet describes {name}; it is measured, as by doctor --write")
+    path = folder / "this-machine.toml"
+    write_gpu_sheets(path, count)
+    return f"{count} x {path}"

@@ -1,5 +1,4 @@
-"""The places of the production code that need values, or other ranks, and what they do in a trace
-instead."""
+"""Places of the production code that need values or other ranks, and what a trace does instead."""
 
 from __future__ import annotations
 
@@ -31,14 +30,14 @@ from lockstep.training.microbatches import Batching, Microbatches, Spans
 from lockstep.training.train_module import TrainModule
 
 PACKED = "find_packed_sequence_indices"
-"""The function of transformers (5.x) that looks for several texts in one sequence."""
+"""Looks for several texts in one sequence, in transformers 5.x."""
 
 Patch = tuple[Any, dict[str, Any]]
-"""A class or module, and its functions as they are in a trace."""
+"""A class or module, with its functions in a trace."""
 
 
 def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
-    """Yield what would ask other ranks. `boundaries`: between the stages of a pipeline."""
+    """Yield what would ask other ranks. `boundaries`: between a pipeline's stages."""
     # Compares values of sharded layers with those of whole ones.
     yield FirstForwardCheck, {"compare": lambda *_: None}
     # Raises the error of another rank.
@@ -52,13 +51,12 @@ def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
 
 
 def unrecorded() -> Patch:
-    """Return what torch computes only to know the shapes of distributed tensors."""
+    """Return what torch computes only for the shapes of distributed tensors."""
     return propagation_methods(with_values)
 
 
 def with_short_first_step() -> Patch:
-    """Return what lets each rank compute one microbatch alone in the first step, which is not
-    recorded."""
+    """Return what lets each rank compute one microbatch in the unrecorded first step."""
     original = Batching.spans
 
     def spans(batching: Batching, step: int) -> Spans:
@@ -68,7 +66,6 @@ def with_short_first_step() -> Patch:
 
 
 def without_values() -> Iterator[Patch]:
-    """Yield what would ask for values."""
     # The script's dataset and `collate` compute with them.
     yield (
         Fetcher,
@@ -96,7 +93,7 @@ def without_values() -> Iterator[Patch]:
 
 
 def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `function` on tensors with values."""
+    """Return a function that calls `function` with values."""
 
     def outside(*arguments: Any, **keywords: Any) -> Any:
         with disable_current_modes():

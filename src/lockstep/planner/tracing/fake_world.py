@@ -1,4 +1,4 @@
-"""A world of processes of which one is there: its collectives are recorded, and bring nothing."""
+"""A world of which one process exists: collectives are recorded, and bring nothing."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Listener(Protocol):
         peer: int | None = None,
         receives: bool = False,
     ) -> int:
-        """Note a collective of `size` bytes. `buffers`: the tensors that it fills, and those that
-        are made only to be sent. Returns its number."""
+        """Note a collective of `size` bytes. `buffers`: tensors that it fills or that are made to
+        be sent. Returns its number."""
 
     def wait(self, number: int) -> None:
         """Note that the current stream waits for it."""
@@ -63,7 +63,7 @@ _listener: Listener = _Silent()
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of the collectives of the process groups of this module."""
+    """Tell `listener` of these groups' collectives."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -73,7 +73,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 class FakeWork(dist.Work):
-    """The handle of a collective that is done at once."""
+    """The handle of a collective that is done."""
 
     def __init__(self, number: int, result: Any) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class FakeWork(dist.Work):
 
 
 class RecordedGroup(PythonProcessGroup):
-    """A process group whose other ranks are not there."""
+    """A process group without its other ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -110,7 +110,7 @@ class RecordedGroup(PythonProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        """The name under which torch knows the group."""
+        """Torch's name of the group."""
         return group_name(self)
 
     @property
@@ -192,7 +192,7 @@ class RecordedGroup(PythonProcessGroup):
 
 
 def _fill(output: Tensor, given: Tensor) -> None:
-    """Let a tensor that has values have some of those that this rank gives, again and again."""
+    """Fill a tensor that has values with this rank's, again and again."""
     if output.numel() and given.numel() and not isinstance(output, FakeTensor):
         with disable_current_modes(), torch.no_grad():
             flat = given.detach().reshape(-1)[: output.numel()]
@@ -202,8 +202,8 @@ def _fill(output: Tensor, given: Tensor) -> None:
 
 
 class RecordedMemory(SharedMemoryGroup):
-    """The shared memory of a host whose other processes are not there. The caller's thread does the
-    work, so nothing overlaps with it: each collective is waited for at once."""
+    """A host's shared memory without other processes. The caller does the work, so each collective
+    is waited for at once."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self.name, self.pending = (
@@ -252,8 +252,8 @@ class RecordedMemory(SharedMemoryGroup):
 
 @dataclass(frozen=True, slots=True)
 class FakeWorld(World):
-    """A `World` in which all ranks give the same values as this one. Exchanges of JSON and flags
-    are not recorded."""
+    """A `World` in which all ranks give this one's values. Exchanges of JSON and flags are not
+    recorded."""
 
     def leave(self) -> None:
         """Nobody is there to be waited for."""
@@ -274,7 +274,7 @@ class FakeWorld(World):
 
 @contextmanager
 def fake_world(rank: int, size: int, local_size: int) -> Iterator[FakeWorld]:
-    """Make the default process group of a world of `size` ranks, of which only `rank` is there."""
+    """Make the default process group of `size` ranks with `rank` alone."""
     excepthook = sys.excepthook
     with temporary_backend(BACKEND, lambda store, rank, size, timeout: RecordedGroup(rank, size)):
         if size > 1:

@@ -1,8 +1,7 @@
-"""Torch's choices for a GPU, made for tensors that stand for those of one: precisions under
-autocast, and attention. Code that asks where a tensor is, as lockstep's own, is told that it is not
-on a CPU.
+"""Torch's choices for a GPU, on tensors that stand for a GPU's: autocast and attention. Code that
+asks where a tensor is hears that it is not on a CPU.
 
-The operations are those that autocast computes in float32 on a GPU, as listed in
+Operations that autocast computes in float32:
 https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference
 """
 
@@ -82,8 +81,6 @@ IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 
 
 class GpuSemantics(TorchFunctionMode):
-    """Chooses as torch does on a GPU."""
-
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

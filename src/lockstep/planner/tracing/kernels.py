@@ -1,4 +1,4 @@
-"""Torch's operations as kernels: kind, shape, floating-point operations and bytes."""
+"""Torch's operations as kernels: kind, shape, FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ WITHOUT_KERNEL = frozenset(
         *("_has_compatible_shallow_copy_type", "movedim", "swapaxes", "_conj", "conj"),
     }
 )
-"""Operations that change no data, or none of the device's."""
+"""Operations that change none of the device's data."""
 READS_ONE_ROW = frozenset({"embedding", "index_select", "gather", "index"})
 """Operations that read as much of their first argument as they write."""
 
@@ -68,7 +68,7 @@ READS_ONE_ROW = frozenset({"embedding", "index_select", "gather", "index"})
 def kernel(
     function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any, phase: Phase
 ) -> Operation | None:
-    """Return the kernel of a call of a torch operation; None if it has none."""
+    """Return the kernel of a torch operation, if it has one."""
     name = function.overloadpacket.__name__
     if name in WITHOUT_KERNEL or function.is_view or function.namespace == "prim":
         return None
@@ -103,7 +103,7 @@ def _flops(
 
 
 def _attention_flops(name: str, arguments: Sequence[Any]) -> int:
-    """Two matrix products, five backward. Causal attention computes half of them."""
+    """Return the FLOPs of two products, five backward; causal attention computes half."""
     backward = "backward" in name
     batch, queries, keys, width = _kind(name, arguments, None)[1]
     is_causal = queries == keys and any(each is True for each in arguments)
@@ -125,29 +125,28 @@ def _kind(name: str, arguments: Sequence[Any], result: Any) -> tuple[Kind, tuple
 
 
 def _aligned_bytes(arguments: Sequence[Any], written: Sequence[Tensor]) -> int:
-    """Return the power of two that divides the rows of a product's operands and result, as they lie
-    in memory."""
+    """Return the power of two that divides the rows of a product's operands and result in
+    memory."""
     operands = [each for each in arguments if isinstance(each, Tensor)][-2:]
     return gcd(ALIGNED, *(_row_bytes(each) for each in (*operands, *written[:1])))
 
 
 def _row_bytes(matrix: Tensor) -> int:
-    """Return the bytes from one row to the next, or from one column to the next if columns lie in
-    one piece."""
+    """Return the bytes between rows, or columns if these are contiguous."""
     *_, rows, columns = matrix.stride() if matrix.dim() > 1 else (1, 1)
     return (rows if columns == 1 and matrix.shape[-1] > 1 else columns) * matrix.element_size()
 
 
 def _convolution_flops(name: str, arguments: Sequence[Any], result: Any) -> int:
-    """Those of its matrix product, backward for each gradient that is asked for. Torch's counter of
-    a backward counts the products between groups too, which are not computed."""
+    """Return the FLOPs of its product, backward for each requested gradient. Torch's counter counts
+    products between groups too."""
     products = sum(arguments[10][:2]) if "backward" in name else 1
     return 2 * prod(_convolution_shape(name, arguments, result)) * products
 
 
 def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tuple[int, ...]:
-    """Return (groups, m, n, k) of the matrix product that a forward convolution is, also for its
-    backward: rows are positions, and each sum is over channels and the places of the kernel."""
+    """Return (groups, m, n, k) of a forward convolution's product: rows are positions, sums are
+    over channels and the kernel's places."""
     is_backward = "backward" in name
     written, read, weight = arguments[:3] if is_backward else (result, *arguments[:2])
     is_transposed, groups = arguments[7 if is_backward else 6], arguments[9 if is_backward else 8]
@@ -161,8 +160,7 @@ def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tupl
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the tensors, each once. One that is expanded has those of its distinct
-    elements."""
+    """Return the bytes of the tensors, each once; of an expanded one its distinct elements'."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         distinct = 1

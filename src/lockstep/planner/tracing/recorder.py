@@ -1,5 +1,4 @@
-"""Records a step: each operation, collective and allocation of this process, while its tensors are
-fake."""
+"""Records a step's operations, collectives and allocations, on fake tensors."""
 
 from __future__ import annotations
 
@@ -37,22 +36,21 @@ FUNCTIONAL: Mapping[str, CollectiveKind] = {
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
 }
-"""Torch's functional collectives, which distributed tensors use."""
+"""Torch's functional collectives, for distributed tensors."""
 WITHOUT_LABEL: tuple[Cause, ...] = ("activations", "temporary")
-"""Causes of memory that follow from when it was allocated alone."""
+"""Causes of memory that follow from its time alone."""
 PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 
 
 class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what is computed while it is entered. `axes`: the mesh axis of each process group, by
-    its name."""
+    """Records what is computed while entered. `axes`: group's name -> mesh axis."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.items: list[Item] = []
         self.phase: Phase = "other"
         self.in_loss = False
-        """True while the loss is computed from the model's output."""
+        """True while the loss is computed from the output."""
         self._is_recording = False
         self.streams = Streams(self._note)
         self.allocations: list[MemoryChange] = []
@@ -67,7 +65,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def streams_and_storages(self) -> Iterator[None]:
-        """Let torch use streams that are recorded, and note changes of storages, while entered."""
+        """Let torch use recorded streams, and note changes of storages."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -86,7 +84,6 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what is computed while entered."""
         self._is_recording = True
         try:
             with self:
@@ -102,7 +99,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.items.append(item)
 
     def trace(self, rank: int) -> TracedStep:
-        """Return what was recorded, as the trace of `rank`."""
+        """Return the record as the trace of `rank`."""
         return TracedStep(rank, self.items, self.allocations, self.causes)
 
     # Operations
@@ -177,15 +174,14 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(Await(number, self.streams.current.number))
 
     def wait_for_all(self) -> None:
-        """Note that the current stream waits for all collectives: DDP waits for its buckets in
-        C++."""
+        """Note a wait for all collectives: DDP waits for its buckets in C++."""
         for number in sorted(self._outstanding):
             self.wait(number)
 
     # Memory
 
     def label(self, tensors: Any, cause: Cause) -> None:
-        """Say what these tensors' memory is for."""
+        """Say what tensors' memory is for."""
         for each in tree_leaves(tensors):
             if isinstance(each, Tensor):
                 self.label_storage(_local(each).untyped_storage(), cause)

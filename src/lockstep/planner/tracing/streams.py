@@ -1,4 +1,4 @@
-"""Streams and events of a device that is not there: what FSDP2 does with them is recorded."""
+"""Streams and events without a device: what FSDP2 does with them is recorded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from lockstep.planner.tracing.torch_fakes import cpu_streams
 
 
 class RecordedStream:
-    """Stands for a `torch.Stream`."""
-
     def __init__(self, streams: Streams, number: int) -> None:
         self._streams = streams
         self.number = number
@@ -35,8 +33,6 @@ class RecordedStream:
 
 
 class RecordedEvent:
-    """Stands for a `torch.Event`."""
-
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.number: int | None = None
@@ -65,7 +61,7 @@ class Streams:
         self.current = RecordedStream(self, next(self._numbers))
 
     def used(self) -> AbstractContextManager[None]:
-        """Let torch use these for tensors on the CPU, which has none."""
+        """Let torch use these for CPU tensors."""
 
         def stream(*_: Any, **__: Any) -> RecordedStream:
             return RecordedStream(self, next(self._numbers))

@@ -1,4 +1,4 @@
-"""Torch's private names for computing with tensors that have no storage, with a test each."""
+"""Torch's private names for tensors without storage, with a test each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MISSING = object()
 if TYPE_CHECKING:
 
     class PythonProcessGroup:
-        """A process group whose methods are Python's. Torch calls them from C++ too."""
+        """A process group in Python, whose methods torch calls from C++ too."""
 
         def __init__(self, rank: int, size: int) -> None: ...
 
@@ -37,14 +37,13 @@ else:
 
 
 def group_name(group: Any) -> str:
-    """Return the name under which torch has registered a process group."""
+    """Return torch's name of a process group."""
     name: str = dist.distributed_c10d._world.pg_names[group]
     return name
 
 
 @contextmanager
 def replaced(owner: Any, **names: Any) -> Iterator[None]:
-    """Replace attributes of a module or class while entered."""
     before = {name: vars(owner).get(name, _MISSING) for name in names}
     for name, value in names.items():
         setattr(owner, name, value)
@@ -59,7 +58,7 @@ def replaced(owner: Any, **names: Any) -> Iterator[None]:
 
 
 def temporary_backend(name: str, create: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Register a backend of torch.distributed for CPU tensors, until the context is left."""
+    """Register a backend for CPU tensors while entered."""
     return replaced(
         dist.Backend,
         backend_list=[*dist.Backend.backend_list, name],
@@ -72,8 +71,7 @@ def temporary_backend(name: str, create: Callable[..., Any]) -> AbstractContextM
 
 
 def foreach_on_the_cpu() -> AbstractContextManager[None]:
-    """Let optimizers choose their foreach implementation for CPU tensors, as they do for those of a
-    GPU."""
+    """Let optimizers choose foreach for CPU tensors, as for a GPU's."""
     module = sys.modules["torch.optim.optimizer"]
     kinds = [*module._foreach_supported_types, FakeTensor]
     return replaced(
@@ -89,13 +87,12 @@ def cpu_streams(
     current: Callable[..., Any],
     entered: Callable[..., Any],
 ) -> AbstractContextManager[None]:
-    """Replace the streams and events of `torch.cpu`, which do nothing."""
+    """Replace the idle streams and events of `torch.cpu`."""
     return replaced(torch.cpu, Stream=stream, Event=event, current_stream=current, stream=entered)
 
 
 class _Chunks:
-    """The chunks of a tensor along a dim, as `torch.chunk` makes them, each made when it is asked
-    for."""
+    """The chunks of `torch.chunk`, each made when asked for."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._dim, self._size = tensor, dim, -(-tensor.shape[dim] // count)
@@ -107,15 +104,14 @@ class _Chunks:
 
 
 def chunks_on_demand() -> AbstractContextManager[None]:
-    """Let FSDP2 make only the chunk of each parameter that this rank holds, and not that of every
-    rank."""
+    """Let FSDP2 make this rank's chunk of a parameter alone."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     return replaced(_fsdp_param, _chunk_with_empty=_Chunks)
 
 
 def mesh_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
-    """Return the methods of `DeviceMesh` that read the ranks of a mesh as numbers, each wrapped."""
+    """Return `DeviceMesh`'s methods that read ranks as numbers, wrapped."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return {
@@ -127,8 +123,7 @@ def mesh_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
 def propagation_methods(
     wrapped: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the class that finds the shapes of distributed tensors by computing with fake ones,
-    and that method, wrapped."""
+    """Return the class that finds shapes of distributed tensors, and that method, wrapped."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     return ShardingPropagator, {
@@ -139,7 +134,7 @@ def propagation_methods(
 
 
 class _KeepsBuckets:
-    """DDP's reducer, without new buckets after the first step."""
+    """DDP's reducer without new buckets after the first step."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -152,7 +147,7 @@ class _KeepsBuckets:
 
 
 def keeping_buckets() -> dict[str, Any]:
-    """Return the method of DDP that makes its buckets anew, without that."""
+    """Return DDP's method that makes buckets anew, without that."""
     from torch.nn.parallel import DistributedDataParallel
 
     original: Any = DistributedDataParallel._pre_forward

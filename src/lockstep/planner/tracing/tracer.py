@@ -1,5 +1,4 @@
-"""Traces one step of a recipe under a plan: the production code runs on tensors without storage, on
-one rank."""
+"""Traces one step of a recipe: the production code runs on tensors without storage, on one rank."""
 
 from __future__ import annotations
 
@@ -54,45 +53,43 @@ from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 from lockstep.run import RecipeSession, train_in
 from lockstep.training.context import Overrides
-from lockstep.training.hook import ControlHook, Run
+from lockstep.training.hook import ControlHook
 from lockstep.training.recovery.recovery import Recovery
 from lockstep.training.reducers.ddp import DdpReducer
+from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
 
 
 class _Traced(Exception):
-    """The step is traced, and the run need not go on."""
+    """The step is traced; the run need not go on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceOptions:
-    """The way in which a step is traced."""
-
     rank: int = 0
     world_size: int = 1
     local_size: int = 8
     """Ranks on each machine."""
     is_gpu: bool = True
-    """True: what torch chooses for a GPU is chosen: precisions under autocast, attention,
-    optimizers."""
+    """Choose what torch chooses for a GPU: autocast, attention, optimizers."""
     is_fake: bool = True
-    """False: computes with real tensors, for a script that needs values."""
+    """False: real tensors, for a script that needs values."""
     boundaries: Sequence[Boundary] = ()
-    """The tensors that a pipeline's stages hand on, after each but the last."""
+    """Tensors that a pipeline's stages hand on."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """The stages of a pipeline, as the whole model shows them."""
+    """The stages of a pipeline."""
 
     boundaries: Sequence[Boundary]
-    """The tensors that each stage but the last hands on."""
+    """Tensors that each stage but the last hands on."""
     kinds: Sequence[tuple[int, ...]]
-    """For each rank of the pipeline the number of parts in each of its stages."""
+    """For each rank, the parts in each of its stages."""
 
 
 def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit:
-    """Split the whole model as the plan's pipeline does, and find what its stages hand on. Raises
+    """Split the whole model as the pipeline does, and find what stages hand on. Raises
     `RecipeError`."""
     found: dict[str, Boundary] = {}
     splits: list[Stages] = []
@@ -126,19 +123,15 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The size of a recipe's model."""
-
     parameter_bytes: int
     parts: int
-    """Number of parts that a pipeline can split it into; 0 if their order is not known."""
+    """Parts for a pipeline; 0 if their order is unknown."""
     has_batchnorm: bool
-    """True if a microbatch cannot be split, because it is what BatchNorm takes its statistics
-    over."""
+    """True if BatchNorm's statistics are a microbatch's, which then cannot be split."""
 
 
 def model_size(recipe: Recipe) -> ModelSize:
-    """Return the size of the recipe's model, which is built without values. Raises
-    `RecipeError`."""
+    """Return the model's size, built without values. Raises `RecipeError`."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = InitialModel.build(recipe.model, 0, _mesh_of_one(), without_values=True).module
     size, parts = (
@@ -164,9 +157,8 @@ def _note_boundary(
 def trace_step(
     recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callable[[Run], object] | None = None
 ) -> TracedStep:
-    """Trace the second step of `recipe` on one rank of a world in which the others are not there.
-    `plan`: resolved. `watch`: called before the first step. Raises the `UserError`s that the run
-    would raise, and `ValueNeeded`."""
+    """Trace the second step on one rank, without the others. `plan`: resolved. `watch`: called
+    before the first step. Raises what the run would, and `ValueNeeded`."""
     with ExitStack() as stack:
         stack.enter_context(PreservedGenerators())
         folder = str(stack.enter_context(locked_folder("lockstep-plan-")))
@@ -187,7 +179,7 @@ def trace_step(
 
 
 class LoneSession(RecipeSession):
-    """The session of a recipe on a world of which one rank is there."""
+    """A recipe's session on a world of which one rank exists."""
 
     STEPS = 3
 
@@ -255,7 +247,7 @@ class LoneSession(RecipeSession):
         return Opened(context, Environment.read({}), (self.hook,), request, self._executed, taken)
 
     def _enter_modes(self, stack: ExitStack) -> None:
-        """Compute without values from here on. Torch's meshes, made before, need theirs."""
+        """Compute without values from here on; torch's meshes need theirs."""
         stack.enter_context(listening(self.hook.recorder))
         stack.enter_context(self.hook.recorder.streams_and_storages())
         for owner, names in (*without_others(self._options.boundaries), unrecorded()):
@@ -279,12 +271,12 @@ class LoneSession(RecipeSession):
 
 
 class StepTraceHook(ControlHook):
-    """Records the second step, and ends the run after it."""
+    """Records the second step, and ends the run."""
 
     mesh: Mesh
     watch: Callable[[Run], object] | None = None
     fake: FakeTensorMode | None = None
-    """The mode under which tensors have no values."""
+    """The mode in which tensors have no values."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -292,7 +284,7 @@ class StepTraceHook(ControlHook):
         self._tokens_per_sample: float | None = None
 
     def begin(self, mesh: Mesh) -> None:
-        """Called when the processes are on the axes of the plan."""
+        """Called when the processes are on the plan's axes."""
         self.mesh, self.recorder = mesh, TraceRecorder(axes_of(mesh))
 
     def before_steps(self, run: Run) -> None:
@@ -300,7 +292,7 @@ class StepTraceHook(ControlHook):
             self.watch(run)
 
     def before_step(self, run: Run) -> None:
-        """Record the second step: in the first one, much is checked and allocated once."""
+        """Record the second step: the first checks and allocates once."""
         if run.step < 1:
             return
         for module in run.modules:
@@ -321,8 +313,7 @@ class StepTraceHook(ControlHook):
             )
 
     def labelled(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Return the loss function; the model's output, and what the loss computes from it, are
-        labelled logits."""
+        """Return the loss function; output and loss's tensors are labelled logits."""
 
         def computed(output: Any, batch: Any) -> Any:
             self.recorder.label(output, "logits")
@@ -353,8 +344,7 @@ class StepTraceHook(ControlHook):
             self.recorder.mark(REDUCED)
 
     def after_backward(self, run: Run, model: torch.nn.Module) -> None:
-        """Note what holds the sums: DDP's buckets, which stay from step to step, or gradients of
-        this step."""
+        """Note what holds the sums: DDP's lasting buckets, or this step's gradients."""
         for module in run.modules:
             cause: Cause = "communication" if _reduces_in_buckets(module) else "gradients"
             self.recorder.label([each.grad for each in module.parameters], cause)
@@ -373,11 +363,10 @@ class StepTraceHook(ControlHook):
         raise _Traced
 
     def end_recording(self) -> None:
-        """Record nothing from here on. May be called several times."""
+        """Stop recording. May be called again."""
         self._stack.close()
 
     def trace(self) -> TracedStep:
-        """The trace of the step."""
         return replace(
             self.recorder.trace(self.mesh.world.rank), tokens_per_sample=self._tokens_per_sample
         )
@@ -388,7 +377,7 @@ def _reduces_in_buckets(module: TrainModule) -> bool:
 
 
 def axes_of(mesh: Mesh) -> Mapping[str, str]:
-    """Return the mesh axis of each process group of a mesh, by torch's name of the group."""
+    """Return torch's name of each group of a mesh -> axis."""
     named = {"data": mesh.data, **mesh.axes}
     return {
         group_name(world.group or dist.group.WORLD): axis

@@ -1,5 +1,4 @@
-"""Values of tensors that have none: lockstep's own checks get a finite number, the script's code an
-error."""
+"""Values of tensors without any: lockstep's checks get a finite number, the script an error."""
 
 from __future__ import annotations
 
@@ -25,21 +24,19 @@ LOCKSTEP = str(Path(__file__).parents[2])
 
 
 PRODUCTS = frozenset({"mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm", "dot"})
-"""Operations whose last two tensors have one dtype. Torch computes shapes of most without a look at
-it."""
+"""Operations whose last two tensors have one dtype, which torch's shapes often ignore."""
 
 
 TORCHS_NAMES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
-"""Dtypes as torch's errors call them."""
+"""Dtypes in torch's errors."""
 
 
 class ValueNeeded(RecipeError):
-    """The script's model or loss asks for the value of a tensor, or for a shape that follows from
-    values."""
+    """The script asks for a tensor's value, or a shape that follows from values."""
 
 
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers questions for values, inside of a `FakeTensorMode`."""
+    """Answers questions for values in a `FakeTensorMode`."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -61,7 +58,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def listed(tensor: torch.Tensor) -> Any:
-    """Return what `tolist` does, with one value asked for: all are the same."""
+    """Return what `tolist` does, from one value."""
     if 0 in tensor.shape:
         return []
     value: Any = tensor.reshape(-1)[0].item()
@@ -71,8 +68,7 @@ def listed(tensor: torch.Tensor) -> Any:
 
 
 def _value_instead(function: Any, args: Any, error: Exception) -> Any:
-    """Return a finite value that lockstep or torch has asked for. Raises `ValueNeeded` if the
-    script's code asks."""
+    """Return a finite value for lockstep or torch. Raises `ValueNeeded` for the script."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
     asking = next(
         (

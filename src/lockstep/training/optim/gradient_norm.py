@@ -16,9 +16,9 @@ from lockstep.comm.mesh import Mesh, to_local
 PIECE_ELEMENTS = 2**15 - 1
 """Elements whose squares are summed at once: torch sums so many in one thread, and so in one
 order."""
-TOGETHER_ELEMENTS = 2**24
-"""Elements whose squares are in an accelerator's memory at once, if no tensor is larger: 128
-MiB."""
+TOGETHER_ELEMENTS = 2**25
+"""Elements whose squares are summed at once on an accelerator, if no tensor is larger: 128 MiB of
+its memory."""
 MIN_SHARED_BYTES = 8 << 20
 """Bytes of gradients. For fewer, each rank computes all norms itself: that is faster than to
 exchange them."""
@@ -169,11 +169,9 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return Σ squares of each row by adding halves of the rows element by element: a GPU's
     reduction kernels choose the order of their sums by the number of rows, which a shard has fewer
     of."""
-    wide = accelerator.wide_dtype(matrices[0].device)
-    sums = [
-        rows.t().to(wide, copy=True, memory_format=torch.contiguous_format).square_()
-        for rows in matrices
-    ]
+    device = matrices[0].device
+    zero = torch.zeros((), dtype=accelerator.wide_dtype(device), device=device)
+    sums = [_squares_of_halves(rows.t(), zero) for rows in matrices]
     while longer := [place for place, each in enumerate(sums) if len(each) > 1]:
         halves = [torch.split(sums[place], -(-len(sums[place]) // 2)) for place in longer]
         torch._foreach_add_(
@@ -182,6 +180,17 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
         for place, (first, _) in zip(longer, halves, strict=True):
             sums[place] = first
     return [each[0] if len(each) else each.new_zeros(each.shape[1]) for each in sums]
+
+
+def _squares_of_halves(columns: Tensor, zero: Tensor) -> Tensor:
+    """Return the squares of the first half of the columns, plus those of the second: (half, rows).
+    Each element is read once, and widened on the way."""
+    half = -(-len(columns) // 2)
+    first, second = columns[:half], columns[half:]
+    squares = zero.new_empty(first.shape)
+    torch.addcmul(zero.expand(first.shape), first, first, out=squares)
+    squares[: len(second)].addcmul_(second, second)
+    return squares
 
 
 def _groups(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
-from lockstep.training.hook import Run
+from lockstep.training.run import Run
 from lockstep.training.state import state_of
 
 

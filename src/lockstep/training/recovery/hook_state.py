@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.base.contents import CodeReader, Part, digest_parts
 from lockstep.base.errors import first_few
 from lockstep.base.torch_private import version
-from lockstep.training.hook import Run
+from lockstep.training.run import Run
 from lockstep.training.state import Stateful
 
 MOST_BYTES = 2**26

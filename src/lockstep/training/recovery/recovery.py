@@ -18,9 +18,9 @@ from lockstep.launch.recovery.rejoin import Rejoin, session_was_opened
 from lockstep.launch.recovery.spare import prepare_process
 from lockstep.plan import Plan
 from lockstep.recipe.data import Stream
-from lockstep.training.hook import Run
 from lockstep.training.recovery.held_state import HeldState, ReplicaReader
 from lockstep.training.recovery.hook_state import HookState, hook_states, why_not_set_back
+from lockstep.training.run import Run
 from lockstep.training.state import StateReader
 
 

@@ -1,20 +1,14 @@
-"""The costs of this machine: measured curves of seconds over size, for operations and collectives
-between processes.
-
-`lockstep.planner.machines.measuring` measures them, in the processes of a run and under its
-conditions.
-"""
+"""The costs of this machine's CPU: measured curves of seconds over size, for operations and
+collectives between processes. `measuring.py` measures them, in the processes of a run."""
 
 from __future__ import annotations
 
-import tomllib
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import exp, log
 
-from lockstep.planner.machines.fitted import Interval
 from lockstep.planner.machines.hardware import Cluster, Device, Link
 from lockstep.planner.machines.machine import Machine
 from lockstep.planner.operations import Collective, CollectiveKind, Operation
@@ -32,9 +26,6 @@ THIN = "thin matmul"
 """Name of the curve of what a matrix multiplication takes for its bytes, beside its arithmetic."""
 LEAST_SECONDS = 1e-7
 """Least time of an operation."""
-HERE = Interval(low=0.91, high=1.22)
-"""Quantiles, 0.1 and 0.9, of measured over predicted seconds on a machine of two cores: the 115
-steps of `benchmarks/planner_here.py`."""
 EVERY = "memory"
 """Name of the curve for operations that were not measured."""
 
@@ -170,50 +161,6 @@ class MeasuredMachine:
                 EVERY,
             )
         ]
-
-    def as_toml(self) -> str:
-        """Return the text that `from_toml` reads."""
-        lines = [f"{name} = {getattr(self, name)!r}" for name in NUMBERS]
-        for table in ("around", "exchanges"):
-            lines += [
-                "",
-                f"[{table}]",
-                *(f'"{name}" = {value!r}' for name, value in getattr(self, table).items()),
-            ]
-        for table in ("operations", "collectives"):
-            for name, curve in getattr(self, table).items():
-                lines += [
-                    "",
-                    f'[{table}."{name}"]',
-                    f"sizes = {list(curve.sizes)!r}",
-                    f"seconds = {list(curve.seconds)!r}",
-                ]
-        return "\n".join(lines) + "\n"
-
-    @classmethod
-    def from_toml(cls, text: str) -> MeasuredMachine:
-        """Read the text that `as_toml` returned."""
-        told = tomllib.loads(text)
-        curves = {
-            table: {
-                name: SecondsCurve(tuple(each["sizes"]), tuple(each["seconds"]))
-                for name, each in told.get(table, {}).items()
-            }
-            for table in ("operations", "collectives")
-        }
-        return cls(**{**told, **curves})
-
-
-NUMBERS = (
-    "processes",
-    "threads",
-    "cores",
-    "memory_bytes",
-    "microbatch_seconds",
-    "step_seconds",
-    "in_run",
-    "slice_seconds",
-)
 
 
 def machine_of(measured: MeasuredMachine) -> Machine:

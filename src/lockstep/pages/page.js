@@ -1,5 +1,5 @@
 "use strict";
-// Values beside the pointer. The page is whole without it.
+// Values beside the pointer, and the order of tables. The page is whole without it.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const tip = document.body.appendChild(document.createElement("div"));
@@ -50,7 +50,15 @@
 
   const clear = () => {
     tip.hidden = true;
+    tip.className = "";
     document.querySelectorAll(".cross, .dot").forEach((each) => each.remove());
+    document.querySelectorAll(".pointed").forEach((each) => each.classList.remove("pointed"));
+  };
+
+  const watch = (plot, over) => {
+    plot.addEventListener("pointermove", over);
+    plot.addEventListener("pointerdown", over);
+    plot.addEventListener("pointerleave", clear);
   };
 
   // A chart's axis is steps, as of all others, or if it has an end of its own, time.
@@ -77,11 +85,11 @@
     element(tip, "div", "head", at(closest.first ? closest.first[closestAt] : step, step));
     const table = element(tip, "table");
     const [low, high, logarithmic] = chart.up;
-    const turned = logarithmic ? Math.log : (value) => value;
+    const turned = logarithmic ? (value) => Math.log(Math.max(low, value)) : (value) => value;
     for (const [line, place] of found) {
       const row = element(table, "tr");
       const key = element(element(row, "td"), "span", "key");
-      const colour = `var(--line-${line.colour})`;
+      const colour = `var(--${line.colour})`;
       element(key, "b", line.kind).style.setProperty("--colour", colour);
       element(key, "span", "", line.name);
       const value = line.mean[place];
@@ -131,9 +139,7 @@
       if (plot.dataset.chart) onChart(plot, event, share);
       else onHeatmap(plot, event, share, (event.clientY - box.top) / box.height);
     };
-    plot.addEventListener("pointermove", over);
-    plot.addEventListener("pointerdown", over);
-    plot.addEventListener("pointerleave", clear);
+    watch(plot, over);
   });
 
   document.querySelectorAll("[data-tip]").forEach((each) => {
@@ -145,11 +151,71 @@
   });
 
   // With several runs, the one whose name is pointed at stands out.
-  if (data.runs.length > 1) {
+  if (data.runs && data.runs.length > 1) {
     document.querySelectorAll(".key[data-run]").forEach((key) => {
       const others = () => document.querySelectorAll(`path[data-run]:not([data-run="${key.dataset.run}"])`);
       key.addEventListener("pointerenter", () => others().forEach((path) => path.classList.add("dimmed")));
       key.addEventListener("pointerleave", () => others().forEach((path) => path.classList.remove("dimmed")));
     });
   }
+
+  const grain = 10000, reach = 30;
+  // The segments of a path's `d`, which has absolute points alone: [x, y, x, y] each.
+  const segments = (path) =>
+    path.getAttribute("d").split("M").slice(1).flatMap((run) => {
+      const points = run.split("L").map((point) => point.split(" ").map(Number));
+      return points.slice(1).map((point, at) => [...points[at], ...point]);
+    });
+
+  const squared = ([x, y, toX, toY], atX, atY, width, height) => {
+    const left = (x / grain) * width - atX, up = (y / grain) * height - atY;
+    const across = ((toX - x) / grain) * width, along = ((toY - y) / grain) * height;
+    const length = across * across + along * along;
+    const share = length ? Math.min(1, Math.max(0, -(left * across + up * along) / length)) : 0;
+    return (left + share * across) ** 2 + (up + share * along) ** 2;
+  };
+
+  document.querySelectorAll(".plot.trials").forEach((plot) => {
+    const svg = plot.querySelector("svg");
+    let lines = null;
+    const over = (event) => {
+      lines = lines || [...plot.querySelectorAll("path[data-trial]")].reverse().map((path) => [path.dataset.trial, segments(path)]);
+      const box = svg.getBoundingClientRect();
+      const atX = event.clientX - box.left, atY = event.clientY - box.top;
+      let found = null, closest = reach * reach;
+      for (const [trial, parts] of lines) {
+        for (const part of parts) {
+          const distance = squared(part, atX, atY, box.width, box.height);
+          if (distance < closest) [found, closest] = [trial, distance];
+        }
+      }
+      clear();
+      if (found === null) return;
+      document.querySelectorAll(`path[data-trial="${found}"]`).forEach((path) => {
+        path.classList.add("pointed");
+        path.closest(".plot").classList.add("pointed");
+      });
+      tip.className = "text";
+      tip.textContent = data.trials[found];
+      place(event);
+    };
+    watch(plot, over);
+  });
+
+  // A click on a column's head sorts by it, and one more turns the order. What has no value is last.
+  document.querySelectorAll("table.all").forEach((table) => {
+    const heads = [...table.querySelectorAll("thead th")];
+    heads.forEach((head, column) => {
+      head.querySelector("button").addEventListener("click", () => {
+        const turned = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+        heads.forEach((each) => each.removeAttribute("aria-sort"));
+        head.setAttribute("aria-sort", turned > 0 ? "ascending" : "descending");
+        const value = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
+        const rows = [...table.tBodies[0].rows].map((row) => [value(row), row]);
+        const numeric = head.classList.contains("number");
+        const compare = ([a], [b]) => (a === "" || b === "" ? (a === "") - (b === "") : turned * (numeric ? a - b : a.localeCompare(b)));
+        rows.sort(compare).forEach(([, row]) => table.tBodies[0].append(row));
+      });
+    });
+  });
 })();

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from lockstep.pages.scale import Scale, format_number, nice_step, scale_of
 from lockstep.recipe.parameters import Parameter, Value
-from lockstep.report.scale import Scale, format_number, nice_step, scale_of
 from lockstep.search.results import SearchResults, State
 
 _LARGEST = 1e290
@@ -78,12 +78,9 @@ def end_scale(results: SearchResults) -> tuple[Scale, list[float]]:
         for state in _WITH_VALUE
     }
     everything = [value for each in values.values() for value in each]
-    return (
-        metric_scale(
-            values["complete"] if len(values["complete"]) >= _FEWEST else everything, results.sign
-        ),
-        everything,
-    )
+    return metric_scale(
+        values["complete"] if len(values["complete"]) >= _FEWEST else everything, results.sign
+    ), everything
 
 
 def place_on(scale: Scale, value: float) -> float:

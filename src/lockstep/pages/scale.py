@@ -5,33 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal
 
 from lockstep.base.units import ROUNDS, size
 
 Unit = Literal["", "bytes", "share", "seconds"]
 
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _DURATIONS = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    10800,
-    21600,
-    43200,
-    86400,
-    172800,
-    604800,
+    *(1, 2, 5, 10, 15, 30),
+    *(_MINUTE * minutes for minutes in (1, 2, 5, 10, 15, 30)),
+    *(_HOUR * hours for hours in (1, 2, 3, 6, 12)),
+    *(_DAY * days for days in (1, 2, 7)),
 )
 _SKEWED = 20.0
 """An axis is logarithmic if the largest value is more than this many times the median, and all
@@ -50,9 +36,8 @@ class Scale:
 
     def position(self, value: float) -> float:
         if self.logarithmic:
-            return (math.log(value) - math.log(self.low)) / (
-                math.log(self.high) - math.log(self.low)
-            )
+            low = math.log(self.low)
+            return (math.log(max(value, self.low)) - low) / (math.log(self.high) - low)
         return (value - self.low) / (self.high - self.low)
 
 
@@ -84,6 +69,12 @@ def scale_of(
         ticks,
         tuple(_tick(tick, step, unit, max(abs(low), abs(high))) for tick in ticks),
     )
+
+
+def logarithmic_scale(values: Sequence[float], unit: Unit = "") -> Scale:
+    """Return a logarithmic axis over values above zero. What is below them is at its lower edge."""
+    low = min(values, default=1e-8)
+    return _logarithmic(low, max([10 * low, *values]), unit, 4)
 
 
 def nice_step(span: float, most: int) -> float:
@@ -164,6 +155,12 @@ def format_duration(seconds: float) -> str:
         if minutes < 2880
         else f"{minutes // 1440} d {minutes % 1440 // 60} h"
     )
+
+
+def format_date(seconds: float, *, to_the_second: bool = False) -> str:
+    """Return date and time of day in UTC, from seconds since 1970."""
+    time = "%H:%M:%S" if to_the_second else "%H:%M"
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d {time} UTC}"
 
 
 def _logarithmic(low: float, high: float, unit: Unit, most: int) -> Scale:

@@ -1,8 +1,10 @@
-"""The measured machine: curves, costs and their text. The measurement itself is held against runs
-by a benchmark."""
+"""The model of a CPU that the planner is held against: curves, costs, calibration."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +13,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from planner.subjects import MICROBATCH, recipe
 
-from lockstep.base import accelerator
-from lockstep.base.errors import PlanError
+from benchmarks.cpu_model import calibration
+from benchmarks.cpu_model.calibration import calibrated
+from benchmarks.cpu_model.machine import MeasuredMachine, SecondsCurve, machine_of
+from benchmarks.cpu_model.reference import ReferenceStep
 from lockstep.plan import Plan
-from lockstep.planner.machines import calibration
-from lockstep.planner.machines.calibration import calibrated
-from lockstep.planner.machines.reference import ReferenceStep
-from lockstep.planner.machines.target import machine_at, written
-from lockstep.planner.machines.this_machine import MeasuredMachine, SecondsCurve, machine_of
 from lockstep.planner.operations import Collective, Operation
 from lockstep.planner.predict import predict
 from lockstep.planner.simulate import Costs
@@ -55,16 +54,6 @@ def memory(name: str, size: int) -> Operation:
 
 def reduction(axis: str, size: int = 2**20) -> Collective:
     return Collective("all_reduce", 2, 1, size, axis)
-
-
-def test_text_gives_the_same_machine() -> None:
-    assert MeasuredMachine.from_toml(MACHINE.as_toml()) == MACHINE
-
-
-def test_text_of_one_process_has_no_collectives() -> None:
-    alone = MeasuredMachine.from_toml(MACHINE.as_toml().partition('[collectives."')[0])
-    assert alone.collectives == {}
-    assert alone.collective_seconds(Collective("all_reduce", 1, 1, 100, "replicate")) == 0
 
 
 @given(POINTS, SIZES, SIZES)
@@ -268,23 +257,10 @@ def test_an_exchange_is_between_what_few_and_many_microbatches_show() -> None:
     assert sum(told) == pytest.approx(2, abs=1e-3)
 
 
-def test_a_machine_with_gpus_is_measured_by_the_doctor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The processes of a measurement would train on the GPUs, and each wants one."""
-    monkeypatch.setattr(accelerator, "count", lambda: 1)
-    with pytest.raises(PlanError) as refused:
-        written("2 x this", tmp_path)
-    assert (
-        str(refused.value)
-        == "--on '2 x this' on a machine with 1 GPU; it measures CPUs; measure the GPUs with"
-        " lockstep doctor --write mine.toml and give --on '1 x mine.toml', or hide them"
-        " (CUDA_VISIBLE_DEVICES=) to plan for the CPUs"
-    )
-    monkeypatch.setattr(accelerator, "count", lambda: 0)
-    monkeypatch.setattr(
-        calibration,
-        "measure_machine",
-        lambda processes, threads: replace(MACHINE, processes=processes),
-    )
-    assert not machine_at(written("2 x this", tmp_path), None).is_gpu
+@pytest.mark.slow
+def test_the_benchmark_holds_predicted_steps_against_measured_ones(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "planner_here.py"
+    few = ["--only", "mlp", "--processes", "1", "--rounds", "1", "--json", str(tmp_path / "rows")]
+    subprocess.run([sys.executable, script, *few], check=True, timeout=300)
+    (row,) = json.loads((tmp_path / "rows").read_text(encoding="utf-8"))["rows"]
+    assert 0.3 < row["predicted_seconds"] / row["measured_seconds"] < 3

@@ -1,4 +1,4 @@
-"""Measures this machine, and finds what surrounds operations and collectives in a run."""
+"""Finds what surrounds operations and collectives in a run, from measured steps."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from lockstep.base import accelerator
 from lockstep.base.control_group import available_memory_bytes, memory_limit_bytes, usable_cpus
-from lockstep.base.errors import PlanError
 from lockstep.plan import Plan
-from lockstep.planner.machines.measuring import Measurements, measure
-from lockstep.planner.machines.reference import ReferenceStep, reference_recipe
-from lockstep.planner.machines.this_machine import MeasuredMachine, SecondsCurve, machine_of
 from lockstep.planner.predict import seconds_on_costs
 from lockstep.planner.simulate import PIPELINE, Costs
+
+from .machine import MeasuredMachine, SecondsCurve, machine_of
+from .measuring import Measurements
+from .reference import ReferenceStep, reference_recipe
 
 MOST_AROUND_SECONDS = 0.02
 """More than what surrounds an operation or a collective can take."""
@@ -22,23 +21,6 @@ MOST_IN_RUN = 4.0
 """More times as long than an operation takes in a run."""
 HALVINGS = 18
 """Bisections with which a quantity is found."""
-
-
-def refuse_gpus(text: str) -> None:
-    """Raise `PlanError` if torch sees a GPU: the processes of a measurement would train on it.
-    `text`: the target."""
-    if (gpus := accelerator.count()) and not accelerator.is_for_one_process():
-        raise PlanError(
-            f"--on {text!r} on a machine with {gpus} GPU{'s' if gpus > 1 else ''}; it measures"
-            f" CPUs; measure the GPUs with lockstep doctor --write mine.toml and give --on '{gpus}"
-            f" x mine.toml', or hide them ({accelerator.how_to_hide()}) to plan for the CPUs"
-        )
-
-
-def measure_machine(processes: int, threads: int) -> MeasuredMachine:
-    """Measure this machine with so many processes of so many threads each. It takes some
-    seconds."""
-    return measured_machine(measure(processes, threads), processes, threads)
 
 
 def measured_machine(found: Measurements, processes: int, threads: int) -> MeasuredMachine:

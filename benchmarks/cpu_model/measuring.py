@@ -27,7 +27,15 @@ from lockstep.base.control_group import usable_cpus
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.launch.spawn import spawn
-from lockstep.planner.machines.reference import (
+from lockstep.planner.operations import Operation, Phase
+from lockstep.planner.tracing.kernels import kernel
+from lockstep.planner.tracing.torch_fakes import TorchDispatchMode
+from lockstep.run import train
+from lockstep.training.hook import Hook
+from lockstep.training.run import Run
+
+from .machine import LEAST_SECONDS, THIN, SecondsCurve
+from .reference import (
     Image,
     ReferenceStep,
     Text,
@@ -35,12 +43,6 @@ from lockstep.planner.machines.reference import (
     cross_entropy,
     reference_recipe,
 )
-from lockstep.planner.machines.this_machine import LEAST_SECONDS, THIN, SecondsCurve
-from lockstep.planner.operations import Operation, Phase
-from lockstep.planner.tracing.kernels import kernel
-from lockstep.planner.tracing.torch_fakes import TorchDispatchMode
-from lockstep.run import train
-from lockstep.training.hook import Hook, Run
 
 WIDTHS = (16, 32, 64, 128, 256, 512)
 """Widths of the models whose operations are measured."""

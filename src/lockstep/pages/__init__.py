@@ -1,0 +1,1 @@
+"""Makes every HTML page: document, table, chart, bars, timeline, heat map."""

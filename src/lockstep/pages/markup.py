@@ -1,0 +1,157 @@
+"""Hypertext. A text gets into a page through `join`, `element` and `table` alone, which escape
+it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from lockstep.base.foreign_text import printable
+
+
+class Html(str):
+    """Text that is hypertext already."""
+
+    __slots__ = ()
+
+
+Content: TypeAlias = "str | Iterable[Content] | None"
+"""The inside of an element: texts, which are escaped, and hypertext. None is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of numbers, or with `number=False` of texts, for which a table also takes the name
+    alone."""
+
+    name: Content
+    number: bool = True
+
+
+class Row(list[Content]):
+    """The cells of a row that has attributes."""
+
+    def __init__(self, cells: Iterable[Content], **attributes: Any) -> None:
+        super().__init__(cells)
+        self.attributes = attributes
+
+
+def join(*contents: Content) -> Html:
+    """Return contents as hypertext."""
+    parts = []
+    for content in contents:
+        if isinstance(content, Html):
+            parts.append(content)
+        elif isinstance(content, str):
+            parts.append(Html(html.escape(printable(content))))
+        elif content is not None:
+            parts.append(join(*content))
+    return Html("".join(parts))
+
+
+def element(name: str, *contents: Content, **attributes: Any) -> Html:
+    """Return an element. `kind`: its class. `_` in the name of an attribute stands for `-`.
+    Attributes that are None are left out."""
+    given = "".join(
+        f' {"class" if key == "kind" else key.replace("_", "-")}="{join(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None and (value or key != "kind")
+    )
+    return Html(f"<{name}{given}>{join(contents)}</{name}>")
+
+
+def paragraph(*contents: Content, kind: str = "") -> Html:
+    """Return a paragraph; empty if its contents are."""
+    inside = join(contents)
+    return element("p", inside, kind=kind) if inside else inside
+
+
+def note(*contents: Content) -> Html:
+    """Return a paragraph in small, faint letters; empty if its contents are."""
+    return paragraph(contents, kind="note")
+
+
+def graded(text: str, good: bool) -> Html:
+    """Return a verdict in the colour of what is right, or wrong."""
+    return element("strong", text, kind="good" if good else "bad")
+
+
+def section(name: str, title: str, *contents: Content) -> Html:
+    """Return a section with a heading; empty if its contents are."""
+    inside = join(contents)
+    return element("section", element("h2", title), inside, id=name) if inside else inside
+
+
+def table(
+    columns: Sequence[Column | str],
+    rows: Iterable[Sequence[Content]],
+    *,
+    caption: str = "",
+    kind: str = "",
+    box: str = "wide card",
+    row_heads: bool = False,
+) -> Html:
+    """Return a table in a box that scrolls; empty if it has no rows.
+
+    `columns`: empty for a table without a head. A cell may be a `td` already. `row_heads`: the
+    first cell names its row.
+    """
+    heads = [each if isinstance(each, Column) else Column(each, number=False) for each in columns]
+    body = []
+    for row in rows:
+        cells = []
+        for place, cell in enumerate(row):
+            is_number = place < len(heads) and heads[place].number
+            if isinstance(cell, Html) and cell.startswith(("<td", "<th")):
+                cells.append(cell)
+            elif row_heads and not place:
+                cells.append(element("th", cell, scope="row"))
+            else:
+                cells.append(element("td", cell, kind="number" if is_number else ""))
+        body.append(element("tr", cells, **(row.attributes if isinstance(row, Row) else {})))
+    if not body:
+        return Html()
+    titles = [element("th", each.name, scope="col", kind="number" * each.number) for each in heads]
+    head = element("thead", element("tr", titles)) if heads else None
+    name = element("caption", caption) if caption else None
+    return element("div", element("table", name, head, element("tbody", body), kind=kind), kind=box)
+
+
+def key(name: Content, mark: str, colour: str | None = None, **attributes: Any) -> Html:
+    """Return an entry of a legend: a small picture, and what it stands for. `mark`: its class in
+    page.css. `colour`: a variable in page.css."""
+    style = None if colour is None else f"--colour:var(--{colour})"
+    return element("span", element("b", kind=mark, style=style), name, kind="key", **attributes)
+
+
+def swatch(colour: str) -> Html:
+    """Return a square of a colour, a variable in page.css."""
+    return element("b", kind="swatch", style=f"--colour:var(--{colour})")
+
+
+def tiles(values: Iterable[tuple[str, Content]]) -> Html:
+    """Return named values, large."""
+    return element(
+        "dl",
+        [element("div", element("dt", name), element("dd", value)) for name, value in values],
+        kind="tiles",
+    )
+
+
+def bar(parts: Iterable[tuple[str, float, str]], longest: float) -> Html:
+    """Return a bar of parts side by side. Each has its colour, a variable in page.css; its value;
+    its tooltip. `longest`: the value of a whole bar."""
+    return element(
+        "div",
+        [
+            element(
+                "b",
+                style=f"--colour:var(--{colour});width:{100 * value / longest:.2f}%",
+                title=tip or None,
+            )
+            for colour, value, tip in parts
+        ],
+        kind="bar",
+    )

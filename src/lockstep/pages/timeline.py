@@ -1,0 +1,76 @@
+"""Timelines: a lane for each run, with spans and marks over the time since its start. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lockstep.pages.chart import COLOURS, axis_labels, figure, legend
+from lockstep.pages.markup import Html, element, key
+from lockstep.pages.scale import Scale, time_scale
+
+_APART = 0.06
+"""Labels that are closer together than this share of the timeline are left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeMark:
+    """A mark at a moment, or a span of time."""
+
+    kind: str
+    """Its class in page.css."""
+    at: float
+    """Seconds since the start."""
+    tip: str
+    seconds: float | None = None
+    """None: a moment."""
+    label: str = ""
+    """Text above it."""
+
+
+def timeline(
+    lanes: Sequence[tuple[str, Sequence[TimeMark]]],
+    *,
+    seconds: float,
+    keys: Sequence[tuple[str, str]],
+    spoken: str,
+) -> Html:
+    """Return a timeline from 0 to `seconds`. `lanes`: name and marks of each. `keys`: the legend's
+    classes and words. `spoken`: its content for readers who cannot see it."""
+    x_scale = time_scale(seconds)
+    named = len(lanes) > 1
+    rows = [
+        element(
+            "div",
+            element("span", name, kind="run") if named else None,
+            _marks(marks, x_scale, labelled=not named),
+            kind="lane",
+            data_run=index,
+            style=f"--colour:var(--line-{index % COLOURS})",
+        )
+        for index, (name, marks) in enumerate(lanes)
+    ]
+    ticks = [
+        element("i", kind="tick", style=f"left:{100 * x_scale.position(tick):.2f}%")
+        for tick in x_scale.ticks
+    ]
+    return figure(
+        "time since the start",
+        legend(key(words, kind) for kind, words in keys),
+        [ticks, rows, axis_labels(x_scale, "", None)],
+        kind="time names" if named else "time",
+        spoken=spoken,
+    )
+
+
+def _marks(marks: Sequence[TimeMark], x_scale: Scale, *, labelled: bool) -> Iterator[Html]:
+    above = -1.0
+    for mark in marks:
+        at = max(0.0, x_scale.position(mark.at))
+        style = f"left:{100 * at:.2f}%"
+        if mark.seconds is not None:
+            style += f";width:{100 * min(1 - at, x_scale.position(mark.seconds)):.2f}%"
+        yield element("b", kind=mark.kind, data_tip=mark.tip, style=style)
+        if mark.label and labelled and at - above > _APART:
+            above = at
+            yield element("i", mark.label, kind="above", style=f"left:{100 * at:.2f}%")

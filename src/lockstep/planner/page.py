@@ -1,0 +1,82 @@
+"""The page of `lockstep plan`: all plans, what their time and memory go to, and what was struck
+out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from lockstep.base.units import size
+from lockstep.pages.chart import COLOURS
+from lockstep.pages.document import document
+from lockstep.pages.markup import (
+    Column,
+    Html,
+    bar,
+    element,
+    join,
+    key,
+    paragraph,
+    table,
+)
+from lockstep.planner.forecast import (
+    HEAD,
+    LEFT,
+    SIDE_BY_SIDE,
+    Forecast,
+    duration,
+    limit_in_words,
+    side_by_side,
+)
+
+
+def plan_page(forecasts: Sequence[Forecast]) -> str:
+    """Return the HTML document; of several targets, the best plan of each side by side first."""
+    first, several = forecasts[0], len(forecasts) > 1
+    targets = ", ".join(each.target for each in forecasts)
+    best = _plans(SIDE_BY_SIDE, side_by_side(forecasts)) if several else None
+    return document(
+        "lockstep plan",
+        f"{first.script} on {targets}" if several else first.title,
+        map(_forecast, forecasts),
+        header=[element("h1", f"{first.script}: the best plan of each"), best] if several else None,
+    )
+
+
+def _forecast(forecast: Forecast) -> Html:
+    lines = (*forecast.remarks, *forecast.lines(0))
+    struck = [[each.plan, each.reason] for each in forecast.outcomes if each.reason is not None]
+    return join(
+        element("h1", forecast.title),
+        map(paragraph, lines),
+        _plans(HEAD, forecast.rows(len(forecast.outcomes))),
+        element("h2", "Where the time of a step goes"),
+        _bars({each.plan: each.by_limit for each in forecast.fitting}, limit_in_words, duration),
+        element("h2", "What is in memory at the peak"),
+        _bars({each.plan: each.peak.by_cause for each in forecast.fitting}, str, size),
+        [element("h2", "Struck out"), table((), struck, kind="areas")] if struck else None,
+    )
+
+
+def _plans(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
+    return table([Column(name, number=name not in LEFT) for name in heads], rows)
+
+
+def _bars(
+    plans: Mapping[str, Mapping[str, float]],
+    words: Callable[[str], str],
+    quantity: Callable[[float], str],
+) -> Html:
+    """Return a bar of parts for each plan, below the legend of the parts."""
+    names = list(dict.fromkeys(name for parts in plans.values() for name in parts))
+    colours = {name: f"line-{place % COLOURS}" for place, name in enumerate(names)}
+    longest = max((sum(parts.values()) for parts in plans.values()), default=1.0) or 1.0
+    rows = []
+    for plan, parts in plans.items():
+        pieces = [
+            (colours[name], value, f"{words(name)} {quantity(value)}")
+            for name, value in parts.items()
+        ]
+        total = element("td", quantity(sum(parts.values())), kind="number")
+        rows.append([plan, bar(pieces, longest), total])
+    keys = [key(words(name), "swatch", colour) for name, colour in colours.items()]
+    return join(element("p", keys, kind="legend"), table((), rows, kind="bars"))

@@ -1,0 +1,227 @@
+"""Step times of ranks: arranged for heat maps, one for each phase, and as bars. Pure."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import median
+
+from lockstep.pages.chart import RenderedFigure, Series
+from lockstep.pages.heatmap import render_heatmap
+from lockstep.pages.markup import Column, Html, bar, element, join, swatch, table
+from lockstep.pages.scale import format_number
+from lockstep.report.history import PHASES, RankTimes
+
+CELLS = 12_000
+MOST_COLUMNS, MOST_ROWS = 300, 128
+BARS = 16
+"""Largest number of ranks in the bar chart."""
+_COLOURS = {"data": "line-1", "compute": "line-2", "communication": "line-3", "other": "line"}
+
+
+@dataclass(frozen=True, slots=True)
+class HeatmapGrid:
+    """Step times. A row is a rank, or the slowest of several neighbours; a column is a mean over
+    steps."""
+
+    ranks: list[tuple[int, int]]
+    last_step: int
+    columns: int
+    mean: dict[str, list[list[float]]]
+    """Rows of seconds by phase, NaN if not measured. A phase that was never measured is missing."""
+    most: list[list[float]]
+    """Longest recorded time of the whole step, for each cell."""
+
+    def steps(self, column: int) -> tuple[int, int]:
+        """Return the first and last step of a column."""
+        first = column * self.last_step // self.columns + 1
+        return first, max(first, (column + 1) * self.last_step // self.columns)
+
+
+def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
+    """Arrange the times on an axis from step 0 to `last_step`, in `CELLS` cells at most."""
+    world = max((len(row) for rows in times.phases.values() for row in rows), default=0)
+    ranks_per_row = -(-world // MOST_ROWS) or 1
+    ranks = [
+        (first, min(first + ranks_per_row, world) - 1) for first in range(0, world, ranks_per_row)
+    ]
+    gaps = [after - before for before, after in zip([0, *times.steps], times.steps, strict=False)]
+    interval = max(1, round(median(gaps))) if gaps else 1
+    columns = max(1, min(MOST_COLUMNS, CELLS // max(1, len(ranks)), round(last_step / interval)))
+    rows_by_column = _rows_by_column(times.steps, last_step, columns)
+    phases = [phase for phase in PHASES if any(times.phases[phase])]
+
+    def grid(phase: str, combine: Callable[[Sequence[float]], float]) -> list[list[float]]:
+        by_rank = (_by_rank([times.phases[phase][row] for row in rows]) for rows in rows_by_column)
+        cells = [_slowest([combine(values) for values in each], ranks_per_row) for each in by_rank]
+        return [[_at(each, row) for each in cells] for row in range(len(ranks))]
+
+    return HeatmapGrid(
+        ranks,
+        last_step,
+        columns,
+        {phase: grid(phase, _mean) for phase in phases},
+        grid("step", _longest),
+    )
+
+
+def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[list[int]]:
+    """Return for each column its rows' indices in `steps`. A row covers the steps since the row
+    before it."""
+    found: list[list[int]] = [[] for _ in range(columns)]
+    before = 0
+    for index, step in enumerate(steps):
+        first = math.ceil(before * columns / last_step - 0.5)
+        end = math.ceil(step * columns / last_step - 0.5)
+        for column in (
+            range(first, end)
+            if end > first
+            else [min(columns - 1, (step - 1) * columns // last_step)]
+        ):
+            found[min(column, columns - 1)].append(index)
+        before = step
+    return found
+
+
+def _by_rank(rows: Sequence[array[float]]) -> list[list[float]]:
+    return [
+        [value for value in each if value == value]
+        for each in zip_longest(*rows, fillvalue=math.nan)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _longest(values: Sequence[float]) -> float:
+    return max(values, default=math.nan)
+
+
+def _slowest(values: Sequence[float], ranks_per_row: int) -> list[float]:
+    if ranks_per_row == 1:
+        return list(values)
+    groups = (
+        values[first : first + ranks_per_row] for first in range(0, len(values), ranks_per_row)
+    )
+    return [max((value for value in group if value == value), default=math.nan) for group in groups]
+
+
+def _at(values: Sequence[float], index: int) -> float:
+    return values[index] if index < len(values) else math.nan
+
+
+def rank_heatmaps(times: RankTimes, *, index: int, last_step: int, title: str) -> RenderedFigure:
+    """Render a run's heat maps, one for each phase. `index`: their index on the page."""
+    cells = make_grid(times, last_step)
+    names = [
+        _name(first, times) if first == last else f"{first}–{last}" for first, last in cells.ranks
+    ]
+    data = {
+        "last": last_step,
+        "columns": cells.columns,
+        "ranks": [
+            f"rank {name}" if first == last else f"ranks {name}, the slowest"
+            for (first, last), name in zip(cells.ranks, names, strict=True)
+        ],
+        "mean": {phase: list(map(_rounded, rows)) for phase, rows in cells.mean.items()},
+        "most": list(map(_rounded, cells.most)),
+    }
+    pictures = []
+    for phase, rows in cells.mean.items():
+        what = "step time by rank" + ("" if phase == "step" else f": {phase}")
+        pictures.append(
+            render_heatmap(
+                what,
+                rows,
+                [name.partition(" ")[0] for name in names],
+                index=index,
+                last_step=last_step,
+                spoken=f"{title}: {what} and step. {_extremes(cells, rows)}",
+            )
+        )
+    return RenderedFigure(join(pictures), data)
+
+
+def mean_times(times: RankTimes) -> list[dict[str, float]]:
+    """Return each rank's mean seconds per step by phase, over all rows."""
+    found: list[dict[str, float]] = []
+    for phase in PHASES:
+        for rank, values in enumerate(_by_rank(times.phases[phase])):
+            found += [{} for _ in range(rank + 1 - len(found))]
+            if values:
+                found[rank][phase] = _mean(values)
+    return found
+
+
+def mean_over_ranks(times: RankTimes, phase: str) -> Series:
+    """Return the mean over the ranks at each logging step."""
+    found = Series()
+    for step, row in zip(times.steps, times.phases[phase], strict=True):
+        values = [value for value in row if value == value]
+        if values:
+            found.add(step, _mean(values))
+    return found
+
+
+def rank_bars(times: RankTimes) -> Html | None:
+    """Return step times by rank and phase; of more than `BARS` ranks, those with the longest data
+    and compute."""
+    everyone = [(rank, each) for rank, each in enumerate(mean_times(times)) if "step" in each]
+    if not everyone:
+        return None
+    longest = (
+        max(max(each["step"], sum(each.values()) - each["step"]) for _, each in everyone) or 1.0
+    )
+    by_work = sorted(
+        everyone, key=lambda pair: -(pair[1].get("data", 0.0) + pair[1].get("compute", 0.0))
+    )
+    shown = sorted(by_work[:BARS], key=lambda pair: pair[0])
+    rows = []
+    for rank, each in shown:
+        phases = {phase: each[phase] for phase in PHASES[1:] if phase in each}
+        phases["other"] = max(0.0, each["step"] - sum(phases.values()))
+        parts = [(_COLOURS[phase], value, "") for phase, value in phases.items()]
+        texts = [
+            format_number(phases[name], "seconds") if name in phases else "–" for name in _COLOURS
+        ]
+        step = element("strong", format_number(each["step"], "seconds"))
+        rows.append([_name(rank, times), bar(parts, longest), step, *texts])
+    heads = [Column([swatch(colour), phase]) for phase, colour in _COLOURS.items()]
+    more = (
+        f", {len(shown)} of {len(everyone)}: those whose data and compute take longest"
+        if len(shown) < len(everyone)
+        else ""
+    )
+    return table(
+        ["rank", "", Column("step"), *heads],
+        rows,
+        caption=f"Mean step time by rank{more}",
+        kind="bars",
+        row_heads=True,
+    )
+
+
+def _name(rank: int, times: RankTimes) -> str:
+    several = rank < len(times.hosts) and len(set(times.hosts)) > 1
+    return f"{rank} · {times.hosts[rank]}" if several else str(rank)
+
+
+def _extremes(cells: HeatmapGrid, rows: Sequence[Sequence[float]]) -> str:
+    """Return the slowest and the fastest rank in words."""
+    finite = [[value for value in row if math.isfinite(value)] for row in rows]
+    ranked = [
+        (_mean(row), first) for row, (first, _) in zip(finite, cells.ranks, strict=True) if row
+    ]
+    if not ranked:
+        return "Nothing was measured."
+    (highest, slowest), (lowest, fastest) = max(ranked), min(ranked)
+    high, low = format_number(highest, "seconds"), format_number(lowest, "seconds")
+    return f"Slowest is rank {slowest}, mean {high}; fastest is rank {fastest}, mean {low}."
+
+
+def _rounded(row: Sequence[float]) -> list[float | None]:
+    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in row]
