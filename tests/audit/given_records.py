@@ -11,8 +11,9 @@ import torch
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.finding import Cause, Finding
-from lockstep.audit.probes.sketch import sketch
-from lockstep.audit.records import Rank, Records, Row
+from lockstep.audit.records import Rank, Records
+from lockstep.evidence.rows import Row
+from lockstep.evidence.sketch import sketch
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 Gradients = Mapping[str, Values]

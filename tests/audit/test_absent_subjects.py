@@ -31,7 +31,8 @@ from lockstep.audit.checks.randomness import check_modes, check_randomness
 from lockstep.audit.checks.replicas import check_replicas
 from lockstep.audit.checks.samples import check_samples
 from lockstep.audit.checks.schedules import check_schedules
-from lockstep.audit.records import Records, Row
+from lockstep.audit.records import Records
+from lockstep.evidence.rows import Row
 
 CHECKS: dict[str, Callable[[Records], AreaResult]] = {
     "samples": check_samples,

@@ -33,8 +33,8 @@ from lockstep.audit.checks.gradients import (
     shared_names,
 )
 from lockstep.audit.finding import Cause
-from lockstep.audit.probes.sketch import sketch
-from lockstep.audit.records import Row
+from lockstep.evidence.rows import Row
+from lockstep.evidence.sketch import sketch
 
 runs = {
     "seed": st.integers(0, 2**32 - 1),

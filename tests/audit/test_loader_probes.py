@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.audit.probes.loaders import data_of, describe, digests
-from lockstep.audit.records import Row
+from lockstep.evidence.rows import Row
 
 pytestmark = pytest.mark.timeout(180)
 

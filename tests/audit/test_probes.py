@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from lockstep.audit.probes import begin
 from lockstep.audit.probes.models import plain
 from lockstep.audit.probes.schedules import horizon
-from lockstep.audit.records import Row
+from lockstep.evidence.rows import Row
 
 pytestmark = pytest.mark.timeout(180)
 MINE = 'import os\nos.environ["MINE"] = "run"\n'

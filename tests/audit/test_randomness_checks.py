@@ -11,7 +11,7 @@ from audit.given_records import backward, causes, given, modes, only, row, step
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.randomness import check_modes, check_randomness
 from lockstep.audit.finding import Cause
-from lockstep.audit.records import Row
+from lockstep.evidence.rows import Row
 
 
 def draws(*states: str) -> list[Row]:

@@ -22,7 +22,7 @@ from hypothesis import given as drawn, settings, strategies as st
 
 from lockstep.audit.checks.replicas import DRIFT, check_replicas
 from lockstep.audit.finding import Cause
-from lockstep.audit.records import Row
+from lockstep.evidence.rows import Row
 
 W = np.array([0.0, 0.0, 3.0, 0.0])  # sketches of one element are exact
 

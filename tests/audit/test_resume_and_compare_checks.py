@@ -15,7 +15,8 @@ from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.compare import check_compare
 from lockstep.audit.checks.resume import check_resume
 from lockstep.audit.finding import Cause
-from lockstep.audit.records import Records, Row
+from lockstep.audit.records import Records
+from lockstep.evidence.rows import Row
 
 W = np.array([0.0, 0.0, 3.0, 0.0])
 

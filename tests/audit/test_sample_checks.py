@@ -24,7 +24,8 @@ from hypothesis import given as drawn, settings, strategies as st
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.samples import check_samples, loader_passes
 from lockstep.audit.finding import Cause
-from lockstep.audit.records import Row, number_loaders
+from lockstep.audit.records import number_loaders
+from lockstep.evidence.rows import Row
 
 EVEN, ODD = [0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]
 ALL = list(range(16))

@@ -19,7 +19,7 @@ from audit.given_records import (
 from lockstep.audit.checks.collectives import check_collectives, check_files, is_broken_collective
 from lockstep.audit.checks.schedules import check_schedules
 from lockstep.audit.finding import Cause
-from lockstep.audit.records import Row
+from lockstep.evidence.rows import Row
 
 
 def scheduled(steps: int, calls: int, **changes: object) -> list[Row]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.audit.records import Row
 from lockstep.audit.request import AuditRequest
 from lockstep.audit.runner import SITE
+from lockstep.evidence.rows import Row
 
 SCRIPTS = Path(__file__).parent / "watched_scripts"
 
@@ -39,9 +39,10 @@ class Watched:
         ]
 
     def line(self, mark: str) -> str:
-        """The one line of the script that ends with `# mark`, as the probes write it."""
+        """The one line of the script that ends with `# mark`, or follows it, as the probes write
+        it."""
         numbers = [
-            number
+            number + line.lstrip().startswith("#")
             for number, line in enumerate(self.path.read_text().splitlines(), 1)
             if line.endswith(f"# {mark}")
         ]

@@ -23,9 +23,9 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import CheckpointError, DataError, LossError, RecipeError
 from lockstep.data.fetch import ShardPosition
 from lockstep.data.loader import StreamLoader
+from lockstep.evidence.trace import read_traces
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.microbatches import Batching, from_stream, positions_in
-from lockstep.verify import trace_reader
 from lockstep.verify.jobs import TraceRequest
 
 
@@ -445,7 +445,7 @@ def test_a_trace_names_the_samples_of_a_stream_alike_at_any_world_size(
     for processes in (1, 2):
         (tmp_path / str(processes)).mkdir()
         pool.run(processes, traced, str(tmp_path / str(processes)), None)
-        (trace,) = trace_reader.read_traces(tmp_path / str(processes))
+        (trace,) = read_traces(tmp_path / str(processes))
         written.append({(each.step, each.index): each.samples for each in trace.microbatches})
     batches = Segment(MicrobatchAssignment(1), (12, 4), streamed().data, 0, 2, {}).batches
     named = {at: tuple(named_by(sample) for sample in batch) for at, batch in batches.items()}

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.verify.trace import summarize
-from lockstep.verify.trace_reader import RankTrace, StepTrace, Summaries, TensorSummary, Trace
+from lockstep.evidence.tensors import Summaries, TensorSummary
+from lockstep.evidence.trace import RankTrace, StepTrace, Trace
+from lockstep.evidence.tracer import summarize
 
 
 class Built(Trace):

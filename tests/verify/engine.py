@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from lockstep.assignment import contiguous_range
 from lockstep.data.digests import digest_parts
+from lockstep.evidence.trace import Trace, read_traces
+from lockstep.evidence.tracer import Tracer
 from lockstep.keys import key
-from lockstep.verify import trace_reader
 from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.perturb import change_model
-from lockstep.verify.trace import Tracer
-from lockstep.verify.trace_reader import Trace
 
 SAMPLES = 64
 FEATURES = 6
@@ -94,7 +93,8 @@ class Engine:
         self.statistics: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self.tracers = [
             Tracer(
-                self.request,
+                self.request.folder,
+                self.request.steps,
                 rank=r,
                 world_size=ranks,
                 plan=f"replicate={ranks}",
@@ -181,7 +181,7 @@ class Engine:
             self.step(step)
         for tracer in self.tracers:
             tracer.close()
-        (trace,) = trace_reader.read_traces(self.folder)
+        (trace,) = read_traces(self.folder)
         return trace
 
     def step(self, step: int) -> None:

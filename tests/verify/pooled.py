@@ -16,11 +16,11 @@ from typing import Any
 from unittest.mock import patch
 
 from lockstep.base.errors import USER_ERROR_STATUS, UserError, WorkerError
+from lockstep.evidence.trace import read_traces
 from lockstep.scripts.line import ScriptLine
 from lockstep.testing.pool import WorkerPool
 from lockstep.verify.jobs import Job, parse_plans
 from lockstep.verify.runner import JobResult, Runner
-from lockstep.verify.trace_reader import read_traces
 from lockstep.verify.verdict import Report
 from lockstep.verify.verification import Verification, VerifyOptions
 

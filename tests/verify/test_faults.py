@@ -15,11 +15,11 @@ from torch import nn
 from verify import faults
 from verify.engine import Engine, Network
 
+from lockstep.evidence.tolerance import MeasuredRounding
+from lockstep.evidence.trace import Trace
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.causes.likely_cause import likely_cause
 from lockstep.verify.compare import BEFORE_FIRST_STEP, Comparison, compare
-from lockstep.verify.tolerance import MeasuredRounding
-from lockstep.verify.trace_reader import Trace
 
 EPS_RATIO = 2.0**-52 / 2.0**-23
 

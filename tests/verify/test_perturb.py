@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.evidence.noise import add_noise
 from lockstep.verify.jobs import TraceRequest
-from lockstep.verify.perturb import ShortDtypeOperations, add_noise, change_model, to_float64
+from lockstep.verify.perturb import ShortDtypeOperations, change_model, to_float64
 
 
 def model(seed: int = 0) -> nn.Sequential:

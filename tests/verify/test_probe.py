@@ -15,15 +15,16 @@ from training.subjects import network, recipe, rows, sgd
 from verify.built import built
 
 import lockstep as ls
+from lockstep.evidence.tensors import distance
+from lockstep.evidence.tolerance import MeasuredRounding
+from lockstep.evidence.trace import Trace, read_traces
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.context import Overrides
-from lockstep.verify import trace_reader
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.causes.likely_cause import likely_cause
 from lockstep.verify.compare import compare
 from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.probe import TraceHook
-from lockstep.verify.tolerance import MeasuredRounding, distance
 
 
 class Seen(ls.Hook):
@@ -73,11 +74,11 @@ def train(plan: str, folder: str, changes: dict[str, Any], request: dict[str, An
 
 def traced(
     pool: WorkerPool, path: Path, processes: int, plan: str, **given: Any
-) -> tuple[trace_reader.Trace, list[list[int]]]:
+) -> tuple[Trace, list[list[int]]]:
     folder = path / plan
     folder.mkdir(parents=True)
     seen = pool.run(processes, train, plan, str(folder), given.pop("changes", {}), given)
-    (trace,) = trace_reader.read_traces(folder)
+    (trace,) = read_traces(folder)
     return trace, seen
 
 
@@ -204,7 +205,7 @@ def test_two_models_have_one_trace_each_and_end_together(
         train_two(tmp_path)
     assert [
         (trace.module_index, trace.steps, len(trace.microbatches))
-        for trace in trace_reader.read_traces(tmp_path)
+        for trace in read_traces(tmp_path)
     ] == [
         (0, 2, 8),
         (1, 2, 8),
@@ -257,7 +258,7 @@ def test_what_a_script_logs_and_gathers_is_compared(
         pool.run(
             size, trace_a_loop, f"{plan},numerics={numerics}", str(tmp_path / name), counts_dummies
         )
-        (traces[name],) = trace_reader.read_traces(tmp_path / name)
+        (traces[name],) = read_traces(tmp_path / name)
     rounding = MeasuredRounding(traces["alone"], [traces["alone"]])
     right, wrong = (
         compare(traces["alone"], traces[name], rounding, bitwise=numerics == "bitwise")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from verify.engine import FEATURES, TOKENS, Engine
 
+from lockstep.evidence.tolerance import MeasuredRounding
+from lockstep.evidence.trace import Trace
 from lockstep.verify.compare import compare
-from lockstep.verify.tolerance import MeasuredRounding
-from lockstep.verify.trace_reader import Trace
 
 WIDTH = 48
 PARTS = 2

@@ -14,8 +14,9 @@ from lockstep.audit.checks.randomness import check_modes, check_randomness
 from lockstep.audit.checks.replicas import check_replicas
 from lockstep.audit.checks.samples import check_samples
 from lockstep.audit.checks.schedules import check_schedules
-from lockstep.audit.finding import Audit, Cause, Finding
+from lockstep.audit.finding import Audit, Finding
 from lockstep.audit.records import Records, read_records
+from lockstep.audit.remedies import Cause
 from lockstep.audit.runner import HangStacks
 
 CONSEQUENCES = {
@@ -98,7 +99,6 @@ def add_result(audit: Audit, result: AreaResult) -> None:
 
 
 def _with_short_line(finding: Finding) -> Finding:
-    """The finding with its file relative to the working directory."""
     path, _, number = finding.line.rpartition(":")
     if not path:
         return finding

@@ -8,53 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from lockstep.audit.remedies import CAUSES
-
-
-class Cause(Enum):
-    """The faults that an audit can name. The value is the name in JSON, and the key of its texts in
-    `remedies`."""
-
-    SAME_SAMPLES = "same_samples"
-    SAME_ORDER = "same_order"
-    SAMPLES_REPEATED = "samples_repeated"
-    SAMPLES_MISSING = "samples_missing"
-    EVALUATION_REPEATS = "evaluation_repeats"
-    DATASETS_DIFFER = "datasets_differ"
-    NOT_REDUCED = "not_reduced"
-    WRONG_SCALE = "wrong_scale"
-    REDUCED_EVERY_MICROBATCH = "reduced_every_microbatch"
-    UNUSED_PARAMETER = "unused_parameter"
-    LOCAL_CLIPPING = "local_clipping"
-    CLIPPED_SCALED = "clipped_scaled"
-    STALE_GRADIENTS = "stale_gradients"
-    MEAN_OF_MEANS = "mean_of_means"
-    INITIAL_VALUES_DIFFER = "initial_values_differ"
-    REPLICAS_DRIFT = "replicas_drift"
-    BUFFERS_DIFFER = "buffers_differ"
-    OPTIMIZER_STATE_DIFFERS = "optimizer_state_differs"
-    OPTIMIZER_NEEDS_WHOLE_TENSORS = "optimizer_needs_whole_tensors"
-    NOT_TRAINED = "not_trained"
-    NOT_FINITE = "not_finite"
-    SAME_RANDOM_NUMBERS = "same_random_numbers"
-    SAME_AUGMENTATION = "same_augmentation"
-    SEED_RESET = "seed_reset"
-    SCHEDULE_SPEED = "schedule_speed"
-    SCHEDULE_ON_SKIPPED_STEP = "schedule_on_skipped_step"
-    LEARNING_RATES_DIFFER = "learning_rates_differ"
-    COLLECTIVE_MISMATCH = "collective_mismatch"
-    UNEVEN_INPUTS = "uneven_inputs"
-    RANK_LEFT = "rank_left"
-    HANG = "hang"
-    EVALUATION_IN_TRAIN_MODE = "evaluation_in_train_mode"
-    TRAINING_IN_EVAL_MODE = "training_in_eval_mode"
-    SAVED_BY_EVERY_RANK = "saved_by_every_rank"
-    RESUME_DATA = "resume_data"
-    RESUME_RANDOM = "resume_random"
-    RESUME_SCHEDULE = "resume_schedule"
-    RESUME_OPTIMIZER = "resume_optimizer"
-    RESUME_MODEL = "resume_model"
-    DEPENDS_ON_PROCESSES = "depends_on_processes"
+from lockstep.audit.remedies import Cause
 
 
 class Area(Enum):
@@ -88,25 +42,14 @@ class Finding:
     names: Sequence[str] = ()
     """The parameters, buffers or files concerned."""
 
-    @property
-    def title(self) -> str:
-        return CAUSES[self.cause.value].title
-
-    @property
-    def law(self) -> str:
-        return CAUSES[self.cause.value].law
-
-    @property
-    def remedy(self) -> str:
-        return CAUSES[self.cause.value].remedy
-
     def as_json(self) -> dict[str, Any]:
         row = asdict(self) | {
-            "cause": self.cause.value,
+            "cause": self.cause.name.lower(),
             "area": self.area.value,
             "names": list(self.names),
         }
-        return row | {"title": self.title, "law": self.law, "remedy": self.remedy}
+        texts = {name: getattr(self.cause, name) for name in ("title", "law", "remedy")}
+        return row | texts
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from lockstep.evidence.rows import Row, read_row_file
 
 UNKNOWN = -1
 """The number of a loader whose first pass is not in the record: another process began it, and
 forked."""
-Row = dict[str, Any]
-Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(slots=True)
@@ -83,7 +79,9 @@ class Records:
 def read_records(folder: Path) -> Records:
     """Read all processes' files. The process of a rank is the one that took steps, or joined the
     process group."""
-    files = [rows for path in sorted(folder.glob("process-*.jsonl")) if (rows := _rows(path))]
+    files = [
+        rows for path in sorted(folder.glob("process-*.jsonl")) if (rows := read_row_file(path))
+    ]
     ranks: dict[int, Rank] = {}
     by_pid: dict[int, int] = {}
     others = []
@@ -152,39 +150,3 @@ def training_passes(rows: Sequence[Row]) -> set[tuple[int, int]]:
     counts = Counter(tuple(place) for row in backwards for place in row["passes"])
     last = {(row["loader"], row["pass_number"]) for row in backwards if row["loader"] is not None}
     return last | {place for place, count in counts.items() if count > 1}
-
-
-def vector(sketch: list[float] | None) -> Vector | None:
-    """The projections of a sketch; None where there is none or it is not finite."""
-    if sketch is None or not np.isfinite(sketch).all():
-        return None
-    return np.array(sketch[:-1])
-
-
-def size(sketch: list[float]) -> float:
-    """The norm of the tensor."""
-    return float(np.sqrt(max(sketch[-1], 0.0)))
-
-
-def difference(one: list[float] | None, other: list[float] | None) -> float:
-    """The distance of two tensors, relative to the larger one, as their sketches tell it."""
-    first, second = vector(one), vector(other)
-    if first is None or second is None or one is None or other is None:
-        return (
-            float("inf")
-            if (first is None) != (second is None) and one is not None and other is not None
-            else 0.0
-        )
-    largest = max(size(one), size(other))
-    return float(np.sqrt(np.mean((first - second) ** 2))) / largest if largest else 0.0
-
-
-def _rows(path: Path) -> list[Row]:
-    """The rows of a file. The last line may be cut: its process was ended."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows

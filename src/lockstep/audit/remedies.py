@@ -1,8 +1,8 @@
-"""The texts of each cause: its title, the law that it breaks, and the lines to change. Pure."""
+"""The causes that an audit can name. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from enum import Enum
 
 _EQUIVALENCE = (
     "every step applies the gradient of one loss over one global batch, whatever the number of"
@@ -14,67 +14,65 @@ _REPLICAS = "all ranks hold the same model"
 _NOTHING_LOST = "a resumed run goes on exactly where it was interrupted"
 
 
-@dataclass(frozen=True, slots=True)
-class CauseText:
-    title: str
-    law: str
-    remedy: str
-    """A few lines to change."""
+class Cause(Enum):
+    """The faults that an audit can name."""
 
+    def __init__(self, title: str, law: str, remedy: str) -> None:
+        """`law`: the rule that it breaks. `remedy`: a few lines to change."""
+        self.title, self.law, self.remedy = title, law, remedy
 
-CAUSES = {
-    "same_samples": CauseText(
+    SAME_SAMPLES = (
         "several ranks train on the same samples",
         _ONCE,
         "give the loader a sampler that splits the data over the ranks:\n    sampler ="
         " DistributedSampler(dataset)\n    loader = DataLoader(dataset, sampler=sampler, ...)   #"
         " and sampler.set_epoch(epoch) at each epoch\nan IterableDataset skips the samples of other"
         " ranks and workers itself: itertools.islice(samples, shard, None, shards)",
-    ),
-    "same_order": CauseText(
+    )
+    SAME_ORDER = (
         "every epoch has the same order",
         "each epoch has an order of its own",
         "call set_epoch before each epoch:\n    for epoch in range(epochs):\n       "
         " loader.sampler.set_epoch(epoch)",
-    ),
-    "samples_repeated": CauseText(
+    )
+    SAMPLES_REPEATED = (
         "samples are seen more than once in an epoch",
         _ONCE,
         "an IterableDataset is copied into every loader worker; let each yield its own part:\n"
         "    worker = torch.utils.data.get_worker_info()\n"
         "    yield from itertools.islice(samples, worker.id, None, worker.num_workers)",
-    ),
-    "samples_missing": CauseText(
+    )
+    SAMPLES_MISSING = (
         "samples are left out of every epoch",
         _ONCE,
         "split the data so that the parts of all ranks together are the whole:"
         " DistributedSampler(dataset), or indices[rank::world_size]",
-    ),
-    "evaluation_repeats": CauseText(
+    )
+    EVALUATION_REPEATS = (
         "the evaluation counts some samples twice",
         "an evaluation counts each sample exactly once",
         "DistributedSampler pads to a multiple of the ranks; give each rank its own part instead,"
         " and add up sums and counts:\n    part = Subset(dataset, range(rank, len(dataset),"
         " world_size))\nwith Accelerate: accelerator.gather_for_metrics instead of"
         " accelerator.gather",
-    ),
-    "datasets_differ": CauseText(
+    )
+    DATASETS_DIFFER = (
         "each rank has another dataset",
         _ONCE,
         "make it, and split it, with a seed that all ranks share, whatever seed they have"
         " otherwise:\n    shared = torch.Generator().manual_seed(0)\n    training, held_out ="
         " random_split(dataset, lengths, generator=shared)\ndata of each rank's own need no"
         " DistributedSampler: RandomSampler reads all of them",
-    ),
-    "not_reduced": CauseText(
+    )
+    NOT_REDUCED = (
         "gradients are not reduced",
         _EQUIVALENCE,
         "call the DistributedDataParallel object, not its .module; leave no_sync before the last"
         " microbatch of a step;\na loop of your own must reduce every parameter:\n    for p in"
         " model.parameters():\n        dist.all_reduce(p.grad)\n        p.grad /="
         " dist.get_world_size()",
-    ),
-    "wrong_scale": CauseText(
+    )
+    WRONG_SCALE = (
         "the gradient has the wrong scale",
         _EQUIVALENCE,
         "divide a sum over ranks by the number of ranks, and the loss of a microbatch by the number"
@@ -82,198 +80,197 @@ CAUSES = {
         " over the count of all ranks is multiplied by world_size where DDP divides by it; a loss"
         " over gathered values needs a\ngather whose backward adds up the gradients of all ranks:\n"
         "    torch.cat(torch.distributed.nn.functional.all_gather(features))",
-    ),
-    "reduced_every_microbatch": CauseText(
+    )
+    REDUCED_EVERY_MICROBATCH = (
         "gradients are reduced in every microbatch, not once a step",
         "the result is right; bytes and time are wasted",
         "keep the reduction for the last microbatch:\n"
         "    with nullcontext() if last else model.no_sync():\n        loss.backward()\n"
         "with Accelerate: with accelerator.accumulate(model)",
-    ),
-    "unused_parameter": CauseText(
+    )
+    UNUSED_PARAMETER = (
         "a parameter is used on some ranks only",
         _EQUIVALENCE,
         "DistributedDataParallel(model, find_unused_parameters=True); a loop of your own must"
         " reduce zeros where p.grad is None,\non every rank and in one order",
-    ),
-    "local_clipping": CauseText(
+    )
+    LOCAL_CLIPPING = (
         "gradients are clipped by the norm of a part of them",
         "clipping uses the norm of the whole reduced gradient",
         "clip after the reduction, and over all shards:"
         " torch.nn.utils.clip_grad_norm_(model.parameters(), ...) under DDP and"
         " FSDP2,\nmodel.clip_grad_norm_(...) under FSDP1; accelerator.clip_grad_norm_ only if"
         " accelerator.sync_gradients",
-    ),
-    "clipped_scaled": CauseText(
+    )
+    CLIPPED_SCALED = (
         "gradients are clipped while they are multiplied by the loss scale",
         "clipping uses the norm of the whole reduced gradient",
         "unscale first:\n    scaler.unscale_(optimizer)\n   "
         " torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-    ),
-    "stale_gradients": CauseText(
+    )
+    STALE_GRADIENTS = (
         "gradients of earlier steps are still in the sum",
         _EQUIVALENCE,
         "clear them after each step: optimizer.zero_grad()",
-    ),
-    "mean_of_means": CauseText(
+    )
+    MEAN_OF_MEANS = (
         "the loss is a mean of means",
         _EQUIVALENCE,
         "divide the sum by the count of the whole step, not each microbatch by its own:\n    count"
         " = number of targets of this rank's step; dist.all_reduce(count)\n    loss ="
         ' F.cross_entropy(..., reduction="sum") * world_size / count   # DDP divides by world_size',
-    ),
-    "initial_values_differ": CauseText(
+    )
+    INITIAL_VALUES_DIFFER = (
         "ranks begin with different parameters",
         _REPLICAS,
         "wrap the model in DistributedDataParallel, which sends rank 0's values to all, or do so"
         " yourself:\n    for tensor in model.state_dict().values():\n        dist.broadcast(tensor,"
         " src=0)",
-    ),
-    "replicas_drift": CauseText(
+    )
+    REPLICAS_DRIFT = (
         "the parameters of the ranks drift apart",
         _REPLICAS,
         "every rank must apply the same gradient with the same settings in the same steps; nothing"
         " but the optimizer may change parameters",
-    ),
-    "buffers_differ": CauseText(
+    )
+    BUFFERS_DIFFER = (
         "buffers differ from rank to rank",
         _REPLICAS,
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs;"
         " DistributedDataParallel(model, broadcast_buffers=True);\nor average the running"
         " statistics over the ranks before each evaluation and save",
-    ),
-    "optimizer_state_differs": CauseText(
+    )
+    OPTIMIZER_STATE_DIFFERS = (
         "the state of the optimizer differs from rank to rank",
         _REPLICAS,
         "every rank must take the same optimizer steps, and load the same optimizer state",
-    ),
-    "optimizer_needs_whole_tensors": CauseText(
+    )
+    OPTIMIZER_NEEDS_WHOLE_TENSORS = (
         "the optimizer needs whole tensors, and is given shards",
         "an optimizer does the same on a part as on the whole",
         "use an element-wise optimizer (SGD, Adam, AdamW) for sharded parameters, or gather each"
         " gradient, update whole, and shard again",
-    ),
-    "not_trained": CauseText(
+    )
+    NOT_TRAINED = (
         "parameters of the model are not in the optimizer",
         "the optimizer updates the parameters that the model uses",
         "build the optimizer last: after fully_shard, after a change of layers, after weights are"
         " tied, after moving to a device",
-    ),
-    "not_finite": CauseText(
+    )
+    NOT_FINITE = (
         "the model's parameters are NaN or infinite",
         "a step applies a gradient that is finite, or none",
         "give every parameter a value: after model.to_empty(...) each module's reset_parameters(),"
         " that of the layers too;\nskip a step whose gradient is not finite, as"
         " torch.amp.GradScaler does:\n    norm = torch.nn.utils.clip_grad_norm_(model.parameters(),"
         " max_norm)\n    if torch.isfinite(norm):\n        optimizer.step()",
-    ),
-    "same_random_numbers": CauseText(
+    )
+    SAME_RANDOM_NUMBERS = (
         "all ranks draw the same random numbers",
         _STREAMS,
         "after the model is built, give each rank a seed of its own: torch.manual_seed(seed +"
         " rank)",
-    ),
-    "same_augmentation": CauseText(
+    )
+    SAME_AUGMENTATION = (
         "augmentation draws the same random numbers for different samples",
         _STREAMS,
         "do not set one seed in every worker or on every rank:\n    def seed_worker(worker_id):\n  "
         "      np.random.seed(torch.initial_seed() % 2**32)\nand give each rank's loader a"
         " generator of its own: generator=torch.Generator().manual_seed(seed + rank)",
-    ),
-    "seed_reset": CauseText(
+    )
+    SEED_RESET = (
         "a seed is set again and again",
         _STREAMS,
         "set the seed once, before the training loop",
-    ),
-    "schedule_speed": CauseText(
+    )
+    SCHEDULE_SPEED = (
         "the learning rate schedule runs too fast",
         "the learning rate is a function of the optimizer steps",
         "call scheduler.step() once for each optimizer.step(); with Accelerate, a prepared"
         " scheduler steps once per process:\ncount the training steps before accelerator.prepare,"
         " or do not prepare the scheduler",
-    ),
-    "schedule_on_skipped_step": CauseText(
+    )
+    SCHEDULE_ON_SKIPPED_STEP = (
         "the schedule goes on although the step was skipped",
         "the learning rate is a function of the optimizer steps",
         "step the schedule only if the loss scale did not fall:\n"
         "    scale = scaler.get_scale(); scaler.step(optimizer); scaler.update()\n"
         "    if scaler.get_scale() >= scale: scheduler.step()",
-    ),
-    "learning_rates_differ": CauseText(
+    )
+    LEARNING_RATES_DIFFER = (
         "learning rates differ from rank to rank",
         _REPLICAS,
         "compute the learning rate from values that all ranks share; a metric that steers it must"
         " be reduced first",
-    ),
-    "collective_mismatch": CauseText(
+    )
+    COLLECTIVE_MISMATCH = (
         "ranks call different collectives",
         "all ranks call the same collectives in the same order",
         "move the collective out of the branch that only some ranks take",
-    ),
-    "uneven_inputs": CauseText(
+    )
+    UNEVEN_INPUTS = (
         "a rank runs out of batches while others go on",
         "all ranks take the same number of steps",
         "give all ranks the same number of batches: DistributedSampler, drop_last=True, or"
         " torch.distributed.algorithms.Join",
-    ),
-    "rank_left": CauseText(
+    )
+    RANK_LEFT = (
         "a rank ends while the others go on",
         "all ranks take the same number of steps",
         "let no rank leave the loop alone: reduce the condition of an exit, break or return over"
         " all ranks first",
-    ),
-    "hang": CauseText(
+    )
+    HANG = (
         "the script hangs",
         "all ranks call the same collectives in the same order",
         "see which rank the others wait for, and why it does not come to the same call",
-    ),
-    "evaluation_in_train_mode": CauseText(
+    )
+    EVALUATION_IN_TRAIN_MODE = (
         "the evaluation runs in train mode",
         "dropout and BatchNorm are off in an evaluation",
         "call model.eval() before it, and model.train() after it:\n"
         "    model.eval()\n    with torch.no_grad():\n        ...\n    model.train()\n"
         "functions take the mode themselves: F.dropout(x, p, training=self.training)",
-    ),
-    "training_in_eval_mode": CauseText(
+    )
+    TRAINING_IN_EVAL_MODE = (
         "the training goes on in eval mode",
         "dropout and BatchNorm are on in training",
         "call model.train() after each evaluation",
-    ),
-    "saved_by_every_rank": CauseText(
+    )
+    SAVED_BY_EVERY_RANK = (
         "every rank writes the same file",
         "a checkpoint is complete, or it does not exist",
         "write it on one rank:\n    if dist.get_rank() == 0:\n        torch.save(...)",
-    ),
-    "resume_data": CauseText(
+    )
+    RESUME_DATA = (
         "a resumed run sees other samples than the run without interruption",
         _NOTHING_LOST,
         "save the epoch and the position in it; on resume call sampler.set_epoch(epoch) and skip"
         " the batches that were done",
-    ),
-    "resume_random": CauseText(
+    )
+    RESUME_RANDOM = (
         "a resumed run draws other random numbers",
         _NOTHING_LOST,
         "save each rank's torch.get_rng_state(), and that of its device, and set them on resume",
-    ),
-    "resume_schedule": CauseText(
+    )
+    RESUME_SCHEDULE = (
         "a resumed run has another learning rate",
         _NOTHING_LOST,
         "save scheduler.state_dict(), and load it on resume",
-    ),
-    "resume_optimizer": CauseText(
+    )
+    RESUME_OPTIMIZER = (
         "a resumed run begins with another optimizer state",
         _NOTHING_LOST,
         "save optimizer.state_dict(), and load it on resume",
-    ),
-    "resume_model": CauseText(
+    )
+    RESUME_MODEL = (
         "a resumed run begins with other parameters",
         _NOTHING_LOST,
         "save model.state_dict() after the optimizer step, and load it before the model is wrapped",
-    ),
-    "depends_on_processes": CauseText(
+    )
+    DEPENDS_ON_PROCESSES = (
         "what is learned depends on the number of processes",
         _EQUIVALENCE,
         "mend the other findings first; then look at what the script computes from the rank or the"
         " number of processes:\nlearning rate, batch, seeds, the order of the data",
-    ),
-}
+    )

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.audit.compare import CompareOptions, add_compare
-from lockstep.audit.finding import Area, Audit, Cause, Finding
+from lockstep.audit.finding import Area, Audit, Finding
+from lockstep.audit.remedies import Cause
 from lockstep.audit.resume import add_resume
 from lockstep.audit.runner import AuditOptions, HangStacks, launcher_of, run_audited
 from lockstep.audit.source import ScriptSource

@@ -81,7 +81,6 @@ class ScriptSource:
         return self._names.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
     def _reads_rank(self) -> bool:
-        """True if the script looks RANK or LOCAL_RANK up in its environment."""
         for node in self._nodes:
             if (
                 isinstance(node, ast.Subscript)
@@ -99,7 +98,6 @@ class ScriptSource:
         return False
 
     def _gives_rank(self) -> bool:
-        """True if the script gives init_process_group the rank."""
         return any(
             name.endswith("init_process_group")
             and any(keyword.arg == "rank" for keyword in node.keywords)
@@ -140,7 +138,6 @@ def lines_of_files(places: Iterable[str], roots: Iterable[str]) -> dict[str, lis
 
 
 def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
-    """Yield each name that an import binds, and the dotted name of its origin."""
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:

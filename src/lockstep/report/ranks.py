@@ -211,7 +211,6 @@ def _name(rank: int, times: RankTimes) -> str:
 
 
 def _extremes(cells: HeatmapGrid, rows: Sequence[Sequence[float]]) -> str:
-    """Return the slowest and the fastest rank in words."""
     finite = [[value for value in row if math.isfinite(value)] for row in rows]
     ranked = [
         (_mean(row), first) for row, (first, _) in zip(finite, cells.ranks, strict=True) if row

@@ -294,7 +294,6 @@ def _mark_place(
 def _trial_marks(
     placed: Sequence[tuple[TrialResult, Point]], best: TrialResult | None
 ) -> list[Html]:
-    """Return the marks, and what makes those of pruned trials hollow."""
     found = []
     for trial, place in placed:
         kind = (

@@ -62,7 +62,6 @@ def search_page(results: SearchResults, importance: Mapping[str, float], made: f
 
 
 def _headline(results: SearchResults) -> Html:
-    """Return what was searched, and what has become of it."""
     metric = element("strong", results.metric)
     about = [element("code", results.script), f" · {results.direction} ", metric]
     return join(
@@ -133,7 +132,6 @@ def _importance_bars(importance: Mapping[str, float]) -> Html:
 
 
 def _trial_table(results: SearchResults) -> Html:
-    """Return a table of all trials. A click on a column's head sorts it."""
     given = (name for trial in results.trials for name in trial.parameters)
     names = list(dict.fromkeys([*results.searched, *given]))
     numeric = {

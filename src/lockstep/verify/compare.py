@@ -18,8 +18,9 @@ from typing import Literal
 import numpy as np
 
 from lockstep.data.digests import difference
-from lockstep.verify.tolerance import TOLERANCE, MeasuredRounding, distance, pooled, tensor_distance
-from lockstep.verify.trace_reader import Summaries, TensorSummary, Trace
+from lockstep.evidence.tensors import Summaries, TensorSummary, distance, pooled
+from lockstep.evidence.tolerance import TOLERANCE, MeasuredRounding
+from lockstep.evidence.trace import Trace, tensor_distance
 
 SUM_TOLERANCE = 4.0
 """Largest distance of a reduced gradient from the float64 sum of its microbatches', in multiples of
@@ -170,19 +171,8 @@ def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[flo
         ours, theirs = reference.rank_0.steps[step], other.rank_0.steps[step]
         for kind in ("gradients", "parameters"):
             summaries = ours.tensors[kind]
-            pairs = {
-                name: (summary, theirs.tensors[kind].get(name))
-                for name, summary in summaries.items()
-            }
-            found[kind].append(
-                pooled(
-                    [
-                        tensor_distance(reference, other, step, kind, *item)
-                        for item in pairs.items()
-                    ],
-                    summaries,
-                )
-            )
+            away = [tensor_distance(reference, other, step, kind, name) for name in summaries]
+            found[kind].append(pooled(away, summaries))
         found["loss"].append(abs(theirs.loss - ours.loss) / (abs(ours.loss) or 1.0))
     return found
 
@@ -236,7 +226,6 @@ def _compare(comparator: _Comparator, steps: int, checks: Sequence[_CheckFunctio
 
 
 def _initial(comparator: _Comparator) -> Iterator[Difference]:
-    """Check that the initial weights have the same bits on every rank, under any plan."""
     for rank, entry in comparator.plan.ranks.items():
         for kind in ("parameters", "buffers"):
             ours, theirs = comparator.reference.rank_0.initial[kind], entry.initial[kind]
@@ -254,7 +243,6 @@ def _initial(comparator: _Comparator) -> Iterator[Difference]:
 
 
 def _samples(comparator: _Comparator, step: int) -> Iterator[Difference]:
-    """Check that each microbatch has the reference's samples and is computed once."""
     ours = {m.index: m.samples for m in comparator.reference.microbatches_of(step)}
     microbatches = comparator.plan.microbatches_of(step)
     theirs = {m.index: m.samples for m in microbatches}
@@ -270,7 +258,6 @@ def _samples(comparator: _Comparator, step: int) -> Iterator[Difference]:
 
 
 def _batches(comparator: _Comparator, step: int) -> Iterator[Difference]:
-    """Check that batches of the same samples hold the same bits."""
     ours = {m.index: m for m in comparator.reference.microbatches_of(step)}
     for microbatch in comparator.plan.microbatches_of(step):
         expected = ours.get(microbatch.index)
@@ -351,7 +338,6 @@ def _microbatches(comparator: _Comparator, step: int) -> Iterator[Difference]:
 
 
 def _missing(comparator: _Comparator, step: int) -> Iterator[Difference]:
-    """Check that the same parameters have a gradient."""
     ours = comparator.reference.rank_0.steps[step].tensors["gradients"]
     for rank, entry in comparator.plan.ranks.items():
         theirs = entry.steps[step].tensors["gradients"]
@@ -408,7 +394,6 @@ def sum_error(total: TensorSummary, terms: list[TensorSummary], gain: float) -> 
 
 
 def _tensors(comparator: _Comparator, step: int) -> Iterator[Difference]:
-    """Check gradients, optimizer states, parameters and buffers."""
     ours = comparator.reference.rank_0.steps[step].tensors
     for kind in ("gradients", "states", "parameters", "buffers"):
         rounding = comparator.rounding.of_tensors(step, kind)
@@ -418,13 +403,10 @@ def _tensors(comparator: _Comparator, step: int) -> Iterator[Difference]:
                 found = theirs.get(name)
                 if kind == "gradients" and (summary is None) != (found is None):
                     continue  # `_missing` reports it
-                pair = (summary, found)
                 away = (
-                    distance(*pair)
+                    distance(summary, found)
                     if rank
-                    else tensor_distance(
-                        comparator.reference, comparator.plan, step, kind, name, pair
-                    )
+                    else tensor_distance(comparator.reference, comparator.plan, step, kind, name)
                 )
                 difference = Difference(step=step, check=kind, name=name, rank=rank)
                 yield from comparator.judge(
@@ -436,7 +418,6 @@ def _tensors(comparator: _Comparator, step: int) -> Iterator[Difference]:
 
 
 def _scalars(comparator: _Comparator, step: int) -> Iterator[Difference]:
-    """Check the gradient norm, the loss, the learning rate and the weight of the loss."""
     ours = comparator.reference.rank_0.steps[step]
     for rank, entry in comparator.plan.ranks.items():
         theirs = entry.steps[step]

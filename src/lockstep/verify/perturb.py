@@ -3,7 +3,6 @@ eval mode."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.torch_private import TorchDispatchMode
+from lockstep.evidence.noise import add_noise
 from lockstep.verify.jobs import TraceRequest
 
 
@@ -39,25 +39,6 @@ def to_float64(batch: Any) -> Any:
     return batch
 
 
-def add_noise(model: nn.Module, seed: int) -> None:
-    """Add noise of one unit in the last place to every parameter, and to every layer's output and
-    its gradient."""
-    # Products in a short dtype are rounded in layers' outputs; noise in parameters alone, which are
-    # in float32, is too small.
-    perturb_parameters(model, seed)
-    for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_hook(_OutputNoise(name, seed))
-
-
-@torch.no_grad()
-def perturb_parameters(model: nn.Module, seed: int) -> None:
-    """Change every parameter by one unit in the last place, up or down."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            parameter.copy_(_neighbours(parameter, up=_random(name, seed, parameter) > 0))
-
-
 class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations of a float64 run that return a shorter dtype: after them the run is only
     as exact as that."""
@@ -80,53 +61,3 @@ class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.found.add(str(func.overloadpacket))
                 self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
         return out
-
-
-class _OutputNoise:
-    """A forward hook that adds noise to a layer's output."""
-
-    def __init__(self, name: str, seed: int) -> None:
-        self._name = name
-        self._seed = seed
-        self._calls = 0
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output
-        self._calls += 1
-        return _Noise.apply(output, f"{self._name}/{self._calls}", self._seed)  # type: ignore[no-untyped-call]
-
-
-class _Noise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, seed: int) -> Tensor:
-        ctx.key = (name, seed)
-        return _with_noise(x, name, seed)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        name, seed = ctx.key
-        return _with_noise(gradients[0], f"{name}/backward", seed), None, None
-
-
-def _with_noise(x: Tensor, name: str, seed: int) -> Tensor:
-    return x + x * (torch.finfo(x.dtype).eps * _random(name, seed, x))
-
-
-def _random(name: str, seed: int, like: Tensor) -> Tensor:
-    """Return uniform numbers in -1..1, of the shape and dtype of `like`, the same in every run."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return (torch.rand(like.shape, generator=generator, dtype=torch.float32) * 2 - 1).to(
-        like.device, like.dtype
-    )
-
-
-def _neighbours(value: Tensor, up: Tensor) -> Tensor:
-    """Return the next larger or smaller number of each element; for a dtype without nextafter, one
-    epsilon away."""
-    if value.dtype in (torch.float32, torch.float64):
-        infinity = torch.full_like(value, torch.inf)
-        return torch.nextafter(value, torch.where(up, infinity, -infinity))
-    step = torch.where(up, torch.finfo(value.dtype).eps, -torch.finfo(value.dtype).eps)
-    return (value.double() * (1 + step)).to(value.dtype)

@@ -16,6 +16,8 @@ from lockstep.base.torch_private import BatchNormBase
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.data.digests import digest_parts
 from lockstep.data.loader import Microbatch
+from lockstep.evidence.noise import perturb_parameters
+from lockstep.evidence.tracer import NamedTensors, Tracer
 from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
@@ -24,10 +26,8 @@ from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.perturb import (
     ShortDtypeOperations,
     change_model,
-    perturb_parameters,
     to_float64,
 )
-from lockstep.verify.trace import NamedTensors, Tracer
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
@@ -79,7 +79,8 @@ class TraceHook(ControlHook):
         if not hasattr(self, "tracer"):
             writes = all(mesh.axis(axis).rank == 0 for axis in ("replicate", "shard", "tensor"))
             self.tracer = Tracer(
-                self._request,
+                self._request.folder,
+                self._request.steps,
                 rank=world.rank,
                 world_size=world.size,
                 plan=plan,
@@ -228,7 +229,6 @@ class TraceHook(ControlHook):
 
 
 def _unscaled(module: TrainModule, gradients: Iterable[Tensor | None]) -> NamedTensors:
-    """Yield the gradients by name, divided by the loss scale."""
     scale = 1.0 if module.loss_scale is None else module.loss_scale.value
     for name, gradient in zip(module.names, gradients, strict=True):
         yield name, gradient if gradient is None or scale == 1.0 else gradient / scale
@@ -244,7 +244,6 @@ def _states(module: TrainModule) -> NamedTensors:
 
 
 def _is_replicated(mesh: Mesh) -> bool:
-    """True if every rank holds the full model."""
     return all(mesh.axis(axis).size == 1 for axis in ("shard", "tensor", "pipeline"))
 
 

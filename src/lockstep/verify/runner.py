@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lockstep.base.python_process import own_python
+from lockstep.evidence.trace import Trace, read_traces
 from lockstep.options import LaunchOptions
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import ScriptEnd, run_script
 from lockstep.verify.jobs import Job
-from lockstep.verify.trace_reader import Trace, read_traces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep.evidence.tolerance import TOLERANCE
 from lockstep.verify.compare import DESCRIPTIONS, Comparison, Difference
-from lockstep.verify.tolerance import TOLERANCE
 
 COLUMNS = ("plan", "processes", "verdict", "tolerance", "largest difference", "where")
 ROUNDING = (

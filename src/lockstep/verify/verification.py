@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.base.errors import DataError, RecipeError
+from lockstep.evidence.tensors import EPS
+from lockstep.evidence.tolerance import MeasuredRounding
+from lockstep.evidence.trace import Trace
 from lockstep.plan import Plan
 from lockstep.scripts.line import ScriptLine
 from lockstep.verify import jobs
@@ -24,8 +27,6 @@ from lockstep.verify.compare import (
 )
 from lockstep.verify.jobs import FAST_REFERENCE, FLOAT64_PERTURBED_RUNS
 from lockstep.verify.runner import JobResult, Runner
-from lockstep.verify.tolerance import MeasuredRounding
-from lockstep.verify.trace_reader import EPS, Trace
 from lockstep.verify.verdict import CompressionEffect, Mismatch, Report, Verdict
 
 COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}
@@ -235,8 +236,6 @@ class Verification:
             _note_mismatch(verdict, comparison, without, trace, float64=False)
 
     def _check_data(self, reference: Sequence[Trace], perturbed: Sequence[Sequence[Trace]]) -> None:
-        """Raise `DataError` unless the runs on one process, which measure rounding, have the same
-        data."""
         for run in perturbed:
             for ours, theirs in zip(reference, run, strict=True):
                 if (found := other_data(ours, theirs)) is not None:
@@ -268,7 +267,6 @@ class Verification:
         self._report.rounding_spread["loss"] = [rounding.loss_spread(step) for step in steps]
 
     def _check_microbatch_size(self, started: _StartedRuns) -> None:
-        """Check that the same batch has the same gradient with another microbatch size."""
         results = [future.result() for future in started.microbatch_sizes]
         if len(results) < 2:
             return
@@ -334,7 +332,6 @@ def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Misma
 
 
 def _ran(verdict: Verdict, result: JobResult) -> bool:
-    """Return True if the run has traces; if not, record the reason in the verdict."""
     if not result.traces:
         verdict.ran, verdict.exit_status = False, result.status or 1
         verdict.error = ("the run timed out; " if result.timed_out else "") + (

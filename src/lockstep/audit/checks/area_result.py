@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from lockstep.audit.finding import Area, Cause, Finding
+from lockstep.audit.finding import Area, Finding
+from lockstep.audit.remedies import Cause
 
 _NUMBER = re.compile(r"\d[\d.]*(?:e[+-]?\d+)?")
 

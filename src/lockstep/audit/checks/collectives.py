@@ -9,8 +9,10 @@ from typing import Any
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.samples import loader_passes
-from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Rank, Records, Row
+from lockstep.audit.finding import Area
+from lockstep.audit.records import Rank, Records
+from lockstep.audit.remedies import Cause
+from lockstep.evidence.rows import Row
 
 _ERROR = re.compile(r"^(?:\[\w+\]:\s*)*[\w.]*(?:Error|Exception|Interrupt)\b.*$", re.MULTILINE)
 _BROKEN = re.compile(
@@ -101,7 +103,6 @@ def _check_uneven(result: AreaResult, records: Records) -> None:
 
 
 def _check_left(result: AreaResult, records: Records) -> None:
-    """Find ranks that ended by themselves, before a backward that the others began."""
     counts = [len(rank.of("backward")) for rank in records.ranks]
     left = [rank for rank, count in zip(records.ranks, counts, strict=True) if count < max(counts)]
     if left:

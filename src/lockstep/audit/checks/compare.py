@@ -3,17 +3,20 @@ batch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 
 from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.checks.gradients import reduced_of
-from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Records, Row, Vector, vector
-from lockstep.verify.tolerance import MINIMUM_ULPS, TOLERANCE
-from lockstep.verify.trace_reader import EPS
+from lockstep.audit.checks.gradients import reduced_of, whole_projection
+from lockstep.audit.finding import Area
+from lockstep.audit.records import Records
+from lockstep.audit.remedies import Cause
+from lockstep.evidence.rows import Row
+from lockstep.evidence.tensors import Summaries, TensorSummary, distance
+from lockstep.evidence.tolerance import TOLERANCE, MeasuredRounding
+from lockstep.evidence.trace import RankTrace, StepTrace, Trace
 
-KINDS = {"gradient": "applied", "parameter": "parameters"}
+KINDS = {"gradients": "gradient", "parameters": "parameter"}
 """Tensors that are compared in each step, in this order: the fault is in the first that differs."""
 
 
@@ -28,8 +31,11 @@ def check_compare(
     if not steps:
         result.miss("not all runs took a step")
         return result
+    rounding = MeasuredRounding(
+        _trace(reference, steps), [_trace(each, steps) for each in perturbed], sign_flip=0.0
+    )
     for processes, records in others.items():
-        found = _first_difference(reference, perturbed, records, steps)
+        found = _first_difference(rounding, _trace(records, steps), steps)
         if found is not None:
             step, kind, name, off, times = found
             result.find(
@@ -49,61 +55,51 @@ def check_compare(
 
 
 def _first_difference(
-    reference: Records, perturbed: Sequence[Records], other: Records, steps: int
+    rounding: MeasuredRounding, other: Trace, steps: int
 ) -> tuple[int, str, str, float, float] | None:
-    """The first step that differs, and the tensor in it that is furthest off."""
     for step in range(steps):
-        runs = [_step(each, step) for each in (reference, *perturbed)]
+        ours, theirs = (each.rank_0.steps[step].tensors for each in (rounding.reference, other))
         for kind in KINDS:
-            worst = max(_differences(kind, runs, _step(other, step)), default=None)
-            if worst is not None and worst[0] > TOLERANCE:
-                return step, kind, worst[2], worst[1], worst[0]
+            allowed = rounding.of_tensors(step, kind)
+            found = []
+            for name, summary in ours[kind].items():
+                there = theirs[kind].get(name)
+                if summary is not None and there is not None:
+                    away = distance(summary, there)
+                    relative = away / summary.norm if summary.norm else 0.0
+                    found.append((away / allowed[name], relative, name))
+            times, off, name = max(found, default=(0.0, 0.0, ""))
+            if times > TOLERANCE:
+                return step, KINDS[kind], name, off, times
     return None
 
 
-def _differences(
-    kind: str, runs: Sequence[Sequence[Row]], other: Sequence[Row]
-) -> list[tuple[float, float, str]]:
-    """The distance of each tensor, in multiples of rounding and relative to its size, and its
-    name."""
-    found = []
-    names = [name for name in runs[0][0]["parameters"] if name in other[0]["parameters"]]
-    typical = max((_norm(_tensor(kind, runs[0], name)) for name in names), default=0.0)
-    for name in names:
-        same = [_tensor(kind, rows, name) for rows in runs]
-        there = _tensor(kind, other, name)
-        if any(each is None for each in same) or there is None:
-            continue
-        size = _norm(same[0])
-        noise = max(_distance(one, two) for one, two in combinations(same, 2))
-        rounding = max(noise, MINIMUM_ULPS * EPS["float32"] * max(size, 1e-3 * typical))
-        distance = _distance(same[0], there)
-        found.append(
-            (distance / rounding if rounding else 0.0, distance / size if size else 0.0, name)
+def _trace(records: Records, steps: int) -> Trace:
+    """The gradients and parameters that a run's optimizers saw, as a trace of one rank."""
+    rows = [_step(records, step) for step in range(steps)]
+    trace = RankTrace({"parameters": _summaries("before", rows[0])})
+    for each in rows:
+        tensors = {kind: _summaries(kind, each) for kind in KINDS}
+        trace.steps.append(
+            StepTrace(loss=math.nan, weight=None, norm=None, lr=None, gain=1.0, tensors=tensors)
         )
-    return found
+    return Trace(None, "", records.world_size, {}, 0, {0: trace}, [])
 
 
 def _step(records: Records, step: int) -> list[Row]:
     return next(rows for rows in records.together() if rows[0]["index"] == step)
 
 
-def _tensor(kind: str, rows: Sequence[Row], name: str) -> Vector | None:
-    if kind == "gradient":
-        return reduced_of(rows, 0, name)
-    parts = [vector(row["parameters"].get(name)) for row in rows]
-    if name not in rows[0]["sharded"]:
-        return parts[0]
-    present = [each for each in parts if each is not None]
-    return sum(present[1:], present[0]) if len(present) == len(parts) else None
-
-
-def _norm(value: Vector | None) -> float:
-    return 0.0 if value is None else float((value**2).mean() ** 0.5)
-
-
-def _distance(one: Vector | None, other: Vector | None) -> float:
-    return 0.0 if one is None or other is None else _norm(one - other)
+def _summaries(kind: str, rows: Sequence[Row]) -> Summaries:
+    found: Summaries = {}
+    for name in rows[0]["parameters"]:
+        if kind == "gradients":
+            whole = reduced_of(rows, 0, name)
+        else:
+            whole = whole_projection(rows, 0, name, [row[kind].get(name) for row in rows])
+        norm = 0.0 if whole is None else float((whole**2).mean() ** 0.5)
+        found[name] = None if whole is None else TensorSummary(whole, norm)
+    return found
 
 
 def _samples(reference: Records, other: Records, step: int) -> str:
@@ -118,7 +114,6 @@ def _samples(reference: Records, other: Records, step: int) -> str:
 
 
 def _samples_of(records: Records, step: int) -> list[str]:
-    """The samples of the batches that the backwards of a step followed, of all ranks."""
     found: list[str] = []
     for rank, row in zip(records.ranks, _step(records, step), strict=True):
         batches: list[str] = []

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Records, Row, Vector, difference, size, vector
+from lockstep.audit.finding import Area
+from lockstep.audit.records import Records
+from lockstep.audit.remedies import Cause
 from lockstep.base.errors import first_few
+from lockstep.evidence.fit import fit
+from lockstep.evidence.rows import Row
+from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection, sketch_difference
 
 FIT = 0.02
 """Largest part of a gradient that is left unexplained by the ranks' own."""
 NEGLIGIBLE = 1e-3
 """Factors relative to the largest one that count as zero; and gradients relative to the whole."""
-MOST_CONDITION = 1e5
-"""Condition from which ranks' gradients are too alike to be told apart."""
 LEAST_ALIKE = 2
 """Steps with equal gradients on all ranks from which they are no accident."""
 EVEN = 0.02
@@ -30,7 +32,6 @@ EVEN = 0.02
 class Factors:
     """The factors with which one rank's gradient holds those of all ranks, of the same names."""
 
-    names: list[str]
     values: list[float]
     residual: float
 
@@ -112,7 +113,6 @@ def check_gradients(records: Records) -> AreaResult:
 
 
 def _not_finite(rows: Sequence[Row], sketches: str) -> list[str]:
-    """The names of what is NaN or infinite on some rank."""
     return list(
         dict.fromkeys(
             name
@@ -124,7 +124,6 @@ def _not_finite(rows: Sequence[Row], sketches: str) -> list[str]:
 
 
 def _check_finite(result: AreaResult, rows: Sequence[Row], step: int) -> None:
-    """Look for the first parameters that are not finite, before the first step or after one."""
     for sketches, when, line in (
         ("before", "before the first step", rows[0]["made_at"]),
         ("parameters", f"after step {step}, whose gradient was not finite,", rows[0]["line"]),
@@ -157,23 +156,32 @@ def own_sums(row: Row, names: Iterable[str], backwards: slice = slice(None)) -> 
         parts = [
             part
             for each in list(row["added"].values())[backwards]
-            if (part := vector(each.get(name))) is not None
+            if (part := finite_projection(each.get(name))) is not None
         ]
-        sums[name] = np.sum(parts, axis=0) if parts else np.zeros(8)
+        sums[name] = np.sum(parts, axis=0) if parts else np.zeros(PROJECTIONS)
     return sums
 
 
 def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
-    """The reduced gradient that a rank applies; of a sharded parameter the sum of all ranks'
-    shards."""
-    if name in rows[rank]["sharded"]:
-        shards = [
-            vector(before_clipping(row, name) if row["clip"] is None else row["reduced"].get(name))
-            for row in rows
-        ]
-        present = [each for each in shards if each is not None]
-        return np.sum(present, axis=0) if len(present) == len(shards) else None
-    return vector(before_clipping(rows[rank], name))
+    """The reduced gradient that a rank applies, whole."""
+    shards = [
+        before_clipping(row, name)
+        if row["clip"] is None or name not in row["sharded"]
+        else row["reduced"].get(name)
+        for row in rows
+    ]
+    return whole_projection(rows, rank, name, shards)
+
+
+def whole_projection(
+    rows: Sequence[Row], rank: int, name: str, sketches: Sequence[list[float] | None]
+) -> Vector | None:
+    """The projection of a rank's tensor, given all ranks' sketches; of a sharded one the sum of the
+    shards. None if one is missing or not finite."""
+    if name not in rows[rank]["sharded"]:
+        return finite_projection(sketches[rank])
+    shards = [each for sketch in sketches if (each := finite_projection(sketch)) is not None]
+    return np.sum(shards, axis=0) if len(shards) == len(rows) else None
 
 
 def factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors | None:
@@ -191,30 +199,19 @@ def last_factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factor
         for row in rows
     ]
     found = _fit(rows, rank, names, sums)
-    return (
-        None if found is None else Factors(found.names, found.values[: len(rows)], found.residual)
-    )
+    return None if found is None else Factors(found.values[: len(rows)], found.residual)
 
 
 def _fit(
     rows: Sequence[Row], rank: int, names: Sequence[str], sums: Sequence[dict[str, Vector]]
 ) -> Factors | None:
-    names = [name for name in names if reduced_of(rows, rank, name) is not None]
-    if not names:
+    reduced = {name: reduced_of(rows, rank, name) for name in names}
+    applied = {name: each for name, each in reduced.items() if each is not None}
+    if not applied:
         return None
-    columns = np.stack([np.concatenate([each[name] for name in names]) for each in sums], axis=1)
-    applied = np.concatenate([reduced_of(rows, rank, name) for name in names])
-    norms = np.linalg.norm(columns, axis=0)
-    if not np.linalg.norm(applied) or not norms.any():
-        return None
-    kept = norms > 1e-12 * norms.max()
-    scaled = columns[:, kept] / norms[kept]
-    if np.linalg.cond(scaled) > MOST_CONDITION:
-        return None
-    values = np.zeros(len(sums))
-    values[kept] = np.linalg.lstsq(scaled, applied, rcond=None)[0] / norms[kept]
-    residual = float(np.linalg.norm(applied - columns @ values) / np.linalg.norm(applied))
-    return Factors(list(names), [float(each) for each in values], residual)
+    columns = [np.concatenate([each[name] for name in applied]) for each in sums]
+    found = fit(columns, np.concatenate(list(applied.values())))
+    return None if found is None else Factors(found.factors, found.residual)
 
 
 def shared_names(rows: Sequence[Row]) -> list[str]:
@@ -300,10 +297,9 @@ def _is_own_only(rows: Sequence[Row], rank: int, name: str) -> bool:
 
 
 def _is_reduced_after_clip(rows: Sequence[Row], rank: int, names: Sequence[str]) -> bool:
-    """True if what is applied, after the clipping, is the same on all ranks."""
     return (
         all(
-            difference(rows[0]["applied"][name], rows[rank]["applied"][name]) < 1e-4
+            sketch_difference(rows[0]["applied"][name], rows[rank]["applied"][name]) < 1e-4
             for name in names
         )
         and len(rows) > 1
@@ -311,7 +307,6 @@ def _is_reduced_after_clip(rows: Sequence[Row], rank: int, names: Sequence[str])
 
 
 def _are_alike(rows: Sequence[Row]) -> bool:
-    """True if the own gradients of all ranks are equal, and not zero."""
     names = shared_names(rows)
     return (
         bool(names)
@@ -342,7 +337,6 @@ def _matters(rows: Sequence[Row], rank: int, name: str) -> bool:
 
 
 def _is_same(rows: Sequence[Row], name: str) -> bool:
-    """True if the ranks' own gradients are equal, so that a reduction would change nothing."""
     sums = [own_sums(row, [name])[name] for row in rows]
     return all(np.linalg.norm(each - sums[0]) <= 1e-6 * np.linalg.norm(sums[0]) for each in sums)
 
@@ -444,17 +438,15 @@ def _is_local(rows: Sequence[Row]) -> bool:
 
 
 def _clip_ratio(row: Row) -> float | None:
-    """The factor between this rank's reduced shards and the shards that it applied."""
     names = [
         name for name in row["sharded"] if row["reduced"].get(name) and row["applied"].get(name)
     ]
-    before = np.sqrt(sum(size(row["reduced"][name]) ** 2 for name in names))
-    after = np.sqrt(sum(size(row["applied"][name]) ** 2 for name in names))
+    before = np.sqrt(sum(row["reduced"][name][-1] for name in names))
+    after = np.sqrt(sum(row["applied"][name][-1] for name in names))
     return float(after / before) if before else None
 
 
 def _check_wasted(result: AreaResult, records: Records) -> None:
-    """Find reductions in microbatches before the last one of a step."""
     for rank in records.ranks:
         reducing, line, counts, before = set[int](), "", Counter[int](), set[str]()
         for row in rank.rows:

@@ -11,8 +11,11 @@ import numpy as np
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.gradients import Factors, factors, shared_names
-from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Rank, Records, Row, Vector, vector
+from lockstep.audit.finding import Area
+from lockstep.audit.records import Rank, Records
+from lockstep.audit.remedies import Cause
+from lockstep.evidence.rows import Row
+from lockstep.evidence.tensors import Vector, finite_projection
 
 EVEN = 0.01
 """Relative difference of weights that counts as none."""
@@ -183,7 +186,6 @@ def _check_weights(
 
 
 def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> float | None:
-    """The relative distance of the applied gradient from that in which all targets weigh alike."""
     weight_of = {(term.rank, term.backward): term.weight for term in terms}
     if len(weight_of) != len(terms):
         return None
@@ -195,7 +197,7 @@ def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -
     right: Vector = np.zeros(8 * len(names))
     for rank, row in enumerate(rows):
         for backward, sketches in row["added"].items():
-            parts = [vector(sketches.get(name)) for name in names]
+            parts = [finite_projection(sketches.get(name)) for name in names]
             added = np.concatenate([np.zeros(8) if each is None else each for each in parts])
             if (rank, backward) not in weight_of:
                 return None
@@ -337,7 +339,6 @@ def _check_gathered(
 
 
 def _windows(rank: Rank, step: Row) -> list[tuple[float | None, list[Row], list[Row]]]:
-    """For each backward of a step: its loss, and the collectives before it and within it."""
     found: list[tuple[float | None, list[Row], list[Row]]] = []
     before: list[Row] = []
     for row in rank.of("backward", "collective", "step"):
@@ -369,8 +370,6 @@ def _is(value: float, factor: float) -> bool:
 
 
 def _divided_twice(records: Records, total: float, ranks: int, backwards: int) -> float | None:
-    """The number of ranks, or of microbatches, if the script divides by it and the gradient is too
-    small by it."""
     divisors = {each for row in records.ranks[0].of("backward") for each in row["divisors"]}
     for number in (ranks, backwards):
         if number > 1 and _is(total * number, 1.0) and float(number) in divisors:

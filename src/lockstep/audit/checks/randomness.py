@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Rank, Records, Row, training_passes
+from lockstep.audit.finding import Area
+from lockstep.audit.records import Rank, Records, training_passes
+from lockstep.audit.remedies import Cause
+from lockstep.evidence.rows import Row
 
 LEAST = 2
 """Backwards with equal random states from which they are no accident."""
@@ -186,7 +188,6 @@ def _may_have_drawn(rank: Rank) -> bool:
 
 
 def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]]) -> None:
-    """Find random states that come again on one rank."""
     for rank, rows in zip(records.ranks, drawing, strict=True):
         states = [row["drawn"] for row in rows]
         again = len(states) - len(set(states))

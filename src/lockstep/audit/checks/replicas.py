@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.gradients import factors
-from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Records, Row, difference, vector
+from lockstep.audit.finding import Area
+from lockstep.audit.records import Records
+from lockstep.audit.remedies import Cause
 from lockstep.base.errors import first_few
+from lockstep.evidence.rows import Row
+from lockstep.evidence.tensors import finite_projection, sketch_difference
 
 DRIFT = 1e-5
 """Relative difference of replicas that is more than rounding."""
@@ -86,8 +89,6 @@ def _own_parameters(records: Records, steps: Sequence[Sequence[Row]]) -> set[str
 
 
 def _compared(steps: Sequence[Sequence[Row]], own: set[str]) -> tuple[list[str], list[str]]:
-    """The parameters that were compared after every step of their optimizer, and those that were
-    not."""
     found: dict[str, bool] = {}
     for rows in steps:
         for name in dict.fromkeys(
@@ -95,7 +96,7 @@ def _compared(steps: Sequence[Sequence[Row]], own: set[str]) -> tuple[list[str],
         ):
             sketches = [row["parameters"].get(name) for row in rows]
             is_seen = name not in rows[0]["sharded"] and all(
-                vector(each) is not None for each in sketches
+                finite_projection(each) is not None for each in sketches
             )
             found[name] = found.get(name, True) and is_seen
     return [name for name, is_seen in found.items() if is_seen], [
@@ -146,7 +147,6 @@ def _check_step(result: AreaResult, rows: Sequence[Row], own: set[str], seed_lin
 
 
 def _check_statistics(result: AreaResult, records: Records) -> None:
-    """Compare the running statistics of BatchNorm as they are when a batch is normalised."""
     by_rank = [_statistics(rank.of("statistics")) for rank in records.ranks]
     # before the next forward that reduces
     are_sent = any(row.get("broadcast_buffers") for row in records.ranks[0].of("ddp"))
@@ -154,7 +154,7 @@ def _check_statistics(result: AreaResult, records: Records) -> None:
         rows = [each.get(key) for each in by_rank]
         for others in zip(*[each or [] for each in rows], strict=False):
             worst = max(
-                difference(one, other)
+                sketch_difference(one, other)
                 for each in others[1:]
                 for one, other in zip(others[0]["sketches"], each["sketches"], strict=False)
             )
@@ -217,7 +217,7 @@ def _worst(rows: Sequence[Row], kind: str, names: Iterable[str]) -> tuple[float,
     """The largest relative difference between rank 0 and another one, and the tensor that it is
     in."""
     found = [
-        (difference(rows[0][kind].get(name), row[kind][name]), name)
+        (sketch_difference(rows[0][kind].get(name), row[kind][name]), name)
         for name in names
         for row in rows[1:]
         if name in row[kind] and rows[0][kind].get(name) is not None and row[kind][name] is not None

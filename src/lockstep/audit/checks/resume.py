@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Rank, Records, Row, difference
+from lockstep.audit.finding import Area
+from lockstep.audit.records import Rank, Records
+from lockstep.audit.remedies import Cause
+from lockstep.evidence.rows import Row
+from lockstep.evidence.tensors import sketch_difference
 
 SAME = 1e-6
 """Largest relative difference of tensors that were saved and loaded."""
@@ -77,7 +80,6 @@ def _check_rates(result: AreaResult, rank: Rank, again: Rank, saved: int, line: 
 
 
 def _samples(rank: Rank) -> list[list[object]]:
-    """The samples of the batches before each backward."""
     return [
         _key(batch)
         for row in rank.of("backward")
@@ -90,7 +92,7 @@ def _check_tensors(result: AreaResult, before: Row, first: Row, rank: int, line:
     names = [
         name
         for name in before["parameters"]
-        if difference(before["parameters"][name], first["before"].get(name)) > SAME
+        if sketch_difference(before["parameters"][name], first["before"].get(name)) > SAME
     ]
     if names:
         text = (
@@ -102,7 +104,7 @@ def _check_tensors(result: AreaResult, before: Row, first: Row, rank: int, line:
         name
         for name, sketch in before["states"].items()
         if name not in first["states_before"]
-        or difference(sketch, first["states_before"][name]) > SAME
+        or sketch_difference(sketch, first["states_before"][name]) > SAME
     ]
     if names:
         missing = "is missing" if names[0] not in first["states_before"] else "is another one"
@@ -113,7 +115,6 @@ def _check_tensors(result: AreaResult, before: Row, first: Row, rank: int, line:
 def _check_batches(
     result: AreaResult, rank: Rank, again: Rank, after: Row, first: Row, saved: int
 ) -> None:
-    """Compare the samples and the random state of the first backward."""
     one, other = _first_backward(rank, after), _first_backward(again, first)
     if one is None or other is None:
         return

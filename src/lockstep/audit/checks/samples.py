@@ -9,9 +9,11 @@ from itertools import combinations, pairwise, permutations
 from typing import Any
 
 from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Records, Row, training_passes
+from lockstep.audit.finding import Area
+from lockstep.audit.records import Records, training_passes
+from lockstep.audit.remedies import Cause
 from lockstep.base.errors import first_few
+from lockstep.evidence.rows import Row
 
 LEAST_SAMPLES = 4
 """Samples of a pass from which its order can be told from another one."""
@@ -159,7 +161,6 @@ def check_samples(records: Records) -> AreaResult:
 
 
 def _say_unseen(result: AreaResult, records: Records, loaders: Sequence[LoaderPasses]) -> None:
-    """Say which samples are not seen at all."""
     if not records.steps and not loaders:
         return
     if not any(rank.of("batch") for rank in records.ranks):
@@ -209,7 +210,6 @@ def loader_passes(records: Records) -> list[LoaderPasses]:
 
 
 def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
-    """The passes of each loader."""
     found: dict[int, list[Pass]] = {}
     by_key: dict[tuple[int, int], Pass] = {}
     for row in rows:
@@ -345,7 +345,6 @@ def _places_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
 
 
 def _contents_at(passes: Sequence[Pass]) -> dict[int, list[str]]:
-    """Samples that a rank read at each place, in its passes."""
     found: dict[int, list[str]] = {}
     for place, content in (each for one in passes for each in one.contents_at):
         found.setdefault(place, []).append(content)
@@ -549,7 +548,6 @@ def _check_evaluation_pass(
 
 
 def _check_orders(result: AreaResult, loader: LoaderPasses) -> None:
-    """Shuffled data must be in another order in each epoch."""
     passes = [ranks[0] for ranks in loader.passes if ranks[0].is_training]
     orders = [each.indices if each.indices is not None else each.contents for each in passes]
     sampler = loader.sampler

@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Sequence
 
 from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.finding import Area, Cause
-from lockstep.audit.records import Rank, Records, Row
+from lockstep.audit.finding import Area
+from lockstep.audit.records import Rank, Records
+from lockstep.audit.remedies import Cause
+from lockstep.evidence.rows import Row
 
 LEAST_STEPS = 4
 
@@ -110,7 +112,6 @@ def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, ca
 
 
 def _calls_between_steps(rank: Rank, optimizer: int, schedule: int) -> list[list[Row]]:
-    """The calls of a schedule after each step of its optimizer, up to the next one."""
     between: list[list[Row]] = []
     for row in rank.rows:
         if row["kind"] == "step" and row["optimizer"] == optimizer:

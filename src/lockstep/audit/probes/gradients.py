@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
-from lockstep.audit.probes.sketch import sketch
 from lockstep.base import torch_private
+from lockstep.evidence.sketch import sketch
 
 Sketch = list[float]
 

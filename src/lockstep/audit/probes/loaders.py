@@ -390,7 +390,6 @@ class _Unreadable(Exception):
 
 
 def _held_by(owner: Any, depth: int = 0) -> str:
-    """A text of what an object holds in its attributes."""
     # of the datasets library
     if isinstance(fingerprint := getattr(owner, "_fingerprint", None), str):
         return fingerprint

@@ -20,8 +20,8 @@ from lockstep.audit.probes.draws import Draws
 from lockstep.audit.probes.gradients import is_compiling
 from lockstep.audit.probes.loaders import Loaders
 from lockstep.audit.probes.recorder import RecordWriter, guarded, replace, wrap
-from lockstep.audit.probes.sketch import sketch
 from lockstep.base import torch_private
+from lockstep.evidence.sketch import sketch
 
 DROPOUTS = (
     "dropout",

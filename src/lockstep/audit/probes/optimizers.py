@@ -23,7 +23,7 @@ from lockstep.audit.probes.models import Models
 from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
 from lockstep.audit.probes.sharded_trial import updates_shards_as_wholes
 from lockstep.base import torch_private
-from lockstep.verify.perturb import perturb_parameters
+from lockstep.evidence.noise import perturb_parameters
 
 _OPTIMIZER_FILE = inspect.getfile(Optimizer)
 """The file with the function that torch wraps every optimizer's step in."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import json
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any, TextIO, TypeVar
 
 from lockstep.audit.request import AuditRequest
+from lockstep.evidence.rows import RowFile
 
 _HERE = str(Path(__file__).resolve().parent)
 _LIBRARIES = tuple(
@@ -36,7 +36,7 @@ class RecordWriter:
         self.request = request
         self.is_suspended = False
         """True while the audit itself runs an optimizer: probes must not see it."""
-        self._file: TextIO | None = None
+        self._file: RowFile | None = None
         self._problems: set[str] = set()
         self._is_users: dict[str, bool] = {}
         self._stacks = self._open_stacks()
@@ -44,9 +44,7 @@ class RecordWriter:
 
     def write(self, kind: str, **row: Any) -> None:
         if self._file is None:
-            self._file = (self.request.folder / f"process-{os.getpid()}.jsonl").open(
-                "w", encoding="utf-8", buffering=1
-            )
+            self._file = RowFile(self.request.folder / f"process-{os.getpid()}.jsonl")
             self.write(
                 "process",
                 pid=os.getpid(),
@@ -54,7 +52,7 @@ class RecordWriter:
                 rank=os.environ.get("RANK"),
                 argv=sys.argv,
             )
-        self._file.write(json.dumps({"kind": kind, **row}, default=str) + "\n")
+        self._file.write(kind, **row)
 
     def problem(self, where: str) -> None:
         """Note an error of a probe, once each. The script must not suffer from it."""
@@ -120,7 +118,6 @@ def _is_forward(frame: FrameType) -> bool:
 
 
 def _end_children() -> None:
-    """End the loader workers of this process."""
     if "multiprocessing" in sys.modules:
         for child in sys.modules["multiprocessing"].active_children():
             child.kill()

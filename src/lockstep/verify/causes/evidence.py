@@ -1,8 +1,4 @@
-"""The evidence for a cause: two traces, the first step at which they differ, and linear fits of
-tensors by their projections.
-
-Projections are linear, so a sum of tensors has the sum of their projections.
-"""
+"""The evidence for a cause: two traces, and the first step at which they differ."""
 
 from __future__ import annotations
 
@@ -11,14 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.evidence.fit import EXACT
+from lockstep.evidence.tensors import PROJECTIONS, Summaries, Vector
+from lockstep.evidence.trace import MicrobatchTrace, RankTrace, Trace
 from lockstep.verify.compare import Difference
-from lockstep.verify.trace_reader import MicrobatchTrace, RankTrace, Summaries, Trace, Vector
-
-FIT_TOLERANCE = 1e-3
-"""Relative residual below which a fit is exact. Rounding is far below it, a wrong explanation far
-above."""
-PROJECTIONS = 8
-"""Numbers in a tensor's projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +61,7 @@ def wrong_factor(factor: float, world_size: int, what: str) -> str:
         (-1, "divided by the world size once too often"),
         (1, "multiplied by the world size"),
     ):
-        if (
-            abs(factor - float(world_size) ** power) < FIT_TOLERANCE * max(1.0, factor)
-            and world_size > 1
-        ):
+        if abs(factor - float(world_size) ** power) < EXACT * max(1.0, factor) and world_size > 1:
             return f"{text}, {words}"
     return text
 
@@ -93,29 +82,3 @@ def update(rank: RankTrace, step: int, names: list[str]) -> Vector:
     before = rank.steps[step - 1].tensors["parameters"] if step else rank.initial["parameters"]
     added: Vector = stacked(rank.steps[step].tensors["parameters"], names) - stacked(before, names)
     return added
-
-
-def ratio(base: Vector, value: Vector) -> float | None:
-    """Return f if value = f · base; else None."""
-    square = float(base @ base)
-    if not square or not np.all(np.isfinite(value)) or not np.any(value):
-        return None
-    factor = float(base @ value) / square
-    return (
-        factor
-        if np.linalg.norm(value - factor * base) <= FIT_TOLERANCE * np.linalg.norm(value)
-        else None
-    )
-
-
-def least_squares(columns: list[Vector], target: Vector) -> list[float] | None:
-    """Return the factors with which the columns add up to the target; None if no factors do."""
-    if not columns or len(columns) >= len(target) or not np.all(np.isfinite(target)):
-        return None
-    matrix = np.stack(columns, axis=1)
-    solution, _, rank, _ = np.linalg.lstsq(matrix, target, rcond=None)
-    if rank < len(columns) or np.linalg.norm(
-        matrix @ solution - target
-    ) > FIT_TOLERANCE * np.linalg.norm(target):
-        return None
-    return [float(value) for value in solution]

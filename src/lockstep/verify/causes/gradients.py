@@ -12,16 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lockstep.verify.causes.evidence import (
-    FIT_TOLERANCE,
-    Evidence,
-    least_squares,
-    listed,
-    ratio,
-    stacked,
-    wrong_factor,
-)
-from lockstep.verify.trace_reader import MicrobatchTrace, RankTrace, Vector
+from lockstep.evidence.fit import EXACT, exact_factors, exact_ratio
+from lockstep.evidence.tensors import Vector
+from lockstep.evidence.trace import MicrobatchTrace, RankTrace
+from lockstep.verify.causes.evidence import Evidence, listed, stacked, wrong_factor
 
 
 def wrong_sum(evidence: Evidence) -> str | None:
@@ -44,14 +38,14 @@ def _fit(evidence: Evidence, names: list[str], rank: int) -> str | None:
         else f"the gradient of {listed([repr(name) for name in names])}"
     )
     expected = stacked(evidence.reference.rank_0.steps[evidence.step].tensors["gradients"], names)
-    factor = ratio(expected, target)
-    if factor is not None and abs(factor - 1) > FIT_TOLERANCE:
+    factor = exact_ratio(expected, target)
+    if factor is not None and abs(factor - 1) > EXACT:
         return wrong_factor(factor, evidence.plan.world_size, what)
     if evidence.step:
         before = stacked(
             evidence.plan.ranks[rank].steps[evidence.step - 1].tensors["gradients"], names
         )
-        if (left_over := ratio(before, target - expected)) is not None:
+        if (left_over := exact_ratio(before, target - expected)) is not None:
             return (
                 f"{what} still holds {left_over:.3g} times the gradient of the step before: it was"
                 " not cleared between steps"
@@ -63,24 +57,19 @@ def _fit(evidence: Evidence, names: list[str], rank: int) -> str | None:
 
 
 def _ranks_miscounted(sums: dict[int, Vector], target: Vector, what: str, rank: int) -> str | None:
-    """Fit `target` with the ranks' sums: each must count once."""
     ranks = [r for r in sums if np.any(sums[r])]
-    factors = least_squares([sums[r] for r in ranks], target)
-    if (
-        factors is None
-        or len(ranks) < 2
-        or all(abs(factor - 1) <= FIT_TOLERANCE for factor in factors)
-    ):
+    factors = exact_factors([sums[r] for r in ranks], target)
+    if factors is None or len(ranks) < 2 or all(abs(factor - 1) <= EXACT for factor in factors):
         return None
-    present = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) > FIT_TOLERANCE]
+    present = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) > EXACT]
     if len(present) == 1:
         factor = factors[ranks.index(present[0])]
-        times = "" if abs(factor - 1) < FIT_TOLERANCE else f", times {factor:.4g}"
+        times = "" if abs(factor - 1) < EXACT else f", times {factor:.4g}"
         owner = (
             "its own microbatches" if present[0] == rank else f"rank {present[0]}'s microbatches"
         )
         return f"{what} was not reduced: rank {rank} holds the sum over {owner} alone{times}"
-    missing = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) <= FIT_TOLERANCE]
+    missing = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) <= EXACT]
     if missing:
         return (
             f"{what} was not reduced over all ranks: on rank {rank} the gradients of ranks"
@@ -109,12 +98,10 @@ def _microbatches_miscounted(
     columns = [gain * stacked(m.gradients or {}, names) for m in parts]
     if len(columns) * 2 > len(target):
         return None
-    if (factors := least_squares(columns, target)) is None:
+    if (factors := exact_factors(columns, target)) is None:
         return None
     wrong = [
-        (m, factor)
-        for m, factor in zip(parts, factors, strict=True)
-        if abs(factor - 1) > FIT_TOLERANCE
+        (m, factor) for m, factor in zip(parts, factors, strict=True) if abs(factor - 1) > EXACT
     ]
     if len(wrong) > len(parts) / 2:
         return None
@@ -123,15 +110,12 @@ def _microbatches_miscounted(
 
 
 def _counted(factor: float) -> str:
-    if abs(factor) < FIT_TOLERANCE:
+    if abs(factor) < EXACT:
         return "is missing"
-    return (
-        "is counted twice" if abs(factor - 2) < FIT_TOLERANCE else f"is counted {factor:.4g} times"
-    )
+    return "is counted twice" if abs(factor - 2) < EXACT else f"is counted {factor:.4g} times"
 
 
 def _microbatches_with_gradients(evidence: Evidence) -> list[MicrobatchTrace]:
-    """Return the plan's microbatches if they have gradients of their own, else the reference's."""
     if any(m.gradients is not None for m in evidence.microbatches):
         return evidence.microbatches
     return list(evidence.expected_microbatches.values())
@@ -204,8 +188,6 @@ def short_dtype(evidence: Evidence) -> str | None:
 
 
 def _tensors(evidence: Evidence) -> tuple[Vector, Vector] | None:
-    """Return the reference's and the plan's tensor of the first difference, if both traces have
-    them."""
     first = evidence.first
     if first.rank or first.check not in ("gradients", "parameters"):
         return None

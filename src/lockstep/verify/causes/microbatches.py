@@ -7,15 +7,9 @@ from collections import Counter
 
 import numpy as np
 
-from lockstep.verify.causes.evidence import (
-    FIT_TOLERANCE,
-    Evidence,
-    listed,
-    ratio,
-    stacked,
-    wrong_factor,
-)
-from lockstep.verify.trace_reader import MicrobatchTrace
+from lockstep.evidence.fit import EXACT, exact_ratio
+from lockstep.evidence.trace import MicrobatchTrace
+from lockstep.verify.causes.evidence import Evidence, listed, stacked, wrong_factor
 
 OTHER_DATA = (
     "the script makes its dataset from something that is not the same in every process, such as a"
@@ -127,9 +121,9 @@ def scaled_microbatches(evidence: Evidence) -> str | None:
     values = [factor for factor in factors if factor is not None]
     if not values or len(values) < len(factors):
         return None
-    if all(abs(value - 1) <= FIT_TOLERANCE for value in values):
+    if all(abs(value - 1) <= EXACT for value in values):
         return None
-    if max(values) - min(values) <= FIT_TOLERANCE * max(map(abs, values)):
+    if max(values) - min(values) <= EXACT * max(map(abs, values)):
         what = "every microbatch's gradient" + (
             f" of {listed([repr(name) for name in names])}" if len(names) < 4 else ""
         )
@@ -149,7 +143,7 @@ def _factor(
 ) -> float | None:
     if expected is None or expected.gradients is None or found.gradients is None:
         return None
-    return ratio(stacked(expected.gradients, names), stacked(found.gradients, names))
+    return exact_ratio(stacked(expected.gradients, names), stacked(found.gradients, names))
 
 
 def kept_state(evidence: Evidence) -> str | None:

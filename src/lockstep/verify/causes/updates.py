@@ -7,16 +7,10 @@ import math
 
 import numpy as np
 
-from lockstep.verify.causes.evidence import (
-    FIT_TOLERANCE,
-    PROJECTIONS,
-    Evidence,
-    ratio,
-    stacked,
-    update,
-)
+from lockstep.evidence.fit import EXACT, exact_ratio
+from lockstep.evidence.tensors import PROJECTIONS, Vector
+from lockstep.verify.causes.evidence import Evidence, stacked, update
 from lockstep.verify.causes.gradients import sums_by_rank
-from lockstep.verify.trace_reader import Vector
 
 NORM_TOLERANCE = 0.2
 """Largest relative error of a norm that is estimated from projections."""
@@ -83,8 +77,8 @@ def parameter_update(evidence: Evidence) -> str | None:
             f"the update was not applied on rank {first.rank}: the gradient is right, but"
             f" {first.name!r} did not change"
         )
-    factor = ratio(expected, found)
-    if factor is not None and abs(factor - 1) > FIT_TOLERANCE:
+    factor = exact_ratio(expected, found)
+    if factor is not None and abs(factor - 1) > EXACT:
         return (
             f"the gradient is right, but the update is {factor:.4g} times the reference's: another"
             " learning rate or clipping norm"

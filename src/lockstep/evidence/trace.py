@@ -1,10 +1,9 @@
-"""Reads the traces that `lockstep.verify.trace` writes. Needs no torch."""
+"""Traces of runs: reads the files that `lockstep.evidence.tracer` writes. Needs no torch."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,47 +12,8 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-EPS = {
-    "float64": 2.0**-52,
-    "float32": 2.0**-23,
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-7,
-    "complex64": 2.0**-23,
-    "complex128": 2.0**-52,
-}
-"""Machine epsilon by dtype. Any other dtype counts as float32."""
-
-Vector = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSummary:
-    """A tensor in a trace: its hash, its norm and a random projection instead of its elements."""
-
-    sha256: str
-    norm: float
-    """L2 norm. NaN if it is not finite."""
-    elements: int
-    dtype: str
-    projection: Vector
-    """Sums of the elements under fixed random signs. NaN if they are not finite."""
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any] | None) -> TensorSummary | None:
-        """Return the summary that the trace has; None if there was no tensor."""
-        if row is None:
-            return None
-        projection = np.array([_or_nan(value) for value in row["projection"]])
-        return cls(row["sha256"], _or_nan(row["norm"]), row["elements"], row["dtype"], projection)
-
-    @property
-    def eps(self) -> float:
-        return EPS.get(self.dtype, EPS["float32"])
-
-
-Summaries = dict[str, TensorSummary | None]
-"""Tensor summaries by name. None: the tensor does not exist, such as the gradient of an unused
-parameter."""
+from lockstep.evidence.rows import read_row_file
+from lockstep.evidence.tensors import Summaries, TensorSummary, Vector, distance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +125,11 @@ class Trace:
 
 def read_traces(folder: Path) -> list[Trace]:
     """Return a run's traces, one for each train module. Empty if the run never finished a step."""
-    rows = [row for path in sorted(folder.glob("rank-*.jsonl")) for row in _rows(path)]
+    rows = [
+        (int(path.stem.partition("-")[2]), row)
+        for path in sorted(folder.glob("rank-*.jsonl"))
+        for row in read_row_file(path)
+    ]
     modules = sorted({row["module"] for _, row in rows if row["kind"] == "step"})
     return [_trace(folder, module, len(modules), rows) for module in modules]
 
@@ -193,9 +157,7 @@ def _trace(
             )
             continue
         if row["kind"] == "logged":
-            trace.logged[row["step"]] = {
-                name: _or_nan(value) for name, value in row["values"].items()
-            }
+            trace.logged[row["step"]] = {name: _or_nan(x) for name, x in row["values"].items()}
             continue
         entry = trace.ranks.setdefault(rank, RankTrace())
         if row["kind"] == "initial":
@@ -232,17 +194,21 @@ def _merged(ranks: list[RankTrace]) -> RankTrace:
     return RankTrace(merged(rank.initial for rank in ranks), steps, order)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    rank = int(path.stem.partition("-")[2])
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):  # a killed run may leave half a line
-                yield rank, json.loads(line)
+def _or_nan(value: float) -> float:
+    return value if math.isfinite(value) else math.nan
 
 
 def _summaries(rows: Mapping[str, Any]) -> Summaries:
     return {name: TensorSummary.from_json(row) for name, row in rows.items()}
 
 
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+def tensor_distance(one: Trace, other: Trace, step: int, kind: str, name: str) -> float:
+    """Return the distance of one tensor in two traces, exact if both have the tensor itself."""
+    summaries = (each.rank_0.steps[step].tensors[kind].get(name) for each in (one, other))
+    estimate = distance(*summaries)
+    if estimate == 0.0 or math.isinf(estimate):
+        return estimate
+    x, y = one.tensor(step, kind, name), other.tensor(step, kind, name)
+    if x is None or y is None or x.shape != y.shape:
+        return estimate
+    return float(np.linalg.norm(x - y))

@@ -1,4 +1,4 @@
-"""Distances between tensors, and the tolerance of a comparison: `TOLERANCE` times the rounding of
+"""The tolerance of a comparison: `TOLERANCE` times the rounding of
 this model. Pure.
 
 Rounding is measured: the perturbed runs differ from the reference by noise of one unit in the last
@@ -24,11 +24,8 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
-from lockstep.verify.trace_reader import EPS, Summaries, TensorSummary, Trace
-
-SummaryPair = tuple[TensorSummary | None, TensorSummary | None]
+from lockstep.evidence.tensors import EPS, Summaries, distance, pooled
+from lockstep.evidence.trace import Trace, tensor_distance
 
 TOLERANCE = 10.0
 """Largest distance from the reference with which a plan passes, in multiples of rounding."""
@@ -45,45 +42,7 @@ NEGLIGIBLE = 1e-3
 together."""
 
 
-def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
-    """Return the L2 distance of two tensors, estimated from projections. Infinite if one is missing
-    or sizes differ."""
-    if one is None or other is None:
-        return 0.0 if one is other else math.inf
-    if one.sha256 == other.sha256:
-        return 0.0
-    if one.elements != other.elements:
-        return math.inf
-    if math.isnan(one.norm) and math.isnan(other.norm):  # a step that overflowed and was skipped
-        return 0.0
-    estimate = float(np.sqrt(np.mean((one.projection - other.projection) ** 2)))
-    return estimate if math.isfinite(estimate) else math.inf
-
-
-def tensor_distance(
-    one: Trace, other: Trace, step: int, kind: str, name: str, summaries: SummaryPair
-) -> float:
-    """Return `distance(*summaries)`, computed from the tensors themselves if both traces have
-    them."""
-    estimate = distance(*summaries)
-    if estimate == 0.0 or math.isinf(estimate):
-        return estimate
-    x, y = one.tensor(step, kind, name), other.tensor(step, kind, name)
-    if x is None or y is None or x.shape != y.shape:
-        return estimate
-    return float(np.linalg.norm(x - y))
-
-
-def pooled(distances: Sequence[float], summaries: Summaries) -> float:
-    """Return the distance of all tensors together, relative to the norm of all tensors in
-    `summaries`."""
-    total = math.sqrt(sum(summary.norm**2 for summary in summaries.values() if summary is not None))
-    return math.sqrt(sum(value**2 for value in distances)) / total if total else 0.0
-
-
 class _Runs(NamedTuple):
-    """Runs that differ by noise alone."""
-
     reference: Trace
     perturbed: Sequence[Trace]
     scale: float = 1.0
@@ -99,14 +58,20 @@ class MeasuredRounding:
     values."""
 
     def __init__(
-        self, reference: Trace, perturbed: Sequence[Trace], *, minimum: float = 0.0
+        self,
+        reference: Trace,
+        perturbed: Sequence[Trace],
+        *,
+        minimum: float = 0.0,
+        sign_flip: float = SIGN_FLIP,
     ) -> None:
         """`minimum`: smallest rounding, relative to the tensor's norm, or if that is larger, to the
-        norm that it would have with typical elements."""
+        norm that it would have with typical elements. `sign_flip`: 0 where numbers of elements are
+        unknown."""
         self.reference = reference
         self._groups = [_Runs(reference, perturbed)]
         self._minimum = minimum
-        self._sign_flip = SIGN_FLIP
+        self._sign_flip = sign_flip
         self.of_tensors = cache(self._rounding)
         """(step, kind) -> rounding of each tensor of `kind` after `step`, by name."""
         self._largest = cache(self._largest_distances)
@@ -120,12 +85,11 @@ class MeasuredRounding:
         `scale` is the ratio of the two dtypes' precisions, for operations inside the model that
         round to a shorter dtype than float64: such rounding can hide the noise of the float64 runs.
         """
-        made = MeasuredRounding(reference, [])
+        made = MeasuredRounding(reference, [], sign_flip=0.0)
         made._groups = [
             _Runs(reference, perturbed, margin),
             *(group._replace(scale=scale) for group in self._groups),
         ]
-        made._sign_flip = 0.0
         return made
 
     def of_microbatch(self, step: int, index: int) -> dict[str, float]:
@@ -191,7 +155,7 @@ class MeasuredRounding:
         summaries = self.reference.rank_0.steps[step].tensors[kind]
         pairs = combinations(self._groups[0].traces, 2)
         found = [
-            pooled([_distance(a, b, step, kind, name) for name in summaries], summaries)
+            pooled([tensor_distance(a, b, step, kind, name) for name in summaries], summaries)
             for a, b in pairs
         ] or [0.0]
         return min(found), max(found)
@@ -247,21 +211,19 @@ class MeasuredRounding:
         }
 
     def _largest_distances(self, step: int, kind: str) -> dict[str, float]:
-        """Return the largest distance between any two runs of a group, by tensor."""
         largest = dict.fromkeys(self.reference.rank_0.steps[step].tensors[kind], 0.0)
         for group in self._groups:
             for one, other in combinations(group.traces, 2):
                 for name in largest:
                     largest[name] = max(
                         largest[name],
-                        group.scale * _finite(_distance(one, other, step, kind, name)),
+                        group.scale * _finite(tensor_distance(one, other, step, kind, name)),
                     )
         return largest
 
     def _at_least_minimum(
         self, largest: dict[str, float], summaries: Summaries
     ) -> dict[str, float]:
-        """Raise each distance to the smallest rounding that its tensor may have."""
         typical = _typical(largest, summaries)
         present = [summary for summary in summaries.values() if summary is not None]
         squares, count = (
@@ -307,14 +269,6 @@ def _microbatch_gradients(trace: Trace, step: int, index: int) -> Summaries:
         ),
         {},
     )
-
-
-def _distance(one: Trace, other: Trace, step: int, kind: str, name: str) -> float:
-    summaries = (
-        one.rank_0.steps[step].tensors[kind].get(name),
-        other.rank_0.steps[step].tensors[kind].get(name),
-    )
-    return tensor_distance(one, other, step, kind, name, summaries)
 
 
 def _scalar(trace: Trace, step: int, attribute: str) -> float | None:

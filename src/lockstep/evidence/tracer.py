@@ -39,12 +39,8 @@ from torch import Tensor
 
 from lockstep.base import accelerator
 from lockstep.checkpoint.tensor_shards import DTYPES
-from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND
-from lockstep.verify.jobs import TraceRequest
-
-PROJECTIONS = 8
-_CHUNK = 1 << 18
-_SIGN = np.uint64(1 << 63)
+from lockstep.evidence.rows import RowFile
+from lockstep.evidence.sketch import flattened, sketch
 
 NamedTensors = Iterable[tuple[str, Tensor | None]]
 """Names and full tensors. None: the tensor does not exist, such as the gradient of an unused
@@ -62,7 +58,8 @@ class Tracer:
 
     def __init__(
         self,
-        request: TraceRequest,
+        folder: Path,
+        steps: int | None,
         *,
         rank: int,
         world_size: int,
@@ -70,13 +67,14 @@ class Tracer:
         replicated: bool,
         writes: bool,
     ) -> None:
-        """`replicated`: every rank holds the full model, and writes summaries. `writes`: this rank
-        writes."""
-        self._request = request
+        """`steps`: the number after which the run ends; None: not known. `replicated`: every rank
+        holds the full model, and writes summaries. `writes`: this rank writes."""
+        self._folder = folder
+        self._steps = steps
         self._rank = rank
         self._writes_tensors = writes
         self._writes_summaries = replicated or writes
-        self._lines = (request.folder / f"rank-{rank}.jsonl").open("w", encoding="utf-8")
+        self._rows = RowFile(folder / f"rank-{rank}.jsonl")
         self._rng_before: str | None = None
         self._generators: list[Callable[[], Tensor]] = [torch.default_generator.get_state]
         self._orders: dict[int, dict[str, None]] = {}
@@ -86,18 +84,20 @@ class Tracer:
             self._generators.append(
                 lambda: accelerator.generator(accelerator.current_device()).get_state()
             )
-        self._write("start", rank=rank, world_size=world_size, plan=plan, replicated=replicated)
+        self._rows.write(
+            "start", rank=rank, world_size=world_size, plan=plan, replicated=replicated
+        )
 
     def metadata(self, **metadata: Any) -> None:
         """Write JSON values about the model and the recipe. May be called at any time, and
         again."""
-        self._write("metadata", metadata=metadata)
+        self._rows.write("metadata", metadata=metadata)
 
     def start(self, module: int, parameters: NamedTensors, buffers: NamedTensors) -> None:
         """Write a train module as it is before its first step."""
         row = {"parameters": self._summaries(parameters), "buffers": self._summaries(buffers)}
         if self._writes_summaries:
-            self._write("initial", module=module, **row)
+            self._rows.write("initial", module=module, **row)
 
     def watch(self, module: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Record the order in which the first backward completes the gradients of these
@@ -124,7 +124,7 @@ class Tracer:
         empty for a slice. `gradients`: its terms of the sum; None: no rank has full ones."""
         row = {} if gradients is None else {"gradients": self._summaries(gradients)}
         rng = {"rng_before": self._rng_before, "rng_after": self._rng_state()}
-        self._write(
+        self._rows.write(
             "microbatch",
             module=module,
             step=step,
@@ -163,29 +163,30 @@ class Tracer:
         `states`: the optimizers' state tensors, named parameter/state. `scalars`: loss, weight, lr,
         and the norm used for clipping.
         """
-        row: dict[str, Any] = {name: _finite(value) for name, value in scalars.items()}
+        row: dict[str, Any] = {
+            name: value if name == "loss" or value is None or math.isfinite(value) else None
+            for name, value in scalars.items()
+        }
         row |= self._reduced.pop(module) | {"gradient_order": list(self._orders.pop(module, {}))}
         row["parameters"] = self._saved(module, step, "parameters", parameters)
         row |= {"buffers": self._summaries(buffers), "states": self._summaries(states)}
         if self._writes_summaries:
-            self._write("step", module=module, step=step, **row)
-        self._lines.flush()
+            self._rows.write("step", module=module, step=step, **row)
         return self._is_last(step)
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
         """Write the script's numbers of a step."""
         if self._rank == 0:
-            self._write(
+            self._rows.write(
                 "logged",
                 module=0,
                 step=step,
-                values={name: _finite(value) for name, value in values.items()},
+                values=dict(values),
             )
-            self._lines.flush()
 
     def close(self) -> None:
         """May be called again."""
-        self._lines.close()
+        self._rows.close()
 
     def _rng_state(self) -> str:
         return hashlib.sha256(
@@ -193,7 +194,7 @@ class Tracer:
         ).hexdigest()[:16]
 
     def _is_last(self, step: int) -> bool:
-        return self._request.steps is not None and step + 1 >= self._request.steps
+        return self._steps is not None and step + 1 >= self._steps
 
     def _saved(self, module: int, step: int, kind: str, tensors: NamedTensors) -> dict[str, Any]:
         """Return the summaries of the tensors, which are saved too in the first and the last
@@ -201,7 +202,7 @@ class Tracer:
         if not (self._writes_tensors and (step == 0 or self._is_last(step))):
             return self._summaries(tensors)
         with tensor_file(
-            self._request.folder / f"step-{step:05d}-{kind}-{module}-{self._rank}.safetensors"
+            self._folder / f"step-{step:05d}-{kind}-{module}-{self._rank}.safetensors"
         ) as add:
             return self._summaries(tensors, add)
 
@@ -216,53 +217,16 @@ class Tracer:
                     save(name, tensor)
         return found
 
-    def _write(self, kind: str, **row: Any) -> None:
-        self._lines.write(json.dumps({"kind": kind, **row}, allow_nan=False) + "\n")
-
 
 def summarize(name: str, tensor: Tensor) -> dict[str, Any]:
-    """Return the summary of a tensor, in JSON. Its projection depends on `name`: compare summaries
-    of one name only."""
-    flat = _flat(tensor)
-    total, projection = 0.0, np.zeros(PROJECTIONS)
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    for first in range(0, len(flat), _CHUNK):
-        values = flat[first : first + _CHUNK].to(torch.float64).numpy()
-        with np.errstate(invalid="ignore"):  # a gradient that overflowed
-            projection += project(values, seed, first)
-        total += float(np.dot(values, values))
+    """Return the summary of a tensor, in JSON. Summaries of one name can be compared."""
+    flat = flattened(tensor)
     return {
         "sha256": hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
-        "norm": _finite(math.sqrt(total) if total >= 0 else math.nan),
         "elements": len(flat),
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "projection": [_finite(float(value)) for value in projection],
+        "sketch": sketch(tensor, name=name),
     }
-
-
-def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[Any, Any]:
-    """Sum `values` (float64) under `PROJECTIONS` rows of random signs.
-
-    Element i of `values` has number `first` + i. Its signs are the top bits, highest first, of
-    splitmix64 at that number from `seed`.
-    """
-    state = np.arange(first + 1, first + 1 + len(values), dtype=np.uint64)
-    state *= np.uint64(GOLDEN)
-    state += np.uint64(seed)
-    state ^= state >> np.uint64(30)
-    state *= np.uint64(MIX_FIRST)
-    state ^= state >> np.uint64(27)
-    state *= np.uint64(MIX_SECOND)
-    state ^= state >> np.uint64(31)
-    raw = values.view(np.uint64)
-    # Row by row: numpy then adds in a tree. A matrix product has a hundred times the rounding, more
-    # than that of a float64 run.
-    return np.array(
-        [
-            (raw ^ (state << np.uint64(row) & _SIGN)).view(np.float64).sum()
-            for row in range(PROJECTIONS)
-        ]
-    )
 
 
 @contextmanager
@@ -273,7 +237,7 @@ def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
     with TemporaryFile(dir=path.parent) as data:  # the header comes first and lists all tensors
 
         def add(name: str, tensor: Tensor) -> None:
-            flat = _flat(tensor)
+            flat = flattened(tensor)
             if not hasattr(np, str(flat.dtype).removeprefix("torch.")):
                 flat = flat.to(torch.float32)
             start, shape = data.tell(), [*tensor.shape, *([2] if tensor.is_complex() else [])]
@@ -291,17 +255,3 @@ def tensor_file(path: Path) -> Iterator[Callable[[str, Tensor], None]]:
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             shutil.copyfileobj(data, file)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements in row-major order on the CPU, complex ones as pairs; 1-d and contiguous."""
-    real = tensor.detach().resolve_conj().resolve_neg()
-    if real.is_complex():
-        real = torch.view_as_real(real)
-    # A single element may have any stride and be contiguous, and could then not be viewed as bytes.
-    return real.contiguous().cpu().as_strided((real.numel(),), (1,))
-
-
-def _finite(value: float | None) -> float | None:
-    """Return None for NaN and infinity, which JSON lacks."""
-    return value if value is not None and math.isfinite(value) else None

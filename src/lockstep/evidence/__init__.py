@@ -1,0 +1,1 @@
+"""Evidence, for `lockstep verify` and `lockstep audit`: traces, sketches, fits, tolerance."""

@@ -1,0 +1,34 @@
+"""The format of all traces: files of rows, one JSON object a line, each of a `kind`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class RowFile:
+    """A file of rows, written line by line: a process that is ended loses at most its last row."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, kind: str, **row: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, **row}, default=str) + "\n")
+
+    def close(self) -> None:
+        """May be called again."""
+        self._file.close()
+
+
+def read_row_file(path: Path) -> list[Row]:
+    """Return the rows of a file, up to one that was cut."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows

@@ -1,0 +1,74 @@
+"""Sketches of tensors: a few linear projections and the squared norm, in float64.
+
+A sketch is linear: the sketch of a sum is the sum of the sketches. So the factors with which a
+reduction adds the ranks' gradients are read from sketches alone, which are small enough to be
+written at every step. The sketches of shards add up to the whole tensor's, because the sign of an
+element depends on its position in the whole tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.evidence.tensors import PROJECTIONS
+from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND
+
+_CHUNK = 1 << 16
+_SIGN = np.uint64(1 << 63)
+
+
+@torch.no_grad()
+def sketch(tensor: Tensor, first: int = 0, name: str = "") -> list[float]:
+    """Return the projections of a tensor, and its squared norm last.
+
+    `first`: the position of the tensor's first element in the whole one, in row-major order.
+    `name`: sketches of different names have independent signs.
+    """
+    flat = flattened(tensor)
+    total = np.zeros(PROJECTIONS + 1)
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") if name else 0
+    for begin in range(0, len(flat), _CHUNK):
+        values = flat[begin : begin + _CHUNK].to(torch.float64).numpy()
+        with np.errstate(invalid="ignore"):  # a gradient that overflowed
+            total[:-1] += project(values, seed, first + begin)
+            total[-1] += np.dot(values, values)
+    found: list[float] = total.tolist()
+    return found
+
+
+def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[Any, Any]:
+    """Sum `values` (float64) under `PROJECTIONS` rows of random signs.
+
+    The signs of element i are the top bits, highest first, of splitmix64 at `first` + i from
+    `seed`.
+    """
+    state = np.arange(first + 1, first + 1 + len(values), dtype=np.uint64)
+    state *= np.uint64(GOLDEN)
+    state += np.uint64(seed)
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(MIX_FIRST)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(MIX_SECOND)
+    state ^= state >> np.uint64(31)
+    raw = values.view(np.uint64)
+    # Row by row: numpy then adds in a tree. A matrix product has a hundred times the rounding, more
+    # than that of a float64 run.
+    rows = (raw ^ (state << np.uint64(row) & _SIGN) for row in range(PROJECTIONS))
+    return np.array([row.view(np.float64).sum() for row in rows])
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """Return the elements in row-major order on the CPU, complex ones as pairs; contiguous."""
+    real = tensor.detach()
+    if real.layout != torch.strided:
+        real = real.to_dense()
+    real = real.resolve_conj().resolve_neg()
+    if real.is_complex():
+        real = torch.view_as_real(real)
+    # A single element may have any stride and be contiguous, and could then not be viewed as bytes.
+    return real.contiguous().cpu().as_strided((real.numel(),), (1,))
