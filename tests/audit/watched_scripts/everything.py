@@ -112,10 +112,8 @@ dropped[0](one).sum().backward()  # draws nothing
 torch.rand(1)
 dropped[0](one).sum().backward()  # after a draw
 for mode in (True, False):
-    # reentrant
-    checkpoint(
-        dropped.train(mode), one.clone().requires_grad_(), use_reentrant=True
-    ).sum().backward()
+    given = one.clone().requires_grad_()
+    checkpoint(dropped.train(mode), given, use_reentrant=True).sum().backward()  # reentrant
 
 # Files
 
